@@ -1,0 +1,304 @@
+"""The public functions: canonical form, then plan, then kernel."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from pallas_fa2 import bounds
+from pallas_fa2.autodiff import attend
+from pallas_fa2.masks import Causal, Lengths, Mask, Window, as_mask
+from pallas_fa2.plan import Plan, block_sizes, device_of, make_plan
+from pallas_fa2.scores import Score, as_scores, bias as add_bias
+from pallas_fa2.spec import Device, Operands, Spec, describe
+
+Implementation = Literal["reference", "blockwise", "hopper"]
+Scores = Score | tuple[Score, ...]
+
+
+def flash_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    mask: Mask | Bool[Array, "..."] | None = None,
+    score: Scores | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: PRNGKeyArray | None = None,
+    q_positions: Int[Array, "*B T"] | None = None,
+    kv_positions: Int[Array, "*B S"] | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> Any:
+    r"""Exact softmax attention in memory that grows with the length, not with its square.
+
+    For each head, with the score functions $f$ and the mask $M$,
+
+    $$O_i = \sum_j P_{ij} V_j, \quad P_{ij} = e^{S_{ij} - L_i}, \quad
+      S_{ij} = f(\mathrm{scale}\; q_i \cdot k_j), \quad L_i = \log \sum_{j \in M_i} e^{S_{ij}}.$$
+
+    FlashAttention-2 (arXiv:2307.08691), Algorithms 1 and 2. Differentiable in query, key, value
+    and the floating-point data of the score functions, in reverse mode.
+
+    Args:
+      query: `[*B, T, N, H]`, bfloat16, float16, float32 or float64; any number of batch axes.
+      key: `[*B, S, K, H]`, with N a multiple of K: query head n reads key head `n // (N // K)`.
+      value: `[*B, S, K, Hv]`; Hv may differ from H.
+      mask: a mask object, such as `Causal() & Window(1024)`, a function of two tokens, or a boolean
+        array that broadcasts to `[*B, N, T, S]`, True where a query attends to a key. A query that
+        sees no key gets output 0, lse -inf and no gradient.
+      score: a score function or a tuple of them, applied in order to the scaled scores in float32.
+      scale: a Python number; `1 / sqrt(H)` by default.
+      dropout_rate: the share of probabilities that are dropped, in [0, 1).
+      dropout_rng: one PRNG key; needed where `dropout_rate` is not 0.
+      q_positions, kv_positions: what masks and scores see as `q.index` and `k.index`; 0, 1, 2, ...
+        by default.
+      return_lse: also return the natural logsumexp of the scores.
+      implementation: ask for one implementation; an error says why if it cannot run. By default the
+        fastest that supports the call (see `explain`).
+
+    Returns:
+      `[*B, T, N, Hv]` in query's dtype; with `return_lse` also `[*B, N, T]` in float32 (float64 for
+      float64 inputs), itself differentiable.
+
+    Raises:
+      ValueError, TypeError: before anything is compiled; the message names the argument, the rule,
+        the value and the cure.
+
+    Example:
+      >>> import jax, pallas_fa2 as fa
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 128, 8, 64))
+      >>> fa.flash_attention(q, k, v, mask=fa.Causal()).shape
+      (2, 128, 8, 64)
+    """
+    query, key, value = (_array(n, x) for n, x in zip(_NAMES, (query, key, value), strict=True))
+    spec, operands = describe(
+        query,
+        key,
+        value,
+        mask=mask,
+        score=score,
+        scale=scale,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+    )
+    plan = make_plan(spec, device_of(query), implementation)
+    out, lse = _attend_merged(spec, plan, query, key, value, operands)
+    return (out, lse) if return_lse else out
+
+
+_NAMES = ("query", "key", "value")
+
+
+def _array(name: str, x: Any) -> jax.Array:
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{name} must be an array, but it is {type(x).__name__}")
+    return jnp.asarray(x)
+
+
+def _attend_merged(
+    spec: Spec, plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
+) -> tuple[jax.Array, jax.Array]:
+    """Merges the batch axes into one and splits them again."""
+    batch = query.shape[:-3]
+    if spec.batch == 0:
+        out = jnp.zeros((*query.shape[:-1], spec.value_dim), spec.dtype)
+        return out, jnp.zeros((*batch, spec.q_heads, spec.q_len), spec.accumulator)
+
+    def merged(query: Any, key: Any, value: Any, operands: Operands) -> Any:
+        q, k, v = (x.reshape(spec.batch, *x.shape[-3:]) for x in (query, key, value))
+        out, lse = attend(spec, plan, q, k, v, operands)
+        return out.reshape(*batch, *out.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
+
+    return _sharded_as(query, merged)(query, key, value, operands)
+
+
+def _sharded_as(query: jax.Array, fn: Callable) -> Callable:
+    """On a mesh of explicit axes, leaves the inside to the partitioner: the result lies as query."""
+    sharding = jax.typeof(query).sharding
+    if not sharding.mesh.explicit_axes:
+        return fn
+    *rest, length, heads, _ = sharding.spec
+    specs = (PartitionSpec(*rest, length, heads, None), PartitionSpec(*rest, heads, length))
+    return jax.sharding.auto_axes(fn, out_sharding=specs)
+
+
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " B"] | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation | Literal["xla"] | None = None,
+    return_residual: bool = False,
+    score: Scores | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: PRNGKeyArray | None = None,
+) -> Any:
+    """`jax.nn.dot_product_attention`, with its signature and meaning, and our options after it.
+
+    The differences: a query that sees no key gets 0 (there, the mean of the values) and a residual
+    of -inf; the residual is differentiable; `implementation` takes our names (`"xla"` stands for
+    `"reference"`, and for cuDNN call `jax.nn` itself); value's head dim may differ from key's.
+
+    Args:
+      query, key, value: `[B, T, N, H]`, `[B, S, K, H]`, `[B, S, K, Hv]`, or without B (any number
+        of batch axes works).
+      bias: added to the scaled scores; broadcasts to `[B, N, T, S]`; its gradient has its shape.
+      mask: boolean and broadcasting to `[B, N, T, S]`, or a mask object.
+      scale: `1 / sqrt(H)` by default.
+      is_causal: query i sees keys 0 .. i (top-left alignment where T and S differ).
+      query_seq_lengths, key_value_seq_lengths: int32 `[B]`, the valid tokens of each row.
+      local_window_size: `(left, right)`, or one integer for both.
+      implementation: as in `flash_attention`.
+      return_residual: also return the logsumexp, `[B, T, N]` in key's dtype.
+      score, dropout_rate, dropout_rng: as in `flash_attention`; scores apply after the bias.
+
+    Returns:
+      `[B, T, N, Hv]`, or a pair with the residual.
+    """
+    query, key, value = (_array(n, x) for n, x in zip(_NAMES, (query, key, value), strict=True))
+    if implementation == "cudnn":
+        raise ValueError(
+            "implementation must be reference, blockwise, hopper, xla or None, but it is 'cudnn'; "
+            "for cuDNN call jax.nn.dot_product_attention"
+        )
+    masks = [] if mask is None else [as_mask(mask)]
+    if is_causal:
+        masks.append(Causal())
+    if local_window_size is not None:
+        left, right = (
+            (local_window_size, local_window_size)
+            if isinstance(local_window_size, int)
+            else local_window_size
+        )
+        masks.append(Window(left, right))
+    if query_seq_lengths is not None or key_value_seq_lengths is not None:
+        _check_lengths("query_seq_lengths", query_seq_lengths, query)
+        _check_lengths("key_value_seq_lengths", key_value_seq_lengths, query)
+        masks.append(Lengths(query_seq_lengths, key_value_seq_lengths))
+    both = None
+    for m in masks:
+        both = m if both is None else both & m
+    scores = () if bias is None else (add_bias(jnp.asarray(bias)),)
+    out, lse = flash_attention(
+        query,
+        key,
+        value,
+        mask=both,
+        score=scores + as_scores(score),
+        scale=scale,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        return_lse=True,
+        implementation="reference" if implementation == "xla" else implementation,
+    )
+    if return_residual:
+        return out, jnp.swapaxes(lse, -1, -2).astype(key.dtype)
+    return out
+
+
+def _check_lengths(name: str, lengths: Any, query: jax.Array) -> None:
+    if lengths is None:
+        return
+    if lengths.dtype != jnp.int32 or lengths.shape != query.shape[:-3]:
+        raise ValueError(
+            f"{name} must be int32 of shape {query.shape[:-3]}, one length a batch row, but it is "
+            f"{lengths.dtype} of shape {lengths.shape}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """How a call would run. `str()` gives the text that `explain` is for.
+
+    `share` is the part of all tiles that is computed, None where it depends on traced data;
+    `flops` counts two matrix products forward and five backward over the pairs of those tiles,
+    `bytes` the inputs and outputs, each moved once.
+    """
+
+    spec: Spec
+    device: Device
+    plan: Plan
+    tiles: tuple[int, int]
+    share: float | None
+    flops: int | None
+    bytes: int
+
+    @property
+    def implementation(self) -> str:
+        return self.plan.implementation
+
+    def __str__(self) -> str:
+        s = self.spec
+        known = self.share is not None
+        share = f"{self.share:.1%} of the tiles" if known else "depends on run-time data"
+        flops = f"{self.flops / 1e9:.4g} GFLOP" if self.flops is not None else "unknown"
+        lines = [
+            f"{s}",
+            f"implementation  {self.plan.implementation} on {self.device.kind}",
+            *(f"  not {name}: {reason}" for name, reason in self.plan.passed_over),
+            f"tiles           {self.tiles[0]} queries x {self.tiles[1]} keys",
+            f"computed        {share}",
+            f"work            {flops} forward",
+            f"memory          {self.bytes / 1e6:.4g} MB of inputs and outputs",
+        ]
+        return "\n".join(lines)
+
+
+def explain(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    implementation: Implementation | None = None,
+    device: Device | None = None,
+    **options: Any,
+) -> Explanation:
+    """Says how `flash_attention` would run the same call, and why no faster way was taken.
+
+    Takes the arguments of `flash_attention` (arrays or `jax.ShapeDtypeStruct`s); nothing is
+    computed but the classes of the mask's tiles.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, pallas_fa2 as fa
+      >>> x = jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.bfloat16)
+      >>> print(fa.explain(x, x, x, mask=fa.Causal()))          # doctest: +SKIP
+    """
+    options.pop("return_lse", None)
+    spec, operands = describe(query, key, value, **options)
+    device = device_of(query) if device is None else device
+    plan = make_plan(spec, device, implementation)
+    tiles = _tiles(spec, plan)
+    table = bounds.classify(spec, operands, *tiles)
+    share = float((table != bounds.EMPTY).mean()) if isinstance(table, np.ndarray) else None
+    pairs = spec.batch * spec.q_heads * spec.q_len * spec.kv_len
+    flops = None if share is None else round(2 * pairs * share * (spec.head_dim + spec.value_dim))
+    per_query = spec.q_heads * (spec.head_dim + spec.value_dim)
+    per_key = spec.kv_heads * (spec.head_dim + spec.value_dim)
+    moved = spec.batch * (spec.q_len * per_query + spec.kv_len * per_key) * spec.dtype.itemsize
+    moved += math.prod((spec.batch, spec.q_heads, spec.q_len)) * spec.accumulator.itemsize
+    return Explanation(spec, device, plan, tiles, share, flops, moved)
+
+
+def _tiles(spec: Spec, plan: Plan) -> tuple[int, int]:
+    if plan.implementation == "reference":
+        return spec.q_len, spec.kv_len
+    if plan.implementation == "blockwise":
+        return block_sizes(spec)
+    return plan.forward.tile

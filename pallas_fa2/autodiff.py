@@ -1,0 +1,70 @@
+"""The derivative of attention: a `custom_vjp` whose residuals are q, k, v, out and lse alone.
+
+FlashAttention-2 (arXiv:2307.08691), section 3.1: the backward forms the probabilities again from
+the logsumexp. The logsumexp is itself an output, and its cotangent enters through
+delta = rowsum(dO ∘ O) - dlse.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.kernels import REGISTRY
+from pallas_fa2.plan import Plan
+from pallas_fa2.spec import Operands, Spec
+
+Out = tuple[jax.Array, jax.Array]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def attend(
+    spec: Spec, plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
+) -> Out:
+    """`out [B, T, N, Hv]` and `lse [B, N, T]`, differentiable in q, k, v and the score data."""
+    implementation = REGISTRY[plan.implementation]
+    if implementation.backward is None:
+        mask = jax.lax.stop_gradient(operands.mask)
+        return implementation.forward(spec, plan.forward, q, k, v, operands._replace(mask=mask))
+    return _attend(spec, plan, q, k, v, operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Out:
+    return REGISTRY[plan.implementation].forward(spec, plan.forward, q, k, v, operands)
+
+
+def _forward(
+    spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands
+) -> tuple[Out, tuple]:
+    out, lse = _attend(spec, plan, q, k, v, operands)
+    return (out, lse), (q, k, v, out, lse, operands)
+
+
+def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Out) -> tuple:
+    q, k, v, out, lse, operands = residuals
+    dout, dlse = cotangents
+    delta = row_delta(out, dout, dlse)
+    backward = REGISTRY[plan.implementation].backward
+    dq, dk, dv, dscores = backward(  # type: ignore[misc]
+        spec, plan.backward, q, k, v, lse, delta, dout.astype(q.dtype), operands
+    )
+    return dq, dk, dv, _cotangents(operands, dscores)
+
+
+def row_delta(out: jax.Array, dout: jax.Array, dlse: jax.Array) -> jax.Array:
+    """rowsum(dO ∘ O) - dlse, `[B, N, T]`, in the dtype of lse."""
+    dtype = dlse.dtype
+    return jnp.moveaxis(jnp.sum(dout.astype(dtype) * out.astype(dtype), -1), 1, 2) - dlse
+
+
+def _cotangents(operands: Operands, dscores: tuple) -> Operands:
+    """Gradients of the score data; the mask, positions and seed have none."""
+    floats = iter(dscores)
+    leaves, tree = jax.tree.flatten(operands.scores)
+    scores = [next(floats) if jnp.issubdtype(x.dtype, jnp.floating) else None for x in leaves]
+    return Operands(scores=jax.tree.unflatten(tree, scores))
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,162 @@
+"""FlashAttention-2 in `lax.scan`: exact, O(T) memory, on any device.
+
+The forward goes over blocks of query rows and, for each, over blocks of key columns (Algorithm 1);
+the backward over blocks of key columns and, for each, over blocks of query rows (Algorithm 2).
+Tiles that the mask empties cost nothing, tiles that it fills run no mask code.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_fa2 import bounds
+from pallas_fa2.kernels import tile
+from pallas_fa2.spec import Operands, Spec
+from pallas_fa2.tokens import K_AXIS, Q_AXIS, cut_into
+
+
+def _pad(x: jax.Array, axis: int, block: int) -> jax.Array:
+    pad = [(0, 0)] * x.ndim
+    pad[axis] = (0, -x.shape[axis] % block)
+    return jnp.pad(x, pad)
+
+
+def _pad_operands(operands: Operands, block_q: int, block_kv: int) -> Operands:
+    def pad(x: jax.Array) -> jax.Array:
+        for axis, block in ((Q_AXIS, block_q), (K_AXIS, block_kv)):
+            x = _pad(x, axis, block) if x.shape[axis] > 1 else x
+        return x
+
+    return jax.tree.map(pad, operands._replace(seed=None))._replace(seed=operands.seed)
+
+
+def _rows(x: jax.Array, start: Any, size: int, axis: int = 1) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def _classes(spec: Spec, operands: Operands, block_q: int, block_kv: int) -> Any:
+    """The class of every tile; tiles over the end of the keys are cut at least."""
+    table = bounds.classify(spec, operands, block_q, block_kv)
+    if spec.kv_len % block_kv == 0:
+        return table
+    xp = np if isinstance(table, np.ndarray) else jnp
+    last = np.arange(table.shape[1]) == table.shape[1] - 1
+    return xp.where(last[None] & (table == bounds.FULL), bounds.PARTIAL, table)
+
+
+def _by_class(classes: Any, i: Any, j: Any, take: Any, state: Any) -> Any:
+    """Skips an empty tile, takes a cut one with its mask and a full one without."""
+    if isinstance(classes, np.ndarray) and np.all(classes == bounds.FULL):
+        return take(False)(state)
+    branches = (lambda state: state, take(True), take(False))
+    return lax.switch(jnp.asarray(classes)[i, j], branches, state)
+
+
+def forward(
+    spec: Spec, blocks: tuple[int, int], q: Any, k: Any, v: Any, operands: Operands
+) -> tuple[jax.Array, jax.Array]:
+    """`out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
+    block_q, block_kv = blocks
+    classes = _classes(spec, operands, block_q, block_kv)
+    operands = _pad_operands(operands, block_q, block_kv)
+    q = q.reshape(spec.batch, spec.q_len, spec.kv_heads, spec.group, spec.head_dim)
+    q, k, v = _pad(q, 1, block_q), _pad(k, 1, block_kv), _pad(v, 1, block_kv)
+    q_tiles, k_tiles = classes.shape
+
+    def row_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q_i = _rows(q, i * block_q, block_q)
+
+        def step(state: tile.Running, j: jax.Array) -> tuple[tile.Running, None]:
+            def take(masked: bool) -> Any:
+                def branch(state: tile.Running) -> tile.Running:
+                    at = (i * block_q, j * block_kv, block_q, block_kv)
+                    k_j, v_j = (_rows(x, j * block_kv, block_kv) for x in (k, v))
+                    t = tile.tile_at(spec, operands, *at)
+                    return tile.forward(t, state, q_i, k_j, v_j, masked)
+
+                return branch
+
+            return _by_class(classes, i, j, take, state), None
+
+        state, _ = lax.scan(step, tile.start(spec, block_q), jnp.arange(k_tiles))
+        return tile.finish(state, spec.dtype)
+
+    out, lse = lax.map(row_block, jnp.arange(q_tiles))  # [tiles, B, t, ...], [tiles, B, K, G, t]
+    out = jnp.moveaxis(out, 0, 1).reshape(spec.batch, -1, spec.q_heads, spec.value_dim)
+    lse = jnp.moveaxis(lse, 0, 3).reshape(spec.batch, spec.q_heads, -1)
+    return out[:, : spec.q_len], lse[..., : spec.q_len]
+
+
+def backward(
+    spec: Spec,
+    blocks: tuple[int, int],
+    q: Any,
+    k: Any,
+    v: Any,
+    lse: Any,
+    delta: Any,
+    dout: Any,
+    operands: Operands,
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
+    """Gradients of q, k, v and of the floating-point score data (its leaves, in order).
+
+    `lse` and `delta` are `[B, N, T]`.
+    """
+    block_q, block_kv = blocks
+    dtype = spec.accumulator
+    classes = _classes(spec, operands, block_q, block_kv)
+    shapes = [x.shape for x in tile.split_floats(operands.scores)[0]]
+    operands = _pad_operands(operands, block_q, block_kv)
+    heads = (spec.kv_heads, spec.group)
+    q, dout = (_pad(x.reshape(*x.shape[:2], *heads, -1), 1, block_q) for x in (q, dout))
+    k, v = _pad(k, 1, block_kv), _pad(v, 1, block_kv)
+    # Rows of padding have no key: lse -inf stands for p = 0.
+    pad_rows = [(0, 0)] * 3 + [(0, -spec.q_len % block_q)]
+    lse, delta = (x.reshape(spec.batch, *heads, -1) for x in (lse, delta))
+    lse = jnp.pad(lse, pad_rows, constant_values=-jnp.inf)
+    delta = jnp.pad(delta, pad_rows)
+    q_tiles, k_tiles = classes.shape
+
+    def column_block(carry: tuple, j: jax.Array) -> tuple[tuple, tuple]:
+        k_j, v_j = (_rows(x, j * block_kv, block_kv) for x in (k, v))
+
+        def step(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
+            def take(masked: bool) -> Any:
+                def branch(carry: tuple) -> tuple:
+                    dq, ddata, dk, dv = carry
+                    at = (i * block_q, j * block_kv)
+                    t = tile.tile_at(spec, operands, *at, block_q, block_kv)
+                    q_i, dout_i = (_rows(x, at[0], block_q) for x in (q, dout))
+                    lse_i, delta_i = (_rows(x, at[0], block_q, 3) for x in (lse, delta))
+                    g = tile.backward(t, q_i, k_j, v_j, dout_i, lse_i, delta_i, masked)
+                    dq = lax.dynamic_update_slice_in_dim(
+                        dq, _rows(dq, at[0], block_q) + g.q, at[0], 1
+                    )
+                    ddata = [cut_into(a, b, *at) for a, b in zip(ddata, g.scores, strict=True)]
+                    return dq, ddata, dk + g.k, dv + g.v
+
+                return branch
+
+            return _by_class(classes, i, j, take, carry), None
+
+        zeros = (jnp.zeros(k_j.shape, dtype), jnp.zeros(v_j.shape, dtype))
+        (dq, ddata, dk, dv), _ = lax.scan(step, (*carry, *zeros), jnp.arange(q_tiles))
+        return (dq, ddata), (dk, dv)
+
+    ddata = [jnp.zeros(x.shape, x.dtype) for x in tile.split_floats(operands.scores)[0]]
+    carry = (jnp.zeros(q.shape, dtype), ddata)
+    (dq, ddata), (dk, dv) = lax.scan(column_block, carry, jnp.arange(k_tiles))
+    dk, dv = (jnp.moveaxis(x, 0, 1).reshape(spec.batch, -1, *x.shape[3:]) for x in (dk, dv))
+    dq = dq.reshape(spec.batch, -1, spec.q_heads, spec.head_dim)
+    ddata = [
+        lax.slice(x, [0] * x.ndim, shape) for x, shape in zip(ddata, shapes, strict=True)
+    ]  # without the padding
+    return (
+        dq[:, : spec.q_len].astype(spec.dtype),
+        dk[:, : spec.kv_len].astype(spec.dtype),
+        dv[:, : spec.kv_len].astype(spec.dtype),
+        tuple(ddata),
+    )

@@ -1,0 +1,170 @@
+"""The Hopper kernels as an implementation: what they refuse, and the arrays in their form."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from pallas_fa2.kernels import hopper_backward, hopper_forward
+from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
+from pallas_fa2.spec import Device, Operands, Spec
+
+HEAD_DIMS = (64, 128, 256)
+# TMA coordinates are 32-bit, and nothing larger has been tested.
+MAX_ELEMENTS = 2**31 - 1
+
+
+def refuses(spec: Spec, device: Device) -> str | None:
+    if not device.hopper:
+        return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
+    if spec.dtype.name not in ("bfloat16", "float16"):
+        return f"its inputs are bfloat16 or float16, not {spec.dtype.name}"
+    if spec.mask is not None and spec.causal is None:
+        return f"its only mask is Causal, not {spec.mask}"
+    if spec.scores:
+        return "it has no score functions"
+    if spec.dropout_rate:
+        return "it has no dropout"
+    for name, dim in (("H", spec.head_dim), ("Hv", spec.value_dim)):
+        if dim > HEAD_DIMS[-1] or dim % 8:
+            return f"head dims are multiples of 8 up to {HEAD_DIMS[-1]}, but {name} is {dim}"
+    if spec.scale <= 0:
+        return f"the scale must be positive, but it is {spec.scale:g}"
+    largest = spec.batch * max(spec.q_len * spec.q_heads, spec.kv_len * spec.kv_heads)
+    if largest * kernel_dim(spec) > MAX_ELEMENTS:
+        return "an array has 2^31 elements or more"
+    return None
+
+
+def kernel_dim(spec: Spec) -> int:
+    """The head dim of the kernel: the next size up for queries, keys and values alike."""
+    return next(d for d in HEAD_DIMS if d >= max(spec.head_dim, spec.value_dim))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trim:
+    """The rows and keys that take part: a causal mask leaves some without a partner.
+
+    Keys that no query sees are cut off the end; queries that see no key off the start.
+    """
+
+    first_query: int
+    q_len: int
+    kv_len: int
+    offset: int | None
+
+    def queries(self, x: jax.Array, axis: int = 1) -> jax.Array:
+        """`[B, T, ...]` -> the queries that take part."""
+        return jax.lax.slice_in_dim(x, self.first_query, self.first_query + self.q_len, axis=axis)
+
+    def keys(self, x: jax.Array) -> jax.Array:
+        return x[:, : self.kv_len]
+
+    def restore_queries(self, x: jax.Array, fill: float = 0.0, axis: int = 1) -> jax.Array:
+        """The whole length again, with `fill` for queries that take no part."""
+        x = jax.lax.slice_in_dim(x, 0, self.q_len, axis=axis)
+        pad = [(0, 0)] * x.ndim
+        pad[axis] = (self.first_query, 0)
+        return jnp.pad(x, pad, constant_values=fill)
+
+    def restore_keys(self, x: jax.Array, kv_len: int) -> jax.Array:
+        x = x[:, : self.kv_len]
+        return jnp.pad(x, ((0, 0), (0, kv_len - self.kv_len), (0, 0), (0, 0)))
+
+
+def trim(spec: Spec) -> Trim:
+    if spec.causal is None:
+        return Trim(0, spec.q_len, spec.kv_len, None)
+    if spec.causal == "start":
+        return Trim(0, spec.q_len, min(spec.kv_len, spec.q_len), 0)
+    first = max(spec.q_len - spec.kv_len, 0)
+    return Trim(first, spec.q_len - first, spec.kv_len, max(spec.kv_len - spec.q_len, 0))
+
+
+def _problem(spec: Spec, part: Trim, batch: int) -> Problem:
+    return Problem(
+        batch, part.q_len, part.kv_len, spec.q_heads, spec.kv_heads, spec.scale, part.offset
+    )
+
+
+def _pad(x: jax.Array, dim: int) -> jax.Array:
+    """`[B, T, N, H]` with T a multiple of 8, as TMA's tiles want it, and H the kernel's."""
+    length = round_up(x.shape[1], 8) - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, length), (0, 0), (0, dim - x.shape[3])))
+
+
+def _over_batch(fn: Callable) -> Callable:
+    """vmap of a kernel: the new axis joins the batch axis, the first of every array."""
+    call = custom_vmap(fn)
+
+    @call.def_vmap
+    def _(size: int, batched: list[bool], *args: jax.Array) -> Any:
+        full = [
+            x if b else jnp.broadcast_to(x, (size, *x.shape))
+            for x, b in zip(args, batched, strict=True)
+        ]
+        out = call(*(x.reshape(-1, *x.shape[2:]) for x in full))
+        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call
+
+
+def forward(
+    spec: Spec,
+    config: hopper_forward.Config,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    operands: Operands,
+) -> tuple[jax.Array, jax.Array]:
+    """`out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
+    part = trim(spec)
+
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return hopper_forward.attention(_problem(spec, part, q.shape[0]), config, q, k, v)
+
+    pad = functools.partial(_pad, dim=config.head_dim)
+    out, lse = _over_batch(kernel)(pad(part.queries(q)), pad(part.keys(k)), pad(part.keys(v)))
+    out = part.restore_queries(out)[..., : spec.value_dim]
+    return out, part.restore_queries(lse, -jnp.inf, axis=2)
+
+
+def backward(
+    spec: Spec,
+    config: hopper_backward.Config,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    dout: jax.Array,
+    operands: Operands,
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
+    """Gradients of q, k and v; there is no score data."""
+    part = trim(spec)
+
+    def kernel(*args: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return hopper_backward.gradients(_problem(spec, part, args[0].shape[0]), config, *args)
+
+    def rows(x: jax.Array, fill: float) -> jax.Array:
+        extra = round_up(part.q_len, hopper_backward.BLOCK_Q) - part.q_len
+        return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
+
+    pad = functools.partial(_pad, dim=config.head_dim)
+    dq, dk, dv = _over_batch(kernel)(
+        pad(part.queries(q)),
+        pad(part.keys(k)),
+        pad(part.keys(v)),
+        pad(part.queries(dout)),
+        rows(lse * LOG2E, jnp.inf),
+        rows(delta, 0.0),
+    )
+    dq = part.restore_queries((dq * spec.scale).astype(spec.dtype))[..., : spec.head_dim]
+    dk = part.restore_keys(dk, spec.kv_len)[..., : spec.head_dim]
+    dv = part.restore_keys(dv, spec.kv_len)[..., : spec.value_dim]
+    return dq, dk, dv, ()

@@ -1,0 +1,39 @@
+"""The definition: dense attention as one big tile, differentiated by JAX."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.kernels import tile
+from pallas_fa2.spec import Operands, Spec
+
+Out = tuple[jax.Array, jax.Array]
+
+
+def forward(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands) -> Out:
+    """`out [B, T, N, Hv]` and natural `lse [B, N, T]`; memory is O(T S)."""
+    whole = tile.tile_at(spec, operands, 0, 0, spec.q_len, spec.kv_len)
+    dtype = spec.accumulator
+    q = q.reshape(spec.batch, spec.q_len, spec.kv_heads, spec.group, spec.head_dim)
+    keep = tile.visible(whole) if spec.mask is not None else None
+    if keep is not None:
+        q = tile.zero_unseen(q, keep, tile.Q_AXIS)
+        k, v = (tile.zero_unseen(x, keep, tile.K_AXIS) for x in (k, v))
+    raw = tile.product("btkgh,bskh->bkgts", q, k, dtype)
+    s = tile.scores(whole, raw, operands.scores) / tile.LOG2E
+    if keep is not None:
+        s = jnp.where(keep, s, -jnp.inf)
+    # A row without a key must have finite values on every path, or its gradient is NaN.
+    empty = jnp.max(s, -1, keepdims=True) == -jnp.inf
+    s = jnp.where(empty, 0, s)
+    lse = jax.nn.logsumexp(s, -1, keepdims=True)
+    p = jnp.where(empty, 0, jnp.exp(s - lse))
+    if spec.dropout_rate:
+        p = p * tile.dropout_factor(whole)
+    out = tile.product("bkgts,bskh->btkgh", p.astype(v.dtype), v, dtype)
+    # Nor may the cotangent of such a row, NaN perhaps, reach the values through p = 0.
+    out = jnp.where(jnp.moveaxis(empty, 3, 1), 0, out)
+    lse = jnp.where(empty, -jnp.inf, lse)
+    return (
+        out.reshape(spec.batch, spec.q_len, spec.q_heads, spec.value_dim).astype(spec.dtype),
+        lse.reshape(spec.batch, spec.q_heads, spec.q_len),
+    )

@@ -1,0 +1,237 @@
+"""The mathematics of one tile: FlashAttention-2 (arXiv:2307.08691), Algorithms 1 and 2.
+
+A tile is a block of query rows against a block of key columns, for every batch entry and head at
+once: scores are `[B, K, G, t, s]`. Statistics are kept in base 2 (log2(e) is folded into the scale)
+and in the accumulator dtype, products take operands in the input dtype. A tile that is the whole of
+the problem is the dense definition; tiles in a loop are the blockwise implementation.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_fa2.spec import Operands, Spec
+from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, cut
+
+LOG2E = math.log2(math.e)
+
+
+class Tile(NamedTuple):
+    """One tile of a problem: where it lies and the arrays that its masks and scores read."""
+
+    spec: Spec
+    q_start: Any
+    k_start: Any
+    q_size: int
+    k_size: int
+    operands: Operands
+
+    def index(self, given: jax.Array | None, axis: int, start: Any, size: int) -> jax.Array:
+        """Global positions of the tile's tokens."""
+        if given is not None:
+            return given
+        shape = [1] * LEADING
+        shape[axis] = size
+        return lax.broadcasted_iota(jnp.int32, shape, axis) + start
+
+    @property
+    def q_index(self) -> jax.Array:
+        return self.index(self.operands.q_index, Q_AXIS, self.q_start, self.q_size)
+
+    @property
+    def k_index(self) -> jax.Array:
+        return self.index(self.operands.k_index, K_AXIS, self.k_start, self.k_size)
+
+
+def tile_at(
+    spec: Spec, operands: Operands, q_start: Any, k_start: Any, q_size: int, k_size: int
+) -> Tile:
+    def part(x: jax.Array) -> jax.Array:
+        return cut(x, q_start, q_size, k_start, k_size)
+
+    seed = operands.seed
+    cut_operands = jax.tree.map(part, operands._replace(seed=None))._replace(seed=seed)
+    return Tile(spec, q_start, k_start, q_size, k_size, cut_operands)
+
+
+def product(letters: str, a: jax.Array, b: jax.Array, accumulator: Any) -> jax.Array:
+    """A matrix product with operands as they are and sums in the accumulator dtype."""
+    precision = lax.Precision.HIGHEST if a.dtype == accumulator else lax.Precision.DEFAULT
+    return jnp.einsum(letters, a, b, precision=precision, preferred_element_type=accumulator)
+
+
+def scores(tile: Tile, raw: jax.Array, data: tuple) -> jax.Array:
+    """Scaled, passed through the score functions, in base 2. `raw` is q·k, `[B, K, G, t, s]`."""
+    spec = tile.spec
+    if not spec.scores:
+        return raw * (spec.scale * LOG2E)
+    s = raw * spec.scale
+    for code, arrays in zip(spec.scores, data, strict=True):
+        s = jnp.broadcast_to(code.on_tile(s, tile.q_index, tile.k_index, arrays), s.shape)
+    return s * LOG2E
+
+
+def visible(tile: Tile) -> jax.Array:
+    """The pairs that take part: both tokens exist, and the mask lets one see the other."""
+    spec = tile.spec
+    row = tile.index(None, Q_AXIS, tile.q_start, tile.q_size)
+    column = tile.index(None, K_AXIS, tile.k_start, tile.k_size)
+    inside = (row < spec.q_len) & (column < spec.kv_len)
+    if spec.mask is None:
+        return inside
+    return inside & spec.mask.on_tile(tile.q_index, tile.k_index, tile.operands.mask)
+
+
+def zero_unseen(x: jax.Array, keep: jax.Array, axis: int) -> jax.Array:
+    """Zeroes the tokens of `[B, t, K, (G,) H]` that take part in no pair of the tile.
+
+    Their values may be NaN (padding), and a probability of 0 times NaN is NaN.
+    """
+    other = K_AXIS if axis == Q_AXIS else Q_AXIS
+    over = (other,) if axis == Q_AXIS else (2, other)  # a key is shared by its group
+    seen = jnp.any(keep, over)  # [B, K, G, t] or [B, K, s]
+    seen = jnp.moveaxis(seen, -1, 1)[..., None]
+    return jnp.where(seen, x, jnp.zeros((), x.dtype))
+
+
+class Running(NamedTuple):
+    """The online softmax of Algorithm 1: row maximum, row sum and unnormalized output."""
+
+    maximum: jax.Array  # [B, K, G, t], base 2
+    total: jax.Array
+    out: jax.Array  # [B, t, K, G, Hv]
+
+
+def start(spec: Spec, rows: int) -> Running:
+    shape = (spec.batch, spec.kv_heads, spec.group, rows)
+    out = (spec.batch, rows, spec.kv_heads, spec.group, spec.value_dim)
+    dtype = spec.accumulator
+    return Running(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), jnp.zeros(out, dtype))
+
+
+def forward(tile: Tile, state: Running, q: Any, k: Any, v: Any, masked: bool) -> Running:
+    """Takes one tile into the running softmax (Algorithm 1, lines 8-10)."""
+    spec, dtype = tile.spec, tile.spec.accumulator
+    keep = visible(tile) if masked else None
+    if keep is not None:
+        v = zero_unseen(v, keep, K_AXIS)
+    raw = product("btkgh,bskh->bkgts", q, k, dtype)
+    s = scores(tile, raw, tile.operands.scores)
+    if keep is not None:
+        s = jnp.where(keep, s, -jnp.inf)
+    maximum = jnp.maximum(state.maximum, jnp.max(s, -1))
+    base = jnp.where(maximum == -jnp.inf, 0, maximum)  # a row that has seen no key yet
+    rescale = jnp.exp2(state.maximum - base)
+    p = jnp.exp2(s - base[..., None])
+    total = state.total * rescale + jnp.sum(p, -1)
+    if spec.dropout_rate:
+        p = p * dropout_factor(tile)
+    out = state.out * _as_rows(rescale)
+    out = out + product("bkgts,bskh->btkgh", p.astype(v.dtype), v, dtype)
+    return Running(maximum, total, out)
+
+
+def finish(state: Running, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Output `[B, t, K, G, Hv]` and natural logsumexp `[B, K, G, t]`; 0 and -inf for empty rows."""
+    total = jnp.where(state.total == 0, 1, state.total)
+    out = state.out / _as_rows(total)
+    lse = (state.maximum + jnp.log2(total)) / LOG2E
+    return out.astype(dtype), lse
+
+
+def _as_rows(x: jax.Array) -> jax.Array:
+    """Row statistics `[B, K, G, t]` against rows `[B, t, K, G, 1]`."""
+    return jnp.moveaxis(x, -1, 1)[..., None]
+
+
+class Gradients(NamedTuple):
+    """What one tile adds to the gradients; `scores` is the gradient of the score functions' data."""
+
+    q: jax.Array  # [B, t, K, G, H]
+    k: jax.Array  # [B, s, K, H]
+    v: jax.Array
+    scores: tuple
+
+
+def backward(
+    tile: Tile, q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any, masked: bool
+) -> Gradients:
+    """One tile of Algorithm 2 (lines 11-16); probabilities are formed again from the logsumexp.
+
+    `lse` and `delta` are `[B, K, G, t]`; delta is rowsum(dO ∘ O) minus the cotangent of lse.
+    """
+    spec, dtype = tile.spec, tile.spec.accumulator
+    keep = visible(tile) if masked else None
+    if keep is not None:
+        q, dout = zero_unseen(q, keep, Q_AXIS), zero_unseen(dout, keep, Q_AXIS)
+        k, v = zero_unseen(k, keep, K_AXIS), zero_unseen(v, keep, K_AXIS)
+    raw = product("btkgh,bskh->bkgts", q, k, dtype)
+    # Only differentiable arrays are differentiated; the rest of the data is closed over.
+    floats, rebuild = split_floats(tile.operands.scores)
+    s, pull = jax.vjp(lambda raw, data: scores(tile, raw, rebuild(data)), raw, floats)
+    empty = lse == -jnp.inf
+    p = jnp.exp2(s - (jnp.where(empty, jnp.inf, lse) * LOG2E)[..., None])
+    dp = product("btkgh,bskh->bkgts", dout, v, dtype)
+    p_out = p if keep is None else jnp.where(keep, p, 0)
+    if spec.dropout_rate:
+        factor = dropout_factor(tile)
+        p_out, dp = p_out * factor, dp * factor
+    ds = p * (dp - jnp.where(empty, 0, delta)[..., None])
+    if keep is not None:
+        ds = jnp.where(keep, ds, 0)
+    dv = product("bkgts,btkgh->bskh", p_out.astype(q.dtype), dout, dtype)
+    # `pull` expects the cotangent of base-2 scores, `ds` is that of natural ones.
+    draw, ddata = pull(ds * (1 / LOG2E))
+    if keep is not None:
+        draw = jnp.where(keep, draw, 0)
+    draw = draw.astype(q.dtype)
+    dq = product("bkgts,bskh->btkgh", draw, k, dtype)
+    dk = product("bkgts,btkgh->bskh", draw, q, dtype)
+    return Gradients(dq, dk, dv, ddata)
+
+
+def split_floats(data: tuple) -> tuple[list, Any]:
+    """The floating-point leaves of a pytree, and how to put them back among the others."""
+    leaves, tree = jax.tree.flatten(data)
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+
+    def rebuild(floats: list) -> tuple:
+        it = iter(floats)
+        merged = [next(it) if f else x for x, f in zip(leaves, is_float, strict=True)]
+        return jax.tree.unflatten(tree, merged)
+
+    return [x for x, f in zip(leaves, is_float, strict=True) if f], rebuild
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 with full avalanche (C. Wellons, "hash prospector", lowbias32)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def dropout_bits(seed: jax.Array, head: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+    """32 random bits for a pair of tokens, from counters alone: no tile size enters.
+
+    A row has two keys; two rows share a stream only if both collide.
+    """
+    first = _mix(_mix(head ^ seed[0]) ^ row)
+    second = _mix(_mix(head + seed[1]) + row * jnp.uint32(0x9E3779B9))
+    return _mix(_mix(column ^ first) + second)
+
+
+def dropout_factor(tile: Tile) -> jax.Array:
+    """0 where a probability is dropped, 1 / (1 - rate) where it is kept: `[B, K, G, t, s]`."""
+    spec = tile.spec
+    assert tile.operands.seed is not None
+    heads = (spec.batch, spec.kv_heads, spec.group)
+    number = lax.iota(jnp.uint32, math.prod(heads)).reshape(*heads, 1, 1)
+    row, column = tile.q_index.astype(jnp.uint32), tile.k_index.astype(jnp.uint32)
+    bits = dropout_bits(tile.operands.seed, number, row, column)
+    threshold = jnp.uint32(min(round(spec.dropout_rate * 2**32), 2**32 - 1))
+    return jnp.where(bits < threshold, 0.0, 1.0 / (1.0 - spec.dropout_rate)).astype(
+        spec.accumulator
+    )

@@ -1,0 +1,333 @@
+"""Masks: which pairs of tokens attend to each other.
+
+A mask is a pytree. Its arrays are leaves, its code and Python numbers are static, and it holds no
+shape, so that one object serves any length. Masks compose with `&`, `|` and `~`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from pallas_fa2.tokens import Arrays, Context, Data, Dims, Token
+
+
+def is_static(value: Any) -> bool:
+    if isinstance(value, Node):
+        return False
+    return value is None or isinstance(value, int | float | str) or callable(value)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_show(v)}" for k, v in value.items()) + "}"
+    if hasattr(value, "shape"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return getattr(value, "__name__", repr(value))
+
+
+class Node:
+    """A frozen dataclass as a pytree: numbers, strings and functions are static, the rest leaves."""
+
+    def __init_subclass__(cls) -> None:
+        jax.tree_util.register_pytree_node(cls, cls._flatten, cls._unflatten)
+
+    def _flatten(self) -> tuple[list, tuple]:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        static = tuple((n, v) for n, v in fields.items() if is_static(v))
+        dynamic = {n: v for n, v in fields.items() if not is_static(v)}
+        return list(dynamic.values()), (tuple(dynamic), static)
+
+    @classmethod
+    def _unflatten(cls, aux: tuple, children: Any) -> "Node":
+        names, static = aux
+        node = object.__new__(cls)
+        for name, value in (*zip(names, children, strict=True), *static):
+            object.__setattr__(node, name, value)
+        return node
+
+    def __repr__(self) -> str:
+        fields = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        shown = (f"{n}={_show(v)}" for n, v in fields if not (v is None or isinstance(v, dict) and not v))
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class Mask(Node):
+    """A boolean function of two tokens, True where the query attends to the key."""
+
+    def visible(self, q: Token, k: Token, c: Context) -> Any:
+        """The mask of one pair of tokens, as a scalar."""
+        raise NotImplementedError
+
+    def data(self) -> Data:
+        """The arrays that `visible` reads."""
+        return Data()
+
+    def place(self, dims: Dims) -> Any:
+        """The arrays of the whole tree, laid out for one call."""
+        return self.data().place(repr(self), dims)
+
+    def evaluate(self, q_index: Any, k_index: Any, data: Any, dims: Dims) -> Any:
+        return self.visible(*data.views(q_index, k_index, dims))
+
+    def __and__(self, other: "Mask | Callable") -> "Mask":
+        return And(self, as_mask(other))
+
+    def __or__(self, other: "Mask | Callable") -> "Mask":
+        return Or(self, as_mask(other))
+
+    def __invert__(self) -> "Mask":
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a mask has no truth value; combine masks with &, | and ~, not and/or/not")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Causal(Mask):
+    """A query attends to keys at its own position and before.
+
+    With `align="start"` query i sees keys 0 .. i (as `jax.nn`); with `align="end"` the last query
+    sees every key, for prefill and decoding against a longer cache: query i sees keys
+    0 .. i + S - T.
+    """
+
+    align: Literal["start", "end"] = "start"
+
+    def visible(self, q: Token, k: Token, c: Context) -> Any:
+        shift = k.length - q.length if self.align == "end" else 0
+        return q.index + shift >= k.index
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Window(Mask):
+    """A query attends to `left` keys before its own position, itself, and `right` keys after.
+
+    `right` defaults to `left` (a symmetric window, as an integer `local_window_size` of `jax.nn`).
+    Integers are compiled in; scalar arrays are run-time data (one window a layer in a `scan`).
+    """
+
+    left: int | Int[Array, ""]
+    right: int | Int[Array, ""] | None = None
+
+    def data(self) -> Data:
+        sides = {"left": self.left, "right": self.right}
+        return Data(params={n: v for n, v in sides.items() if not is_static(v)})
+
+    def visible(self, q: Token, k: Token, c: Context) -> Any:
+        left = self.left if is_static(self.left) else c.left
+        right = self.right if is_static(self.right) else c.right
+        right = left if right is None else right
+        return (k.index >= q.index - left) & (k.index <= q.index + right)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Segments(Mask):
+    """Packed documents: a query attends to keys with its own segment id.
+
+    `ids` is `[*B, T]`; `kv_ids` `[*B, S]` is needed only where keys are other tokens than queries.
+    """
+
+    ids: Int[Array, "*B T"]
+    kv_ids: Int[Array, "*B S"] | None = None
+
+    def data(self) -> Data:
+        kv_ids = self.ids if self.kv_ids is None else self.kv_ids
+        return Data(q={"segment": self.ids}, k={"segment": kv_ids})
+
+    def visible(self, q: Token, k: Token, c: Context) -> Any:
+        return q.segment == k.segment
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Lengths(Mask):
+    """Padded batches: only the first `q` queries and the first `kv` keys of each row exist."""
+
+    q: int | Int[Array, "*B"] | None = None
+    kv: int | Int[Array, "*B"] | None = None
+
+    def data(self) -> Data:
+        def shared(n: Any) -> dict:
+            return {} if is_static(n) else {"valid": jnp.asarray(n)[..., None]}
+
+        return Data(q=shared(self.q), k=shared(self.kv))
+
+    def visible(self, q: Token, k: Token, c: Context) -> Any:
+        def exists(token: Token, length: Any) -> Any:
+            if length is None:
+                return token.index == token.index
+            return token.index < (length if is_static(length) else token.valid)
+
+        return exists(q, self.q) & exists(k, self.kv)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Prefix(Mask):
+    """The first `length` keys, visible to all: `Prefix(n) | Causal()` is a prefix language model."""
+
+    length: int | Int[Array, "*B"]
+
+    def data(self) -> Data:
+        if is_static(self.length):
+            return Data()
+        return Data(k={"prefix": jnp.asarray(self.length)[..., None]})
+
+    def visible(self, q: Token, k: Token, c: Context) -> Any:
+        return k.index < (self.length if is_static(self.length) else k.prefix)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Chunked(Mask):
+    """A query attends to the keys of its own chunk of `size` positions."""
+
+    size: int
+
+    def visible(self, q: Token, k: Token, c: Context) -> Any:
+        return q.index // self.size == k.index // self.size
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Dense(Mask):
+    """A boolean array that broadcasts to `[*B, N, T, S]`; it costs its memory and its traffic."""
+
+    array: Bool[Array, "..."]
+
+    def data(self) -> Data:
+        return Data(pairs={"mask": self.array})
+
+    def visible(self, q: Token, k: Token, c: Context) -> Any:
+        return c.mask
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class And(Mask):
+    left: Mask
+    right: Mask
+
+    def place(self, dims: Dims) -> Any:
+        return self.left.place(dims), self.right.place(dims)
+
+    def evaluate(self, q_index: Any, k_index: Any, data: Any, dims: Dims) -> Any:
+        return self.left.evaluate(q_index, k_index, data[0], dims) & self.right.evaluate(
+            q_index, k_index, data[1], dims
+        )
+
+    def __repr__(self) -> str:
+        return f"({self.left} & {self.right})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Or(Mask):
+    left: Mask
+    right: Mask
+
+    def place(self, dims: Dims) -> Any:
+        return self.left.place(dims), self.right.place(dims)
+
+    def evaluate(self, q_index: Any, k_index: Any, data: Any, dims: Dims) -> Any:
+        return self.left.evaluate(q_index, k_index, data[0], dims) | self.right.evaluate(
+            q_index, k_index, data[1], dims
+        )
+
+    def __repr__(self) -> str:
+        return f"({self.left} | {self.right})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Not(Mask):
+    mask: Mask
+
+    def place(self, dims: Dims) -> Any:
+        return self.mask.place(dims)
+
+    def evaluate(self, q_index: Any, k_index: Any, data: Any, dims: Dims) -> Any:
+        return ~jnp.asarray(self.mask.evaluate(q_index, k_index, data, dims))
+
+    def __repr__(self) -> str:
+        return f"~{self.mask}"
+
+
+def bind(node: Any, tokens: Arrays, q_tokens: Arrays, k_tokens: Arrays, **other: Arrays) -> Any:
+    """A copy of a user-defined mask or score with more data."""
+    both = {"q_tokens": {**tokens, **q_tokens}, "k_tokens": {**tokens, **k_tokens}, **other}
+    return dataclasses.replace(node, **{n: {**getattr(node, n), **new} for n, new in both.items()})
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class FunctionMask(Mask):
+    """A user's mask. Calling it returns a copy with data (see `mask_fn`)."""
+
+    fn: Callable
+    q_tokens: Arrays = dataclasses.field(default_factory=dict)
+    k_tokens: Arrays = dataclasses.field(default_factory=dict)
+    heads: Arrays = dataclasses.field(default_factory=dict)
+    params: Arrays = dataclasses.field(default_factory=dict)
+    pairs: Arrays = dataclasses.field(default_factory=dict)
+
+    def __call__(
+        self,
+        *,
+        tokens: Arrays | None = None,
+        q_tokens: Arrays | None = None,
+        k_tokens: Arrays | None = None,
+        heads: Arrays | None = None,
+        params: Arrays | None = None,
+        pairs: Arrays | None = None,
+    ) -> "FunctionMask":
+        return bind(
+            self, tokens or {}, q_tokens or {}, k_tokens or {},
+            heads=heads or {}, params=params or {}, pairs=pairs or {},
+        )  # fmt: skip
+
+    def data(self) -> Data:
+        return Data(self.q_tokens, self.k_tokens, self.heads, self.params, self.pairs)
+
+    def visible(self, q: Token, k: Token, c: Context) -> Any:
+        return call_with_context(self.fn, (q, k), c)
+
+
+def call_with_context(fn: Callable, args: tuple, c: Context) -> Any:
+    """Calls `fn(*args, c)`, or `fn(*args)` where it takes no context."""
+    code = getattr(fn, "__code__", None)
+    short = code is not None and code.co_argcount == len(args) and not code.co_flags & 0x04
+    return fn(*args) if short else fn(*args, c)
+
+
+def mask_fn(fn: Callable) -> FunctionMask:
+    """Makes a mask of a scalar function `fn(q, k)` or `fn(q, k, c)` of two tokens.
+
+    `q.index` and `k.index` are positions; other fields are declared when the mask is made::
+
+        @mask_fn
+        def image_text(q, k):
+            return (q.index >= k.index) | ((q.image == k.image) & (q.image >= 0))
+
+        mask = image_text(tokens={"image": image_ids})        # [*B, T]
+
+    Data by kind: `tokens=` (or `q_tokens=`, `k_tokens=`) `[*B, T]`; `heads=` `[N, ...]`; `params=`
+    of any shape; `pairs=` broadcasting to `[*B, N, T, S]`; the last three are read from `c`.
+    A mask has no gradient. It may capture Python numbers but no arrays.
+    """
+    return FunctionMask(fn)
+
+
+def as_mask(mask: Any) -> Mask:
+    """A mask from a mask, a function of two tokens, or a boolean array."""
+    if isinstance(mask, Mask):
+        return mask
+    if callable(mask):
+        return FunctionMask(mask)
+    if hasattr(mask, "dtype") and hasattr(mask, "shape"):
+        if mask.dtype != jnp.bool_:
+            raise TypeError(
+                f"mask must be boolean, but it has dtype {mask.dtype}; pass mask.astype(bool), or "
+                "score=bias(array) if it is to be added to the scores"
+            )
+        return Dense(mask)
+    raise TypeError(
+        f"mask must be a mask object, a function of two tokens or a boolean array, but it is "
+        f"{type(mask).__name__}"
+    )

@@ -1,0 +1,100 @@
+"""From a Spec and a device to a Plan: the implementation, its tile sizes and its schedule."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from pallas_fa2.kernels import REGISTRY, hopper, hopper_backward, hopper_forward
+from pallas_fa2.spec import Device, Spec
+
+# A blockwise tile of scores is held several times over (scores, probabilities, their gradients);
+# this bounds one copy, so that memory stays O(T) with a modest constant.
+TILE_BYTES = 64 << 20
+
+# By head dim. Registers of a CTA: 128 * (2 * 240 + 24) or 128 * (3 * 160 + 32) of 65,536. At H = 64
+# two warpgroups stay at 0.79 of FlashAttention-3, three are needed; at H = 256 an accumulator of 64
+# rows takes 128 registers of each thread, which leaves room for 64 keys.
+HOPPER_FORWARD = {
+    64: hopper_forward.Config(64, 3, block_kv=128, stages=2, registers=(160, 32)),
+    128: hopper_forward.Config(128, 2, block_kv=128, stages=2, registers=(240, 24)),
+    256: hopper_forward.Config(256, 2, block_kv=64, stages=2, registers=(240, 24)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How one call runs. `passed_over` names the faster implementations and why they cannot."""
+
+    implementation: str
+    forward: Any = None
+    backward: Any = None
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+
+def make_plan(spec: Spec, device: Device, implementation: str | None = None) -> Plan:
+    """The fastest implementation that supports the call, or the one that was asked for."""
+    if implementation is not None:
+        if implementation not in REGISTRY:
+            raise ValueError(
+                f"implementation must be one of {', '.join(REGISTRY)} or None, but it is "
+                f"{implementation!r}"
+            )
+        reason = REGISTRY[implementation].refuses(spec, device)
+        if reason is not None:
+            raise ValueError(
+                f"implementation {implementation!r} does not support this call: {reason}. Leave "
+                f"implementation=None to use the fastest one that does ({spec})"
+            )
+        return _configure(implementation, spec, device, ())
+    passed_over = []
+    for name, candidate in REGISTRY.items():
+        reason = candidate.refuses(spec, device)
+        if reason is None:
+            return _configure(name, spec, device, tuple(passed_over))
+        passed_over.append((name, reason))
+    raise AssertionError("the reference supports every call")
+
+
+def _configure(name: str, spec: Spec, device: Device, passed_over: tuple) -> Plan:
+    if name == "hopper":
+        dim = hopper.kernel_dim(spec)
+        forward, backward = HOPPER_FORWARD[dim], hopper_backward.Config(dim)
+    elif name == "blockwise":
+        forward = backward = block_sizes(spec)
+    else:
+        forward = backward = None
+    return Plan(name, forward, backward, passed_over)
+
+
+def block_sizes(spec: Spec) -> tuple[int, int]:
+    """Square tiles, the largest of 512, 256, 128, 64 whose scores stay within `TILE_BYTES`."""
+    rows = max(spec.batch * spec.q_heads, 1) * spec.accumulator.itemsize
+    fits = (b for b in (512, 256, 128, 64) if rows * b * b <= TILE_BYTES)
+    block = next(fits, 64)
+    return min(block, _round_up(spec.q_len, 8)), min(block, _round_up(spec.kv_len, 8))
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def device_of(array: Any) -> Device:
+    """Where a call on this array will run: its own device, or else JAX's default one."""
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        return _describe(next(iter(array.devices())))
+    default = jax.config.jax_default_device
+    if isinstance(default, jax.Device):
+        return _describe(default)
+    return _describe(jax.devices(default)[0])
+
+
+@functools.lru_cache
+def _describe(device: Any) -> Device:
+    return Device(
+        device.platform,
+        device.device_kind,
+        str(getattr(device, "compute_capability", "")),
+        int(getattr(device, "core_count", 1)),
+    )

@@ -1,0 +1,112 @@
+"""Score functions: what is done to a score between the scaled product and the mask.
+
+They apply from left to right to `scale * q·k`, may read token, head, pair and shared data, and are
+differentiable in that data.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_fa2.masks import Node, bind, call_with_context
+from pallas_fa2.tokens import Arrays, Context, Data, Dims, Token
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Score(Node):
+    """A scalar function of a score and its two tokens. Calling it returns a copy with data."""
+
+    fn: Callable
+    q_tokens: Arrays = dataclasses.field(default_factory=dict)
+    k_tokens: Arrays = dataclasses.field(default_factory=dict)
+    heads: Arrays = dataclasses.field(default_factory=dict)
+    params: Arrays = dataclasses.field(default_factory=dict)
+    pairs: Arrays = dataclasses.field(default_factory=dict)
+
+    def __call__(
+        self,
+        *,
+        tokens: Arrays | None = None,
+        q_tokens: Arrays | None = None,
+        k_tokens: Arrays | None = None,
+        heads: Arrays | None = None,
+        params: Arrays | None = None,
+        pairs: Arrays | None = None,
+    ) -> "Score":
+        return bind(
+            self, tokens or {}, q_tokens or {}, k_tokens or {},
+            heads=heads or {}, params=params or {}, pairs=pairs or {},
+        )  # fmt: skip
+
+    def place(self, dims: Dims) -> Data:
+        data = Data(self.q_tokens, self.k_tokens, self.heads, self.params, self.pairs)
+        return data.place(repr(self), dims)
+
+    def evaluate(self, s: Any, q_index: Any, k_index: Any, data: Data, dims: Dims) -> Any:
+        q, k, c = data.views(q_index, k_index, dims)
+        return call_with_context(self.fn, (s, q, k), c)
+
+
+def score_fn(fn: Callable) -> Score:
+    """Makes a score of a scalar function `fn(s, q, k)` or `fn(s, q, k, c)`.
+
+    `s` is the scaled score in float32; the result replaces it::
+
+        @score_fn
+        def relative(s, q, k, c):
+            return s - c.slope * abs(q.index - k.index)
+
+        score = relative(heads={"slope": slopes})             # [N]
+
+    Data kinds are those of `mask_fn`. Gradients flow to floating-point data of every kind.
+    """
+    return Score(fn)
+
+
+def soft_cap(cap: float) -> Score:
+    """`cap * tanh(s / cap)` (Gemma 2, arXiv:2408.00118, section 2)."""
+
+    def capped(s: Any, q: Token, k: Token) -> Any:
+        return cap * jnp.tanh(s / cap)
+
+    return Score(capped)
+
+
+def _linear_bias(s: Any, q: Token, k: Token, c: Context) -> Any:
+    return s - c.slope.astype(s.dtype) * abs(q.index - k.index).astype(s.dtype)
+
+
+def alibi(slopes: int | Float[Array, " N"]) -> Score:
+    """Attention with linear biases (arXiv:2108.12409): `s - slope[head] * |q.index - k.index|`.
+
+    An integer stands for the paper's geometric slopes `2^(-8 (n + 1) / N)` of so many heads N.
+    """
+    if isinstance(slopes, int):
+        slopes = 2.0 ** (-8.0 * jnp.arange(1, slopes + 1, dtype=jnp.float32) / slopes)
+    return Score(_linear_bias, heads={"slope": slopes})
+
+
+def _add_bias(s: Any, q: Token, k: Token, c: Context) -> Any:
+    return s + c.bias.astype(s.dtype)
+
+
+def bias(array: Float[Array, "..."]) -> Score:
+    """Adds an array that broadcasts to `[*B, N, T, S]`; its gradient is reduced to its shape."""
+    return Score(_add_bias, pairs={"bias": array})
+
+
+def as_scores(score: Any) -> tuple[Score, ...]:
+    """A tuple of scores from nothing, one score, one function, or a sequence of them."""
+    if score is None:
+        return ()
+    scores = tuple(score) if isinstance(score, tuple | list) else (score,)
+    for s in scores:
+        if not isinstance(s, Score) and not callable(s):
+            raise TypeError(
+                f"score must be a score function or a tuple of them, but it holds "
+                f"{type(s).__name__}; wrap a dense array as bias(array)"
+            )
+    return tuple(s if isinstance(s, Score) else Score(s) for s in scores)

@@ -1,0 +1,335 @@
+"""Spec: the frozen, hashable, printable description of one call, and every check of its arguments.
+
+A `Spec` holds all that is static: it is the cache key, the tuning key and the test id. `Operands`
+holds the arrays beside query, key and value.
+"""
+
+import dataclasses
+import functools
+import math
+import numbers
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_fa2.masks import Causal, Mask, as_mask
+from pallas_fa2.scores import as_scores
+from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, Dims, Pointwise, place_tokens, trace
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+class Operands(NamedTuple):
+    """Arrays beside query, key and value, each with the leading axes `[B, K, G, T, S]`."""
+
+    mask: Any = None
+    scores: tuple = ()
+    q_index: jax.Array | None = None
+    k_index: jax.Array | None = None
+    seed: jax.Array | None = None  # uint32[2], for dropout
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One call, after its batch axes are merged.
+
+    `causal` says that the mask is exactly causal over the positions 0, 1, 2, ...: a kernel can then
+    do without evaluating `mask`.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: np.dtype
+    scale: float
+    mask: Pointwise | None = None
+    scores: tuple[Pointwise, ...] = ()
+    causal: Literal["start", "end"] | None = None
+    positions: bool = False  # token positions are given as data
+    dropout_rate: float = 0.0
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @property
+    def plain(self) -> bool:
+        """No mask but a causal one, no score function, no dropout."""
+        masked = self.mask is not None and self.causal is None
+        return not (masked or self.scores or self.dropout_rate)
+
+    @property
+    def accumulator(self) -> np.dtype:
+        """The dtype of scores, softmax statistics and accumulators."""
+        return np.promote_types(self.dtype, np.float32) if self.dtype.kind == "f" else FLOAT32
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.dtype.name} [B {self.batch}, T {self.q_len}, S {self.kv_len}, "
+            f"N {self.q_heads}, K {self.kv_heads}, H {self.head_dim}, Hv {self.value_dim}]",
+            f"scale {self.scale:g}",
+        ]
+        if self.mask is not None:
+            parts.append(f"mask {self.mask}")
+        if self.scores:
+            parts.append("score " + ", ".join(map(str, self.scores)))
+        if self.dropout_rate:
+            parts.append(f"dropout {self.dropout_rate:g}")
+        return ", ".join(parts)
+
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def describe(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
+) -> tuple[Spec, Operands]:
+    """Checks one call and describes it; arrays may be `jax.ShapeDtypeStruct`s."""
+    dims = check_shapes(query, key, value)
+    dtype = check_dtypes(query, key, value)
+    scale = _check_scale(scale, query.shape[-1])
+    seed = _check_dropout(dropout_rate, dropout_rng)
+    q_index = _check_positions("q_positions", q_positions, dims, Q_AXIS)
+    k_index = _check_positions("kv_positions", kv_positions, dims, K_AXIS)
+    mask_object = None if mask is None else as_mask(mask)
+    scores = as_scores(score)
+    positions = q_index is not None or k_index is not None
+    if positions:  # one side given: the other counts from 0
+        q_index = default_positions(dims, Q_AXIS) if q_index is None else q_index
+        k_index = default_positions(dims, K_AXIS) if k_index is None else k_index
+
+    mask_data = None if mask_object is None else mask_object.place(dims)
+    score_data = tuple(s.place(dims) for s in scores)
+    spec = Spec(
+        batch=math.prod(dims.batch),
+        q_len=dims.q_len,
+        kv_len=dims.kv_len,
+        q_heads=query.shape[-2],
+        kv_heads=key.shape[-2],
+        head_dim=query.shape[-1],
+        value_dim=value.shape[-1],
+        dtype=dtype,
+        scale=scale,
+        causal=_causal(mask_object) if not positions else None,
+        positions=positions,
+        dropout_rate=float(dropout_rate),
+    )
+    accumulator = spec.accumulator
+    spec = dataclasses.replace(
+        spec,
+        mask=None if mask_object is None else _trace_mask(mask_object, mask_data, dims),
+        scores=tuple(
+            _trace_score(s, data, dims, accumulator)
+            for s, data in zip(scores, score_data, strict=True)
+        ),
+    )
+    return spec, Operands(mask_data, score_data, q_index, k_index, seed)
+
+
+def _causal(mask: Mask | None) -> Literal["start", "end"] | None:
+    return mask.align if isinstance(mask, Causal) else None
+
+
+def check_shapes(query: Any, key: Any, value: Any) -> Dims:
+    for name, x, letters in (
+        ("query", query, "[*B, T, N, H]"),
+        ("key", key, "[*B, S, K, H]"),
+        ("value", value, "[*B, S, K, Hv]"),
+    ):
+        if len(x.shape) < 3:
+            raise ValueError(
+                f"{name} must have shape {letters}, at least three axes, but it has shape "
+                f"{x.shape}; add the missing axes, e.g. {name}[None]"
+            )
+    q, k, v = query.shape, key.shape, value.shape
+    for name, x in (("key", k), ("value", v)):
+        if x[:-3] != q[:-3]:
+            raise ValueError(
+                f"{name} must have query's batch axes {q[:-3]}, but it has {x[:-3]} (query has "
+                f"shape {q}, {name} {x}); broadcast them or use jax.vmap"
+            )
+    if k[-3] != v[-3]:
+        raise ValueError(f"key and value must have one length S, but have {k[-3]} and {v[-3]}")
+    if k[-2] != v[-2]:
+        raise ValueError(
+            f"key and value must have one number of heads K, but have {k[-2]} and {v[-2]}"
+        )
+    if q[-1] != k[-1]:
+        raise ValueError(f"query and key must have one head dim H, but have {q[-1]} and {k[-1]}")
+    for name, size in (
+        ("T (query's axis -3)", q[-3]),
+        ("S (key's axis -3)", k[-3]),
+        ("N (query's axis -2)", q[-2]),
+        ("K (key's axis -2)", k[-2]),
+        ("H (query's axis -1)", q[-1]),
+        ("Hv (value's axis -1)", v[-1]),
+    ):
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, but is {size}")
+    if q[-2] % k[-2] != 0:
+        raise ValueError(
+            f"query's heads N (= {q[-2]}) must be a multiple of key's heads K (= {k[-2]}); query "
+            "head n reads key head n // (N // K)"
+        )
+    return Dims(tuple(q[:-3]), q[-3], k[-3], k[-2], q[-2] // k[-2])
+
+
+def check_dtypes(query: Any, key: Any, value: Any) -> np.dtype:
+    dtype = np.dtype(query.dtype)
+    if dtype.name not in DTYPES:
+        raise TypeError(
+            f"query's dtype must be one of {', '.join(DTYPES)}, but it is {dtype.name}; cast it, "
+            "e.g. query.astype(jnp.bfloat16)"
+        )
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != dtype:
+            raise TypeError(
+                f"{name}'s dtype must be query's, {dtype.name}, but it is {x.dtype}; cast one of "
+                "them (nothing is promoted silently)"
+            )
+    return dtype
+
+
+def _check_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+        raise TypeError(
+            f"scale must be a finite Python number, but it is {scale!r}; for a learned temperature "
+            "use a score function: score_fn(lambda s, q, k, c: s * c.t)(params={'t': t})"
+        )
+    return float(scale)
+
+
+def _check_dropout(rate: float, rng: Any) -> jax.Array | None:
+    if not isinstance(rate, numbers.Real) or not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout_rate must be a Python number in [0, 1), but it is {rate!r}")
+    if rate == 0.0:
+        return None
+    if rng is None:
+        raise ValueError(
+            f"dropout_rng must be given where dropout_rate (= {rate}) is not 0: pass a jax.random.key"
+        )
+    rng = jnp.asarray(rng)
+    data = jax.random.key_data(rng) if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else rng
+    if data.ndim != 1 or data.dtype != jnp.uint32:
+        raise ValueError(
+            f"dropout_rng must be one key, but it has shape {rng.shape} and dtype {rng.dtype}; "
+            "split it and use jax.vmap for several"
+        )
+    # Keys of some generators are longer than two words.
+    return jnp.stack([_xor_words(data[0::2]), _xor_words(data[1::2])])
+
+
+def _xor_words(words: jax.Array) -> jax.Array:
+    return functools.reduce(jnp.bitwise_xor, [words[i] for i in range(words.shape[0])])
+
+
+def _check_positions(name: str, x: Any, dims: Dims, axis: int) -> jax.Array | None:
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, but it has dtype {x.dtype}")
+    size = dims.q_len if axis == Q_AXIS else dims.kv_len
+    placed = place_tokens(name, x.astype(jnp.int32), dims, axis)
+    if placed.shape[axis] != size:
+        raise ValueError(f"{name} must give one position a token, {size}, but has shape {x.shape}")
+    return placed
+
+
+def default_positions(dims: Dims, axis: int) -> jax.Array:
+    shape = [1] * LEADING
+    shape[axis] = dims.q_len if axis == Q_AXIS else dims.kv_len
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+INDEX = jax.ShapeDtypeStruct((1,) * LEADING, jnp.int32)
+
+
+def _trace_mask(mask: Mask, data: Any, dims: Dims) -> Pointwise:
+    return _cached_mask(jax.tree.structure(mask), _avals(mask), _avals(data), dims)
+
+
+def _trace_score(score: Any, data: Any, dims: Dims, dtype: np.dtype) -> Pointwise:
+    return _cached_score(jax.tree.structure(score), _avals(score), _avals(data), dims, dtype)
+
+
+class _Avals(NamedTuple):
+    """Shapes and dtypes of a pytree, hashable."""
+
+    tree: Any
+    leaves: tuple
+
+    def unflatten(self) -> Any:
+        return jax.tree.unflatten(self.tree, self.leaves)
+
+
+def _avals(tree: Any) -> _Avals:
+    leaves, structure = jax.tree.flatten(tree)
+    return _Avals(structure, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
+
+
+@functools.lru_cache(maxsize=512)
+def _cached_mask(tree: Any, leaves: _Avals, data: _Avals, dims: Dims) -> Pointwise:
+    mask = leaves.unflatten()
+
+    def visible(q_index: Any, k_index: Any, data: Any) -> Any:
+        return jnp.asarray(mask.evaluate(q_index, k_index, data, dims))
+
+    code = trace(f"mask {mask!r}", visible, INDEX, INDEX, data.unflatten())
+    _check_result(code, "a boolean", lambda dtype: dtype == jnp.bool_)
+    return dataclasses.replace(code, name=repr(mask))
+
+
+@functools.lru_cache(maxsize=512)
+def _cached_score(
+    tree: Any, leaves: _Avals, data: _Avals, dims: Dims, dtype: np.dtype
+) -> Pointwise:
+    score = leaves.unflatten()
+
+    def scored(s: Any, q_index: Any, k_index: Any, data: Any) -> Any:
+        return jnp.asarray(score.evaluate(s, q_index, k_index, data, dims))
+
+    s = jax.ShapeDtypeStruct((1,) * LEADING, dtype)
+    code = trace(f"score {score!r}", scored, s, INDEX, INDEX, data.unflatten())
+    _check_result(code, f"one {dtype.name}", lambda result: result == dtype)
+    return dataclasses.replace(code, name=repr(score))
+
+
+def _check_result(code: Pointwise, what: str, fits: Any) -> None:
+    (out,) = code.jaxpr.out_avals
+    if out.shape != () or not fits(out.dtype):
+        raise TypeError(
+            f"{code.name} must return {what} for one pair of tokens, but it returns "
+            f"{out.dtype}[{','.join(map(str, out.shape))}]"
+        )
+
+
+class Device(NamedTuple):
+    """Where a call runs. `capability` is CUDA's, as "9.0"; `cores` are streaming multiprocessors."""
+
+    platform: str = "cpu"
+    kind: str = "cpu"
+    capability: str = ""
+    cores: int = 1
+
+    @property
+    def hopper(self) -> bool:
+        return self.platform == "gpu" and self.capability == "9.0"

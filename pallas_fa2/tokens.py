@@ -1,0 +1,234 @@
+"""Tokens, the data that rides with them, and scalar functions of a pair of tokens.
+
+Masks and scores are written as scalar functions of one query token and one key token. Three things
+evaluate them: a dense tile (`lift`), a kernel, and interval arithmetic (`bounds.py`). What they
+share is one layout: every array has five leading axes `[B, K, G, T, S]` (batch, key head, query
+head within its group, query, key), each of its full size or 1, so that slicing a tile, batching and
+the reduction of a gradient are the same for all of them.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+LEADING = 5  # B, K, G, T, S
+Q_AXIS, K_AXIS = 3, 4
+
+Arrays = Mapping[str, Any]
+
+
+class Dims(NamedTuple):
+    """Sizes of one call: `batch` is the user's batch shape, `group` query heads share a key head."""
+
+    batch: tuple[int, ...]
+    q_len: int
+    kv_len: int
+    kv_heads: int
+    group: int
+
+
+class Token:
+    """What a mask or score function sees of one token: `index`, `length` and its declared fields."""
+
+    def __init__(self, side: str, index: Any, length: int, fields: Arrays):
+        self.index = index  # global position, int32
+        self.length = length  # tokens on this side, a Python integer
+        self._side = side
+        self._fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in self._fields:
+            known = ", ".join(["index", "length", *self._fields])
+            raise AttributeError(
+                f"{self._side}.{name}: no such token data (it has {known}); declare it with "
+                f"tokens={{'{name}': array}} where the mask or score is made"
+            )
+        return self._fields[name]
+
+
+class Context:
+    """The data of a mask or score that does not belong to one token: heads, params and pairs."""
+
+    def __init__(self, fields: Arrays):
+        self._fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in self._fields:
+            known = ", ".join(self._fields) or "nothing"
+            raise AttributeError(
+                f"c.{name}: no such data (there is {known}); declare it with heads=, params= or "
+                "pairs= where the mask or score is made"
+            )
+        return self._fields[name]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Arrays of one mask or score, by how they vary.
+
+    `q` and `k`: `[*B, T]` and `[*B, S]` (a last axis of 1 is shared by all tokens);
+    `heads`: `[N, ...]`; `params`: any shape; `pairs`: broadcasts to `[*B, N, T, S]`.
+    """
+
+    q: Arrays = dataclasses.field(default_factory=dict)
+    k: Arrays = dataclasses.field(default_factory=dict)
+    heads: Arrays = dataclasses.field(default_factory=dict)
+    params: Arrays = dataclasses.field(default_factory=dict)
+    pairs: Arrays = dataclasses.field(default_factory=dict)
+
+    def views(self, q_index: Any, k_index: Any, dims: Dims) -> tuple[Token, Token, Context]:
+        """The scalar views that a mask or score function receives."""
+        return (
+            Token("q", q_index, dims.q_len, self.q),
+            Token("k", k_index, dims.kv_len, self.k),
+            Context({**self.heads, **self.params, **self.pairs}),
+        )
+
+    def place(self, owner: str, dims: Dims) -> "Data":
+        """The same arrays with the five leading axes; raises if a shape does not fit the call."""
+
+        def each(arrays: Arrays, kind: str, put: Callable) -> dict[str, jax.Array]:
+            return {n: put(f"{owner}: {kind}[{n!r}]", jnp.asarray(x)) for n, x in arrays.items()}
+
+        return Data(
+            q=each(self.q, "q_tokens", lambda n, x: place_tokens(n, x, dims, Q_AXIS)),
+            k=each(self.k, "k_tokens", lambda n, x: place_tokens(n, x, dims, K_AXIS)),
+            heads=each(self.heads, "heads", lambda n, x: _place_heads(n, x, dims)),
+            params=each(self.params, "params", lambda _, x: x.reshape((1,) * LEADING + x.shape)),
+            pairs=each(self.pairs, "pairs", lambda n, x: _place_pairs(n, x, dims)),
+        )
+
+
+def _merge_batch(name: str, x: jax.Array, dims: Dims, rest: int, shape: str) -> jax.Array:
+    """`[*batch, *rest]` with broadcasting batch axes -> `[B | 1, *rest]`."""
+    have = x.shape[: x.ndim - rest]
+    fits = len(have) <= len(dims.batch) and all(
+        a in (1, b) for a, b in zip(have[::-1], dims.batch[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name} must have shape {shape} with batch axes that broadcast to {dims.batch}, but "
+            f"it has shape {x.shape}; reshape it or drop its batch axes to share it"
+        )
+    tail = x.shape[x.ndim - rest :]
+    if all(size == 1 for size in have):
+        return x.reshape(1, *tail)
+    return jnp.broadcast_to(x, dims.batch + tail).reshape(-1, *tail)
+
+
+def place_tokens(name: str, x: jax.Array, dims: Dims, axis: int) -> jax.Array:
+    letter, size = ("T", dims.q_len) if axis == Q_AXIS else ("S", dims.kv_len)
+    if x.ndim == 0 or x.shape[-1] not in (1, size):
+        raise ValueError(
+            f"{name} must have shape [*B, {letter}] with {letter} = {size} tokens (or 1, shared by "
+            f"all), but it has shape {x.shape}"
+        )
+    x = _merge_batch(name, x, dims, 1, f"[*B, {letter}]")
+    shape = [x.shape[0], 1, 1, 1, 1]
+    shape[axis] = x.shape[1]
+    return x.reshape(shape)
+
+
+def _place_heads(name: str, x: jax.Array, dims: Dims) -> jax.Array:
+    heads = dims.kv_heads * dims.group
+    if x.ndim == 0 or x.shape[0] != heads:
+        raise ValueError(
+            f"{name} must have shape [N, ...] with N = {heads} query heads, but it has shape "
+            f"{x.shape}; data shared by all heads belongs into params="
+        )
+    return x.reshape(1, dims.kv_heads, dims.group, 1, 1, *x.shape[1:])
+
+
+def _place_pairs(name: str, x: jax.Array, dims: Dims) -> jax.Array:
+    heads = dims.kv_heads * dims.group
+    shape = f"[*B, N | 1, T | 1, S | 1] with N = {heads}, T = {dims.q_len}, S = {dims.kv_len}"
+    if x.ndim == 2:
+        x = x[None]
+    sizes = (heads, dims.q_len, dims.kv_len)
+    if x.ndim < 2 or any(a not in (1, b) for a, b in zip(x.shape[-3:], sizes, strict=True)):
+        raise ValueError(f"{name} must have shape {shape}, but it has shape {x.shape}")
+    x = _merge_batch(name, x, dims, 3, shape)
+    split = (1, 1) if x.shape[1] == 1 else (dims.kv_heads, dims.group)
+    return x.reshape(x.shape[0], *split, *x.shape[2:])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pointwise:
+    """A traced scalar function. Equal if its jaxpr is, so a fresh lambda does not recompile."""
+
+    name: str
+    jaxpr: ClosedJaxpr
+    key: tuple
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pointwise) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: Any) -> jax.Array:
+        """On scalars."""
+        return jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(args))[0]
+
+    def on_tile(self, *args: Any) -> jax.Array:
+        """On arrays with the five leading axes, which broadcast against each other."""
+        return lift(self, *args)
+
+
+def trace(name: str, fn: Callable, *args: Any) -> Pointwise:
+    """Traces `fn` on the element types of `args` (arrays with the five leading axes)."""
+    scalars = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[LEADING:], x.dtype), args)
+    jaxpr = jax.make_jaxpr(fn)(*scalars)
+    for const in jaxpr.consts:
+        raise ValueError(
+            f"{name} captures an array of shape {jnp.shape(const)}; a mask or score function may "
+            "capture Python numbers only. Pass the array as tokens=, heads=, params= or pairs= and "
+            "read it from q, k or c"
+        )
+    # Addresses of functions appear in the text of custom derivatives: they differ from one trace
+    # to the next and say nothing.
+    text = re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
+    return Pointwise(name, jaxpr, (text, jax.tree.structure(args)))
+
+
+def lift(fn: Callable, *args: Any) -> jax.Array:
+    """Applies a scalar function over the five leading axes, broadcasting axes of size 1."""
+    leaves, tree = jax.tree.flatten(args)
+
+    def over(depth: int, leaves: list) -> jax.Array:
+        if depth == LEADING:
+            return fn(*jax.tree.unflatten(tree, leaves))
+        axes = [None if x.shape[0] == 1 else 0 for x in leaves]
+        leaves = [x if a == 0 else lax.squeeze(x, (0,)) for x, a in zip(leaves, axes, strict=True)]
+        if all(a is None for a in axes):
+            return over(depth + 1, leaves)[None]
+        return jax.vmap(lambda *x: over(depth + 1, list(x)), in_axes=axes)(*leaves)
+
+    return over(0, leaves)
+
+
+def cut(x: jax.Array, q_start: Any, q_size: int, k_start: Any, k_size: int) -> jax.Array:
+    """The part of an array with the five leading axes that belongs to one tile."""
+    for axis, start, size in ((Q_AXIS, q_start, q_size), (K_AXIS, k_start, k_size)):
+        if x.shape[axis] != 1:
+            x = lax.dynamic_slice_in_dim(x, start, size, axis)
+    return x
+
+
+def cut_into(total: jax.Array, part: jax.Array, q_start: Any, k_start: Any) -> jax.Array:
+    """Adds a tile's part to a whole: the transpose of `cut`."""
+    start = [0] * total.ndim
+    start[Q_AXIS] = q_start if total.shape[Q_AXIS] != 1 else 0
+    start[K_AXIS] = k_start if total.shape[K_AXIS] != 1 else 0
+    old = lax.dynamic_slice(total, start, part.shape)
+    return lax.dynamic_update_slice(total, old + part, start)
