@@ -1,0 +1,32 @@
+"""What holds for every test: strict dtypes and ranks, a described H200 on machines without a GPU."""
+
+import os
+import sys
+
+# The interpreter runs a warpgroup a thread; XLA's CPU pool must be wide enough for all of them, and
+# its size is read once. On a machine with a GPU the platform is JAX's own choice.
+os.environ.setdefault("NPROC", "32")
+if "gpu" not in " ".join(sys.argv):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Eight devices for the tests of sharding. Most of a test's time is compilation: without LLVM's
+    # optimizations it is half.
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+    )
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`-m gpu` selects the tests on a GPU; without it they are deselected, not skipped."""
+    if "gpu" in (config.option.markexpr or ""):
+        return
+    chosen = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("gpu")])
+    items[:] = chosen

@@ -1,0 +1,180 @@
+"""The cases that every implementation must pass, and their masks in NumPy."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_fa2 as fa
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    batch: int = 1
+    q_len: int = 64
+    kv_len: int = 64
+    q_heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 64
+    value_dim: int | None = None
+    dtype: Any = jnp.bfloat16
+    mask: Callable | None = None  # case -> (our mask, boolean array)
+    score: Callable | None = None  # case -> (our score, function of dense scores)
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        values = self.value_dim or self.head_dim
+        b, t, s = self.batch, self.q_len, self.kv_len
+        return (
+            (b, t, self.q_heads, self.head_dim),
+            (b, s, self.kv_heads, self.head_dim),
+            (b, s, self.kv_heads, values),
+            (b, t, self.q_heads, values),
+        )
+
+    def inputs(self) -> list[jax.Array]:
+        """query, key, value, and the cotangents of out and lse."""
+        keys = jax.random.split(jax.random.key(0), 5)
+        arrays = [
+            jax.random.normal(key, shape, jnp.float32).astype(self.dtype)
+            for key, shape in zip(keys, self.shapes, strict=False)
+        ]
+        dlse = jax.random.normal(keys[4], (self.batch, self.q_heads, self.q_len), jnp.float32)
+        return [*arrays, dlse]
+
+
+def positions(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(case.q_len)[:, None], np.arange(case.kv_len)[None, :]
+
+
+def everywhere(case: Case, mask: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(mask, (case.batch, case.q_heads, case.q_len, case.kv_len))
+
+
+def causal(case: Case) -> tuple[Any, np.ndarray]:
+    q, k = positions(case)
+    return fa.Causal(), everywhere(case, k <= q)
+
+
+def causal_end(case: Case) -> tuple[Any, np.ndarray]:
+    q, k = positions(case)
+    return fa.Causal(align="end"), everywhere(case, k <= q + case.kv_len - case.q_len)
+
+
+def window(case: Case) -> tuple[Any, np.ndarray]:
+    q, k = positions(case)
+    return fa.Causal() & fa.Window(10), everywhere(case, (k <= q) & (k >= q - 10))
+
+
+def _ids(case: Case, length: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.sort(rng.integers(0, 4, (case.batch, length)), -1).astype(np.int32)
+
+
+def documents(case: Case) -> tuple[Any, np.ndarray]:
+    q_ids, k_ids = _ids(case, case.q_len, 0), _ids(case, case.kv_len, 1)
+    dense = (q_ids[:, :, None] == k_ids[:, None, :])[:, None]
+    return fa.Segments(jnp.asarray(q_ids), jnp.asarray(k_ids)), everywhere(case, dense)
+
+
+def lengths(case: Case) -> tuple[Any, np.ndarray]:
+    """Rows and keys past the lengths; the first batch entry has no key at all."""
+    q_n = np.linspace(case.q_len // 2, case.q_len, case.batch).astype(np.int32)
+    k_n = np.linspace(0, case.kv_len // 2, case.batch).astype(np.int32)
+    q, k = positions(case)
+    dense = (q < q_n[:, None, None]) & (k < k_n[:, None, None])
+    return fa.Lengths(jnp.asarray(q_n), jnp.asarray(k_n)), everywhere(case, dense[:, None])
+
+
+def holes(case: Case) -> tuple[Any, np.ndarray]:
+    dense = np.random.default_rng(2).random((case.batch, 1, case.q_len, case.kv_len)) < 0.3
+    return fa.Dense(jnp.asarray(dense)), everywhere(case, dense)
+
+
+@fa.mask_fn
+def _dilated(q: Any, k: Any) -> Any:
+    return (abs(q.index - k.index) % 3 == 0) | (k.index < 2)
+
+
+def dilated(case: Case) -> tuple[Any, np.ndarray]:
+    q, k = positions(case)
+    return _dilated, everywhere(case, (abs(q - k) % 3 == 0) | (k < 2))
+
+
+def capped(case: Case) -> tuple[Any, Callable]:
+    return fa.soft_cap(2.0), lambda s: 2.0 * jnp.tanh(s / 2.0)
+
+
+def linear_bias(case: Case) -> tuple[Any, Callable]:
+    q, k = positions(case)
+    slopes = 2.0 ** (-8.0 * np.arange(1, case.q_heads + 1) / case.q_heads)
+    penalty = slopes[:, None, None] * np.abs(q - k)
+    return fa.alibi(case.q_heads), lambda s: s - jnp.asarray(penalty)[None]
+
+
+def biased_and_capped(case: Case) -> tuple[Any, Callable]:
+    rng = np.random.default_rng(3)
+    bias = rng.standard_normal((1, case.q_heads, case.q_len, case.kv_len)).astype(np.float32)
+
+    def dense(s: Any) -> Any:
+        return 3.0 * jnp.tanh((s + jnp.asarray(bias, s.dtype)) / 3.0)
+
+    return (fa.bias(jnp.asarray(bias)), fa.soft_cap(3.0)), dense
+
+
+ODD_LENGTHS = (1, 3, 63, 111, 1000)
+f16, f32 = jnp.float16, jnp.float32
+
+# What the Hopper kernels run. Every head dim, both alignments, odd lengths, T != S, groups.
+PLAIN = [
+    Case("full", 2, 128, 128),
+    Case("causal", 2, 128, 128, mask=causal),
+    *(Case(f"full_{t}", 1, t, t, 1, 1) for t in ODD_LENGTHS),
+    *(Case(f"causal_{t}", 1, t, t, 1, 1, mask=causal) for t in ODD_LENGTHS),
+    Case("more_keys", 1, 63, 200),
+    Case("more_queries", 1, 200, 63),
+    Case("causal_more_keys", 1, 63, 200, mask=causal),
+    Case("causal_more_queries", 1, 200, 63, mask=causal),
+    Case("causal_end_more_keys", 1, 63, 200, mask=causal_end),
+    Case("causal_end_more_queries", 1, 200, 63, mask=causal_end),
+    Case("causal_end_one_query", 2, 1, 130, mask=causal_end),
+    Case("grouped", 2, 100, 100, 6, 2, mask=causal),
+    Case("multi_query", 1, 100, 130, 4, 1),
+    *(Case(f"h{h}", 1, 130, 130, 2, 1, h) for h in (128, 256)),
+    *(Case(f"h{h}_causal", 1, 200, 200, 2, 1, h, mask=causal) for h in (128, 256)),
+    *(Case(f"h{h}_causal_end", 1, 70, 200, 2, 1, h, mask=causal_end) for h in (128, 256)),
+    *(Case(f"h{h}_padded", 1, 70, 70, 2, 1, h, mask=causal) for h in (8, 96, 160)),
+    Case("hv_smaller", 1, 70, 70, 2, 1, 192, 128, mask=causal),
+    Case("hv_larger", 1, 70, 70, 2, 2, 64, 96),
+    Case("float16", 1, 130, 130, 2, 1, 64, dtype=f16, mask=causal),
+    Case("float16_h128", 1, 130, 130, 2, 1, 128, dtype=f16),
+    Case("scaled", 1, 70, 70, scale=0.5, mask=causal),
+    Case("sharp", 1, 70, 70, scale=3.0),
+]
+
+# What reference and blockwise support besides.
+GENERAL = [
+    *(
+        Case(f"{mask.__name__}_{t}x{s}", 2, t, s, 4, 2, 16, dtype=f32, mask=mask)
+        for mask in (window, documents, lengths, holes, dilated)
+        for t, s in ((70, 70), (33, 90), (90, 33))
+    ),
+    *(
+        Case(f"{score.__name__}_{mask.__name__}", 2, 70, 50, 4, 2, 16, dtype=f32, mask=mask, score=score)
+        for score in (capped, linear_bias, biased_and_capped)
+        for mask in (causal, lengths)
+    ),
+    Case("documents_bfloat16", 2, 70, 70, 4, 2, 32, mask=documents, score=capped),
+    Case("float32", 2, 130, 130, 4, 2, 40, 24, dtype=f32, mask=causal),
+    Case("float32_full", 2, 130, 90, 4, 2, 40, dtype=f32),
+    Case("odd_head_dim", 1, 30, 30, 2, 1, 5, 7, dtype=f32),
+    Case("negative_scale", 1, 30, 30, dtype=f32, scale=-0.3),
+]

@@ -1,0 +1,35 @@
+"""FlashAttention's own rule: an error may be twice that of dense attention in the same dtype."""
+
+from typing import Any
+
+import numpy as np
+
+FACTOR = 2.0
+# Relative rounding of each dtype, for values that dense attention happens to hit exactly.
+FLOOR = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 4e-6, "float64": 1e-14}
+
+
+def error(x: Any, expected: np.ndarray) -> float:
+    """Largest deviation, relative to the largest expected value; infinities must agree."""
+    x = np.asarray(x, np.float64)
+    infinite = np.isinf(expected)
+    if not np.array_equal(infinite, np.isinf(x)) or not np.array_equal(
+        x[infinite], expected[infinite]
+    ):
+        return float("inf")
+    if expected.size == 0 or infinite.all():
+        return 0.0
+    diff = np.abs(x[~infinite] - expected[~infinite]).max()
+    return float(diff / max(np.abs(expected[~infinite]).max(), 1e-30))
+
+
+def assert_within_rule(name: str, what: str, x: Any, unfused: Any, expected: np.ndarray) -> None:
+    """`x` against the truth, allowed twice the error of dense attention in the inputs' dtype.
+
+    lse is a float32 sum of products that float32 holds: it gets the floor of float32 alone.
+    """
+    dtype = str(np.asarray(x).dtype)
+    got = error(x, expected)
+    allowed = 0.0 if name == "lse" else error(unfused, expected)
+    limit = max(FACTOR * allowed, FLOOR[dtype])
+    assert got <= limit, f"{name} of {what}: error {got:.3g} > max({FACTOR} * {allowed:.3g}, {FLOOR[dtype]})"

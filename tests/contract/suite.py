@@ -1,0 +1,73 @@
+"""The contract: one check, run by every implementation on every case that it supports."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_fa2 as fa
+from tests.contract import dense
+from tests.contract.cases import Case
+from tests.contract.dense import Truth
+from tests.contract.rule import assert_within_rule
+
+def value_and_gradients(case: Case, implementation: str) -> Callable:
+    """(q, k, v, dout, dlse) -> out, lse, dq, dk, dv."""
+    mask = case.mask(case)[0] if case.mask else None
+    score = case.score(case)[0] if case.score else None
+
+    def attend(q: Any, k: Any, v: Any) -> tuple:
+        return fa.flash_attention(
+            q, k, v, mask=mask, score=score, scale=case.scale, return_lse=True,
+            implementation=implementation,
+        )  # fmt: skip
+
+    def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple:
+        (out, lse), pull = jax.vjp(attend, q, k, v)
+        return (out, lse, *pull((dout, jnp.where(jnp.isfinite(lse), dlse, 0))))
+
+    return run
+
+
+def expected(case: Case, inputs: list) -> tuple[Truth, Truth]:
+    """The truth, and dense attention in the inputs' dtype."""
+    mask = case.mask(case)[1] if case.mask else None
+    score = case.score(case)[1] if case.score else None
+    options = dict(mask=mask, score=score, scale=case.scale)
+    return dense.truth(*inputs, **options), dense.same_dtype(*inputs, **options)
+
+
+def poison(case: Case, inputs: list, value: float) -> list:
+    """Puts `value` where it must not matter: keys that no query sees, queries that see no key."""
+    if case.mask is None:
+        return inputs
+    q, k, v, dout, dlse = (np.array(x) for x in inputs)
+    seen = case.mask(case)[1]
+    dead_keys = ~seen.any((1, 2))  # [B, S]
+    dead_queries = ~seen.any(-1)  # [B, N, T]
+    by_row = np.moveaxis(dead_queries, 1, 2)  # [B, T, N]
+    k[dead_keys], v[dead_keys] = value, value
+    q[by_row], dout[by_row], dlse[dead_queries] = value, value, value
+    return [jnp.asarray(x) for x in (q, k, v, dout, dlse)]
+
+
+def check(case: Case, *implementations: str, run: Callable | None = None) -> None:
+    """Values and gradients of each, on clean inputs and with NaN where nobody looks.
+
+    `run(fn, *args)` executes a function; by default compiled once for both.
+    """
+    inputs = case.inputs()
+    goal, unfused = expected(case, inputs)
+    for implementation in implementations:
+        fn = value_and_gradients(case, implementation)
+        call = jax.jit(fn) if run is None else functools.partial(run, fn)
+        for value in (None, float("nan")):
+            if value is not None and case.mask is None:
+                continue
+            got = call(*(inputs if value is None else poison(case, inputs, value)))
+            for name, x, same, want in zip(Truth._fields, got, unfused, goal, strict=True):
+                where = "" if value is None else f", poisoned with {value}"
+                assert_within_rule(name, f"{implementation} {case}{where}", x, same, want)

@@ -1,0 +1,1 @@
+"""What the tests of Hopper kernels need on a machine with no GPU."""

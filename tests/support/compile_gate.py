@@ -1,0 +1,233 @@
+"""Compile for an H200 on a machine that has none, and look at what the compiler made of it.
+
+XLA's CUDA plugin lowers, runs ptxas and disassembles without a device, as long as JAX itself was
+told not to look for one (JAX_PLATFORMS=cpu). The registers, spills and warnings are those of the
+binary that would run.
+
+    for report in compile_for_h200(attention, q, k, v):     # arrays or jax.ShapeDtypeStruct
+        assert_clean(report)
+"""
+
+import atexit
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import jax.experimental.mosaic.gpu  # sets MOSAIC_GPU_CUDA_ROOT, whatever it was before
+from jax.experimental import topologies
+
+from tests.support import h200
+
+_WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+
+# What Mosaic prints about a kernel: ptxas's remarks, the disassembly, the host code that launches
+# it. (MOSAIC_GPU_DUMP_TO would write files, but also every pass over the kernel: hundreds of
+# megabytes, and three times the time.)
+_PRINT = {f"MOSAIC_GPU_DUMP_{what}": "1" for what in ("PTXAS", "SASS_CTRL", "HOST_LLVM")}
+_PRINTED = re.compile(
+    r"^(?P<ptxas>ptxas .*?)"
+    r"^(?P<sass>\t\.target.*?)?"
+    # jax 0.11 launches, 0.12 describes the launch; the arguments begin alike
+    r"^; ModuleID.*?call \w+ @mosaic_gpu_(?:launch_kernel|build_kernel_spec)\((?P<launch>.*?)\)$",
+    re.MULTILINE | re.DOTALL,
+)
+_LAUNCH_SMEM_BYTES = 10  # ptr, grid x y z, cluster x y z, block x y z, bytes, ...
+
+# ptxas could not overlap the wgmmas. C7519 only says where it put the fence before them.
+_SERIALIZED = re.compile(r"\(C751[0-8]\)")
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelReport:
+    """What ptxas and the disassembler say about one Mosaic kernel.
+
+    `registers` is per thread and for the whole kernel: ptxas knows nothing of `set_max_registers`,
+    so look at the spills. `sass` counts mnemonics with their modifiers; without nvdisasm it is
+    empty and `sass_path` None. The file lives as long as the process.
+    """
+
+    name: str
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    smem_bytes: int
+    warnings: tuple[str, ...]
+    sass: Mapping[str, int]
+    sass_path: Path | None
+
+    def count(self, opcode: str) -> int:
+        """How many instructions are `opcode`, with any modifiers: `count("WARPGROUP.DEPBAR")`."""
+        return sum(n for name, n in self.sass.items() if f"{name}.".startswith(f"{opcode}."))
+
+
+def compile_for_h200(fn: Callable[..., Any], *args: Any) -> list[KernelReport]:
+    """One report for each Mosaic kernel compiled for `jax.jit(fn)(*args)`."""
+    with _environment(_PRINT | {"MOSAIC_GPU_CUDA_ROOT": _cuda_root()}), _printed() as output:
+        compiled = _compile(fn, *args)
+        _flush()
+        output.seek(0)
+        printed = output.read()
+    reports = [_read_report(match) for match in _PRINTED.finditer(printed)]
+    calls = _text(compiled).count('custom_call_target="mosaic_gpu')
+    if len(reports) != calls:
+        raise RuntimeError(f"{calls} kernels, but {len(reports)} in what Mosaic printed")
+    return reports
+
+
+def hlo_for_h200(fn: Callable[..., Any], *args: Any) -> str:
+    """The optimized HLO of `jax.jit(fn)(*args)`: every buffer outside the kernels, with shapes."""
+    return _text(_compile(fn, *args))
+
+
+def assert_clean(report: KernelReport) -> None:
+    """Fail if the kernel spills, has its wgmmas serialized, or asks for too much shared memory."""
+    faults = []
+    if report.spill_stores or report.spill_loads:
+        faults.append(f"spills {report.spill_stores} B (reloads {report.spill_loads} B)")
+    if report.smem_bytes > h200.MAX_SHARED_MEMORY_BYTES:
+        limit = h200.MAX_SHARED_MEMORY_BYTES
+        faults.append(f"needs {report.smem_bytes} B of shared memory, of which there are {limit}")
+    faults += [line for line in report.warnings if _SERIALIZED.search(line)]
+    assert not faults, f"kernel {report.name}: " + "; ".join(faults)
+
+
+@functools.cache
+def _device() -> jax.Device:
+    if missing := [wheel for wheel in _WHEELS if not _is_installed(wheel)]:
+        raise RuntimeError(
+            f"compiling for an H200 needs {' and '.join(missing)}, version {jax.__version__}"
+        )
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=h200.TARGET_CONFIG, topology="1x1x1"
+        )
+    except NotImplementedError as error:
+        raise RuntimeError(
+            "JAX did not load its CUDA plugin: on a machine without a GPU, JAX_PLATFORMS=cpu must "
+            "be in the environment before JAX is imported"
+        ) from error
+    return topology.devices[0]
+
+
+def _is_installed(wheel: str) -> bool:
+    try:
+        importlib.metadata.version(wheel)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _compile(fn: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
+    device = _device()
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+
+    def fresh(*args: Any) -> Any:  # a function compiled before would print nothing
+        return fn(*args)
+
+    with jax.default_device(device):
+        return jax.jit(fresh, out_shardings=sharding).lower(*shapes).compile()
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
+    text = compiled.as_text()
+    assert text is not None
+    return text
+
+
+def _cuda_root() -> str:
+    """The directory whose bin/ holds nvdisasm, if there is one."""
+    roots = [Path(os.environ["MOSAIC_GPU_CUDA_ROOT"])]
+    if (nvidia := importlib.util.find_spec("nvidia")) is not None:
+        roots += [Path(path) / "cu13" for path in nvidia.submodule_search_locations or ()]
+    if (tool := shutil.which("nvdisasm")) is not None:
+        roots.append(Path(tool).resolve().parent.parent)
+    return str(next((root for root in roots if (root / "bin/nvdisasm").exists()), roots[0]))
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _printed() -> Iterator[IO[str]]:
+    """A file that takes the place of the process's standard output: Mosaic prints from C++."""
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        _flush()
+        stdout = os.dup(1)
+        os.dup2(output.fileno(), 1)
+        try:
+            yield output
+        finally:
+            _flush()
+            os.dup2(stdout, 1)
+            os.close(stdout)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    ctypes.CDLL(None).fflush(None)
+
+
+def _read_report(printed: re.Match[str]) -> KernelReport:
+    ptxas, sass = printed["ptxas"], printed["sass"] or ""
+    name = _find(r"entry function '(\w+?)(?:_mosaic_gpu_kernel)?'", ptxas)
+    return KernelReport(
+        name=name,
+        registers=int(_find(r"Used (\d+) registers", ptxas)),
+        spill_stores=sum(map(int, re.findall(r"(\d+) bytes spill stores", ptxas))),
+        spill_loads=sum(map(int, re.findall(r"(\d+) bytes spill loads", ptxas))),
+        smem_bytes=int(printed["launch"].split(",")[_LAUNCH_SMEM_BYTES].split()[-1]),
+        warnings=tuple(re.findall(r"^.*\(C75\d\d\).*$", ptxas, re.MULTILINE)),
+        sass=_count_opcodes(sass),
+        sass_path=_write_sass(name, sass) if sass else None,
+    )
+
+
+def _find(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    if match is None:
+        raise RuntimeError(f"no {pattern!r} in what ptxas printed:\n{text[:2000]}")
+    return match[1]
+
+
+def _count_opcodes(sass: str) -> dict[str, int]:
+    instruction = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)")
+    return dict(collections.Counter(instruction.findall(sass)))
+
+
+@functools.cache
+def _sass_directory() -> Path:
+    directory = tempfile.mkdtemp(prefix="pallas_fa2_sass_")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
+
+
+def _write_sass(name: str, sass: str) -> Path:
+    handle, path = tempfile.mkstemp(prefix=f"{name}_", suffix=".sass", dir=_sass_directory())
+    with open(handle, "w") as file:
+        file.write(sass)
+    return Path(path)

@@ -1,0 +1,203 @@
+"""Derivatives and transformations: jit, grad, vmap, remat, scan, sharding; what is saved."""
+
+import functools
+import itertools
+import re
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import pallas_fa2 as fa
+
+CAUSAL = fa.Causal()
+B, T, N, K, H = 2, 40, 4, 2, 16
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def qkv(*lead: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return normal(0, *lead, B, T, N, H), normal(1, *lead, B, T, K, H), normal(2, *lead, B, T, K, H)
+
+
+def loss(implementation: str, q: Any, k: Any, v: Any, mask: Any = CAUSAL, **options: Any) -> Any:
+    out, lse = fa.flash_attention(
+        q, k, v, mask=mask, return_lse=True, implementation=implementation, **options
+    )
+    return jnp.sum(out * jnp.cos(out)) + jnp.sum(jnp.sin(lse))
+
+
+def gradients(implementation: str, **options: Any) -> Any:
+    return jax.grad(functools.partial(loss, implementation, **options), (0, 1, 2))
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    chex.assert_trees_all_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_jit() -> None:
+    assert_same(jax.jit(gradients("blockwise"))(*qkv()), gradients("reference")(*qkv()))
+
+
+AXES = [a for a in itertools.product((0, None), repeat=3) if any(x == 0 for x in a)]
+
+
+@pytest.mark.parametrize("in_axes", AXES, ids=str)
+def test_vmap_with_every_choice_of_axes(in_axes: tuple) -> None:
+    args = [x if a == 0 else x[0] for x, a in zip(qkv(3), in_axes, strict=True)]
+    got = jax.jit(jax.vmap(gradients("blockwise"), in_axes))(*args)
+    full = [x if a == 0 else jnp.stack([x] * 3) for x, a in zip(args, in_axes, strict=True)]
+    expected = [gradients("reference")(*(x[i] for x in full)) for i in range(3)]
+    assert_same(got, jax.tree.map(lambda *x: jnp.stack(x), *expected))
+
+
+def test_vmap_over_a_later_axis_and_over_mask_data() -> None:
+    q, k, v = qkv()
+    lengths = jnp.array([[10, 40], [40, 3], [0, 7]])
+
+    def one(q: Any, n: Any) -> Any:
+        return gradients("blockwise", mask=CAUSAL & fa.Lengths(kv=n))(q, k, v)
+
+    many = jnp.stack([q, 2 * q, 3 * q], 2)
+    got = jax.vmap(one, (2, 0))(many, lengths)
+    expected = [
+        gradients("reference", mask=CAUSAL & fa.Lengths(kv=lengths[i]))(many[:, :, i], k, v)
+        for i in range(3)
+    ]
+    assert_same(got, jax.tree.map(lambda *x: jnp.stack(x), *expected))
+
+
+def test_checkpoint() -> None:
+    remat = jax.checkpoint(functools.partial(loss, "blockwise"))
+    assert_same(jax.jit(jax.grad(remat, (0, 1, 2)))(*qkv()), gradients("reference")(*qkv()))
+
+
+def test_scan_over_layers() -> None:
+    q, k, v = qkv()
+
+    def stack(implementation: str, scales: jax.Array) -> jax.Array:
+        def layer(x: Any, scale: Any) -> Any:
+            return fa.flash_attention(
+                x * scale, k, v, mask=CAUSAL, implementation=implementation
+            ), None
+
+        return jnp.sum(jax.lax.scan(layer, q, scales)[0] ** 2)
+
+    scales = jnp.array([1.0, 0.5, 2.0])
+    got = jax.jit(jax.grad(functools.partial(stack, "blockwise")))(scales)
+    assert_same(got, jax.grad(functools.partial(stack, "reference"))(scales))
+
+
+def test_eval_shape() -> None:
+    out, lse = jax.eval_shape(
+        functools.partial(fa.flash_attention, return_lse=True), *qkv(), mask=CAUSAL
+    )
+    assert (out.shape, lse.shape, lse.dtype) == ((B, T, N, H), (B, N, T), jnp.float32)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", [PartitionSpec("x"), PartitionSpec(None, None, "x")], ids=str)
+def test_sharded_jit(spec: PartitionSpec, axis_type: AxisType) -> None:
+    """Batch or heads over two devices; the compiled program moves no array between them."""
+    mesh = jax.make_mesh((2,), ("x",), (axis_type,), devices=jax.devices()[:2])
+    sharding = NamedSharding(mesh, spec)
+    args = [jax.device_put(x, sharding) for x in qkv()]
+    with jax.set_mesh(mesh):
+        step = jax.jit(gradients("blockwise"), out_shardings=(sharding,) * 3)
+        got = step(*args)
+        hlo = step.lower(*args).compile().as_text()
+    assert not re.search(r"all-gather|all-to-all|collective-permute", hlo)
+    assert_same(jax.device_get(got), jax.device_get(gradients("reference")(*qkv())))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_gradient_of_lse(implementation: str) -> None:
+    """d lse_i / d q_i is the mean of the keys under the row's probabilities."""
+    q, k, v = (x[:, :, :1] for x in qkv())
+
+    def total(q: Any) -> Any:
+        return jnp.sum(
+            fa.flash_attention(q, k, v, return_lse=True, implementation=implementation)[1]
+        )
+
+    s = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(jnp.float32(H))
+    expected = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), k) / jnp.sqrt(jnp.float32(H))
+    assert_same(jax.grad(total)(q), expected)
+
+
+def test_residuals_are_q_k_v_out_and_lse() -> None:
+    args = qkv()
+    attend = functools.partial(
+        fa.flash_attention, mask=CAUSAL, return_lse=True, implementation="blockwise"
+    )
+    (out, lse), pull = jax.vjp(attend, *args)
+    kept = sorted(x.shape for x in jax.tree.leaves(pull))
+    assert kept == sorted(x.shape for x in (*args, out, lse))
+
+
+@pytest.mark.parametrize("mask", [None, CAUSAL, CAUSAL & fa.Window(100)], ids=str)
+def test_no_buffer_of_all_pairs(mask: Any) -> None:
+    shapes = [jax.ShapeDtypeStruct((1, 1536, n, 16), jnp.float32) for n in (2, 1, 1)]
+    step = jax.jit(jax.value_and_grad(functools.partial(loss, "blockwise", mask=mask), (0, 1, 2)))
+    hlo = step.lower(*shapes).compile().as_text()
+    assert not re.search(r"1536,1536", hlo)
+    dense = jax.jit(functools.partial(loss, "reference", mask=mask)).lower(*shapes).compile()
+    assert re.search(r"1536,1536", dense.as_text())  # the search would have found one
+
+
+
+
+def test_a_fresh_lambda_does_not_compile_again() -> None:
+    from pallas_fa2.autodiff import attend
+
+    q, k, v = qkv()
+
+    def call(data: Any) -> Any:
+        mask = fa.mask_fn(lambda q, k: (q.index >= k.index) & (k.tag >= 0))(tokens={"tag": data})
+        return fa.flash_attention(q, k, v, mask=mask, score=fa.score_fn(lambda s, q, k: s * 0.5))
+
+    call(jnp.zeros((T,), jnp.int32))
+    before = attend._cache_size()
+    for i in range(3):
+        call(jnp.full((T,), i, jnp.int32))
+    assert attend._cache_size() == before
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_gradients_of_score_data(implementation: str) -> None:
+    q, k, v = qkv()
+    bias, slopes, cap = normal(3, 1, N, T, T), normal(4, N) ** 2, jnp.float32(3.0)
+
+    @fa.score_fn
+    def capped(s: Any, q: Any, k: Any, c: Any) -> Any:
+        return c.cap * jnp.tanh(s / c.cap)
+
+    def ours(bias: Any, slopes: Any, cap: Any) -> Any:
+        score = (fa.bias(bias), fa.alibi(slopes), capped(params={"cap": cap}))
+        return loss(implementation, q, k, v, score=score)
+
+    def dense(bias: Any, slopes: Any, cap: Any) -> Any:
+        keys, values = jnp.repeat(k, N // K, 2), jnp.repeat(v, N // K, 2)
+        s = jnp.einsum("btnh,bsnh->bnts", q, keys) / jnp.sqrt(jnp.float32(H)) + bias
+        i = jnp.arange(T)
+        distance = jnp.abs(i[:, None] - i[None]).astype(jnp.float32)
+        s = s - slopes[None, :, None, None] * distance[None, None]
+        s = cap * jnp.tanh(s / cap)
+        s = jnp.where((i[:, None] >= i[None])[None, None], s, -jnp.inf)
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), values)
+        return jnp.sum(out * jnp.cos(out)) + jnp.sum(jnp.sin(jax.nn.logsumexp(s, -1)))
+
+    args = (bias, slopes, cap)
+    got = jax.jit(jax.grad(ours, (0, 1, 2)))(*args)
+    chex.assert_trees_all_close(got, jax.grad(dense, (0, 1, 2))(*args), rtol=1e-4, atol=1e-4)
+
+
+def test_forward_mode_says_that_it_is_not_there() -> None:
+    q, k, v = qkv()
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda q: loss("blockwise", q, k, v), (q,), (q,))

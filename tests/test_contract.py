@@ -1,0 +1,27 @@
+"""Every implementation against dense softmax in float64, by one contract suite.
+
+`pytest -m gpu` runs the plain cases on the Hopper kernels; `tests/test_hopper.py` runs them
+interpreted.
+"""
+
+import pytest
+
+from tests.contract import suite
+from tests.contract.cases import GENERAL, PLAIN, Case
+
+
+@pytest.mark.parametrize("case", PLAIN + GENERAL, ids=str)
+def test_contract_of_reference_and_blockwise(case: Case) -> None:
+    suite.check(case, "reference", "blockwise")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_contract_of_hopper(case: Case) -> None:
+    suite.check(case, "hopper")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", PLAIN + GENERAL, ids=str)
+def test_contract_of_blockwise_on_a_gpu(case: Case) -> None:
+    suite.check(case, "blockwise")

@@ -1,0 +1,112 @@
+"""The Hopper kernels without a GPU: interpreted with race detection, and compiled for an H200."""
+
+import re
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_fa2 as fa
+from pallas_fa2.kernels import hopper
+from pallas_fa2.spec import describe
+from tests.contract import suite
+from tests.contract.cases import PLAIN, Case
+from tests.support import compile_gate, interpreter
+from tests.support.hopper import planned_for_h200
+
+SHORT = [case for case in PLAIN if case.q_len < 1000]  # the long ones run on the GPU
+MASKS = {"full": None, "start": fa.Causal(), "end": fa.Causal(align="end")}
+
+
+@pytest.mark.parametrize("case", SHORT, ids=str)
+def test_contract_interpreted(case: Case) -> None:
+    with planned_for_h200():
+        suite.check(case, "hopper", run=interpreter.run)
+
+
+def attend_and_differentiate(mask: Any) -> Any:
+    def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(
+            lambda q, k, v: fa.flash_attention(q, k, v, mask=mask, implementation="hopper"), q, k, v
+        )
+        return out, pull(dout)
+
+    return run
+
+
+def arrays(t: int, s: int, h: int, dtype: Any = jnp.bfloat16, n: int = 4, k: int = 2) -> list:
+    shapes = ((2, t, n, h), (2, s, k, h), (2, s, k, h), (2, t, n, h))
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("length", [4096, 4000], ids=["aligned", "ragged"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
+def test_every_kernel_compiles_clean(head_dim: int, mask: str, length: int) -> None:
+    args = arrays(2048 if mask == "end" else length, length, head_dim)
+    with planned_for_h200():
+        reports = compile_gate.compile_for_h200(attend_and_differentiate(MASKS[mask]), *args)
+    assert len(reports) == 2
+    for report in reports:
+        compile_gate.assert_clean(report)
+
+
+@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
+def test_float16_multi_query_and_one_head_compile_clean(head_dim: int) -> None:
+    args = arrays(1000, 1000, head_dim, jnp.float16, 3, 1)
+    with planned_for_h200():
+        for report in compile_gate.compile_for_h200(attend_and_differentiate(fa.Causal()), *args):
+            compile_gate.assert_clean(report)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_no_buffer_of_all_pairs(mask: str) -> None:
+    with planned_for_h200():
+        hlo = compile_gate.hlo_for_h200(
+            attend_and_differentiate(MASKS[mask]), *arrays(1536, 1536, 128)
+        )
+    assert "mosaic_gpu" in hlo
+    assert not re.search(r"1536,1536", hlo)
+
+
+@pytest.mark.parametrize("in_axes", [(0, None, None), (None, 0, 1), (1, 0, 0)])
+def test_vmap_joins_the_batch(in_axes: tuple) -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((1, 40, 2, 64), (1, 40, 1, 64), (1, 40, 1, 64))
+    args = []
+    for key, shape, axis in zip(keys, shapes, in_axes, strict=True):
+        full = list(shape)
+        if axis is not None:
+            full.insert(axis, 2)
+        args.append(jax.random.normal(key, full, jnp.bfloat16))
+
+    def loss(implementation: str) -> Any:
+        def one(q: Any, k: Any, v: Any) -> Any:
+            out = fa.flash_attention(q, k, v, mask=fa.Causal(), implementation=implementation)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        return jax.vmap(jax.grad(one, (0, 1, 2)), in_axes)
+
+    with planned_for_h200():
+        got = interpreter.run(loss("hopper"), *args)
+    chex.assert_trees_all_close(got, jax.jit(loss("reference"))(*args), rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("t, s", [(5, 9), (9, 5), (7, 7)])
+@pytest.mark.parametrize("align", ["start", "end"])
+def test_trim_keeps_what_takes_part(align: Any, t: int, s: int) -> None:
+    q, k = jax.ShapeDtypeStruct((1, t, 1, 64), jnp.bfloat16), (1, s, 1, 64)
+    k = jax.ShapeDtypeStruct(k, jnp.bfloat16)
+    spec, _ = describe(q, k, k, mask=fa.Causal(align=align))
+    part = hopper.trim(spec)
+    shift = s - t if align == "end" else 0
+    seen = [[j <= i + shift for j in range(s)] for i in range(t)]
+    queries = [i for i in range(t) if any(seen[i])]
+    keys = [j for j in range(s) if any(row[j] for row in seen)]
+    assert queries == list(range(part.first_query, part.first_query + part.q_len))
+    assert keys == list(range(part.kv_len))
+    assert part.offset is not None
+    for i in queries:
+        assert sum(seen[i]) == min(i - part.first_query + part.offset + 1, part.kv_len)

@@ -1,0 +1,146 @@
+"""Flax nnx: its own layer with our attention gives its own values and gradients."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import pallas_fa2 as fa
+from pallas_fa2.linen import attention_fn
+from pallas_fa2.nnx import MultiHeadAttention
+
+LENGTH = 13
+X = np.random.default_rng(1).standard_normal((2, LENGTH, 32), np.float32)
+CAUSAL = nnx.make_causal_mask(X[..., 0])
+SEGMENTS = fa.Segments(jnp.broadcast_to(jnp.arange(LENGTH) // 5, (2, LENGTH)))
+
+
+def close(got, expected):
+    """Float32 rounding, measured against the largest entry of each array (if it exceeds 1)."""
+    chex.assert_trees_all_equal_structs(got, expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        largest = float(np.abs(np.asarray(b)).max())
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6 * max(1.0, largest))
+
+
+def build(cls=nnx.MultiHeadAttention, **options):
+    options = {"decode": False, "bias_init": nnx.initializers.normal(0.1), **options}
+    return cls(4, 32, rngs=nnx.Rngs(0), **options)
+
+
+def parameters(layer):
+    return nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+
+
+def value_and_gradients(layer, x, **options):
+    def loss(layer, x):
+        out = layer(x, **options)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, out), gradients = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(layer, x)
+    return out, nnx.to_pure_dict(gradients)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_kv_heads": 2, "normalize_qk": True}], ids=["plain", "grouped"]
+)
+def test_stock_parameters_values_and_gradients(options):
+    stock = build(**options)
+    expected = value_and_gradients(stock, X, mask=CAUSAL)
+    ours = build(MultiHeadAttention, causal=True, **options)
+    chex.assert_trees_all_equal(parameters(ours), parameters(stock), strict=True)
+    close(value_and_gradients(ours, X), expected)
+    changed = build(attention_fn=attention_fn, **options)
+    close(value_and_gradients(changed, X, mask=CAUSAL), expected)
+    close(changed(X, is_causal=True), expected[0])
+    close(ours(X, is_causal=False), stock(X))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [fa.Causal(), lambda q, k: q.index >= k.index, CAUSAL, CAUSAL.astype(bool)],
+    ids=["object", "function", "float array", "boolean array"],
+)
+def test_every_kind_of_mask(mask):
+    close(build(MultiHeadAttention)(X, mask=mask), build()(X, mask=CAUSAL))
+
+
+def test_mask_object_with_data_goes_through_jit():
+    layer = build(MultiHeadAttention, causal=True)
+    same = nnx.make_attention_mask(SEGMENTS.ids, SEGMENTS.ids, jnp.equal)
+    got = nnx.jit(lambda layer, x, mask: layer(x, mask=mask))(layer, X, SEGMENTS)
+    close(got, build()(X, mask=nnx.combine_masks(same, CAUSAL)))
+
+
+@pytest.mark.parametrize("shape", [(LENGTH, 32), (2, 3, LENGTH, 32)], ids=str)
+def test_any_number_of_batch_axes(shape):
+    x = np.random.default_rng(2).standard_normal(shape, np.float32)
+    flat = x.reshape(-1, LENGTH, 32)
+    expected = build()(flat, mask=nnx.make_causal_mask(flat[..., 0])).reshape(shape)
+    close(build(MultiHeadAttention, causal=True)(x), expected)
+
+
+def test_bfloat16():
+    layer = build(MultiHeadAttention, causal=True, dtype=jnp.bfloat16)
+    out = layer(X)
+    assert out.dtype == jnp.bfloat16
+    exact = build()(X, mask=CAUSAL)
+    with jax.numpy_dtype_promotion("standard"):
+        stock = build(dtype=jnp.bfloat16)(X, mask=CAUSAL)
+    ours, theirs = (float(np.abs(np.float32(got) - exact).max()) for got in (out, stock))
+    assert ours <= 2 * theirs
+
+
+@pytest.mark.parametrize("cls", [nnx.MultiHeadAttention, MultiHeadAttention])
+def test_dropout_drops(cls):
+    dropping = build(cls, attention_fn=attention_fn, dropout_rate=0.5, deterministic=False)
+    run = nnx.jit(lambda layer, x, key: layer(x, rngs=nnx.Rngs(key)))
+    one, two = jax.random.key(1), jax.random.key(2)
+    plain = build()(X)
+    close(dropping(X, deterministic=True), plain)
+    chex.assert_trees_all_equal(run(dropping, X, one), run(dropping, X, one))
+    assert not np.allclose(run(dropping, X, one), plain, atol=1e-3)
+    assert not np.allclose(run(dropping, X, one), run(dropping, X, two), atol=1e-3)
+
+
+def test_sow_weights_is_an_error():
+    for layer in (build(attention_fn=attention_fn), build(MultiHeadAttention)):
+        with pytest.raises(ValueError, match=r"attention weights, which .* never .*sow_weights"):
+            layer(X, sow_weights=True)
+
+
+def decoded(layer, x, **options):
+    layer.init_cache(x.shape)
+    step = nnx.jit(lambda layer, x: layer(x, **options))
+    return np.concatenate([step(layer, x[:, i : i + 1]) for i in range(x.shape[1])], 1)
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_decoding_is_the_causal_forward(kv_heads):
+    expected = build(num_kv_heads=kv_heads)(X, mask=CAUSAL)
+    ours = build(MultiHeadAttention, num_kv_heads=kv_heads, causal=True, decode=True)
+    close(decoded(ours, X), np.asarray(expected))
+    assert ours.cached_key.shape == (2, LENGTH, kv_heads or 4, 8)
+    changed = build(num_kv_heads=kv_heads, attention_fn=attention_fn, decode=True)
+    close(decoded(changed, X), np.asarray(expected))
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_masks_see_the_position_in_decoding(kv_heads):
+    mask = fa.Causal() & fa.Window(3) | fa.Prefix(2)
+    expected = build(MultiHeadAttention, num_kv_heads=kv_heads)(X, mask=fa.Causal() & mask)
+    decode = build(MultiHeadAttention, num_kv_heads=kv_heads, decode=True)
+    close(decoded(decode, X, mask=mask), np.asarray(expected))
+
+
+def test_score_and_implementation_by_partial():
+    score = functools.partial(attention_fn, score=fa.alibi(4), implementation="reference")
+    slopes = 2.0 ** (-8.0 * np.arange(1, 5) / 4)
+    distance = np.abs(np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH)))
+    bias = np.asarray(-slopes[:, None, None] * distance, np.float32)[None]
+    stock = functools.partial(nnx.dot_product_attention, bias=bias)
+    close(build(MultiHeadAttention, attention_fn=score)(X), build(attention_fn=stock)(X))
