@@ -6,7 +6,9 @@ import sys
 # The interpreter runs a warpgroup a thread; XLA's CPU pool must be wide enough for all of them, and
 # its size is read once. On a machine with a GPU the platform is JAX's own choice.
 os.environ.setdefault("NPROC", "32")
-if "gpu" not in " ".join(sys.argv):
+if {"gpu", "-mgpu"} & set(sys.argv):
+    os.environ["PALLAS_FA2_ON_GPU"] = "1"  # xdist's workers see the environment, not the arguments
+if "PALLAS_FA2_ON_GPU" not in os.environ:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Eight devices for the tests of sharding. Most of a test's time is compilation: without LLVM's
     # optimizations it is half.

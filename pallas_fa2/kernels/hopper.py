@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from pallas_fa2.kernels import hopper_backward, hopper_forward
-from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
+from pallas_fa2.kernels.mosaic import Problem, round_up
 from pallas_fa2.spec import Device, Operands, Spec
 
 HEAD_DIMS = (64, 128, 256)
@@ -161,8 +161,8 @@ def backward(
         pad(part.keys(k)),
         pad(part.keys(v)),
         pad(part.queries(dout)),
-        rows(lse * LOG2E, jnp.inf),
-        rows(delta, 0.0),
+        rows(lse / -spec.scale, -jnp.inf),
+        rows(-delta, 0.0),
     )
     dq = part.restore_queries((dq * spec.scale).astype(spec.dtype))[..., : spec.head_dim]
     dk = part.restore_keys(dk, spec.kv_len)[..., : spec.head_dim]

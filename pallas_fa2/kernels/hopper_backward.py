@@ -84,24 +84,14 @@ class Schedule:
         return -(-self.problem.q_len // BLOCK_Q)
 
     @property
-    def ctas(self) -> int:
-        return self.kv_tiles * self.problem.batch * self.problem.kv_heads
-
-    def tile(self, cta: Any) -> tuple[Any, Any, Any]:
-        """(batch, key head, key tile). Causal: the longest tiles first within an L2 section."""
+    def grid(self) -> mosaic.Grid:
         p = self.problem
-        heads = p.batch * p.kv_heads
+        section = None
         if p.causal:
-            head_bytes = p.group * p.q_len * self.config.head_dim * (2 + 2 + 4)
-            section = mosaic.heads_per_section(heads, head_bytes, self.config.section_bytes)
-            in_section = lax.rem(cta, I32(section * self.kv_tiles))
-            head = lax.div(cta, I32(section * self.kv_tiles)) * section
-            head = head + lax.rem(in_section, I32(section))
-            kv_tile = lax.div(in_section, I32(section))
-        else:
-            head, kv_tile = lax.div(cta, I32(self.kv_tiles)), lax.rem(cta, I32(self.kv_tiles))
-        n = I32(p.kv_heads)
-        return lax.div(head, n), lax.rem(head, n), kv_tile
+            # Q, dO and the float32 dQ of a group
+            q_bytes = p.group * p.q_len * self.config.head_dim * (2 + 2 + 4)
+            section = mosaic.section_of(p.kv_heads, q_bytes, self.config.section_bytes)
+        return mosaic.Grid(p.batch, p.kv_heads, self.kv_tiles, section)
 
     def first_q_block(self, first_key: Any) -> Any:
         if self.problem.offset is None:
@@ -121,8 +111,9 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dQ / scale in float32 `[B, T8, N, H]`, dK and dV `[B, S8, K, H]` in the inputs' dtype.
 
-    `lse` (base 2) and `delta` are float32 `[B, N, T']`, T' a multiple of 64; where a row does not
-    exist lse is +inf, so that its probabilities are 0. The sums of dQ come in any order: it is not
+    `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of 64, and both are what accumulators
+    start from: -lse / scale (natural), -inf where a row does not exist so that its probabilities are
+    0; and -delta. The sums of dQ come in any order: it is not
     bitwise reproducible.
     """
     schedule = Schedule(problem, config)
@@ -141,7 +132,7 @@ def gradients(
         dq=mosaic.operand(config.dq_stages, BLOCK_Q, DQ_COLUMNS, dtype=jnp.float32),
         # All that complete by two arrivals in one array: each array costs a register for its phases,
         # and at H = 128 those make the difference to spilling.
-        full=mosaic.barriers(2 * config.stages + 2, 2),
+        full=mosaic.barriers(2 * config.stages + 3, 2),
         q_free=mosaic.barriers(config.stages, WARPGROUPS),
         dout_free=mosaic.barriers(config.stages, WARPGROUPS),
         ds_full=mosaic.barriers(2),
@@ -158,8 +149,8 @@ def gradients(
         body,
         out_type=(),
         scratch_types=flat,
-        grid=(schedule.ctas,),
-        grid_names=("cta",),
+        grid=schedule.grid.shape,
+        grid_names=mosaic.Grid.names,
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=mosaic.COMPILER_PARAMS,
@@ -232,26 +223,31 @@ class Memory(NamedTuple):
         """Where the two multiplying warpgroups wait for each other."""
         return self.full.at[2 * self.stages + 1]
 
+    @property
+    def results(self) -> Any:
+        """Completed when dK and dV lie in the buffers of K and V."""
+        return self.full.at[2 * self.stages + 2]
+
 
 def _body(schedule: Schedule, inputs: Inputs, outputs: Outputs, memory: Memory) -> None:
     config, problem = schedule.config, schedule.problem
     warpgroup = lax.axis_index("warpgroup")
-    batch, kv_head, kv_tile = schedule.tile(lax.axis_index("cta"))
+    batch, kv_head, kv_tile = schedule.grid.place()  # the first tile is longest
     first_key = kv_tile * config.block_kv
     keys = pl.ds(first_key, config.block_kv)
 
     def each_step(body: Any) -> None:
         """body(step, query head, first query row), over the group's heads and their blocks."""
         first = schedule.first_q_block(first_key)
-        blocks = schedule.q_blocks - first  # at least one
+        steps = (schedule.q_blocks - first) * problem.group  # at least one
 
-        def of_head(h: Any, _: Any) -> None:
-            def of_block(i: Any, _: Any) -> None:
-                body(h * blocks + i, kv_head * problem.group + h, (first + i) * BLOCK_Q)
+        def step(t: Any, place: tuple) -> tuple:
+            head, block = place
+            body(t, head, block * BLOCK_Q)
+            last = block == schedule.q_blocks - 1
+            return jnp.where(last, head + 1, head), jnp.where(last, first, block + 1)
 
-            lax.fori_loop(I32(0), blocks, of_block, None)
-
-        lax.fori_loop(I32(0), I32(problem.group), of_head, None)
+        lax.fori_loop(I32(0), steps, step, (kv_head * problem.group, first))
 
     def multiply(me: Any, branch: int) -> None:
         plgpu.set_max_registers(config.registers[0], action="increase")
@@ -262,24 +258,10 @@ def _body(schedule: Schedule, inputs: Inputs, outputs: Outputs, memory: Memory) 
         plgpu.barrier_wait(memory.kv_full)
         block.visit(each_step)
         plgpu.commit_smem()
-        mosaic.meet(memory.met)  # the results lie in the buffers of K and V
-        for owner, smem, out in ((0, memory.k, outputs.dk), (1, memory.v, outputs.dv)):
-
-            @pl.when(me == owner)
-            def _(smem: Any = smem, out: Any = out) -> None:
-                plgpu.copy_smem_to_gmem(smem, out.at[batch, keys, kv_head])
-
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.barrier_arrive(memory.results)  # in the buffers of K and V
         mosaic.leave_together(memory.done, branch)
 
-    if config.unrolled:
-        for me in range(WARPGROUPS):
-            pl.when(warpgroup == me)(functools.partial(multiply, me, me))
-    else:
-        pl.when(warpgroup < WARPGROUPS)(functools.partial(multiply, warpgroup, 0))
-
-    @pl.when(warpgroup == WARPGROUPS)
-    def _() -> None:
+    def load_all() -> None:
         plgpu.set_max_registers(config.registers[1], action="decrease")
 
         def load(step: Any, head: Any, row: Any) -> None:
@@ -293,7 +275,16 @@ def _body(schedule: Schedule, inputs: Inputs, outputs: Outputs, memory: Memory) 
         each_step(load)
         memory.queries.drain()
         memory.douts.drain()
+        plgpu.barrier_wait(memory.results)
+        for smem, out in ((memory.k, outputs.dk), (memory.v, outputs.dv)):
+            plgpu.copy_smem_to_gmem(smem, out.at[batch, keys, kv_head])
+        plgpu.wait_smem_to_gmem(0)
         mosaic.leave_together(memory.done, -1)
+
+    roles = [functools.partial(multiply, me, me) for me in range(WARPGROUPS)]
+    if not config.unrolled:
+        roles = [functools.partial(multiply, warpgroup, 0)] * WARPGROUPS
+    mosaic.assign_roles(warpgroup, *roles, load_all)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,18 +314,33 @@ class ColumnBlock:
     def accumulator(self, columns: int) -> Any:
         return plgpu.ACC((64, columns), jnp.float32)
 
+    def start_from(self, acc: Any, row_data: Any) -> None:
+        """-lse / scale or -delta into an accumulator: the statistics then hold no register of their
+        own while scores and dP are both in flight, where registers are scarcest. All before the
+        first product, or ptxas waits for that."""
+        vector = plgpu.load(row_data, layout=COLUMNS, optimized=False)
+        acc[...] = mosaic.over_columns(vector, self.shape)
+
     def multiply_scores(self, s_acc: Any, q: Any) -> None:
+        """S^T - lse / scale."""
         plgpu.wgmma(s_acc, self.memory.k.at[self.keys], q.transpose((1, 0)))
 
-    def multiply_dp(self, dp_acc: Any, dout: Any) -> None:
+    def dscores(self, t: Any, row: Any, s_acc: Any, dp_acc: Any) -> tuple[jax.Array, jax.Array]:
+        """P^T and dS^T in the input dtype."""
+        q, lse = self.memory.queries.wait(t)
+        dout, delta = self.memory.douts.wait(t)
+        self.start_from(s_acc, lse)
+        self.start_from(dp_acc, delta)
+        self.multiply_scores(s_acc, q)
         plgpu.wgmma(dp_acc, self.memory.v.at[self.keys], dout.transpose((1, 0)))
+        p = self.probabilities(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), row)
+        ds = p * dp_acc[...]
+        return p.astype(q.dtype), ds.astype(q.dtype)
 
-    def probabilities(self, s: jax.Array, row: Any, lse: Any) -> jax.Array:
-        """P^T in float32."""
+    def probabilities(self, s: jax.Array, row: Any) -> jax.Array:
+        """P^T in float32, from S^T - lse / scale."""
         problem = self.schedule.problem
-        base = plgpu.load(lse, layout=COLUMNS, optimized=False)
-        s = self.hide(s, row) if problem.causal else s
-        exponent = s * (problem.scale * LOG2E) - mosaic.over_columns(base, self.shape)
+        exponent = (self.hide(s, row) if problem.causal else s) * (problem.scale * LOG2E)
         if problem.kv_len % self.config.block_kv:
             # Keys past the end are zeros that nothing hides. Their part of dQ is 0 and their dK and
             # dV are cut off, as long as p stays finite; a true p is at most 1.
@@ -347,12 +353,6 @@ class ColumnBlock:
         first = mosaic.over_rows(mosaic.index(self.shape, 0, shift), self.shape)
         column = mosaic.over_columns(mosaic.index(self.shape, 1, 0), self.shape)
         return jnp.where(column >= first, s, -jnp.inf)
-
-    def dscores(self, p: jax.Array, dp: jax.Array, delta: Any) -> jax.Array:
-        """dS^T in the input dtype."""
-        shift = plgpu.load(delta, layout=COLUMNS, optimized=False)
-        ds = p * (dp - mosaic.over_columns(shift, self.shape))
-        return ds.astype(self.memory.k.dtype)
 
     def multiply_dq(self, dq_acc: Any, ds: Any, keys: Any, columns: Any) -> None:
         plgpu.wgmma(dq_acc, ds.transpose((1, 0)), self.memory.k.at[keys, columns])
@@ -384,17 +384,9 @@ class KeyHalf(ColumnBlock):
         v[...] = dv.astype(v.dtype)
 
     def step(self, dk_acc: Any, dv_acc: Any, t: Any, head: Any, row: Any) -> None:
-        q, lse = self.memory.queries.wait(t)
-
-        def with_scores(s_acc: Any, dp_acc: Any) -> tuple[jax.Array, jax.Array]:
-            self.multiply_scores(s_acc, q)
-            dout, delta = self.memory.douts.wait(t)
-            self.multiply_dp(dp_acc, dout)
-            p = self.probabilities(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), row, lse)
-            ds = self.dscores(p, dp_acc[...], delta)
-            return p.astype(ds.dtype), ds
-
-        p, ds = pl.run_scoped(with_scores, self.accumulator(BLOCK_Q), self.accumulator(BLOCK_Q))
+        square = self.accumulator(BLOCK_Q)
+        p, ds = pl.run_scoped(functools.partial(self.dscores, t, row), square, square)
+        q, _ = self.memory.queries.at(t)
         dout, _ = self.memory.douts.at(t)
         if self.config.exchange:
             ds_smem, dq_keys = self.memory.ds.at[lax.rem(t, I32(2))], pl.ds(0, self.config.block_kv)
@@ -411,7 +403,8 @@ class KeyHalf(ColumnBlock):
 
         def with_dq(dq_acc: Any) -> None:
             self.multiply_dq(dq_acc, ds_smem, dq_keys, columns)
-            plgpu.wgmma(dk_acc, ds, q)
+            # From shared memory, though it is in registers too: 16 of them that ptxas needs.
+            plgpu.wgmma(dk_acc, ds_smem.at[self.keys] if self.config.exchange else ds, q)
             plgpu.wgmma_wait(2)  # dV has retired
             self.memory.douts.release(t)
             dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
@@ -436,17 +429,10 @@ class KeyGradient(ColumnBlock):
         self.memory.k[...] = (dk * self.schedule.problem.scale).astype(self.memory.k.dtype)
 
     def step(self, dk_acc: Any, t: Any, head: Any, row: Any) -> None:
-        q, lse = self.memory.queries.wait(t)
-
-        def with_scores(s_acc: Any, dp_acc: Any) -> jax.Array:
-            self.multiply_scores(s_acc, q)
-            dout, delta = self.memory.douts.wait(t)
-            self.multiply_dp(dp_acc, dout)
-            p = self.probabilities(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), row, lse)
-            return self.dscores(p, dp_acc[...], delta)
-
-        ds = pl.run_scoped(with_scores, self.accumulator(BLOCK_Q), self.accumulator(BLOCK_Q))
+        square = self.accumulator(BLOCK_Q)
+        _, ds = pl.run_scoped(functools.partial(self.dscores, t, row), square, square)
         self.memory.douts.release(t)
+        q, _ = self.memory.queries.at(t)
         plgpu.wgmma(dk_acc, ds, q)
         (ds_smem,) = self.memory.ds_ring.acquire(t)
         ds_smem[...] = ds
@@ -474,8 +460,9 @@ class ValueGradient(ColumnBlock):
         q, lse = self.memory.queries.wait(t)
 
         def with_scores(s_acc: Any) -> jax.Array:
+            self.start_from(s_acc, lse)
             self.multiply_scores(s_acc, q)
-            return self.probabilities(s_acc[...], row, lse).astype(self.memory.k.dtype)
+            return self.probabilities(s_acc[...], row).astype(self.memory.k.dtype)
 
         p = pl.run_scoped(with_scores, self.accumulator(BLOCK_Q))
         self.memory.queries.release(t)

@@ -60,25 +60,18 @@ class Schedule:
         return -(-self.problem.kv_len // self.config.block_kv)
 
     @property
-    def ctas(self) -> int:
-        return self.q_tiles * self.problem.batch * self.problem.q_heads
+    def grid(self) -> mosaic.Grid:
+        p = self.problem
+        section = None
+        if p.causal:
+            kv_bytes = 2 * 2 * p.kv_len * self.config.head_dim
+            section = mosaic.section_of(p.kv_heads, kv_bytes, self.config.section_bytes) * p.group
+        return mosaic.Grid(p.batch, p.q_heads, self.q_tiles, section)
 
-    def tile(self, cta: Any) -> tuple[Any, Any, Any]:
-        """(batch, query head, query tile). Causal: the longest tiles first within an L2 section."""
-        heads = self.problem.batch * self.problem.q_heads
-        if self.problem.causal:
-            group = self.problem.group
-            pair_bytes = 2 * 2 * self.problem.kv_len * self.config.head_dim
-            budget = self.config.section_bytes * group
-            section = mosaic.heads_per_section(heads, pair_bytes, budget)
-            in_section = lax.rem(cta, I32(section * self.q_tiles))
-            head = lax.div(cta, I32(section * self.q_tiles)) * section
-            head = head + lax.rem(in_section, I32(section))
-            q_tile = self.q_tiles - 1 - lax.div(in_section, I32(section))
-        else:
-            head, q_tile = lax.div(cta, I32(self.q_tiles)), lax.rem(cta, I32(self.q_tiles))
-        n = I32(self.problem.q_heads)
-        return lax.div(head, n), lax.rem(head, n), q_tile
+    def place(self) -> tuple[Any, Any, Any]:
+        """(batch entry, query head, query tile); under a causal mask the last tile is longest."""
+        batch, head, tile = self.grid.place()
+        return batch, head, self.q_tiles - 1 - tile if self.problem.causal else tile
 
     def blocks(self, q_tile: Any) -> tuple[Any, Any]:
         """How many key blocks the tile visits, and how many of them, the last ones, are cut."""
@@ -125,8 +118,8 @@ def attention(
             jax.ShapeDtypeStruct(lse_shape, jnp.float32),
         ),
         scratch_types=list(scratch.values()),
-        grid=(schedule.ctas,),
-        grid_names=("cta",),
+        grid=schedule.grid.shape,
+        grid_names=mosaic.Grid.names,
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=mosaic.COMPILER_PARAMS,
@@ -141,12 +134,11 @@ def _body(
 ) -> None:  # fmt: skip
     config = schedule.config
     warpgroup = lax.axis_index("warpgroup")
-    batch, head, q_tile = schedule.tile(lax.axis_index("cta"))
+    batch, head, q_tile = schedule.place()
     keys = Ring((k_smem,), k_full, k_free)
     values = Ring((v_smem,), v_full, v_free)
 
-    @pl.when(warpgroup < config.warpgroups)
-    def _() -> None:
+    def multiply() -> None:
         plgpu.set_max_registers(config.registers[0], action="increase")
         rows = pl.ds(q_tile * config.block_q + warpgroup * 64, 64)
         block = RowBlock(
@@ -169,8 +161,7 @@ def _body(
         plgpu.wait_smem_to_gmem(0)
         mosaic.leave_together([done_consumer, done_producer], 0)
 
-    @pl.when(warpgroup == config.warpgroups)
-    def _() -> None:
+    def load_all() -> None:
         plgpu.set_max_registers(config.registers[1], action="decrease")
         visited, _ = schedule.blocks(q_tile)
         kv_head = lax.div(head, I32(schedule.problem.group))
@@ -192,6 +183,8 @@ def _body(
         keys.drain()
         values.drain()
         mosaic.leave_together([done_consumer, done_producer], 1)
+
+    mosaic.assign_roles(warpgroup, *[multiply] * config.warpgroups, load_all)
 
 
 @dataclasses.dataclass(frozen=True)

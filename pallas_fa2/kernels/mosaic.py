@@ -5,6 +5,7 @@ run every one of them and look for races.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -174,6 +175,20 @@ def meet(barrier: Any) -> None:
     plgpu.barrier_wait(barrier)
 
 
+def assign_roles(warpgroup: Any, *roles: Any) -> None:
+    """Warpgroup i runs roles[i]; neighbours with the same role share its code.
+
+    An if/else, not an if after another: a warpgroup's registers then hold nothing for the others.
+    """
+    shared = 1
+    while shared < len(roles) and roles[shared] is roles[0]:
+        shared += 1
+    if shared == len(roles):
+        return roles[0]()
+    rest = functools.partial(assign_roles, warpgroup - shared, *roles[shared:])
+    lax.cond(warpgroup < shared, roles[0], rest)
+
+
 def leave_together(done: list[Any], branch: int) -> None:
     """The end of a kernel: a warpgroup must not exit while another still issues WGMMA.
 
@@ -185,7 +200,41 @@ def leave_together(done: list[Any], branch: int) -> None:
     plgpu.barrier_wait(done[branch])
 
 
-def heads_per_section(heads: int, bytes_per_head: int, budget: int) -> int:
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The order of CTAs over batch entries, heads and tiles: the last axis runs fastest.
+
+    Full attention goes head by head. Causal attention goes tile by tile, the longest first, over a
+    section of heads whose data share the L2: short tiles at the end fill the gaps that long ones
+    leave. Three axes and no flat number, because a division holds registers through all of a kernel.
+    """
+
+    batch: int
+    heads: int
+    tiles: int
+    section: int | None  # heads that run together; None for full attention
+
+    names = ("slow", "middle", "fast")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        if self.section is None:
+            return self.batch, self.heads, self.tiles
+        return self.batch * (self.heads // self.section), self.tiles, self.section
+
+    def place(self) -> tuple[Any, Any, Any]:
+        """(batch entry, head, tile) of this CTA; tile 0 is the first to run."""
+        slow, middle, fast = (lax.axis_index(name) for name in self.names)
+        if self.section is None:
+            return slow, middle, fast
+        sections = self.heads // self.section
+        if sections == 1:
+            return slow, fast, middle
+        batch, section = lax.div(slow, I32(sections)), lax.rem(slow, I32(sections))
+        return batch, section * self.section + fast, middle
+
+
+def section_of(heads: int, bytes_per_head: int, budget: int) -> int:
     """The most heads, dividing their number, whose data fit into the L2 budget together."""
     fit = max(1, budget // max(bytes_per_head, 1))
     return max(d for d in range(1, heads + 1) if heads % d == 0 and d <= fit)
