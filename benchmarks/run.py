@@ -113,7 +113,7 @@ def measure(name: str, make: Callable, shape: Shape, args: tuple, expected: tupl
             return {"error": found, "refused": "wrong result"}
         forward_ms = milliseconds(forward, args[:3], n)
         both_ms = milliseconds(both, args, n)
-    except Exception as e:  # a rival that does not support a shape must not end the run
+    except Exception as e:  # noqa: BLE001 - a rival without this shape must not end the run
         return {"refused": f"{type(e).__name__}: {str(e)[:200]}"}
     flops = shape.forward_flops
     return {

@@ -15,7 +15,8 @@ from pallas_fa2 import bounds
 from pallas_fa2.autodiff import attend
 from pallas_fa2.masks import Causal, Lengths, Mask, Window, as_mask
 from pallas_fa2.plan import Plan, block_sizes, device_of, make_plan
-from pallas_fa2.scores import Score, as_scores, bias as add_bias
+from pallas_fa2.scores import Score, as_scores
+from pallas_fa2.scores import bias as add_bias
 from pallas_fa2.spec import Device, Operands, Spec, describe
 
 Implementation = Literal["reference", "blockwise", "hopper"]

@@ -361,9 +361,7 @@ def classify_each(spec: Spec, operands: Operands, block_q: int, block_kv: int) -
         return jnp.broadcast_to(table, shape)
 
 
-def classify(
-    spec: Spec, operands: Operands, block_q: int, block_kv: int
-) -> jax.Array | np.ndarray:
+def classify(spec: Spec, operands: Operands, block_q: int, block_kv: int) -> jax.Array | np.ndarray:
     """One class a tile for all batch entries and heads together: int32 `[T tiles, S tiles]`.
 
     A NumPy array where the mask reads no traced data: the caller can decide at trace time.

@@ -51,7 +51,11 @@ class Node:
 
     def __repr__(self) -> str:
         fields = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]  # type: ignore[arg-type]
-        shown = (f"{n}={_show(v)}" for n, v in fields if not (v is None or isinstance(v, dict) and not v))
+        shown = (
+            f"{n}={_show(v)}"
+            for n, v in fields
+            if not (v is None or (isinstance(v, dict) and not v))
+        )
         return f"{type(self).__name__}({', '.join(shown)})"
 
 

@@ -71,8 +71,10 @@ class Spec:
 
     def __str__(self) -> str:
         parts = [
-            f"{self.dtype.name} [B {self.batch}, T {self.q_len}, S {self.kv_len}, "
-            f"N {self.q_heads}, K {self.kv_heads}, H {self.head_dim}, Hv {self.value_dim}]",
+            (
+                f"{self.dtype.name} [B {self.batch}, T {self.q_len}, S {self.kv_len}, "
+                f"N {self.q_heads}, K {self.kv_heads}, H {self.head_dim}, Hv {self.value_dim}]"
+            ),
             f"scale {self.scale:g}",
         ]
         if self.mask is not None:

@@ -150,8 +150,6 @@ def test_no_buffer_of_all_pairs(mask: Any) -> None:
     assert re.search(r"1536,1536", dense.as_text())  # the search would have found one
 
 
-
-
 def test_a_fresh_lambda_does_not_compile_again() -> None:
     from pallas_fa2.autodiff import attend
 

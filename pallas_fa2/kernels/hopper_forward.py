@@ -96,20 +96,20 @@ def attention(
     schedule = Schedule(problem, config)
     dtype, dim = q.dtype, config.head_dim
     rows, stages = mosaic.ROWS_PER_WARPGROUP, config.stages
-    scratch = dict(
-        q_smem=mosaic.operand(config.warpgroups, rows, dim, dtype=dtype),
-        k_smem=mosaic.operand(stages, config.block_kv, dim, dtype=dtype),
-        v_smem=mosaic.operand(stages, config.block_kv, dim, dtype=dtype),
-        lse_smem=plgpu.SMEM((config.warpgroups, rows), jnp.float32),
-        q_full=mosaic.barriers(config.warpgroups),
-        k_full=mosaic.barriers(stages),
-        v_full=mosaic.barriers(stages),
-        k_free=mosaic.barriers(stages, config.warpgroups),
-        v_free=mosaic.barriers(stages, config.warpgroups),
-        turns=mosaic.barriers(config.warpgroups),
-        done_consumer=plgpu.Barrier(num_arrivals=config.warpgroups + 1),
-        done_producer=plgpu.Barrier(num_arrivals=config.warpgroups + 1),
-    )
+    scratch = {
+        "q_smem": mosaic.operand(config.warpgroups, rows, dim, dtype=dtype),
+        "k_smem": mosaic.operand(stages, config.block_kv, dim, dtype=dtype),
+        "v_smem": mosaic.operand(stages, config.block_kv, dim, dtype=dtype),
+        "lse_smem": plgpu.SMEM((config.warpgroups, rows), jnp.float32),
+        "q_full": mosaic.barriers(config.warpgroups),
+        "k_full": mosaic.barriers(stages),
+        "v_full": mosaic.barriers(stages),
+        "k_free": mosaic.barriers(stages, config.warpgroups),
+        "v_free": mosaic.barriers(stages, config.warpgroups),
+        "turns": mosaic.barriers(config.warpgroups),
+        "done_consumer": plgpu.Barrier(num_arrivals=config.warpgroups + 1),
+        "done_producer": plgpu.Barrier(num_arrivals=config.warpgroups + 1),
+    }
     lse_shape = (problem.batch, problem.q_heads, schedule.q_tiles * config.block_q)
     kernel = plgpu.kernel(
         lambda *refs: _body(schedule, *refs[:5], **dict(zip(scratch, refs[5:], strict=True))),
@@ -221,7 +221,10 @@ class RowBlock:
             state = lax.fori_loop(cut, visited, step(False), state)
         else:
             state = lax.fori_loop(
-                I32(1), visited, lambda t, state: self.next_block(t, first_key, state, t < cut), state
+                I32(1),
+                visited,
+                lambda t, state: self.next_block(t, first_key, state, t < cut),
+                state,
             )
         acc, maximum, total, p = state
         acc = self.last_output(visited - 1, acc, p)

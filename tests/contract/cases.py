@@ -168,7 +168,18 @@ GENERAL = [
         for t, s in ((70, 70), (33, 90), (90, 33))
     ),
     *(
-        Case(f"{score.__name__}_{mask.__name__}", 2, 70, 50, 4, 2, 16, dtype=f32, mask=mask, score=score)
+        Case(
+            f"{score.__name__}_{mask.__name__}",
+            2,
+            70,
+            50,
+            4,
+            2,
+            16,
+            dtype=f32,
+            mask=mask,
+            score=score,
+        )
         for score in (capped, linear_bias, biased_and_capped)
         for mask in (causal, lengths)
     ),

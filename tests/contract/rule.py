@@ -32,4 +32,6 @@ def assert_within_rule(name: str, what: str, x: Any, unfused: Any, expected: np.
     got = error(x, expected)
     allowed = 0.0 if name == "lse" else error(unfused, expected)
     limit = max(FACTOR * allowed, FLOOR[dtype])
-    assert got <= limit, f"{name} of {what}: error {got:.3g} > max({FACTOR} * {allowed:.3g}, {FLOOR[dtype]})"
+    assert got <= limit, (
+        f"{name} of {what}: error {got:.3g} > max({FACTOR} * {allowed:.3g}, {FLOOR[dtype]})"
+    )

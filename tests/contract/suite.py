@@ -14,6 +14,7 @@ from tests.contract.cases import Case
 from tests.contract.dense import Truth
 from tests.contract.rule import assert_within_rule
 
+
 def value_and_gradients(case: Case, implementation: str) -> Callable:
     """(q, k, v, dout, dlse) -> out, lse, dq, dk, dv."""
     mask = case.mask(case)[0] if case.mask else None
@@ -36,7 +37,7 @@ def expected(case: Case, inputs: list) -> tuple[Truth, Truth]:
     """The truth, and dense attention in the inputs' dtype."""
     mask = case.mask(case)[1] if case.mask else None
     score = case.score(case)[1] if case.score else None
-    options = dict(mask=mask, score=score, scale=case.scale)
+    options = {"mask": mask, "score": score, "scale": case.scale}
     return dense.truth(*inputs, **options), dense.same_dtype(*inputs, **options)
 
 

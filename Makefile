@@ -1,0 +1,31 @@
+# Everything runs in .venv, made with the Python that .python-version names (3.12 or newer).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint
+demo: $(VENV)/examples
+	$(BIN)/python examples/char_gpt.py
+
+test: $(VENV)/tests
+	$(BIN)/python -m pytest -n 2 --timeout 300
+
+lint: $(VENV)/tests
+	$(PIP) --group lint
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 12), "Python 3.12 or newer is needed: make PYTHON=python3.12"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+
+$(VENV)/examples: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e ".[examples]"
+	touch $@
+
+# The CUDA plugin without its 3 GB of libraries: compiling for a GPU needs none of them.
+$(VENV)/tests: $(VENV)/examples
+	$(PIP) --group test --group gate
+	$(PIP) --no-deps jax-cuda13-plugin jax-cuda13-pjrt
+	touch $@
