@@ -182,7 +182,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _commit() -> str:
-    out = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    out = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True
+    )
     return out.stdout.strip() or "unknown"
 
 

@@ -58,7 +58,9 @@ def _exact_in_range(f: Callable, *bounds: tuple) -> tuple[Interval, jax.Array]:
     hi = _reduce(jnp.maximum, lows_and_highs)
     dtype = lo.dtype
     if not jnp.issubdtype(dtype, jnp.integer):
-        return Interval(lo, hi), jnp.zeros(lo.shape, bool)
+        # Infinities inside the tile may give NaN (inf - inf, 0 * inf).
+        finite = _reduce(jnp.logical_and, [jnp.isfinite(x) for c in bounds for x in c])
+        return Interval(lo, hi), ~jnp.broadcast_to(finite, lo.shape)
     # float32 holds 24 bits: stay four units of its last place below the dtype's limits
     margin = 1.0 - 2.0**-22
     limit = jnp.float32(float(jnp.iinfo(dtype).max) * margin)
@@ -288,11 +290,23 @@ def evaluate(jaxpr: Any, consts: Any, args: list[Interval]) -> list[Interval]:
     return [read(v) for v in jaxpr.outvars]
 
 
+def _is_jax_numpys(eqn: Any) -> bool:
+    """Whether the call is really to jax.numpy's function: a user's may have the same name."""
+    name = eqn.params.get("name")
+    if name not in NAMED_RULES:
+        return False
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    if len(avals) != 2 or avals[0].dtype != avals[1].dtype:
+        return False
+    theirs = jax.make_jaxpr(getattr(jnp, name))(*avals).eqns[0]
+    return str(theirs.params.get("jaxpr")) == str(eqn.params["jaxpr"])
+
+
 def _apply(eqn: Any, ins: list[Interval]) -> list[Interval]:
     name = eqn.primitive.name
     scalar = all(v.aval.shape == () for v in (*eqn.invars, *eqn.outvars))
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if scalar and name in ("pjit", "jit") and eqn.params.get("name") in NAMED_RULES:
+    if scalar and name in ("pjit", "jit") and _is_jax_numpys(eqn):
         return [NAMED_RULES[eqn.params["name"]](*ins)]
     if scalar and name in ("pjit", "jit", "closed_call", "custom_jvp_call", "remat2", "checkpoint"):
         closed = inner if hasattr(inner, "consts") else None

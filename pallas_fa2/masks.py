@@ -125,7 +125,8 @@ class Window(Mask):
         left = self.left if is_static(self.left) else c.left
         right = self.right if is_static(self.right) else c.right
         right = left if right is None else right
-        return (k.index >= q.index - left) & (k.index <= q.index + right)
+        # Differences of positions do not overflow, whatever the sizes of the window.
+        return (q.index - k.index <= left) & (k.index - q.index <= right)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -162,7 +163,7 @@ class Lengths(Mask):
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         def exists(token: Token, length: Any) -> Any:
             if length is None:
-                return token.index == token.index
+                return True
             return token.index < (length if is_static(length) else token.valid)
 
         return exists(q, self.q) & exists(k, self.kv)

@@ -1,0 +1,139 @@
+"""Imports run one way, Pallas and Flax stay where they belong, and the public names exist."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import pallas_fa2 as fa
+
+PACKAGE = pathlib.Path(fa.__file__).parent
+ORDER = ["tokens", "masks", "scores", "spec", "bounds", "kernels", "plan", "autodiff", "api",
+         "linen", "nnx"]  # fmt: skip
+ENTRIES = {"__init__", "__main__"}  # of the package: they may import all of it
+FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+
+PUBLIC = ["flash_attention", "dot_product_attention", "explain", "linen", "nnx", "Causal", "Window",
+          "Segments", "Lengths", "Prefix", "Chunked", "Dense", "mask_fn", "score_fn", "soft_cap",
+          "alibi", "bias"]  # fmt: skip
+
+
+def imports(file):
+    """Full names of all that a file imports, in functions too: `from a import b` is `a.b`."""
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part(file):
+    """The entry of ORDER that a file belongs to."""
+    return pathlib.PurePath(file).with_suffix("").parts[0]
+
+
+def imported_parts(file):
+    for name in imports(file):
+        package, _, rest = name.partition(".")
+        if package == "pallas_fa2":
+            yield rest.partition(".")[0]
+
+
+def imports_package(file, package):
+    return any(f"{name}.".startswith(f"{package}.") for name in imports(file))
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if part(file) not in ENTRIES])
+def test_imports_run_one_way(file):
+    mine = ORDER.index(part(file))
+    for other in imported_parts(file):
+        assert other in ORDER, f"{file} imports {other}, which has no place in the order"
+        allowed = ORDER.index(other) < mine or (other == part(file) == "kernels")
+        assert allowed, f"{file} imports {other}, which comes after it"
+
+
+def test_every_file_has_a_place_in_the_order():
+    assert {part(file) for file in FILES} - ENTRIES == set(ORDER)
+
+
+def test_the_package_imports_the_core_alone():
+    assert not {"linen", "nnx"} & set(imported_parts("__init__.py"))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_only_kernels_import_pallas(file):
+    if part(file) != "kernels":
+        assert not imports_package(file, "jax.experimental.pallas")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_only_the_integrations_import_flax(file):
+    if part(file) not in ("linen", "nnx"):
+        assert not imports_package(file, "flax")
+
+
+@pytest.mark.parametrize("package", ["chex", "optax", "numpy.testing", "pytest", "jax._src"])
+def test_nothing_imports_tools_of_tests_or_internals_of_jax(package):
+    assert [file for file in FILES if imports_package(file, package)] == []
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_public_names_exist(name):
+    assert hasattr(fa, name)
+
+
+@pytest.mark.parametrize("name", sorted(set(PUBLIC) - {"linen", "nnx"}))
+def test_the_public_names_have_documentation(name):
+    assert (getattr(fa, name).__doc__ or "").strip()
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'pallas_fa2' has no attribute 'flax'"):
+        _ = fa.flax
+
+
+def run(code):
+    """Runs code in a Python of its own, which has imported nothing yet."""
+    command = [sys.executable, "-W", "error::ImportWarning", "-c", textwrap.dedent(code)]
+    result = subprocess.run(
+        command, check=False, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_core_needs_jax_and_jaxtyping_alone():
+    run("""
+        import sys
+
+        class Missing:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in {"flax", "chex", "optax", "pytest", "matplotlib"}:
+                    raise ModuleNotFoundError(name)
+
+        sys.meta_path.insert(0, Missing())
+        import pallas_fa2 as fa
+
+        assert fa.Causal() is not None
+        try:
+            fa.linen
+        except ModuleNotFoundError as error:
+            assert "flax" in str(error)
+        else:
+            raise AssertionError("flax was there all the time")
+    """)
+
+
+def test_the_integrations_are_imported_on_first_use():
+    run("""
+        import sys
+        import pallas_fa2 as fa
+
+        assert "flax" not in sys.modules
+        assert callable(fa.linen.attention_fn)
+        assert callable(fa.nnx.MultiHeadAttention)
+        assert fa.linen is sys.modules["pallas_fa2.linen"]
+    """)
