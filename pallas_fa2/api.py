@@ -102,7 +102,7 @@ _NAMES = ("query", "key", "value")
 
 def _array(name: str, x: Any) -> jax.Array:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"{name} must be an array, but it is {type(x).__name__}")
+        raise TypeError(f"{name} must be an array, but it is {type(x).__name__}; use jnp.asarray")
     return jnp.asarray(x)
 
 
@@ -179,6 +179,12 @@ def dot_product_attention(
             "implementation must be reference, blockwise, hopper, xla or None, but it is 'cudnn'; "
             "for cuDNN call jax.nn.dot_product_attention"
         )
+    alone = query.ndim == 3  # a batch of one, so that masks, biases and lengths may have its axis
+    if alone:
+        query, key, value = query[None], key[None], value[None]
+    query_seq_lengths, key_value_seq_lengths = (
+        None if n is None else jnp.asarray(n) for n in (query_seq_lengths, key_value_seq_lengths)
+    )
     masks = [] if mask is None else [as_mask(mask)]
     if is_causal:
         masks.append(Causal())
@@ -209,6 +215,7 @@ def dot_product_attention(
         return_lse=True,
         implementation="reference" if implementation == "xla" else implementation,
     )
+    out, lse = (out[0], lse[0]) if alone else (out, lse)
     if return_residual:
         return out, jnp.swapaxes(lse, -1, -2).astype(key.dtype)
     return out
@@ -282,11 +289,21 @@ def explain(
       >>> print(fa.explain(x, x, x, mask=fa.Causal()))          # doctest: +SKIP
     """
     options.pop("return_lse", None)
-    spec, operands = describe(query, key, value, **options)
     device = device_of(query) if device is None else device
-    plan = make_plan(spec, device, implementation)
-    tiles = _tiles(spec, plan)
-    table = bounds.classify(spec, operands, *tiles)
+    found: list = []
+
+    def classify(options: dict) -> None:
+        spec, operands = describe(query, key, value, **options)
+        plan = make_plan(spec, device, implementation)
+        tiles = _tiles(spec, plan)
+        found.extend((spec, plan, tiles, bounds.classify(spec, operands, *tiles)))
+
+    data = {n: options.pop(n) for n in ("mask", "score") if n in options}
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(data)):
+        jax.eval_shape(lambda data: classify({**data, **options}), data)
+    else:
+        classify({**data, **options})
+    spec, plan, tiles, table = found
     share = float((table != bounds.EMPTY).mean()) if isinstance(table, np.ndarray) else None
     pairs = spec.batch * spec.q_heads * spec.q_len * spec.kv_len
     flops = None if share is None else round(2 * pairs * share * (spec.head_dim + spec.value_dim))

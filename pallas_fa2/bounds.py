@@ -383,6 +383,8 @@ def classify(spec: Spec, operands: Operands, block_q: int, block_kv: int) -> jax
     table = classify_each(spec, operands, block_q, block_kv)
     xp = jnp if isinstance(table, jax.core.Tracer) else np
     table = xp.asarray(table)
+    if table.size == 0:  # no batch entry
+        return np.full(table.shape[Q_AXIS:], EMPTY)
     low, high = xp.min(table, (0, 1, 2)), xp.max(table, (0, 1, 2))
     return xp.where(low == high, low, PARTIAL)
 

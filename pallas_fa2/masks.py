@@ -5,6 +5,7 @@ shape, so that one object serves any length. Masks compose with `&`, `|` and `~`
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -37,14 +38,19 @@ class Node:
 
     def _flatten(self) -> tuple[list, tuple]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-        static = tuple((n, v) for n, v in fields.items() if is_static(v))
-        dynamic = {n: v for n, v in fields.items() if not is_static(v)}
-        return list(dynamic.values()), (tuple(dynamic), static)
+        # What was a leaf stays one, whatever a transformation has put there (an axis, None).
+        leaves = getattr(self, "_leaves", None)
+        names = (
+            tuple(n for n, v in fields.items() if not is_static(v)) if leaves is None else leaves
+        )
+        static = tuple((n, v) for n, v in fields.items() if n not in names)
+        return [fields[n] for n in names], (names, static)
 
     @classmethod
     def _unflatten(cls, aux: tuple, children: Any) -> "Node":
         names, static = aux
         node = object.__new__(cls)
+        object.__setattr__(node, "_leaves", names)
         for name, value in (*zip(names, children, strict=True), *static):
             object.__setattr__(node, name, value)
         return node
@@ -257,8 +263,14 @@ class Not(Mask):
 
 def bind(node: Any, tokens: Arrays, q_tokens: Arrays, k_tokens: Arrays, **other: Arrays) -> Any:
     """A copy of a user-defined mask or score with more data."""
+
+    def as_arrays(arrays: Arrays) -> Arrays:
+        return {n: x if hasattr(x, "shape") else jnp.asarray(x) for n, x in arrays.items()}
+
     both = {"q_tokens": {**tokens, **q_tokens}, "k_tokens": {**tokens, **k_tokens}, **other}
-    return dataclasses.replace(node, **{n: {**getattr(node, n), **new} for n, new in both.items()})
+    return dataclasses.replace(
+        node, **{n: {**getattr(node, n), **as_arrays(new)} for n, new in both.items()}
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -295,10 +307,12 @@ class FunctionMask(Mask):
 
 
 def call_with_context(fn: Callable, args: tuple, c: Context) -> Any:
-    """Calls `fn(*args, c)`, or `fn(*args)` where it takes no context."""
-    code = getattr(fn, "__code__", None)
-    short = code is not None and code.co_argcount == len(args) and not code.co_flags & 0x04
-    return fn(*args) if short else fn(*args, c)
+    """Calls `fn(*args, c)`, or `fn(*args)` where it requires no further argument."""
+    try:
+        inspect.signature(fn).bind(*args)
+    except TypeError:
+        return fn(*args, c)
+    return fn(*args)
 
 
 def mask_fn(fn: Callable) -> FunctionMask:

@@ -86,7 +86,7 @@ def alibi(slopes: int | Float[Array, " N"]) -> Score:
     """
     if isinstance(slopes, int):
         slopes = 2.0 ** (-8.0 * jnp.arange(1, slopes + 1, dtype=jnp.float32) / slopes)
-    return Score(_linear_bias, heads={"slope": slopes})
+    return Score(_linear_bias, heads={"slope": jnp.asarray(slopes)})
 
 
 def _add_bias(s: Any, q: Token, k: Token, c: Context) -> Any:

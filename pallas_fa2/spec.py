@@ -103,6 +103,11 @@ def describe(
     kv_positions: Any = None,
 ) -> tuple[Spec, Operands]:
     """Checks one call and describes it; arrays may be `jax.ShapeDtypeStruct`s."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(
+                f"{name} must be an array, but it is {type(x).__name__}; use jnp.asarray"
+            )
     dims = check_shapes(query, key, value)
     dtype = check_dtypes(query, key, value)
     scale = _check_scale(scale, query.shape[-1])
@@ -167,13 +172,19 @@ def check_shapes(query: Any, key: Any, value: Any) -> Dims:
                 f"shape {q}, {name} {x}); broadcast them or use jax.vmap"
             )
     if k[-3] != v[-3]:
-        raise ValueError(f"key and value must have one length S, but have {k[-3]} and {v[-3]}")
+        raise ValueError(
+            f"key and value must have one length S, but have {k[-3]} and {v[-3]}; cut or pad one"
+        )
     if k[-2] != v[-2]:
         raise ValueError(
-            f"key and value must have one number of heads K, but have {k[-2]} and {v[-2]}"
+            f"key and value must have one number of heads K, but have {k[-2]} and {v[-2]}; "
+            "repeat the smaller one's heads"
         )
     if q[-1] != k[-1]:
-        raise ValueError(f"query and key must have one head dim H, but have {q[-1]} and {k[-1]}")
+        raise ValueError(
+            f"query and key must have one head dim H, but have {q[-1]} and {k[-1]}; "
+            "project both to one size"
+        )
     for name, size in (
         ("T (query's axis -3)", q[-3]),
         ("S (key's axis -3)", k[-3]),
@@ -183,7 +194,7 @@ def check_shapes(query: Any, key: Any, value: Any) -> Dims:
         ("Hv (value's axis -1)", v[-1]),
     ):
         if size < 1:
-            raise ValueError(f"{name} must be at least 1, but is {size}")
+            raise ValueError(f"{name} must be at least 1, but is {size}; leave out the call")
     if q[-2] % k[-2] != 0:
         raise ValueError(
             f"query's heads N (= {q[-2]}) must be a multiple of key's heads K (= {k[-2]}); query "
@@ -221,7 +232,10 @@ def _check_scale(scale: float | None, head_dim: int) -> float:
 
 def _check_dropout(rate: float, rng: Any) -> jax.Array | None:
     if not isinstance(rate, numbers.Real) or not 0.0 <= rate < 1.0:
-        raise ValueError(f"dropout_rate must be a Python number in [0, 1), but it is {rate!r}")
+        raise ValueError(
+            f"dropout_rate must be a Python number in [0, 1), but it is {rate!r}; "
+            "use 0.0 for no dropout"
+        )
     if rate == 0.0:
         return None
     if rng is None:
@@ -248,11 +262,13 @@ def _check_positions(name: str, x: Any, dims: Dims, axis: int) -> jax.Array | No
         return None
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, but it has dtype {x.dtype}")
+        raise TypeError(f"{name} must be integers, but it has dtype {x.dtype}; cast it")
     size = dims.q_len if axis == Q_AXIS else dims.kv_len
     placed = place_tokens(name, x.astype(jnp.int32), dims, axis)
     if placed.shape[axis] != size:
-        raise ValueError(f"{name} must give one position a token, {size}, but has shape {x.shape}")
+        raise ValueError(
+            f"{name} must give one position a token, {size}, but has shape {x.shape}; broadcast it"
+        )
     return placed
 
 
@@ -320,7 +336,7 @@ def _check_result(code: Pointwise, what: str, fits: Any) -> None:
     if out.shape != () or not fits(out.dtype):
         raise TypeError(
             f"{code.name} must return {what} for one pair of tokens, but it returns "
-            f"{out.dtype}[{','.join(map(str, out.shape))}]"
+            f"{out.dtype}[{','.join(map(str, out.shape))}]; compare or cast its result"
         )
 
 

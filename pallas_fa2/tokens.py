@@ -91,8 +91,22 @@ class Data:
             Context({**self.heads, **self.params, **self.pairs}),
         )
 
+    def _check_names(self, owner: str) -> None:
+        for name in {"index", "length"} & {*self.q, *self.k}:
+            raise ValueError(
+                f"{owner}: token data may not be named {name!r}, which every token has already; "
+                "rename it, or pass q_positions= and kv_positions= for other positions"
+            )
+        names = [*self.heads, *self.params, *self.pairs]
+        for name in {n for n in names if names.count(n) > 1}:
+            raise ValueError(
+                f"{owner}: heads=, params= and pairs= share one context, but {name!r} is in two of "
+                "them; rename one"
+            )
+
     def place(self, owner: str, dims: Dims) -> "Data":
         """The same arrays with the five leading axes; raises if a shape does not fit the call."""
+        self._check_names(owner)
 
         def each(arrays: Arrays, kind: str, put: Callable) -> dict[str, jax.Array]:
             return {n: put(f"{owner}: {kind}[{n!r}]", jnp.asarray(x)) for n, x in arrays.items()}
@@ -149,11 +163,14 @@ def _place_heads(name: str, x: jax.Array, dims: Dims) -> jax.Array:
 def _place_pairs(name: str, x: jax.Array, dims: Dims) -> jax.Array:
     heads = dims.kv_heads * dims.group
     shape = f"[*B, N | 1, T | 1, S | 1] with N = {heads}, T = {dims.q_len}, S = {dims.kv_len}"
-    if x.ndim == 2:
-        x = x[None]
+    given = x.shape
+    x = x.reshape((1,) * max(3 - x.ndim, 0) + x.shape)
     sizes = (heads, dims.q_len, dims.kv_len)
-    if x.ndim < 2 or any(a not in (1, b) for a, b in zip(x.shape[-3:], sizes, strict=True)):
-        raise ValueError(f"{name} must have shape {shape}, but it has shape {x.shape}")
+    if any(a not in (1, b) for a, b in zip(x.shape[-3:], sizes, strict=True)):
+        raise ValueError(
+            f"{name} must have shape {shape}, but it has shape {given}; transpose it, or insert "
+            "axes of size 1 where it does not vary, e.g. array[:, None]"
+        )
     x = _merge_batch(name, x, dims, 3, shape)
     split = (1, 1) if x.shape[1] == 1 else (dims.kv_heads, dims.group)
     return x.reshape(x.shape[0], *split, *x.shape[2:])
@@ -189,16 +206,42 @@ def trace(name: str, fn: Callable, *args: Any) -> Pointwise:
     """Traces `fn` on the element types of `args` (arrays with the five leading axes)."""
     scalars = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[LEADING:], x.dtype), args)
     jaxpr = jax.make_jaxpr(fn)(*scalars)
-    for const in jaxpr.consts:
+    for const in _captured(jaxpr):
         raise ValueError(
             f"{name} captures an array of shape {jnp.shape(const)}; a mask or score function may "
             "capture Python numbers only. Pass the array as tokens=, heads=, params= or pairs= and "
             "read it from q, k or c"
         )
-    # Addresses of functions appear in the text of custom derivatives: they differ from one trace
-    # to the next and say nothing.
-    text = re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
+    text = str(jaxpr)
+    if "custom_vjp" not in text:
+        # Addresses of functions appear in the text of custom derivatives: they differ from one
+        # trace to the next. The derivative itself says what they stand for.
+        text = re.sub(r" at 0x[0-9a-f]+", "", text)
+        if "custom_jvp" in text:
+            text += _derivative(fn, scalars)
     return Pointwise(name, jaxpr, (text, jax.tree.structure(args)))
+
+
+def _derivative(fn: Callable, scalars: Any) -> str:
+    leaves, tree = jax.tree.flatten(scalars)
+    at = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def of_floats(others: list, *floats: Any) -> Any:
+        merged = list(others)
+        for i, x in zip(at, floats, strict=True):
+            merged[i] = x
+        return fn(*jax.tree.unflatten(tree, merged))
+
+    def tangent(others: list, floats: list) -> Any:
+        return jax.jvp(lambda *x: of_floats(others, *x), floats, floats)
+
+    return str(jax.make_jaxpr(tangent)(leaves, [leaves[i] for i in at]))
+
+
+def _captured(jaxpr: ClosedJaxpr) -> list:
+    """Arrays that a traced function captured, itself or in a function that it calls."""
+    inner = (p for e in jaxpr.jaxpr.eqns for p in e.params.values() if isinstance(p, ClosedJaxpr))
+    return [*jaxpr.consts, *(const for p in inner for const in _captured(p))]
 
 
 def lift(fn: Callable, *args: Any) -> jax.Array:

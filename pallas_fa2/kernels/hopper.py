@@ -23,6 +23,8 @@ def refuses(spec: Spec, device: Device) -> str | None:
         return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
     if spec.dtype.name not in ("bfloat16", "float16"):
         return f"its inputs are bfloat16 or float16, not {spec.dtype.name}"
+    if spec.positions and spec.mask is not None:
+        return "its masks read no given positions"
     if spec.mask is not None and spec.causal is None:
         return f"its only mask is Causal, not {spec.mask}"
     if spec.scores:

@@ -1,0 +1,339 @@
+"""The public functions: jax.nn as the judge of the drop-in, shapes and numbers of the rest."""
+
+import inspect
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa2 as fa
+from pallas_fa2.spec import Device
+
+B, T, S, N, K, H = 2, 13, 10, 4, 2, 16
+H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+QKV = normal(B, T, N, H), normal(B, S, K, H, seed=1), normal(B, S, K, H, seed=2)
+ONE = tuple(x[0] for x in QKV)
+
+
+def close(got, want):
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=3e-6)
+
+
+def judge(*args, **options):
+    """`jax.nn.dot_product_attention`, which is not written for strict dtypes and ranks."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(*args, **options)
+
+
+def compare(qkv=QKV, bias=None, mask=None, **options):
+    """Outputs and gradients, of the bias too, beside those of jax.nn."""
+
+    def run(attention):
+        def loss(qkv, bias):
+            out = attention(*qkv, bias, mask, **options)
+            return jnp.sum(jnp.sin(2.0 * out)), out
+
+        argnums = 0 if bias is None else (0, 1)
+        gradients, out = jax.jit(jax.grad(loss, argnums, has_aux=True))(qkv, bias)
+        return out, gradients
+
+    close(run(fa.dot_product_attention), run(judge))
+
+
+def seen(*shape, seed=4):
+    """A random mask in which every query sees the first key."""
+    mask = np.random.default_rng(seed).random(shape) < 0.5
+    mask[..., 0] = True
+    return mask
+
+
+LENGTHS = {"query_seq_lengths": np.array([13, 5], np.int32),
+           "key_value_seq_lengths": np.array([4, 10], np.int32)}  # fmt: skip
+WINDOW = (7, 1)  # every query sees a key, though T > S
+
+OPTIONS = {
+    "window": {"local_window_size": WINDOW},
+    "symmetric window, scale": {"local_window_size": 5, "scale": 0.3},
+    "query lengths": {"query_seq_lengths": LENGTHS["query_seq_lengths"]},
+    "lengths, causal": {**LENGTHS, "is_causal": True},
+    "all": {
+        "bias": normal(B, N, T, S, seed=5),
+        "mask": seen(B, N, T, S),
+        "scale": 0.2,
+        "is_causal": True,
+        "local_window_size": (20, 3),
+        **LENGTHS,
+    },
+    "xla, causal": {"implementation": "xla", "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_mean_what_they_mean_in_jax_nn(name):
+    compare(**OPTIONS[name])
+
+
+@pytest.mark.parametrize("shape", [(B, 1, 1, S), (S,)], ids=str)
+def test_a_bias_broadcasts_and_gets_a_gradient_of_its_shape(shape):
+    compare(bias=normal(*shape, seed=5))
+
+
+@pytest.mark.parametrize("shape", [(1, N, 1, S), (T, S), (S,)], ids=str)
+def test_a_mask_broadcasts(shape):
+    mask = seen(*shape)
+    close(fa.dot_product_attention(*QKV, mask=mask), judge(*QKV, mask=mask))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": normal(N, T, S, seed=5), "mask": seen(N, T, S), "is_causal": True},
+        {"bias": normal(1, N, T, S, seed=5), "mask": seen(1, 1, T, S)},
+        {"key_value_seq_lengths": np.array([4], np.int32)},
+    ],
+    ids=["of three axes", "of four axes", "lengths"],
+)
+def test_inputs_without_a_batch_axis(options):
+    compare(ONE, **options)
+
+
+def test_causal_is_aligned_to_the_top_left_with_fewer_queries_too():
+    compare((QKV[0][:, :6], *QKV[1:]), is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "qkv, dtype", [(QKV, jnp.float32), (ONE, jnp.bfloat16)], ids=["batch, f32", "no batch, bf16"]
+)
+def test_the_residual_is_the_logsumexp_in_the_layout_and_dtype_of_jax_nn(qkv, dtype):
+    qkv = [jnp.asarray(x, dtype) for x in qkv]
+    options = {"is_causal": True, "return_residual": True}
+    want = judge(*qkv, **options)
+    got = fa.dot_product_attention(*qkv, **options)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+    tolerance = {"rtol": 1e-5, "atol": 3e-6} if dtype == jnp.float32 else {"atol": 0.05}
+    chex.assert_trees_all_close(got, want, **tolerance)
+
+
+def test_lengths_may_be_python_lists_as_in_jax_nn():
+    options = {name: lengths.tolist() for name, lengths in LENGTHS.items()}
+    close(fa.dot_product_attention(*QKV, **options), judge(*QKV, **options))
+
+
+def test_the_signature_begins_as_that_of_jax_nn():
+    theirs = inspect.signature(jax.nn.dot_product_attention).parameters
+    ours = inspect.signature(fa.dot_product_attention).parameters
+    for name, parameter in theirs.items():
+        assert ours[name].kind == parameter.kind
+        assert ours[name].default == parameter.default
+    assert list(ours)[: len(theirs)] == list(theirs)
+
+
+def test_a_query_that_sees_no_key_gets_nothing():
+    """There it gets the mean of the values."""
+    mask = seen(T, S)
+    mask[3] = False
+
+    def attend(qkv):
+        return fa.dot_product_attention(*qkv, mask=mask, return_residual=True)
+
+    out, residual = attend(QKV)
+    assert np.all(out[:, 3] == 0) and np.all(residual[:, 3] == -np.inf)
+    (dq, _, _) = jax.grad(lambda qkv: jnp.sum(attend(qkv)[0]))(QKV)
+    assert np.all(dq[:, 3] == 0) and np.all(np.isfinite(dq))
+
+
+def test_queries_beyond_their_length_get_nothing():
+    out, residual = fa.dot_product_attention(*QKV, **LENGTHS, return_residual=True)
+    assert np.all(out[1, 5:] == 0) and np.all(residual[1, 5:] == -np.inf)
+
+
+def test_the_residual_is_differentiable():
+    def ours(query):
+        return jnp.sum(fa.dot_product_attention(query, *QKV[1:], return_residual=True)[1])
+
+    def dense(query):
+        key = jnp.repeat(QKV[1], N // K, 2)
+        s = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest") / math.sqrt(H)
+        return jnp.sum(jax.nn.logsumexp(s, -1))
+
+    close(jax.grad(ours)(QKV[0]), jax.grad(dense)(QKV[0]))
+
+
+def test_our_options_join_those_of_jax_nn():
+    """A mask object, a score behind the bias, and another head dim of the values."""
+    value = normal(B, S, K, 8, seed=6)
+    bias, ids = normal(1, N, T, S, seed=5), np.arange(T, dtype=np.int32) // 4
+    got = fa.dot_product_attention(
+        *QKV[:2], value, bias, fa.Segments(ids, ids[:S]) | fa.Prefix(1), is_causal=True,
+        score=fa.soft_cap(0.5), implementation="blockwise",
+    )  # fmt: skip
+    key, value = (jnp.repeat(x, N // K, 2) for x in (QKV[1], value))
+    s = jnp.einsum("btnh,bsnh->bnts", QKV[0], key, precision="highest") / math.sqrt(H)
+    visible = (ids[:, None] == ids[None, :S]) | (np.arange(S) == 0)
+    s = jnp.where(
+        (visible & np.tri(T, S, dtype=bool))[None, None], 0.5 * jnp.tanh((s + bias) / 0.5), -jnp.inf
+    )
+    close(got, jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), value, precision="highest"))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"implementation": "cudnn"}, r"but it is 'cudnn'; for cuDNN call jax\.nn"),
+        ({"implementation": "triton"}, r"implementation must be one of .* but it is 'triton'"),
+        ({"query_seq_lengths": np.ones(3, np.int32)}, r"query_seq_lengths must be int32 of shape"),
+        (
+            {"key_value_seq_lengths": np.ones(B, np.int16)},
+            r"key_value_seq_lengths must be int32 of",
+        ),
+    ],
+)
+def test_bad_options_of_the_drop_in_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        fa.dot_product_attention(*QKV, **options)
+
+
+def expected(query, key, value):
+    """Causal attention of `[T, N, H]`, and its logsumexp."""
+    key, value = (np.repeat(x, N // K, 1) for x in (key, value))
+    s = np.einsum("tnh,snh->nts", query, key) / math.sqrt(H)
+    s = np.where(np.tri(*s.shape[1:], dtype=bool), s, -np.inf)
+    lse = np.log(np.sum(np.exp(s), -1))
+    return np.einsum("nts,snh->tnh", np.exp(s - lse[..., None]), value), lse
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 1), (2, 1, 3)], ids=str)
+def test_any_number_of_batch_axes(batch):
+    qkv = (
+        normal(*batch, T, N, H),
+        normal(*batch, S, K, H, seed=1),
+        normal(*batch, S, K, H, seed=2),
+    )
+    out, lse = fa.flash_attention(*qkv, mask=fa.Causal(), return_lse=True)
+    chex.assert_shape([out, lse], [(*batch, T, N, H), (*batch, N, T)])
+    for entry in np.ndindex(*batch):
+        want = expected(*(x[entry] for x in qkv))
+        chex.assert_trees_all_close((out[entry], lse[entry]), want, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("batch", [(0,), (3, 0)], ids=str)
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_an_empty_batch(batch, with_mask):
+    qkv = tuple(jnp.zeros((*batch, n, heads, H)) for n, heads in ((T, N), (S, K), (S, K)))
+    mask = fa.Lengths(kv=jnp.zeros(batch, jnp.int32)) if with_mask else None
+    out, lse = fa.flash_attention(*qkv, mask=mask, return_lse=True)
+    chex.assert_shape([out, lse], [(*batch, T, N, H), (*batch, N, T)])
+    gradients = jax.grad(lambda qkv: jnp.sum(fa.flash_attention(*qkv, mask=mask)))(qkv)
+    chex.assert_trees_all_equal_shapes_and_dtypes(gradients, qkv)
+    assert fa.explain(*qkv, mask=mask).spec.batch == 0
+
+
+def test_numpy_inputs_give_jax_outputs():
+    out, lse = fa.flash_attention(*QKV, mask=fa.Causal(), return_lse=True)
+    assert isinstance(out, jax.Array) and isinstance(lse, jax.Array)
+    close((out, lse), fa.flash_attention(*map(jnp.asarray, QKV), mask=fa.Causal(), return_lse=True))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_dtypes_of_the_outputs(dtype):
+    qkv = (jax.ShapeDtypeStruct(x.shape, dtype) for x in QKV)
+    out, lse = jax.eval_shape(lambda *qkv: fa.flash_attention(*qkv, return_lse=True), *qkv)
+    assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
+
+
+def test_the_lse_is_returned_on_request_alone():
+    out = jax.eval_shape(fa.flash_attention, *QKV)
+    assert out.shape == (B, T, N, H)
+
+
+def shapes(length, batch=2, heads=4, dim=64, dtype=jnp.bfloat16):
+    return (jax.ShapeDtypeStruct((batch, length, heads, dim), dtype),) * 3
+
+
+def test_explain_counts_tiles_work_and_memory():
+    given = shapes(2048)
+    found = fa.explain(*given, mask=fa.Causal(), device=H200)
+    block_q, block_kv = found.tiles
+    rows = np.arange(0, 2048, block_q)[:, None] + block_q - 1
+    share = np.mean(rows >= np.arange(0, 2048, block_kv)[None])
+    assert found.implementation == "hopper"
+    assert found.share == pytest.approx(share)
+    assert found.flops == pytest.approx(4 * 2 * 4 * 2048**2 * 64 * share)
+    out_and_lse = jax.eval_shape(lambda *x: fa.flash_attention(*x, return_lse=True), *given)
+    assert found.bytes == sum(x.size * x.dtype.itemsize for x in (*given, *out_and_lse))
+
+
+@pytest.mark.parametrize(
+    "mask, share",
+    [(None, 1), (fa.Lengths(kv=0), 0), (fa.Lengths(kv=1024), 0.5)],
+    ids=["none", "no keys", "half of the keys"],
+)
+def test_explain_knows_the_share_of_the_tiles(mask, share):
+    found = fa.explain(*shapes(2048), mask=mask)
+    assert found.share == share
+    assert f"{share:.1%} of the tiles" in str(found)
+
+
+def test_explain_counts_keys_and_queries_of_their_own_size():
+    qkv = tuple(
+        jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 7, 4, 16), (3, 9, 2, 16), (3, 9, 2, 8))
+    )
+    found = fa.explain(*qkv)
+    out, lse = 3 * 7 * 4 * 8, 3 * 7 * 4
+    assert found.bytes == 4 * (sum(x.size for x in qkv) + out + lse)
+    assert found.flops == 2 * 3 * 4 * 7 * 9 * (16 + 8)
+
+
+def test_explain_knows_no_share_of_traced_data():
+    seen = []
+
+    @jax.jit
+    def traced(lengths):
+        seen.append(fa.explain(*shapes(2048), mask=fa.Causal() & fa.Lengths(kv=lengths)))
+        return lengths
+
+    traced(jnp.array([5, 9], jnp.int32))
+    assert seen[0].share is None and seen[0].flops is None
+    assert "depends on run-time data" in str(seen[0])
+    known = fa.explain(*shapes(2048), mask=fa.Lengths(kv=jnp.array([5, 9], jnp.int32)))
+    assert known.share == pytest.approx(known.tiles[1] / 2048)
+
+
+def test_explain_takes_shapes_of_the_data_too():
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    bias = jax.ShapeDtypeStruct((2, 4, 64, 64), jnp.float32)
+    found = fa.explain(*shapes(64), mask=fa.Lengths(kv=lengths), score=fa.bias(bias))
+    assert found.share is None
+    assert fa.explain(*shapes(64), score=fa.bias(bias)).share == 1
+
+
+def test_explain_says_what_runs_and_why_nothing_faster():
+    lines = str(fa.explain(*shapes(2048), mask=fa.Window(9), device=H200)).splitlines()
+    assert lines[0].startswith("bfloat16 [B 2, T 2048, S 2048, N 4, K 4, H 64, Hv 64], scale 0.125")
+    assert lines[0].endswith("mask Window(left=9)")
+    assert lines[1] == "implementation  blockwise on NVIDIA H200"
+    assert lines[2] == "  not hopper: its only mask is Causal, not Window(left=9)"
+    names = [line.split("  ")[0] for line in lines[3:]]
+    assert names == ["tiles", "computed", "work", "memory"]
+
+
+def test_explain_follows_the_implementation_that_is_asked_for():
+    found = fa.explain(*QKV, implementation="reference")
+    assert (found.implementation, found.tiles, found.share) == ("reference", (T, S), 1)
+    with pytest.raises(ValueError, match="implementation 'hopper' does not support this call"):
+        fa.explain(*QKV, implementation="hopper", device=Device())
+
+
+def test_explain_computes_nothing(monkeypatch):
+    monkeypatch.setattr("pallas_fa2.api.attend", None)
+    assert fa.explain(*QKV, mask=fa.Causal(), return_lse=True).implementation == "blockwise"

@@ -1,0 +1,408 @@
+"""Masks against boolean arrays made in NumPy; and masks as pytrees."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa2 as fa
+from pallas_fa2.autodiff import attend
+from pallas_fa2.spec import default_positions, describe
+from pallas_fa2.tokens import K_AXIS, Q_AXIS, Dims
+
+B, N, K = 2, 4, 2
+T, S = 9, 14
+I, J = np.arange(T)[:, None], np.arange(S)[None]
+
+
+def dense(mask, q_len=T, kv_len=S, **positions):
+    """The mask as `[B, N, T, S]`."""
+    q = jax.ShapeDtypeStruct((B, q_len, N, 16), jnp.float32)
+    k = jax.ShapeDtypeStruct((B, kv_len, K, 16), jnp.float32)
+    spec, operands = describe(q, k, k, mask=mask, **positions)
+    dims = Dims((B,), q_len, kv_len, K, N // K)
+    index = [
+        default_positions(dims, axis) if given is None else given
+        for axis, given in ((Q_AXIS, operands.q_index), (K_AXIS, operands.k_index))
+    ]
+    visible = spec.mask.on_tile(*index, operands.mask)
+    return jnp.broadcast_to(visible, (B, K, N // K, q_len, kv_len)).reshape(B, N, q_len, kv_len)
+
+
+def check(mask, expected, **positions):
+    got = np.asarray(dense(mask, *expected.shape[-2:], **positions))
+    np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
+
+
+def integers(high, *shape, seed=0):
+    return np.random.default_rng(seed).integers(0, high, shape, dtype=np.int32)
+
+
+def column(x):
+    """Data of queries, `[B, T]` or `[B]`, against `[B, N, T, S]`."""
+    return x.reshape(B, 1, -1, 1)
+
+
+def row(x):
+    return x.reshape(B, 1, 1, -1)
+
+
+POSITIONAL = {
+    "causal": (fa.Causal(), lambda i, j, t, s: j <= i),
+    "causal from the start": (fa.Causal("start"), lambda i, j, t, s: j <= i),
+    "causal to the end": (fa.Causal(align="end"), lambda i, j, t, s: j <= i + s - t),
+    "window": (fa.Window(3), lambda i, j, t, s: abs(i - j) <= 3),
+    "window to the left": (fa.Window(3, 0), lambda i, j, t, s: (j <= i) & (i - j <= 3)),
+    "window to the right": (fa.Window(0, right=2), lambda i, j, t, s: (j >= i) & (j - i <= 2)),
+    "window of itself": (fa.Window(0), lambda i, j, t, s: i == j),
+    "endless window to the left": (
+        fa.Window(2**31 - 1, 0),
+        lambda i, j, t, s: j <= i,
+    ),
+    "endless window to the right": (
+        fa.Window(3, 2**31 - 1),
+        lambda i, j, t, s: i - j <= 3,
+    ),
+    "query length": (fa.Lengths(q=4), lambda i, j, t, s: (i < 4) & (j >= 0)),
+    "key length": (fa.Lengths(kv=5), lambda i, j, t, s: (j < 5) & (i >= 0)),
+    "lengths": (fa.Lengths(4, 5), lambda i, j, t, s: (i < 4) & (j < 5)),
+    "no lengths": (fa.Lengths(), lambda i, j, t, s: (i >= 0) & (j >= 0)),
+    "prefix": (fa.Prefix(3), lambda i, j, t, s: (j < 3) & (i >= 0)),
+    "chunks": (fa.Chunked(4), lambda i, j, t, s: i // 4 == j // 4),
+}
+
+
+@pytest.mark.parametrize("q_len, kv_len", [(9, 14), (14, 9), (1, 7)])
+@pytest.mark.parametrize("name", POSITIONAL)
+def test_masks_of_positions(name, q_len, kv_len):
+    mask, define = POSITIONAL[name]
+    i, j = np.arange(q_len)[:, None], np.arange(kv_len)[None]
+    check(mask, define(i, j, q_len, kv_len))
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "chunks", "key length", "prefix"])
+def test_masks_read_the_positions_that_are_given(name):
+    mask, define = POSITIONAL[name]
+    q_index, k_index = integers(30, B, T), integers(30, S, seed=1)
+    expected = define(column(q_index), k_index[None], T, S)
+    check(mask, expected, q_positions=q_index, kv_positions=k_index)
+    check(mask, define(column(q_index), J, T, S), q_positions=q_index)
+    check(mask, define(I, k_index[None], T, S), kv_positions=k_index)
+
+
+IDS, KV_IDS = integers(3, B, T), integers(3, B, S, seed=1)
+SQUARE = integers(3, B, S, seed=2)
+Q_LENGTHS, KV_LENGTHS = np.array([9, 4], np.int32), np.array([0, 11], np.int32)
+PAIRS = integers(2, B, N, T, S, seed=3).astype(bool)
+
+WITH_DATA = {
+    "segments": (fa.Segments(SQUARE), column(SQUARE) == row(SQUARE)),
+    "segments of both sides": (fa.Segments(IDS, KV_IDS), column(IDS) == row(KV_IDS)),
+    "shared segments": (fa.Segments(IDS[0], kv_ids=KV_IDS), IDS[0][:, None] == row(KV_IDS)),
+    "query lengths": (fa.Lengths(q=Q_LENGTHS), (column(Q_LENGTHS) > I) & (J >= 0)),
+    "key lengths": (fa.Lengths(kv=KV_LENGTHS), (row(KV_LENGTHS) > J) & (I >= 0)),
+    "lengths": (fa.Lengths(Q_LENGTHS, KV_LENGTHS), (column(Q_LENGTHS) > I) & (row(KV_LENGTHS) > J)),
+    "one length": (fa.Lengths(5, jnp.int32(6)), (I < 5) & (J < 6)),
+    "prefixes": (fa.Prefix(KV_LENGTHS), (row(KV_LENGTHS) > J) & (I >= 0)),
+    "array window": (fa.Window(np.int32(2), jnp.int32(5)), (I - J <= 2) & (J - I <= 5)),
+    "symmetric array window": (fa.Window(jnp.int32(2)), abs(I - J) <= 2),
+    "dense": (fa.Dense(PAIRS), PAIRS),
+    "dense of one head": (fa.Dense(PAIRS[:, :1]), PAIRS[:, :1]),
+    "dense of one row": (fa.Dense(PAIRS[:, :, :1]), PAIRS[:, :, :1].repeat(T, 2)),
+    "dense of one column": (fa.Dense(PAIRS[..., :1]), PAIRS[..., :1].repeat(S, 3)),
+    "dense without batch": (fa.Dense(PAIRS[0]), PAIRS[0]),
+    "dense of pairs alone": (fa.Dense(PAIRS[0, 0]), PAIRS[0, 0]),
+    "array": (PAIRS, PAIRS),
+    "jax array": (jnp.asarray(PAIRS), PAIRS),
+    "function": (lambda q, k: q.index + k.index > 8, I + J > 8),
+    "function of a context": (
+        lambda q, k, c: q.index > k.length - q.length,
+        np.where(J < 0, 0, I) > 5,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_DATA)
+def test_masks_of_data(name):
+    mask, expected = WITH_DATA[name]
+    check(mask, expected)
+
+
+CAUSAL, SEGMENTS = J <= I, column(IDS) == row(KV_IDS)
+A, C = fa.Causal(), fa.Segments(IDS, KV_IDS)
+
+COMPOSED = {
+    "and": (A & C, CAUSAL & SEGMENTS),
+    "or": (A | C, CAUSAL | SEGMENTS),
+    "not": (~A, ~CAUSAL),
+    "not of data": (~C, ~SEGMENTS),
+    "nested": (~(A & ~C) | (fa.Prefix(2) & A), ~(CAUSAL & ~SEGMENTS) | ((J < 2) & CAUSAL)),
+    "precedence": (A & C | fa.Prefix(2), (CAUSAL & SEGMENTS) | (J < 2)),
+    "chain": (A & C & fa.Window(4) & ~fa.Window(1), CAUSAL & SEGMENTS & (I - J <= 4) & (I - J > 1)),
+    "with a function": (A & (lambda q, k: k.index > 1), CAUSAL & (J > 1)),
+    "with an array": (C | PAIRS, SEGMENTS | PAIRS),
+    "of two sides": (C & fa.Dense(PAIRS) | fa.Lengths(kv=KV_LENGTHS),
+                     SEGMENTS & PAIRS | (row(KV_LENGTHS) > J)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_masks_compose(name):
+    check(*COMPOSED[name])
+
+
+@pytest.mark.parametrize(
+    "use", [lambda: A and C, lambda: A or C, lambda: not A, lambda: 1 if A & C else 0]
+)
+def test_a_mask_has_no_truth_value(use):
+    with pytest.raises(TypeError, match=r"no truth value; combine masks with &, \| and ~"):
+        use()
+
+
+def test_a_mask_is_printed_with_its_code_and_the_shapes_of_its_data():
+    assert repr(fa.Causal("end") & ~fa.Window(3)) == "(Causal(align='end') & ~Window(left=3))"
+    assert repr(C | A) == "(Segments(ids=int32[2,9], kv_ids=int32[2,14]) | Causal(align='start'))"
+
+
+def test_attention_is_over_the_visible_keys():
+    """With equal scores every visible key has one weight, and values of 1 at a key show it."""
+    q, k = jnp.zeros((B, T, N, 8)), jnp.zeros((B, S, N, 8))
+    v = jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, N, S))
+    out = fa.flash_attention(q, k, v, mask=A & C | fa.Prefix(1))
+    visible = np.broadcast_to(CAUSAL & SEGMENTS | (J < 1), (B, N, T, S))
+    expected = visible / np.sum(visible, -1, keepdims=True)
+    chex.assert_trees_all_close(out, np.moveaxis(expected, 1, 2).astype(np.float32), atol=1e-6)
+
+
+ALL = {
+    **{name: mask for name, (mask, _) in (POSITIONAL | COMPOSED).items()},
+    **{name: mask for name, (mask, _) in WITH_DATA.items() if isinstance(mask, fa.Mask)},
+    "of a function": fa.mask_fn(lambda q, k, c: q.x + k.x > c.p)(
+        tokens={"x": integers(5, 1)}, params={"p": jnp.int32(3)}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_flatten_and_unflatten_give_the_mask_back(name):
+    leaves, tree = jax.tree.flatten(ALL[name])
+    back = jax.tree.unflatten(tree, leaves)
+    assert jax.tree.structure(back) == tree
+    assert repr(back) == repr(ALL[name])
+    assert all(x is y for x, y in zip(jax.tree.leaves(back), leaves, strict=True))
+
+
+@pytest.mark.parametrize("leaf", [0, None, "x", object()], ids=["0", "None", "x", "object"])
+@pytest.mark.parametrize("mask", [C, A & C, fa.Window(jnp.int32(2), 3)], ids=repr)
+def test_the_tree_does_not_depend_on_what_its_leaves_are(mask, leaf):
+    """JAX flattens trees of axes, shardings and placeholders as it does trees of arrays."""
+    tree = jax.tree.structure(mask)
+    of_other = jax.tree.unflatten(tree, [leaf] * tree.num_leaves)
+    assert tree.flatten_up_to(of_other) == [leaf] * tree.num_leaves
+
+
+@pytest.mark.parametrize("name", ["segments of both sides", "lengths", "array window", "dense"])
+def test_a_mask_is_an_argument_of_jit(name):
+    mask, expected = WITH_DATA[name]
+    got = jax.jit(dense)(mask)
+    np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
+
+
+def test_no_retrace_while_only_the_data_change():
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def visible(mask):
+        return dense(mask)
+
+    for seed in range(3):
+        ids = integers(3, B, S, seed=seed)
+        window = np.int32(seed)
+        got = visible(fa.Segments(ids[:, :T], ids) & (A | fa.Window(window)))
+        expected = (column(ids[:, :T]) == row(ids)) & ((J <= I) | (abs(I - J) <= window))
+        np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
+
+
+def test_another_python_number_is_another_mask_under_jit():
+    visible = jax.jit(dense)
+    for left in (1, 2):
+        got = visible(fa.Window(left))
+        np.testing.assert_array_equal(got, np.broadcast_to(abs(I - J) <= left, got.shape))
+
+
+def test_a_fresh_function_does_not_compile_again():
+    q = jnp.ones((1, 8, 1, 8))
+
+    def call(cap, shift):
+        fa.flash_attention(
+            q, q, q,
+            mask=lambda q, k: q.index + shift >= k.index,
+            score=(lambda s, q, k: s * cap, fa.soft_cap(cap)),
+        )  # fmt: skip
+        return attend._cache_size()
+
+    first = call(2.0, 1)
+    assert call(2.0, 1) == first
+    assert call(2.0, 2) == first + 1
+    assert call(3.0, 1) == first + 2
+
+
+def test_vmap_over_the_data_of_a_mask():
+    ids = integers(3, 3, B, T), integers(3, 3, B, S, seed=1)
+    lengths = integers(S, 3, B, seed=2)
+    mask = fa.Segments(*ids) & A | fa.Lengths(kv=lengths)
+    got = jax.vmap(dense)(mask)
+    for n in range(3):
+        segments = column(ids[0][n]) == row(ids[1][n])
+        expected = segments & CAUSAL | (row(lengths[n]) > J)
+        np.testing.assert_array_equal(got[n], np.broadcast_to(expected, got[n].shape))
+
+
+def test_vmap_over_some_of_the_data_of_a_mask():
+    ids, lengths = (IDS, KV_IDS), integers(S, 3, B, seed=2)
+    mask = fa.Segments(*ids) & fa.Lengths(kv=lengths)
+    axes = jax.tree.map(lambda x: 0 if x is lengths else None, mask)
+    got = jax.vmap(dense, in_axes=(axes,))(mask)
+    for n in range(3):
+        expected = SEGMENTS & (row(lengths[n]) > J)
+        np.testing.assert_array_equal(got[n], np.broadcast_to(expected, got[n].shape))
+
+
+def test_one_window_a_layer_in_a_scan():
+    windows = jnp.array([0, 3, 20], jnp.int32)
+    _, got = jax.lax.scan(lambda c, left: (c, dense(fa.Window(left, 0))), 0, windows)
+    for n, left in enumerate((0, 3, 20)):
+        expected = (J <= I) & (I - J <= left)
+        np.testing.assert_array_equal(got[n], np.broadcast_to(expected, got[n].shape))
+
+
+@fa.mask_fn
+def of_all_kinds(q, k, c):
+    return (q.both + k.both + q.own * k.own > c.head + c.param[1]) ^ c.pair
+
+
+def test_a_function_reads_data_of_every_kind():
+    q_own, k_own = integers(5, B, T), integers(5, B, S, seed=1)
+    head, param = integers(9, N, seed=2), integers(5, 3, seed=3)
+    mask = of_all_kinds(
+        tokens={"both": np.array([3], np.int32)},
+        q_tokens={"own": q_own},
+        k_tokens={"own": k_own},
+        heads={"head": head},
+        params={"param": param},
+        pairs={"pair": PAIRS},
+    )
+    limit = head.reshape(1, N, 1, 1) + param[1]
+    check(mask, (6 + column(q_own) * row(k_own) > limit) ^ PAIRS)
+
+
+def test_one_side_may_override_the_data_of_both():
+    x = integers(3, S)
+    mask = fa.mask_fn(lambda q, k: q.x == k.x)(tokens={"x": x}, q_tokens={"x": x[:T] + 1})
+    check(mask, (x[:T, None] + 1) == x[None])
+
+
+def test_data_may_be_added_in_steps_to_copies():
+    plain = fa.mask_fn(lambda q, k, c: (q.x == k.x) & (k.index < c.n))
+    x = integers(3, S)
+    half = plain(k_tokens={"x": x}, params={"n": jnp.int32(5)})
+    check(half(q_tokens={"x": x[:T]}), (x[:T, None] == x[None]) & (J < 5))
+    check(half(q_tokens={"x": x[:T]}, params={"n": jnp.int32(7)}), (x[:T, None] == x) & (J < 7))
+    with pytest.raises(AttributeError, match="no such token data"):
+        dense(plain)
+
+
+def test_a_float_or_boolean_field_of_a_token():
+    x, flag = np.linspace(0, 1, T, dtype=np.float32), integers(2, S).astype(bool)
+    mask = fa.mask_fn(lambda q, k: (q.x > 0.5) & k.flag)(q_tokens={"x": x}, k_tokens={"flag": flag})
+    check(mask, (x[:, None] > 0.5) & flag[None])
+
+
+def test_a_parameter_may_be_a_python_number():
+    check(fa.mask_fn(lambda q, k, c: k.index < c.n)(params={"n": 3}), (J < 3) & (I >= 0))
+
+
+class Rule:
+    def method(self, q, k):
+        return q.index > k.index
+
+    def method_with_context(self, q, k, c):
+        return q.index > k.index
+
+    def __call__(self, q, k):
+        return q.index > k.index
+
+
+CALLABLES = {
+    "default": lambda q, k, n=0: q.index > k.index + n,
+    "default after the context": lambda q, k, c, n=0: q.index > k.index + n,
+    "keyword": lambda q, k, *, n=0: q.index > k.index + n,
+    "any": lambda *args: args[0].index > args[1].index,
+    "partial": functools.partial(lambda n, q, k: q.index > k.index + n, 0),
+    "partial by name": functools.partial(lambda q, k, n: q.index > k.index + n, n=0),
+    "wrapped": functools.wraps(Rule().method)(lambda *args: Rule().method(*args)),
+    "method": Rule().method,
+    "method with context": Rule().method_with_context,
+    "object": Rule(),
+}
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_any_callable_of_two_tokens_is_a_mask(name):
+    check(fa.mask_fn(CALLABLES[name]), I > J)
+
+
+@pytest.mark.parametrize(
+    "fn, message",
+    [
+        (lambda q, k: q.doc == k.index, r"q\.doc: no such .* \(it has index, length, x\); declare"),
+        (lambda q, k: q.doc == k.index, r"declare it with tokens=\{'doc': array\}"),
+        (lambda q, k: k.x == q.x, r"k\.x: no such token data \(it has index, length\); declare"),
+        (lambda q, k, c: c.table > 0, r"c\.table: no such data \(there is slope\); declare it"),
+        (lambda q, k, c: c.table > 0, r"declare it with heads=, params= or pairs="),
+    ],
+)
+def test_undeclared_data_are_named_with_what_there_is(fn, message):
+    mask = fa.mask_fn(fn)(q_tokens={"x": integers(3, T)}, heads={"slope": integers(3, N)})
+    with pytest.raises(AttributeError, match=message):
+        dense(mask)
+
+
+FLOATS = np.ones((T, S), np.float32)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda: FLOATS,
+            r"mask must be boolean, but it has dtype float32; pass mask\.astype\(bool",
+        ),
+        (lambda: A & FLOATS, r"mask must be boolean, but it has dtype float32"),
+        (lambda: fa.Dense(FLOATS), r"Dense\(array=float32\[9,14\]\) must return a boolean"),
+        (lambda: lambda q, k: q.index - k.index, r"must return a boolean .* returns int32\[\]"),
+        (lambda: "causal", r"mask must be a mask object, a function .* but it is str"),
+        (lambda: A | None, r"mask must be a mask object, a function .* but it is NoneType"),
+    ],
+)
+def test_what_is_not_boolean_is_refused(make, message):
+    with pytest.raises(TypeError, match=message):
+        dense(make())
+
+
+@pytest.mark.parametrize(
+    "mask, message",
+    [
+        (fa.Segments(KV_IDS, KV_IDS), r"Segments\(.*q_tokens\['segment'\] .* T = 9 .*\(2, 14\)"),
+        (fa.Segments(IDS), r"Segments\(.*k_tokens\['segment'\] .* S = 14 .*\(2, 9\)"),
+        (fa.Lengths(kv=integers(3, 3)), r"Lengths\(.*k_tokens\['valid'\] .* \(2,\).*\(3, 1\)"),
+        (A & fa.Dense(PAIRS[..., 1:]), r"Dense\(.*pairs\['mask'\] .* S = 14.*\(2, 4, 9, 13\)"),
+        (of_all_kinds(heads={"head": integers(3, K)}), r"heads\['head'\] .* N = 4 .*\(2,\)"),
+    ],
+    ids=["queries", "keys", "lengths", "pairs", "heads"],
+)
+def test_data_of_a_wrong_shape_are_named(mask, message):
+    with pytest.raises(ValueError, match=message):
+        dense(mask)

@@ -1,0 +1,203 @@
+"""Which implementation runs a call, why the faster ones do not, and on which tiles."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa2 as fa
+from pallas_fa2.kernels import REGISTRY
+from pallas_fa2.plan import TILE_BYTES, block_sizes, device_of, make_plan
+from pallas_fa2.spec import Device, describe
+
+CPU = Device("cpu", "cpu", "", 1)
+H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
+OTHERS = [
+    CPU,
+    Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0", 108),
+    Device("gpu", "NVIDIA B200", "10.0", 148),
+    Device("tpu", "TPU v5e", "", 1),
+]
+
+
+def spec(
+    *, batch=2, q_len=111, kv_len=63, heads=(4, 2), dims=(64, 64), dtype=jnp.bfloat16, **options
+):
+    q, k, v = (
+        jax.ShapeDtypeStruct((batch, n, h, d), dtype)
+        for n, h, d in (
+            (q_len, heads[0], dims[0]),
+            (kv_len, heads[1], dims[0]),
+            (kv_len, heads[1], dims[1]),
+        )
+    )
+    return describe(q, k, v, **options)[0]
+
+
+SUPPORTED = {
+    "plain": {},
+    "float16": {"dtype": jnp.float16},
+    "causal": {"mask": fa.Causal()},
+    "causal to the end": {"mask": fa.Causal("end"), "q_len": 1, "kv_len": 1000},
+    "one token": {"q_len": 1, "kv_len": 1},
+    "multi-query": {"heads": (8, 1)},
+    "head dim 8": {"dims": (8, 8)},
+    "head dim 72": {"dims": (72, 72)},
+    "head dim 128": {"dims": (128, 128)},
+    "head dim 256": {"dims": (256, 256)},
+    "other value dim": {"dims": (192, 128)},
+    "scale": {"scale": 0.3},
+    "positions that nothing reads": {"q_positions": np.arange(111)},
+}
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_hopper_runs_what_it_supports(name):
+    plan = make_plan(spec(**SUPPORTED[name]), H200)
+    assert plan.implementation == "hopper"
+    assert plan.passed_over == ()
+
+
+DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
+REFUSED = {
+    "float32": ({"dtype": jnp.float32}, r"bfloat16 or float16, not float32"),
+    "window": ({"mask": fa.Window(3)}, r"only mask is Causal, not Window\(left=3\)"),
+    "causal window": ({"mask": fa.Causal() & fa.Window(3)}, r"only mask is Causal, not \(Causal"),
+    "function": (
+        {"mask": lambda q, k: q.index > k.index},
+        r"only mask is Causal, not FunctionMask",
+    ),
+    "causal positions": ({"mask": fa.Causal(), "q_positions": np.arange(111)}, r"positions"),
+    "score": ({"score": fa.soft_cap(5.0)}, r"no score functions"),
+    "dropout": (DROPOUT, r"no dropout"),
+    "head dim 264": ({"dims": (264, 64)}, r"multiples of 8 up to 256, but H is 264"),
+    "head dim 20": ({"dims": (20, 64)}, r"multiples of 8 up to 256, but H is 20"),
+    "value dim 12": ({"dims": (64, 12)}, r"multiples of 8 up to 256, but Hv is 12"),
+    "negative scale": ({"scale": -1.0}, r"scale must be positive, but it is -1"),
+    "scale 0": ({"scale": 0}, r"scale must be positive, but it is 0"),
+    "queries too large": (
+        {"batch": 1 << 10, "q_len": 1 << 13, "heads": (4, 2), "dims": (64, 64)},
+        r"2\^31 elements",
+    ),
+    "keys too large": ({"batch": 1 << 10, "kv_len": 1 << 14}, r"2\^31 elements"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hopper_leaves_the_rest_to_blockwise_and_says_why(name):
+    options, reason = REFUSED[name]
+    plan = make_plan(spec(**options), H200)
+    assert plan.implementation == "blockwise"
+    ((passed_over, why),) = plan.passed_over
+    assert passed_over == "hopper"
+    assert re.search(reason, why), why
+
+
+@pytest.mark.parametrize("device", OTHERS, ids=lambda device: device.kind)
+def test_other_devices_run_blockwise(device):
+    plan = make_plan(spec(), device)
+    assert plan.implementation == "blockwise"
+    ((_, why),) = plan.passed_over
+    assert "compute capability 9.0" in why and device.kind in why
+
+
+@pytest.mark.parametrize("name", ["reference", "blockwise", "hopper"])
+def test_an_implementation_that_is_asked_for_is_taken(name):
+    plan = make_plan(spec(), H200, name)
+    assert plan.implementation == name
+    assert plan.passed_over == ()
+
+
+@pytest.mark.parametrize("name", ["reference", "blockwise"])
+def test_reference_and_blockwise_refuse_nothing(name):
+    for device in (CPU, H200):
+        for options, _ in REFUSED.values():
+            assert make_plan(spec(**options), device, name).implementation == name
+
+
+def test_an_implementation_that_cannot_run_is_refused_with_the_reason_and_the_call():
+    with pytest.raises(
+        ValueError, match=r"'hopper' does not support.*float32.*implementation=None"
+    ):
+        make_plan(spec(dtype=jnp.float32), H200, "hopper")
+    with pytest.raises(
+        ValueError, match=r"needs a Hopper GPU .*this is cpu.*bfloat16 \[B 2, T 111"
+    ):
+        make_plan(spec(), CPU, "hopper")
+
+
+def test_an_unknown_implementation_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=", ".join(REGISTRY) + r" or None, but it is 'triton'"):
+        make_plan(spec(), CPU, "triton")
+
+
+def test_implementations_are_tried_from_the_fastest():
+    assert list(REGISTRY) == ["hopper", "blockwise", "reference"]
+
+
+def test_plans_are_hashable_and_equal_for_equal_calls():
+    first, second = (make_plan(spec(mask=fa.Causal()), H200) for _ in range(2))
+    assert first == second and hash(first) == hash(second)
+
+
+@pytest.mark.parametrize("dim, kernel", [(8, 64), (64, 64), (72, 128), (128, 128), (136, 256)])
+@pytest.mark.parametrize("of_values", [False, True], ids=["H", "Hv"])
+def test_the_hopper_kernel_is_the_next_size_up(dim, kernel, of_values):
+    plan = make_plan(spec(dims=(8, dim) if of_values else (dim, 8)), H200)
+    assert plan.forward.head_dim == plan.backward.head_dim == kernel
+
+
+@pytest.mark.parametrize("batch, heads", [(1, 1), (2, 8), (64, 32), (4096, 64), (0, 4)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+def test_blockwise_tiles_are_as_large_as_their_memory_allows(batch, heads, dtype):
+    block_q, block_kv = block_sizes(
+        spec(batch=batch, heads=(heads, 1), q_len=4096, kv_len=4096, dtype=dtype)
+    )
+    assert block_q == block_kv
+    assert block_q in (64, 128, 256, 512)
+    scores = 4 * batch * heads  # float32
+    assert scores * block_q**2 <= TILE_BYTES or block_q == 64
+    assert block_q == 512 or scores * (2 * block_q) ** 2 > TILE_BYTES
+
+
+@pytest.mark.parametrize("q_len, kv_len, expected", [(1, 5, (8, 8)), (9, 100, (16, 104)),
+                                                     (1000, 3, (512, 8))])  # fmt: skip
+def test_blockwise_tiles_are_no_longer_than_the_sequence(q_len, kv_len, expected):
+    assert block_sizes(spec(q_len=q_len, kv_len=kv_len, batch=1)) == expected
+
+
+def local_device():
+    device = jax.devices()[0]
+    return device.platform, device.device_kind
+
+
+@pytest.mark.parametrize(
+    "array",
+    [jnp.ones(3), np.ones(3), jax.ShapeDtypeStruct((3,), jnp.float32)],
+    ids=["jax", "NumPy", "shape"],
+)
+def test_a_call_runs_on_the_device_of_its_array_or_the_default_one(array):
+    assert device_of(array)[:2] == local_device()
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
+def test_a_traced_call_runs_on_the_default_device(transform):
+    seen = []
+    transform(lambda x: (seen.append(device_of(x)), jnp.sum(x))[1])(
+        jnp.float32(1) if transform is jax.grad else jnp.ones(3)
+    )
+    assert seen[0][:2] == local_device()
+
+
+@pytest.mark.parametrize("default", ["cpu", jax.devices("cpu")[0]], ids=["name", "device"])
+def test_a_default_device_that_is_set_is_used(default):
+    with jax.default_device(default):
+        assert device_of(np.ones(3)).platform == "cpu"
+
+
+@pytest.mark.parametrize("device, hopper", [(H200, True), *((device, False) for device in OTHERS)],
+                         ids=lambda x: getattr(x, "kind", x))  # fmt: skip
+def test_hopper_is_compute_capability_9_on_a_gpu(device, hopper):
+    assert device.hopper == hopper

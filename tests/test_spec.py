@@ -1,0 +1,346 @@
+"""Spec: every bad call is refused before anything is lowered; equal calls have equal Specs."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa2 as fa
+from pallas_fa2.spec import describe
+
+B, T, S, N, K, H = 2, 6, 5, 4, 2, 16
+CAPTURED = jnp.arange(S)
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+GOOD = {"query": array(B, T, N, H), "key": array(B, S, K, H), "value": array(B, S, K, H)}
+
+
+def arrays(**changes):
+    return {**GOOD, **changes}
+
+
+def of_dtype(dtype):
+    return {name: array(*x.shape, dtype=dtype) for name, x in GOOD.items()}
+
+
+def traced(use):
+    """Calls `use` with a scalar tracer."""
+    return lambda call: jax.jit(lambda t: call(**use(t)))(1.0)
+
+
+def plain(**changes):
+    return lambda call: call(**changes)
+
+
+key = jax.random.key
+SHAPES = {
+    "rank of query": (
+        plain(query=array(T, H)),
+        r"query must have shape \[\*B, T, N, H\], at least three axes, but it has shape \(6, 16\)",
+    ),
+    "rank of key": (plain(key=array(S)), r"key must have shape \[\*B, S, K, H\].*shape \(5,\)"),
+    "rank of value": (plain(value=array()), r"value must have shape \[\*B, S, K, Hv\].*shape \(\)"),
+    "batch of key": (
+        plain(key=array(3, S, K, H)),
+        r"key must have query's batch axes \(2,\), but it has \(3,\).*jax\.vmap",
+    ),
+    "batch of value": (
+        plain(value=array(S, K, H)),
+        r"value must have query's batch axes \(2,\), but it has \(\)",
+    ),
+    "lengths of key and value": (
+        plain(value=array(B, S + 1, K, H)),
+        r"key and value must have one length S, but have 5 and 6",
+    ),
+    "heads of key and value": (
+        plain(value=array(B, S, 1, H)),
+        r"key and value must have one number of heads K, but have 2 and 1",
+    ),
+    "head dims": (
+        plain(key=array(B, S, K, 8)),
+        r"query and key must have one head dim H, but have 16 and 8",
+    ),
+    "grouped heads": (
+        plain(query=array(B, T, 3, H)),
+        r"query's heads N \(= 3\) must be a multiple of key's heads K \(= 2\).*n // \(N // K\)",
+    ),
+    "more key heads than query heads": (
+        plain(query=array(B, T, 1, H)),
+        r"query's heads N \(= 1\) must be a multiple of key's heads K \(= 2\)",
+    ),
+    "no queries": (plain(query=array(B, 0, N, H)), r"T \(query's axis -3\) must be .* but is 0"),
+    "no keys": (
+        plain(key=array(B, 0, K, H), value=array(B, 0, K, H)),
+        r"S \(key's axis -3\) must be at least 1, but is 0",
+    ),
+    "no value dim": (plain(value=array(B, S, K, 0)), r"Hv \(value's axis -1\) must be .* but is 0"),
+    "shape of a mask": (
+        plain(mask=np.ones((N, T, S + 1), bool)),
+        r"Dense\(array=bool\[4,6,6\]\).* T = 6, S = 5.*\(4, 6, 6\)",
+    ),
+    "shape of mask data": (
+        plain(mask=fa.Segments(np.zeros(T, np.int32))),
+        r"Segments\(ids=int32\[6\]\): k_tokens\['segment'\] .* S = 5 .*\(6,\)",
+    ),
+    "shape of a bias": (
+        plain(score=fa.bias(np.zeros((N, S, T), np.float32))),
+        r"pairs\['bias'\] must have shape .*N = 4, T = 6, S = 5.*\(4, 5, 6\)",
+    ),
+    "positions of another length": (
+        plain(q_positions=np.arange(S)),
+        r"q_positions must .* 6.* has shape \(5,\)",
+    ),
+    "one position": (
+        plain(kv_positions=np.arange(1)),
+        r"kv_positions must give one position a token, 5, but has shape \(1,\)",
+    ),
+    "positions of another batch": (
+        plain(kv_positions=np.zeros((3, S), np.int32)),
+        r"kv_positions must .*broadcast to \(2,\).*shape \(3, 5\)",
+    ),
+}
+
+DTYPES = {
+    "integers": (
+        plain(**of_dtype(jnp.int32)),
+        r"query's dtype must be one of bfloat16, float16, .* but it is int32; cast it",
+    ),
+    "complex": (plain(**of_dtype(jnp.complex64)), r"query's dtype must .* but it is complex64"),
+    "booleans": (plain(**of_dtype(jnp.bool_)), r"query's dtype must .* but it is bool"),
+    "fp8": (plain(**of_dtype(jnp.float8_e4m3fn)), r"query's dtype must .* it is float8_e4m3fn"),
+    "mixed keys": (
+        plain(key=array(B, S, K, H, dtype=jnp.bfloat16)),
+        r"key's dtype must be query's, float32, but it is bfloat16; cast one",
+    ),
+    "mixed values": (
+        plain(value=array(B, S, K, H, dtype=jnp.float16)),
+        r"value's dtype must be query's, float32, but it is float16; cast one",
+    ),
+    "float mask": (
+        plain(mask=np.ones((T, S), np.float32)),
+        r"mask must be boolean, but it has dtype float32; pass mask\.astype\(bool\)",
+    ),
+    "mask of text": (plain(mask="causal"), r"mask must be a mask object, a function .* it is str"),
+    "mask function of numbers": (
+        plain(mask=lambda q, k: q.index - k.index),
+        r"mask FunctionMask\(fn=<lambda>\) must return a boolean .* returns int32\[\]",
+    ),
+    "score array": (
+        plain(score=np.ones((T, S), np.float32)),
+        r"score must be a score function .* ndarray; wrap a dense array as bias\(array\)",
+    ),
+    "score of booleans": (
+        plain(score=lambda s, q, k: s > 0),
+        r"score Score\(fn=<lambda>\) must return one float32 .* returns bool\[\]",
+    ),
+    "float positions": (
+        plain(q_positions=np.zeros(T, np.float32)),
+        r"q_positions must be integers, but it has dtype float32",
+    ),
+    "traced scale": (
+        traced(lambda t: {"scale": t}),
+        r"scale must be a finite Python number.*score",
+    ),
+    "NaN scale": (plain(scale=float("nan")), r"scale must be a finite Python number, .* is nan"),
+    "infinite scale": (plain(scale=float("inf")), r"scale must be a finite .* but it is inf"),
+    "text scale": (plain(scale="auto"), r"scale must be a finite .* but it is 'auto'"),
+}
+
+VALUES = {
+    "dropout without a key": (
+        plain(dropout_rate=0.1),
+        r"dropout_rng must be given where dropout_rate \(= 0\.1\) is not 0: pass a jax\.random",
+    ),
+    "dropout of all": (
+        plain(dropout_rate=1.0, dropout_rng=key(0)),
+        r"dropout_rate must be a Python number in \[0, 1\), but it is 1\.0",
+    ),
+    "negative dropout": (plain(dropout_rate=-0.1), r"dropout_rate must .* but it is -0\.1"),
+    "NaN dropout": (plain(dropout_rate=float("nan")), r"dropout_rate must .* but it is nan"),
+    "traced dropout": (
+        traced(lambda t: {"dropout_rate": t, "dropout_rng": key(0)}),
+        r"dropout_rate must be a Python number in \[0, 1\)",
+    ),
+    "several keys": (
+        plain(dropout_rate=0.1, dropout_rng=jax.random.split(key(0))),
+        r"dropout_rng must be one key, but it has shape \(2,\).*jax\.vmap",
+    ),
+    "a seed for a key": (
+        plain(dropout_rate=0.1, dropout_rng=42),
+        r"dropout_rng must be one key, but it has shape \(\) and dtype int32",
+    ),
+    "array in a mask": (
+        plain(mask=lambda q, k: CAPTURED[k.index] > 2),
+        r"mask FunctionMask\(fn=<lambda>\) captures an array of shape \(5,\).*Pass the array as",
+    ),
+    "array in a score": (
+        plain(score=lambda s, q, k: s + CAPTURED[k.index].astype(s.dtype)),
+        r"score Score\(fn=<lambda>\) captures an array of shape \(5,\).*Pass the array as",
+    ),
+    "tracer in a mask": (
+        traced(lambda t: {"mask": lambda q, k: q.index.astype(t.dtype) > t}),
+        r"mask FunctionMask\(fn=<lambda>\) captures an array of shape \(\)",
+    ),
+    "unknown implementation": (
+        plain(implementation="cudnn"),
+        r"implementation must be one of hopper, blockwise, reference or None, but it is 'cudnn'",
+    ),
+    "an implementation that cannot run": (
+        plain(implementation="hopper"),
+        r"implementation 'hopper' does not support this call: .*Hopper GPU.*implementation=None",
+    ),
+}
+
+BAD = {
+    name: (call, error, message)
+    for cases, error in ((SHAPES, ValueError), (DTYPES, TypeError), (VALUES, ValueError))
+    for name, (call, message) in cases.items()
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_call_is_refused_before_it_is_lowered(name):
+    """Nothing can be lowered here: the arrays are shapes."""
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call(lambda **changes: fa.explain(**arrays(**changes)))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_flash_attention_refuses_it_alike(name):
+    call, error, message = BAD[name]
+
+    def attend(**changes):
+        given = arrays(**changes)
+        qkv = [jnp.zeros(given.pop(n).shape, arrays(**changes)[n].dtype) for n in GOOD]
+        return fa.flash_attention(*qkv, **given)
+
+    with pytest.raises(error, match=message):
+        call(attend)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_every_message_says_the_cure(name):
+    """Behind the rule and the value a further clause or sentence, or a choice in the rule."""
+    call, error, _ = BAD[name]
+    with pytest.raises(error) as raised:
+        call(lambda **changes: fa.explain(**arrays(**changes)))
+    message = str(raised.value)
+    assert re.search(r"; \w|\. \w|: pass |\bor\b", message), message
+
+
+@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("entry", [fa.flash_attention, fa.dot_product_attention, fa.explain])
+def test_what_is_no_array_is_refused(entry, name):
+    qkv = {n: np.zeros(x.shape, x.dtype) for n, x in GOOD.items()}
+    with pytest.raises(TypeError, match=rf"{name} must be an array, but it is list"):
+        entry(**{**qkv, name: [[[1.0]]]})
+
+
+def test_explain_takes_what_flash_attention_takes():
+    ours = set(inspect.signature(fa.flash_attention).parameters)
+    for option in ours - set(GOOD) - {"mask", "score", "dropout_rng", "implementation"}:
+        value = {"q_positions": np.arange(T), "kv_positions": np.arange(S)}.get(option)
+        value = {"return_lse": True, "dropout_rate": 0.0}.get(option, value)
+        assert fa.explain(**GOOD, **{option: value}).spec.q_len == T
+
+
+def spec(**options):
+    return describe(**arrays(**options))[0]
+
+
+def options():
+    """Equal for every call, with functions made anew."""
+    return {
+        "mask": fa.Causal() & (lambda q, k: q.index != k.index + 3) | fa.Prefix(np.int32(2)),
+        "score": (lambda s, q, k: s * 0.5, fa.soft_cap(3.0), fa.alibi(N)),
+        "scale": 0.3,
+        "dropout_rate": 0.1,
+        "dropout_rng": key(0),
+    }
+
+
+def test_equal_calls_have_equal_specs():
+    first, second = spec(**options()), spec(**options())
+    assert first == second
+    assert hash(first) == hash(second)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mask": None},
+        {"mask": fa.Causal() & (lambda q, k: q.index != k.index + 2) | fa.Prefix(np.int32(2))},
+        {"mask": fa.Causal() & (lambda q, k: q.index != k.index + 3) | fa.Prefix(2)},
+        {"score": ()},
+        {"score": (lambda s, q, k: s * 0.5, fa.soft_cap(3.0000002), fa.alibi(N))},
+        {"score": (fa.soft_cap(3.0), lambda s, q, k: s * 0.5, fa.alibi(N))},
+        {"scale": 0.3000001},
+        {"dropout_rate": 0.2},
+        {"q_positions": np.arange(T)},
+        {"query": array(B, T + 1, N, H)},
+        of_dtype(jnp.bfloat16),
+    ],
+    ids=lambda change: ",".join(change),
+)
+def test_other_calls_have_other_specs(change):
+    assert spec(**{**options(), **change}) != spec(**options())
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_data_and_keys_do_not_enter(seed):
+    data = np.random.default_rng(seed).integers(0, 9, S, np.int32)
+    masked = {"mask": fa.Segments(data[:1], data), "dropout_rng": key(seed)}
+    other = {"mask": fa.Segments(data[1:2], 1 + data), "dropout_rng": key(0)}
+    assert spec(**{**options(), **masked}) == spec(**{**options(), **other})
+
+
+def test_a_spec_is_printed_with_all_that_it_holds():
+    text = str(spec(**options()))
+    parts = ["float32 [B 2, T 6, S 5, N 4, K 2, H 16, Hv 16]", "scale 0.3", "dropout 0.1"]
+    parts += ["mask ((Causal(align='start') & FunctionMask(fn=<lambda>)) | Prefix(length=int32[]))"]
+    parts += ["score Score(fn=<lambda>), Score(fn=capped), Score(fn=_linear_bias, heads={slope:"]
+    for part in parts:
+        assert part in text
+    assert "dropout" not in str(spec())
+
+
+def test_the_scale_is_that_of_the_head_dim():
+    assert spec().scale == pytest.approx(0.25)
+    assert spec(scale=np.float32(0.5)).scale == 0.5
+    assert spec(scale=2).scale == 2.0
+
+
+@pytest.mark.parametrize(
+    "mask, causal",
+    [(None, None), (fa.Causal(), "start"), (fa.Causal("end"), "end"), (fa.Window(1), None),
+     (fa.Causal() & fa.Window(1), None)],
+)  # fmt: skip
+def test_causal_says_that_the_mask_is_nothing_else(mask, causal):
+    assert spec(mask=mask).causal == causal
+    assert spec(mask=mask, q_positions=np.arange(T)).causal is None
+
+
+def test_batch_axes_are_merged():
+    merged = describe(array(2, 3, T, N, H), array(2, 3, S, K, H), array(2, 3, S, K, 8))[0]
+    assert (merged.batch, merged.value_dim, merged.group) == (6, 8, 2)
+    assert describe(array(T, N, H), array(S, K, H), array(S, K, H))[0].batch == 1
+
+
+def test_raw_and_typed_keys_are_one():
+    typed = describe(**arrays(dropout_rate=0.1, dropout_rng=key(3)))[1].seed
+    raw = describe(**arrays(dropout_rate=0.1, dropout_rng=jax.random.PRNGKey(3)))[1].seed
+    np.testing.assert_array_equal(typed, raw)
+
+
+def test_a_key_of_another_generator_serves():
+    given = jax.random.key(3, impl="rbg")
+    seed = describe(**arrays(dropout_rate=0.1, dropout_rng=given))[1].seed
+    assert seed.shape == (2,) and seed.dtype == jnp.uint32
