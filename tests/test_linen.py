@@ -88,7 +88,7 @@ def repeat_kv(params, group):
         {"use_bias": False, "param_dtype": jnp.bfloat16, "dtype": jnp.float32},
         {"bias_init": nn.initializers.normal(), "out_kernel_init": nn.initializers.ones},
     ],
-    ids=str,
+    ids=lambda options: "-".join(options) or "default",
 )
 def test_parameters_are_stock(options):
     stock = init(STOCK(num_heads=4, **options), X)
