@@ -17,7 +17,7 @@ from pallas_fa2.masks import Causal, Lengths, Mask, Window, as_mask
 from pallas_fa2.plan import Plan, block_sizes, device_of, make_plan
 from pallas_fa2.scores import Score, as_scores
 from pallas_fa2.scores import bias as add_bias
-from pallas_fa2.spec import Device, Operands, Spec, describe
+from pallas_fa2.spec import Device, Operands, Spec, check_arrays, describe
 
 Implementation = Literal["reference", "blockwise", "hopper"]
 Scores = Score | tuple[Score, ...]
@@ -79,7 +79,6 @@ def flash_attention(
       >>> fa.flash_attention(q, k, v, mask=fa.Causal()).shape
       (2, 128, 8, 64)
     """
-    query, key, value = (_array(n, x) for n, x in zip(_NAMES, (query, key, value), strict=True))
     spec, operands = describe(
         query,
         key,
@@ -92,18 +91,10 @@ def flash_attention(
         q_positions=q_positions,
         kv_positions=kv_positions,
     )
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
     plan = make_plan(spec, device_of(query), implementation)
     out, lse = _attend_merged(spec, plan, query, key, value, operands)
     return (out, lse) if return_lse else out
-
-
-_NAMES = ("query", "key", "value")
-
-
-def _array(name: str, x: Any) -> jax.Array:
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"{name} must be an array, but it is {type(x).__name__}; use jnp.asarray")
-    return jnp.asarray(x)
 
 
 def _attend_merged(
@@ -173,7 +164,8 @@ def dot_product_attention(
     Returns:
       `[B, T, N, Hv]`, or a pair with the residual.
     """
-    query, key, value = (_array(n, x) for n, x in zip(_NAMES, (query, key, value), strict=True))
+    check_arrays(query, key, value)
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
     if implementation == "cudnn":
         raise ValueError(
             "implementation must be reference, blockwise, hopper, xla or None, but it is 'cudnn'; "

@@ -6,8 +6,9 @@ shape, so that one object serves any length. Masks compose with `&`, `|` and `~`
 
 import dataclasses
 import inspect
+import operator
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -214,37 +215,32 @@ class Dense(Mask):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class And(Mask):
+class Pair(Mask):
+    """Two masks joined by an operator."""
+
     left: Mask
     right: Mask
+
+    symbol: ClassVar[str]
+    join: ClassVar[Callable]
 
     def place(self, dims: Dims) -> Any:
         return self.left.place(dims), self.right.place(dims)
 
     def evaluate(self, q_index: Any, k_index: Any, data: Any, dims: Dims) -> Any:
-        return self.left.evaluate(q_index, k_index, data[0], dims) & self.right.evaluate(
-            q_index, k_index, data[1], dims
-        )
+        sides = zip((self.left, self.right), data, strict=True)
+        return self.join(*(mask.evaluate(q_index, k_index, d, dims) for mask, d in sides))
 
     def __repr__(self) -> str:
-        return f"({self.left} & {self.right})"
+        return f"({self.left} {self.symbol} {self.right})"
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Or(Mask):
-    left: Mask
-    right: Mask
+class And(Pair):
+    symbol, join = "&", staticmethod(operator.and_)
 
-    def place(self, dims: Dims) -> Any:
-        return self.left.place(dims), self.right.place(dims)
 
-    def evaluate(self, q_index: Any, k_index: Any, data: Any, dims: Dims) -> Any:
-        return self.left.evaluate(q_index, k_index, data[0], dims) | self.right.evaluate(
-            q_index, k_index, data[1], dims
-        )
-
-    def __repr__(self) -> str:
-        return f"({self.left} | {self.right})"
+class Or(Pair):
+    symbol, join = "|", staticmethod(operator.or_)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -261,21 +257,9 @@ class Not(Mask):
         return f"~{self.mask}"
 
 
-def bind(node: Any, tokens: Arrays, q_tokens: Arrays, k_tokens: Arrays, **other: Arrays) -> Any:
-    """A copy of a user-defined mask or score with more data."""
-
-    def as_arrays(arrays: Arrays) -> Arrays:
-        return {n: x if hasattr(x, "shape") else jnp.asarray(x) for n, x in arrays.items()}
-
-    both = {"q_tokens": {**tokens, **q_tokens}, "k_tokens": {**tokens, **k_tokens}, **other}
-    return dataclasses.replace(
-        node, **{n: {**getattr(node, n), **as_arrays(new)} for n, new in both.items()}
-    )
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class FunctionMask(Mask):
-    """A user's mask. Calling it returns a copy with data (see `mask_fn`)."""
+class UserFunction(Node):
+    """A user's function and its data, by kind. Calling it returns a copy with more data."""
 
     fn: Callable
     q_tokens: Arrays = dataclasses.field(default_factory=dict)
@@ -293,14 +277,26 @@ class FunctionMask(Mask):
         heads: Arrays | None = None,
         params: Arrays | None = None,
         pairs: Arrays | None = None,
-    ) -> "FunctionMask":
-        return bind(
-            self, tokens or {}, q_tokens or {}, k_tokens or {},
-            heads=heads or {}, params=params or {}, pairs=pairs or {},
-        )  # fmt: skip
+    ) -> Self:
+        new = {
+            "q_tokens": {**(tokens or {}), **(q_tokens or {})},
+            "k_tokens": {**(tokens or {}), **(k_tokens or {})},
+            "heads": heads or {},
+            "params": params or {},
+            "pairs": pairs or {},
+        }
+        arrays = {
+            kind: {n: x if hasattr(x, "shape") else jnp.asarray(x) for n, x in of_kind.items()}
+            for kind, of_kind in new.items()
+        }
+        return dataclasses.replace(self, **{n: getattr(self, n) | x for n, x in arrays.items()})
 
     def data(self) -> Data:
         return Data(self.q_tokens, self.k_tokens, self.heads, self.params, self.pairs)
+
+
+class FunctionMask(UserFunction, Mask):
+    """A user's mask (see `mask_fn`)."""
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         return call_with_context(self.fn, (q, k), c)

@@ -4,46 +4,21 @@ They apply from left to right to `scale * q·k`, may read token, head, pair and 
 differentiable in that data.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_fa2.masks import Node, bind, call_with_context
-from pallas_fa2.tokens import Arrays, Context, Data, Dims, Token
+from pallas_fa2.masks import UserFunction, call_with_context
+from pallas_fa2.tokens import Context, Data, Dims, Token
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Score(Node):
-    """A scalar function of a score and its two tokens. Calling it returns a copy with data."""
-
-    fn: Callable
-    q_tokens: Arrays = dataclasses.field(default_factory=dict)
-    k_tokens: Arrays = dataclasses.field(default_factory=dict)
-    heads: Arrays = dataclasses.field(default_factory=dict)
-    params: Arrays = dataclasses.field(default_factory=dict)
-    pairs: Arrays = dataclasses.field(default_factory=dict)
-
-    def __call__(
-        self,
-        *,
-        tokens: Arrays | None = None,
-        q_tokens: Arrays | None = None,
-        k_tokens: Arrays | None = None,
-        heads: Arrays | None = None,
-        params: Arrays | None = None,
-        pairs: Arrays | None = None,
-    ) -> "Score":
-        return bind(
-            self, tokens or {}, q_tokens or {}, k_tokens or {},
-            heads=heads or {}, params=params or {}, pairs=pairs or {},
-        )  # fmt: skip
+class Score(UserFunction):
+    """A scalar function of a score and its two tokens (see `score_fn`)."""
 
     def place(self, dims: Dims) -> Data:
-        data = Data(self.q_tokens, self.k_tokens, self.heads, self.params, self.pairs)
-        return data.place(repr(self), dims)
+        return self.data().place(repr(self), dims)
 
     def evaluate(self, s: Any, q_index: Any, k_index: Any, data: Data, dims: Dims) -> Any:
         q, k, c = data.views(q_index, k_index, dims)

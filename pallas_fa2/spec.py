@@ -103,11 +103,7 @@ def describe(
     kv_positions: Any = None,
 ) -> tuple[Spec, Operands]:
     """Checks one call and describes it; arrays may be `jax.ShapeDtypeStruct`s."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            raise TypeError(
-                f"{name} must be an array, but it is {type(x).__name__}; use jnp.asarray"
-            )
+    check_arrays(query, key, value)
     dims = check_shapes(query, key, value)
     dtype = check_dtypes(query, key, value)
     scale = _check_scale(scale, query.shape[-1])
@@ -151,6 +147,14 @@ def describe(
 
 def _causal(mask: Mask | None) -> Literal["start", "end"] | None:
     return mask.align if isinstance(mask, Causal) else None
+
+
+def check_arrays(query: Any, key: Any, value: Any) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(
+                f"{name} must be an array, but it is {type(x).__name__}; use jnp.asarray"
+            )
 
 
 def check_shapes(query: Any, key: Any, value: Any) -> Dims:

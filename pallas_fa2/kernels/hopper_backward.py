@@ -113,8 +113,7 @@ def gradients(
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of 64, and both are what accumulators
     start from: -lse / scale (natural), -inf where a row does not exist so that its probabilities are
-    0; and -delta. The sums of dQ come in any order: it is not
-    bitwise reproducible.
+    0; and -delta. The sums of dQ come in any order: it is not bitwise reproducible.
     """
     schedule = Schedule(problem, config)
     dtype, dim, block_kv = q.dtype, config.head_dim, config.block_kv
@@ -181,7 +180,10 @@ class Outputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory and barriers of a CTA."""
+    """Shared memory and barriers of a CTA, in the order of their addresses.
+
+    Operands of products come first: with another order ptxas spills (144 bytes and more).
+    """
 
     k: Any  # [block_kv, H]
     v: Any

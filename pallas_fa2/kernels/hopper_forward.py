@@ -7,7 +7,7 @@ flight. Key blocks go from the last to the first, so that those that need the ma
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +31,14 @@ class Config:
     block_kv: int
     stages: int
     registers: tuple[int, int]  # of a thread in a multiplying and in the loading warpgroup
-    split_loop: bool = True
     # Keys and values of the heads that run at the same time: about half of the 60 MB of L2.
     section_bytes: int = 32 << 20
 
+    rows: ClassVar[int] = mosaic.ROWS_PER_WARPGROUP
+
     @property
     def block_q(self) -> int:
-        return self.warpgroups * mosaic.ROWS_PER_WARPGROUP
+        return self.warpgroups * self.rows
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -95,7 +96,7 @@ def attention(
     """
     schedule = Schedule(problem, config)
     dtype, dim = q.dtype, config.head_dim
-    rows, stages = mosaic.ROWS_PER_WARPGROUP, config.stages
+    rows, stages = config.rows, config.stages
     scratch = {
         "q_smem": mosaic.operand(config.warpgroups, rows, dim, dtype=dtype),
         "k_smem": mosaic.operand(stages, config.block_kv, dim, dtype=dtype),
@@ -140,7 +141,7 @@ def _body(
 
     def multiply() -> None:
         plgpu.set_max_registers(config.registers[0], action="increase")
-        rows = pl.ds(q_tile * config.block_q + warpgroup * 64, 64)
+        rows = pl.ds(q_tile * config.block_q + warpgroup * config.rows, config.rows)
         block = RowBlock(
             schedule, keys, values, Turns(turns, warpgroup, config.warpgroups),
             q_smem.at[warpgroup], q_tile, rows.start,
@@ -176,7 +177,7 @@ def _body(
 
         fill(keys, k, I32(0))
         for g in range(config.warpgroups):
-            rows = pl.ds(q_tile * config.block_q + g * 64, 64)
+            rows = pl.ds(q_tile * config.block_q + g * config.rows, config.rows)
             plgpu.copy_gmem_to_smem(q.at[batch, rows, head], q_smem.at[g], q_full.at[g])
         lax.fori_loop(I32(1), visited, load, None)
         fill(values, v, visited - 1)
@@ -211,21 +212,14 @@ class RowBlock:
         state = self.first_block(first_key)
         cut = jnp.maximum(cut, 1)
 
-        def step(masked: Any) -> Any:
+        def step(masked: bool) -> Any:
             return lambda t, state: self.next_block(t, first_key, state, masked)
 
-        if not self.schedule.problem.causal:
-            state = lax.fori_loop(I32(1), visited, step(False), state)
-        elif self.schedule.config.split_loop:
+        if self.schedule.problem.causal:
             state = lax.fori_loop(I32(1), cut, step(True), state)
-            state = lax.fori_loop(cut, visited, step(False), state)
         else:
-            state = lax.fori_loop(
-                I32(1),
-                visited,
-                lambda t, state: self.next_block(t, first_key, state, t < cut),
-                state,
-            )
+            cut = I32(1)  # of full attention only the first block, the last of the keys, can be cut
+        state = lax.fori_loop(cut, visited, step(False), state)
         acc, maximum, total, p = state
         acc = self.last_output(visited - 1, acc, p)
         self.turns.close()
@@ -271,11 +265,8 @@ class RowBlock:
                 self.turns.give()
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 self.keys.release(t)
-                if masked is True:
+                if masked:
                     s = self.hide(s, first_key - t * self.shape[1])
-                elif masked is not False:
-                    key = first_key - t * self.shape[1]
-                    s = lax.cond(masked, lambda: self.hide(s, key), lambda: s)
                 softmax = self.softmax(s, maximum, total)
                 return o_acc[...], softmax
 
