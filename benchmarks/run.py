@@ -96,7 +96,10 @@ def errors(results: tuple, expected: tuple, shape: Shape) -> list[float]:
 def milliseconds(fn: Callable, args: tuple, iterations: int) -> float:
     from jax.experimental.mosaic.gpu import profiler
 
-    return statistics.median(profiler.measure(fn, iterations=iterations)(*args)[1])
+    _, times = profiler.measure(fn, iterations=iterations)(*args)
+    if times is None:
+        raise RuntimeError("no kernel ran")
+    return statistics.median(times)
 
 
 def measure(name: str, make: Callable, shape: Shape, args: tuple, expected: tuple, n: int) -> dict:

@@ -6,7 +6,7 @@ delta = rowsum(dO ∘ O) - dlse.
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def _attend(spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) 
 def _forward(
     spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands
 ) -> tuple[Out, tuple]:
-    out, lse = _attend(spec, plan, q, k, v, operands)
+    out, lse = cast(Out, _attend(spec, plan, q, k, v, operands))
     return (out, lse), (q, k, v, out, lse, operands)
 
 
@@ -47,7 +47,8 @@ def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Out) -> tupl
     dout, dlse = cotangents
     delta = row_delta(out, dout, dlse)
     backward = REGISTRY[plan.implementation].backward
-    dq, dk, dv, dscores = backward(  # type: ignore[misc]
+    assert backward is not None, "an implementation that JAX differentiates never comes here"
+    dq, dk, dv, dscores = backward(
         spec, plan.backward, q, k, v, lse, delta, dout.astype(q.dtype), operands
     )
     return dq, dk, dv, _cotangents(operands, dscores)

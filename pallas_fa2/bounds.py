@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from pallas_fa2.spec import Operands, Spec
@@ -280,7 +281,8 @@ def evaluate(jaxpr: Any, consts: Any, args: list[Interval]) -> list[Interval]:
         return Interval(x, x)
 
     def read(v: Any) -> Interval:
-        return point(np.asarray(v.val, v.aval.dtype)) if isinstance(v, Literal) else env[v]
+        aval = v.aval
+        return point(np.asarray(v.val, aval.dtype)) if isinstance(v, Literal) else env[v]
 
     env.update(zip(jaxpr.constvars, map(point, consts), strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -351,7 +353,7 @@ def _positions(n: int, axis: int, block: int) -> Interval:
 
 def static_if_known(arrays: Any) -> contextlib.AbstractContextManager:
     """Evaluates at trace time what depends on no traced array: a static mask costs nothing."""
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
     return contextlib.nullcontext() if traced else jax.ensure_compile_time_eval()
 
 
@@ -381,7 +383,7 @@ def classify(spec: Spec, operands: Operands, block_q: int, block_kv: int) -> jax
     A NumPy array where the mask reads no traced data: the caller can decide at trace time.
     """
     table = classify_each(spec, operands, block_q, block_kv)
-    xp = jnp if isinstance(table, jax.core.Tracer) else np
+    xp = jnp if isinstance(table, Tracer) else np
     table = xp.asarray(table)
     if table.size == 0:  # no batch entry
         return np.full(table.shape[Q_AXIS:], EMPTY)

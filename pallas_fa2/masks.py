@@ -35,7 +35,7 @@ class Node:
     """A frozen dataclass as a pytree: numbers, strings and functions are static, the rest leaves."""
 
     def __init_subclass__(cls) -> None:
-        jax.tree_util.register_pytree_node(cls, cls._flatten, cls._unflatten)
+        jax.tree_util.register_pytree_node(cls, cls._flatten, cls._unflatten)  # pyright: ignore[reportArgumentType]
 
     def _flatten(self) -> tuple[list, tuple]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from pallas_fa2.kernels import REGISTRY, hopper, hopper_backward, hopper_forward
 from pallas_fa2.spec import Device, Spec
@@ -82,7 +83,7 @@ def _round_up(n: int, multiple: int) -> int:
 
 def device_of(array: Any) -> Device:
     """Where a call on this array will run: its own device, or else JAX's default one."""
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+    if isinstance(array, jax.Array) and not isinstance(array, Tracer):
         return _describe(next(iter(array.devices())))
     default = jax.config.jax_default_device
     if isinstance(default, jax.Device):

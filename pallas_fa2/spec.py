@@ -8,11 +8,12 @@ import dataclasses
 import functools
 import math
 import numbers
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 
 from pallas_fa2.masks import Causal, Mask, as_mask
 from pallas_fa2.scores import as_scores
@@ -336,7 +337,7 @@ def _cached_score(
 
 
 def _check_result(code: Pointwise, what: str, fits: Any) -> None:
-    (out,) = code.jaxpr.out_avals
+    (out,) = cast(list[ShapedArray], code.jaxpr.out_avals)
     if out.shape != () or not fits(out.dtype):
         raise TypeError(
             f"{code.name} must return {what} for one pair of tokens, but it returns "

@@ -94,6 +94,36 @@ def test_vmap_joins_the_batch(in_axes: tuple) -> None:
     chex.assert_trees_all_close(got, jax.jit(loss("reference"))(*args), rtol=0.1, atol=0.05)
 
 
+@pytest.mark.parametrize("vmapped", [False, True])
+def test_a_large_batch_takes_several_launches(vmapped: bool) -> None:
+    launched = []
+
+    def kernel(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        launched.append(x.shape[0])
+        return x + y, x * y
+
+    x, y = (jnp.arange(24.0).reshape(3, 4, 2) + i for i in range(2))
+    call = hopper.over_batch(kernel, limit=5)
+    got = jax.vmap(call)(x, y) if vmapped else call(x.reshape(12, 2), y.reshape(12, 2))
+    assert launched[-3:] == [5, 5, 2]
+    expected = jax.tree.map(lambda z: z if vmapped else z.reshape(12, 2), (x + y, x * y))
+    chex.assert_trees_all_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    "shape, entries",
+    [
+        ((1, 16, 16, 128), 65_535 // 16),  # the grid: 16 sections of heads a batch entry
+        ((1, 1 << 19, 16, 128), 1),  # two had 2^31 elements
+        ((0, 8, 1, 64), 65_535),
+    ],
+)
+def test_the_batch_of_a_launch(shape: tuple, entries: int) -> None:
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    spec, _ = describe(x, x, x)
+    assert hopper.batch_limit(spec) == entries
+
+
 @pytest.mark.parametrize("t, s", [(5, 9), (9, 5), (7, 7)])
 @pytest.mark.parametrize("align", ["start", "end"])
 def test_trim_keeps_what_takes_part(align: Any, t: int, s: int) -> None:

@@ -14,8 +14,10 @@ from pallas_fa2.kernels.mosaic import Problem, round_up
 from pallas_fa2.spec import Device, Operands, Spec
 
 HEAD_DIMS = (64, 128, 256)
-# TMA coordinates are 32-bit, and nothing larger has been tested.
+# TMA coordinates are 32-bit, and no launch on larger arrays has been tested.
 MAX_ELEMENTS = 2**31 - 1
+# CUDA's limit for two of a grid's three axes: batch entries times sections of heads, heads, tiles.
+MAX_GRID = 65_535
 
 
 def refuses(spec: Spec, device: Device) -> str | None:
@@ -36,15 +38,28 @@ def refuses(spec: Spec, device: Device) -> str | None:
             return f"head dims are multiples of 8 up to {HEAD_DIMS[-1]}, but {name} is {dim}"
     if spec.scale <= 0:
         return f"the scale must be positive, but it is {spec.scale:g}"
-    largest = spec.batch * max(spec.q_len * spec.q_heads, spec.kv_len * spec.kv_heads)
-    if largest * kernel_dim(spec) > MAX_ELEMENTS:
-        return "an array has 2^31 elements or more"
+    if _entry_elements(spec) > MAX_ELEMENTS:
+        return "a batch entry has 2^31 elements or more"
+    if spec.q_heads > MAX_GRID:
+        return f"it has {MAX_GRID} heads at most, and here are {spec.q_heads}"
+    if max(spec.q_len, spec.kv_len) > 64 * MAX_GRID:
+        return f"its sequences have {64 * MAX_GRID} tokens at most"
     return None
 
 
 def kernel_dim(spec: Spec) -> int:
     """The head dim of the kernel: the next size up for queries, keys and values alike."""
     return next(d for d in HEAD_DIMS if d >= max(spec.head_dim, spec.value_dim))
+
+
+def _entry_elements(spec: Spec) -> int:
+    """The size of the largest array that the kernels see, for one batch entry."""
+    return max(spec.q_len * spec.q_heads, spec.kv_len * spec.kv_heads) * kernel_dim(spec)
+
+
+def batch_limit(spec: Spec) -> int:
+    """How many batch entries one launch takes."""
+    return max(1, min(MAX_GRID // spec.kv_heads, MAX_ELEMENTS // max(_entry_elements(spec), 1)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +114,19 @@ def _pad(x: jax.Array, dim: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, length), (0, 0), (0, dim - x.shape[3])))
 
 
-def _over_batch(fn: Callable) -> Callable:
-    """vmap of a kernel: the new axis joins the batch axis, the first of every array."""
-    call = custom_vmap(fn)
+def over_batch(kernel: Callable, limit: int) -> Callable:
+    """A kernel for any batch, the first axis of every array, and under vmap, which adds to it.
+
+    A launch takes up to `limit` batch entries.
+    """
+
+    @custom_vmap
+    def call(*args: jax.Array) -> Any:
+        batch = args[0].shape[0]
+        if batch <= limit:
+            return kernel(*args)
+        parts = [kernel(*(x[i : i + limit] for x in args)) for i in range(0, batch, limit)]
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
     @call.def_vmap
     def _(size: int, batched: list[bool], *args: jax.Array) -> Any:
@@ -131,7 +156,8 @@ def forward(
         return hopper_forward.attention(_problem(spec, part, q.shape[0]), config, q, k, v)
 
     pad = functools.partial(_pad, dim=config.head_dim)
-    out, lse = _over_batch(kernel)(pad(part.queries(q)), pad(part.keys(k)), pad(part.keys(v)))
+    call = over_batch(kernel, batch_limit(spec))
+    out, lse = call(pad(part.queries(q)), pad(part.keys(k)), pad(part.keys(v)))
     out = part.restore_queries(out)[..., : spec.value_dim]
     return out, part.restore_queries(lse, -jnp.inf, axis=2)
 
@@ -158,7 +184,7 @@ def backward(
         return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
     pad = functools.partial(_pad, dim=config.head_dim)
-    dq, dk, dv = _over_batch(kernel)(
+    dq, dk, dv = over_batch(kernel, batch_limit(spec))(
         pad(part.queries(q)),
         pad(part.keys(k)),
         pad(part.keys(v)),

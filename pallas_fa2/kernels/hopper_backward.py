@@ -314,7 +314,7 @@ class ColumnBlock:
         return pl.ds(0 if self.config.by_gradient else self.me * 64, 64)
 
     def accumulator(self, columns: int) -> Any:
-        return plgpu.ACC((64, columns), jnp.float32)
+        return mosaic.accumulator(64, columns)
 
     def start_from(self, acc: Any, row_data: Any) -> None:
         """-lse / scale or -delta into an accumulator: the statistics then hold no register of their

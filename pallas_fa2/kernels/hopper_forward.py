@@ -230,12 +230,12 @@ class RowBlock:
         (k,) = self.keys.wait(0)
         self.turns.take()
 
-        def multiply(s_acc: Any) -> jax.Array:
+        def multiply(s_acc: Any) -> Any:
             plgpu.wgmma(s_acc, self.q, k.transpose((1, 0)))
             self.turns.give()
             return s_acc[...]
 
-        s = pl.run_scoped(multiply, plgpu.ACC(self.shape, jnp.float32))
+        s = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
         self.keys.release(0)
         p = self.schedule.problem
         if p.causal or p.kv_len % self.shape[1]:
@@ -270,10 +270,10 @@ class RowBlock:
                 softmax = self.softmax(s, maximum, total)
                 return o_acc[...], softmax
 
-            return pl.run_scoped(update, plgpu.ACC(acc.shape, jnp.float32))
+            return pl.run_scoped(update, mosaic.accumulator(*acc.shape))
 
         out, (maximum, rescale, total, p_new) = pl.run_scoped(
-            multiply, plgpu.ACC(self.shape, jnp.float32)
+            multiply, mosaic.accumulator(*self.shape)
         )
         self.values.release(t - 1)
         acc = out * mosaic.over_rows(rescale, out.shape)
@@ -283,13 +283,13 @@ class RowBlock:
         (v,) = self.values.wait(t)
         self.turns.take()
 
-        def multiply(o_acc: Any) -> None:
+        def update(o_acc: Any) -> jax.Array:
+            o_acc[...] = acc
             plgpu.wgmma(o_acc, p, v)
             self.turns.give()
+            return o_acc[...]
 
-        acc = pl.run_state(multiply)(plgpu.ACC.init(acc))
-        # LLVM sees no dependence between the wait at the end of run_state and a read of `acc`.
-        acc = lax.optimization_barrier(acc)
+        acc = pl.run_scoped(update, mosaic.accumulator(*acc.shape))
         self.values.release(t)
         return acc
 

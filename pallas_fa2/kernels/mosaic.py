@@ -59,8 +59,16 @@ def round_up(n: int, multiple: int) -> int:
 def operand(*shape: int, dtype: Any) -> Any:
     """Shared memory that TMA fills and WGMMA reads: 8 x 128-byte tiles, swizzled over 128 bytes."""
     columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
+    transforms = (
+        plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(SWIZZLE_BYTES),  # pyright: ignore[reportAbstractUsage]
+    )
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def accumulator(rows: int, columns: int) -> Any:
+    """Registers for a warpgroup's products, to allocate with `run_scoped`."""
+    return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def barriers(count: int, arrivals: int = 1) -> Any:
@@ -73,12 +81,12 @@ def index(shape: tuple[int, int], axis: int, start: Any) -> jax.Array:
     return plgpu.broadcasted_iota(I32, (shape[axis],), 0, layout=layout) + start
 
 
-def over_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def over_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A value a row, broadcast over the columns of a tile."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def over_columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [1])
 
 

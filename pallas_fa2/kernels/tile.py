@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     k_size: int
     operands: Operands
 
-    def index(self, given: jax.Array | None, axis: int, start: Any, size: int) -> jax.Array:
+    def positions(self, given: jax.Array | None, axis: int, start: Any, size: int) -> jax.Array:
         """Global positions of the tile's tokens."""
         if given is not None:
             return given
@@ -39,11 +39,11 @@ class Tile(NamedTuple):
 
     @property
     def q_index(self) -> jax.Array:
-        return self.index(self.operands.q_index, Q_AXIS, self.q_start, self.q_size)
+        return self.positions(self.operands.q_index, Q_AXIS, self.q_start, self.q_size)
 
     @property
     def k_index(self) -> jax.Array:
-        return self.index(self.operands.k_index, K_AXIS, self.k_start, self.k_size)
+        return self.positions(self.operands.k_index, K_AXIS, self.k_start, self.k_size)
 
 
 def tile_at(
@@ -77,8 +77,8 @@ def scores(tile: Tile, raw: jax.Array, data: tuple) -> jax.Array:
 def visible(tile: Tile) -> jax.Array:
     """The pairs that take part: both tokens exist, and the mask lets one see the other."""
     spec = tile.spec
-    row = tile.index(None, Q_AXIS, tile.q_start, tile.q_size)
-    column = tile.index(None, K_AXIS, tile.k_start, tile.k_size)
+    row = tile.positions(None, Q_AXIS, tile.q_start, tile.q_size)
+    column = tile.positions(None, K_AXIS, tile.k_start, tile.k_size)
     inside = (row < spec.q_len) & (column < spec.kv_len)
     if spec.mask is None:
         return inside
