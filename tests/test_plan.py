@@ -78,10 +78,12 @@ REFUSED = {
     "negative scale": ({"scale": -1.0}, r"scale must be positive, but it is -1"),
     "scale 0": ({"scale": 0}, r"scale must be positive, but it is 0"),
     "queries too large": (
-        {"batch": 1 << 10, "q_len": 1 << 13, "heads": (4, 2), "dims": (64, 64)},
+        {"q_len": 1 << 22, "heads": (8, 2), "dims": (64, 64)},
         r"2\^31 elements",
     ),
-    "keys too large": ({"batch": 1 << 10, "kv_len": 1 << 14}, r"2\^31 elements"),
+    "keys too large": ({"kv_len": 1 << 22, "heads": (8, 8)}, r"2\^31 elements"),
+    "too many heads": ({"heads": (65_536, 2)}, r"65535 heads at most, and here are 65536"),
+    "too many queries": ({"q_len": 5_000_000, "dims": (64, 64)}, r"4194240 tokens at most"),
 }
 
 
