@@ -18,9 +18,13 @@ TILE_BYTES = 64 << 20
 # two warpgroups stay at 0.79 of FlashAttention-3, three are needed; at H = 256 an accumulator of 64
 # rows takes 128 registers of each thread, which leaves room for 64 keys.
 HOPPER_FORWARD = {
-    64: hopper_forward.Config(64, 3, block_kv=128, stages=2, registers=(160, 32)),
-    128: hopper_forward.Config(128, 2, block_kv=128, stages=2, registers=(240, 24)),
-    256: hopper_forward.Config(256, 2, block_kv=64, stages=2, registers=(240, 24)),
+    64: hopper_forward.Config(
+        64, 3, block_kv=128, stages=2, registers=(160, 32), vote_first=True, pinned=False
+    ),
+    128: hopper_forward.Config(
+        128, 2, block_kv=128, stages=2, registers=(240, 24), q_in_registers=True
+    ),
+    256: hopper_forward.Config(256, 2, block_kv=64, stages=2, registers=(240, 24), vote_first=True),
 }
 
 
@@ -61,7 +65,8 @@ def make_plan(spec: Spec, device: Device, implementation: str | None = None) -> 
 def _configure(name: str, spec: Spec, device: Device, passed_over: tuple) -> Plan:
     if name == "hopper":
         dim = hopper.kernel_dim(spec)
-        forward, backward = HOPPER_FORWARD[dim], hopper_backward.Config(dim)
+        forward = dataclasses.replace(HOPPER_FORWARD[dim], ctas=device.cores)
+        backward = hopper_backward.Config(dim)
     elif name == "blockwise":
         forward = backward = block_sizes(spec)
     else:

@@ -6,13 +6,19 @@ run every one of them and look for races.
 
 import dataclasses
 import functools
+import heapq
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
 TILE = plgpu.Layout.WGMMA  # a (64, n) accumulator over the 128 threads of a warpgroup
 ROWS = TILE.reduce(1)  # one value a row
@@ -21,6 +27,9 @@ COLUMNS = TILE.reduce(0)  # one value a column
 ROWS_PER_WARPGROUP = 64  # the M of every WGMMA instruction
 SWIZZLE_BYTES = 128
 SHARED_MEMORY_BYTES = 232_448  # of one CTA on sm_90
+# Of PTX's 16 named barriers, Mosaic has 0 and one for each of up to four warpgroups.
+FIRST_TURN = 5
+NEVER_USED = 15
 LOG2E = math.log2(math.e)
 
 I32 = jnp.int32
@@ -54,6 +63,19 @@ class Problem:
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def div(a: Any, b: int) -> Any:
+    """a // b for a >= 0: an int, a NumPy array or a traced scalar, where it is one instruction."""
+    return lax.div(a, I32(b)) if isinstance(a, jax.Array) else a // b
+
+
+def rem(a: Any, b: int) -> Any:
+    return lax.rem(a, I32(b)) if isinstance(a, jax.Array) else a % b
+
+
+def minimum(a: Any, b: int) -> Any:
+    return jnp.minimum(a, b) if isinstance(a, jax.Array) else np.minimum(a, b)
 
 
 def operand(*shape: int, dtype: Any) -> Any:
@@ -105,7 +127,8 @@ class Ring:
     buffers: tuple[Any, ...]  # [stages, ...] each; filled and released together
     full: Any  # completed by TMA, one arrival a buffer, or by `publish`
     free: Any  # completed by the consumers
-    first_full: int = 0  # where this ring's barriers begin in `full`
+    first_full: Any = 0  # where this ring's barriers begin in `full`
+    first_free: Any = 0
 
     @property
     def stages(self) -> int:
@@ -116,15 +139,15 @@ class Ring:
 
     def open(self) -> None:
         for s in range(self.stages):
-            plgpu.barrier_arrive(self.free.at[s])
+            plgpu.barrier_arrive(self.free.at[self.first_free + s])
 
     def drain(self) -> None:
         for s in range(self.stages):
-            plgpu.barrier_wait(self.free.at[s])
+            plgpu.barrier_wait(self.free.at[self.first_free + s])
 
     def acquire(self, step: Any) -> tuple[Any, ...]:
         """The buffers of a step, once they may be written."""
-        plgpu.barrier_wait(self.free.at[self.slot(step)])
+        plgpu.barrier_wait(self.free.at[self.first_free + self.slot(step)])
         return self.at(step)
 
     def publish(self, step: Any) -> None:
@@ -148,17 +171,17 @@ class Ring:
         return self.at(step)
 
     def release(self, step: Any) -> None:
-        plgpu.barrier_arrive(self.free.at[self.slot(step)])
+        plgpu.barrier_arrive(self.free.at[self.first_free + self.slot(step)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
     """Warpgroups take turns at the tensor cores: one multiplies while the others exponentiate.
 
-    FlashAttention-3 (arXiv:2407.08608), section 3.1.
+    FlashAttention-3 (arXiv:2407.08608), section 3.1. Turns order no memory, only time: they use
+    PTX's named barriers, which answer sooner than mbarriers, and mean nothing to the interpreter.
     """
 
-    bar: Any  # one barrier a warpgroup
     me: Any
     count: int
 
@@ -167,14 +190,30 @@ class Turns:
         jax.lax.cond(self.me == self.count - 1, self.give, lambda: None)
 
     def take(self) -> None:
-        plgpu.barrier_wait(self.bar.at[self.me])
+        _turn_sync(FIRST_TURN + self.me)  # pyright: ignore[reportCallIssue]
 
     def give(self) -> None:
-        plgpu.barrier_arrive(self.bar.at[lax.rem(self.me + 1, I32(self.count))])
+        _turn_arrive(FIRST_TURN + lax.rem(self.me + 1, I32(self.count)))  # pyright: ignore[reportCallIssue]
 
     def close(self) -> None:
         """The first warpgroup takes the turn that the last one has given."""
         jax.lax.cond(self.me == 0, self.take, lambda: None)
+
+
+def _turn(operation: str, barrier: Any) -> None:
+    """One warpgroup arrives at a named barrier and another waits: 256 threads."""
+    void, code = ir.Type.parse("!llvm.void"), f"bar.{operation} $0, 256;"
+    llvm.inline_asm(void, [barrier.registers[()]], code, "r", has_side_effects=True)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+def _turn_sync(_: Any, barrier: Any) -> None:
+    _turn("sync", barrier)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+def _turn_arrive(_: Any, barrier: Any) -> None:
+    _turn("arrive", barrier)
 
 
 def meet(barrier: Any) -> None:
@@ -240,6 +279,164 @@ class Grid:
             return slow, fast, middle
         batch, section = lax.div(slow, I32(sections)), lax.rem(slow, I32(sections))
         return batch, section * self.section + fast, middle
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The order in which persistent CTAs take tiles, as a number for each (batch, head, tile).
+
+    Full attention goes head by head. Causal attention goes tile by tile, the longest first, over a
+    section of heads whose data share the L2: short tiles at the end fill the gaps that long ones
+    leave.
+    """
+
+    batch: int
+    heads: int
+    tiles: int
+    section: int  # heads that run together, a divisor of their number
+    longest_first: bool  # whether the last tile of a head is the longest
+
+    @property
+    def count(self) -> int:
+        return self.batch * self.heads * self.tiles
+
+    def place(self, number: Any) -> tuple[Any, Any, Any]:
+        """(batch entry, head, tile) of a number: an int, a NumPy array or a traced scalar."""
+        if not self.longest_first:
+            head, tile = div(number, self.tiles), rem(number, self.tiles)
+        else:
+            per_section = self.section * self.tiles
+            section, rest = div(number, per_section), rem(number, per_section)
+            tile = self.tiles - 1 - div(rest, self.section)
+            head = section * self.section + rem(rest, self.section)
+        return div(head, self.heads), rem(head, self.heads), tile
+
+
+def deal(costs: Sequence[int] | np.ndarray, hands: int, overhead: float) -> np.ndarray:
+    """List scheduling: each tile, in order, to the CTA that is free first.
+
+    int32 `[hands, 2 + most]`, a row a CTA: how many tiles it takes, their numbers, and a zero.
+    """
+    free = [(0.0, hand) for hand in range(hands)]
+    dealt: list[list[int]] = [[] for _ in range(hands)]
+    for number, cost in enumerate(costs):
+        time, hand = free[0]
+        dealt[hand].append(number)
+        heapq.heapreplace(free, (time + cost + overhead, hand))
+    table = np.zeros((hands, 2 + max(map(len, dealt))), np.int32)
+    for row, numbers in zip(table, dealt, strict=True):
+        row[0] = len(numbers)
+        row[1 : 1 + len(numbers)] = numbers
+    return table
+
+
+def each_tile(table: Any, body: Callable[[Any, Any, Any], Any], carry: Any) -> None:
+    """carry = body(k, number, carry) for the CTA's tiles; the next number is read a tile ahead."""
+    cta = lax.axis_index("cta")
+
+    def step(k: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        number, carry = state
+        following = table[cta, k + 2]
+        return following, body(k, number, carry)
+
+    lax.fori_loop(I32(0), table[cta, 0], step, (table[cta, 1], carry))
+
+
+def by_eights(combine: Callable, tile: jax.Array) -> jax.Array:
+    """A tile's groups of eight columns combined: `[64, 8]`, of which each thread holds two columns.
+
+    No thread needs another's values for it, unlike a reduction to one value a row.
+    """
+    parts = [tile[:, i : i + 8] for i in range(0, tile.shape[1], 8)]
+    return functools.reduce(combine, parts)
+
+
+def any_above(tile: jax.Array, limit: jax.Array) -> jax.Array:
+    """Whether a warp's own 16 rows of a `[64, 8]` tile exceed their row's limit anywhere.
+
+    Each warp gets its own answer, so a branch on it must not synchronize.
+    """
+    return _any_above(tile, limit) != 0  # pyright: ignore[reportCallIssue]
+
+
+@plgpu.inline_mgpu(
+    arg_types=(TILE, ROWS),
+    return_type=plgpu.ShapeDtypeStruct((), I32, plgpu.Layout.WG_SPLAT(shape=())),
+)
+def _any_above(_: Any, tile: Any, limit: Any) -> Any:
+    i32 = ir.IntegerType.get_signless(32)
+    above, limits = [], [_scalar(r) for r in limit.registers.flat]
+    for at, pair in np.ndenumerate(tile.registers):
+        for e in range(2):
+            value = llvm.extractelement(pair, arith.constant(i32, e))
+            above.append(arith.cmpf(arith.CmpFPredicate.OGT, value, limits[sum(at[2:])]))
+    mine = arith.extui(i32, functools.reduce(arith.ori, above))
+    vote = (
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.s32 $0, 1, 0, p; }"
+    )
+    answer = llvm.inline_asm(i32, [mine], vote, "=r,r", has_side_effects=True)
+    return mgpu.FragmentedArray.splat(answer, shape=(), is_signed=True)
+
+
+def hide_columns(s: jax.Array, bound: jax.Array, keep: str) -> jax.Array:
+    """-inf in a tile, but where column <= bound of the row (keep="<=") or column >= bound (">=").
+
+    The bound moves to where a thread's first column is 0, so that the others compare with constants:
+    an index for every column would hold 32 registers, as it is the same in every tile.
+    """
+
+    def hide(_: Any, tile: Any, bound: Any) -> Any:
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+
+        def constant(value: int) -> Any:
+            return arith.constant(i32, value)
+
+        lane = llvm.inline_asm(i32, [], "mov.u32 $0, %laneid;", "=r")
+        first_column = arith.shli(arith.andi(lane, constant(3)), constant(1))
+        bounds = [arith.subi(_scalar(b), first_column) for b in bound.registers.flat]
+        holds = arith.CmpIPredicate.sge if keep == "<=" else arith.CmpIPredicate.sle
+        minus_infinity = arith.constant(f32, -math.inf)
+        hidden = np.empty_like(tile.registers)
+        for at, pair in np.ndenumerate(tile.registers):
+            columns, half = at[1], sum(at[2:])  # 8 columns each; rows r and r + 8 of a warp's 16
+            for e in range(2):
+                kept = arith.cmpi(holds, bounds[half], constant(8 * columns + e))
+                value = arith.select(kept, llvm.extractelement(pair, constant(e)), minus_infinity)
+                pair = llvm.insertelement(pair, value, constant(e))
+            hidden[at] = pair
+        return mgpu.FragmentedArray(
+            _registers=hidden, _layout=tile.layout, _is_signed=tile.is_signed
+        )
+
+    hide.__name__ = f"hide_columns {keep}"
+    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
+    return plgpu.inline_mgpu(arg_types=(TILE, ROWS), return_type=result)(hide)(s, bound)
+
+
+def pin(positive: jax.Array) -> None:
+    """A place that ptxas moves no wait for WGMMA across, once `positive` (a tile) is known.
+
+    It would otherwise wait for a product before the exponentials that should run beside it.
+    """
+    _pin(positive)  # pyright: ignore[reportCallIssue]
+
+
+@plgpu.inline_mgpu(arg_types=(TILE,))
+def _pin(_: Any, positive: Any) -> None:
+    i32 = ir.IntegerType.get_signless(32)
+    zero, one = arith.constant(i32, 0), arith.constant(i32, 1)
+    parts = [llvm.extractelement(r, at) for r in positive.registers.flat for at in (zero, one)]
+    total = functools.reduce(arith.addf, parts)
+    # A barrier that nobody ever arrives at, and ptxas cannot know.
+    arrive = f"{{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; @p bar.arrive {NEVER_USED}, 128; }}"
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [total], arrive, "f", has_side_effects=True)
+
+
+def _scalar(register: Any) -> Any:
+    if not isinstance(register.type, ir.VectorType):
+        return register
+    zero = arith.constant(ir.IntegerType.get_signless(32), 0)
+    return llvm.extractelement(register, zero)
 
 
 def section_of(heads: int, bytes_per_head: int, budget: int) -> int:

@@ -10,7 +10,8 @@ H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 
 
 @contextlib.contextmanager
-def planned_for_h200() -> Iterator[None]:
+def planned_for_h200(cores: int = H200.cores) -> Iterator[None]:
     """What is traced inside may be interpreted or compiled, not run."""
-    with mock.patch("pallas_fa2.api.device_of", lambda array: H200):
+    device = H200._replace(cores=cores)
+    with mock.patch("pallas_fa2.api.device_of", lambda array: device):
         yield

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import callback, core, dispatch, source_info_util, xla_bridge
 from jax._src.pallas.mosaic.interpret import race_detection_state as upstream_races
@@ -594,6 +595,11 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
     def _commit_group(self, eqn, token, values):
         return self._call(_commit_stores, token), []
 
+    def _inline(self, eqn, token, values):
+        """What the library's inline code means, by the name of its function."""
+        out = INLINE[eqn.params["mgpu_fn"].__name__](*values)
+        return token, [] if out is None else [out]
+
     def _check_use(self, eqn, token, accumulator, use):
         return self._call(
             _check_accumulator, token, accumulator, use=use, source_info=eqn.source_info
@@ -623,6 +629,21 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         )
 
 
+# A warpgroup is one thread here: its four warps share their answers.
+INLINE: dict[str, Callable[..., Any]] = {
+    "_any_above": lambda tile, limit: jnp.any(tile > limit[:, None]).astype("int32"),
+    "_pin": lambda _: None,
+    "_turn_sync": lambda _: None,
+    "_turn_arrive": lambda _: None,
+    "hide_columns <=": lambda s, bound: _hide(s, bound, jnp.less_equal),
+    "hide_columns >=": lambda s, bound: _hide(s, bound, jnp.greater_equal),
+}
+
+
+def _hide(s, bound, keep):
+    return jnp.where(keep(jnp.arange(s.shape[1])[None], bound[:, None]), s, -jnp.inf)
+
+
 _RULES = {
     discharge.run_state_p: _Interpreter._run_state,
     gpu.wgmma_ref_p: _Interpreter._wgmma,
@@ -630,4 +651,5 @@ _RULES = {
     gpu.wgmma_accumulator_deref_p: _Interpreter._accumulator_load,
     gpu.wgmma_accumulator_store_p: _Interpreter._accumulator_store,
     gpu.commit_group_p: _Interpreter._commit_group,
+    gpu.inline_mgpu_p: _Interpreter._inline,
 }
