@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -14,18 +14,37 @@ from pallas_fa2.spec import Device, Spec
 # this bounds one copy, so that memory stays O(T) with a modest constant.
 TILE_BYTES = 64 << 20
 
-# By head dim. Registers of a CTA: 128 * (2 * 240 + 24) or 128 * (3 * 160 + 32) of 65,536. At H = 64
-# two warpgroups stay at 0.79 of FlashAttention-3, three are needed; at H = 256 an accumulator of 64
-# rows takes 128 registers of each thread, which leaves room for 64 keys.
-HOPPER_FORWARD = {
-    64: hopper_forward.Config(
-        64, 3, block_kv=128, stages=2, registers=(160, 32), vote_first=True, pinned=False
+
+class Tuned(NamedTuple):
+    """A kernel's configuration, and the calls that it serves."""
+
+    config: Any
+    longest_causal: int | None = None  # causal calls of up to so many queries; None: all calls
+
+    def serves(self, spec: Spec, head_dim: int) -> bool:
+        if self.config.head_dim != head_dim:
+            return False
+        limit = self.longest_causal
+        return limit is None or (spec.causal is not None and spec.q_len <= limit)
+
+
+# The first that serves a call, as measured on an H200 (docs/performance.md). Registers of a CTA:
+# 128 * (2 * 240 + 24) or 128 * (3 * 160 + 32) of 65,536. At H = 64 three warpgroups are 10 to 20 %
+# faster than two, unless most of their larger tiles lies beyond the diagonal; at H = 256 an
+# accumulator of 64 rows takes 128 registers of each thread, which leaves room for 64 keys.
+HOPPER_FORWARD = (
+    Tuned(
+        hopper_forward.Config(64, 2, block_kv=128, stages=2, registers=(240, 24)),
+        longest_causal=1024,
     ),
-    128: hopper_forward.Config(
-        128, 2, block_kv=128, stages=2, registers=(240, 24), q_in_registers=True
+    Tuned(hopper_forward.Config(64, 3, block_kv=128, stages=2, registers=(160, 32))),
+    Tuned(
+        hopper_forward.Config(
+            128, 2, block_kv=128, stages=2, registers=(240, 24), q_in_registers=True
+        )
     ),
-    256: hopper_forward.Config(256, 2, block_kv=64, stages=2, registers=(240, 24), vote_first=True),
-}
+    Tuned(hopper_forward.Config(256, 2, block_kv=64, stages=2, registers=(240, 24))),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +84,8 @@ def make_plan(spec: Spec, device: Device, implementation: str | None = None) -> 
 def _configure(name: str, spec: Spec, device: Device, passed_over: tuple) -> Plan:
     if name == "hopper":
         dim = hopper.kernel_dim(spec)
-        forward = dataclasses.replace(HOPPER_FORWARD[dim], ctas=device.cores)
+        tuned = next(t for t in HOPPER_FORWARD if t.serves(spec, dim))
+        forward = dataclasses.replace(tuned.config, ctas=device.cores)
         backward = hopper_backward.Config(dim)
     elif name == "blockwise":
         forward = backward = block_sizes(spec)

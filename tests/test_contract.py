@@ -6,8 +6,10 @@ interpreted.
 
 import pytest
 
+from pallas_fa2.plan import Tuned
 from tests.contract import suite
 from tests.contract.cases import GENERAL, PLAIN, Case
+from tests.support.hopper import each_variant, name, planned_with
 
 
 @pytest.mark.parametrize("case", PLAIN + GENERAL, ids=str)
@@ -16,9 +18,10 @@ def test_contract_of_reference_and_blockwise(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", PLAIN, ids=str)
-def test_contract_of_hopper(case: Case) -> None:
-    suite.check(case, "hopper")
+@pytest.mark.parametrize("case, tuned", each_variant(PLAIN), ids=name)
+def test_contract_of_hopper(case: Case, tuned: Tuned) -> None:
+    with planned_with(tuned):
+        suite.check(case, "hopper")
 
 
 @pytest.mark.gpu

@@ -10,19 +10,20 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.kernels import hopper
+from pallas_fa2.plan import HOPPER_FORWARD, Tuned
 from pallas_fa2.spec import describe
 from tests.contract import suite
 from tests.contract.cases import PLAIN, Case
 from tests.support import compile_gate, interpreter
-from tests.support.hopper import planned_for_h200
+from tests.support.hopper import each_variant, name, planned_for_h200, planned_with
 
 SHORT = [case for case in PLAIN if case.q_len < 1000]  # the long ones run on the GPU
 MASKS = {"full": None, "start": fa.Causal(), "end": fa.Causal(align="end")}
 
 
-@pytest.mark.parametrize("case", SHORT, ids=str)
-def test_contract_interpreted(case: Case) -> None:
-    with planned_for_h200(cores=3):  # a CTA takes several tiles
+@pytest.mark.parametrize("case, tuned", each_variant(SHORT), ids=name)
+def test_contract_interpreted(case: Case, tuned: Tuned) -> None:
+    with planned_for_h200(cores=3), planned_with(tuned):  # a CTA takes several tiles
         suite.check(case, "hopper", run=interpreter.run)
 
 
@@ -43,14 +44,30 @@ def arrays(t: int, s: int, h: int, dtype: Any = jnp.bfloat16, n: int = 4, k: int
 
 @pytest.mark.parametrize("length", [4096, 4000], ids=["aligned", "ragged"])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
-def test_every_kernel_compiles_clean(head_dim: int, mask: str, length: int) -> None:
-    args = arrays(2048 if mask == "end" else length, length, head_dim)
-    with planned_for_h200():
+@pytest.mark.parametrize("tuned", HOPPER_FORWARD, ids=lambda t: f"h{t.config.head_dim}_{name(t)}")
+def test_every_kernel_compiles_clean(tuned: Tuned, mask: str, length: int) -> None:
+    args = arrays(2048 if mask == "end" else length, length, tuned.config.head_dim)
+    with planned_for_h200(), planned_with(tuned):
         reports = compile_gate.compile_for_h200(attend_and_differentiate(MASKS[mask]), *args)
     assert len(reports) == 2
     for report in reports:
         compile_gate.assert_clean(report)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("tuned", HOPPER_FORWARD, ids=lambda t: f"h{t.config.head_dim}_{name(t)}")
+def test_the_softmax_runs_beside_the_product_before(tuned: Tuned, mask: str) -> None:
+    """In every loop of the forward, all exponentials come before the wait for P V."""
+    query, key, value, _ = arrays(2048, 4096, tuned.config.head_dim)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return fa.flash_attention(q, k, v, mask=MASKS[mask], implementation="hopper")
+
+    with planned_for_h200(), planned_with(tuned):
+        (report,) = compile_gate.compile_for_h200(attend, query, key, value)
+    each_thread = tuned.config.block_kv // 2  # of 64 rows by 128 threads
+    loops = 1 if MASKS[mask] is None else 2  # without a mask, and with one
+    assert compile_gate.exponentials_under_products(report) == [each_thread] * loops
 
 
 @pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)

@@ -203,3 +203,18 @@ def test_a_default_device_that_is_set_is_used(default):
                          ids=lambda x: getattr(x, "kind", x))  # fmt: skip
 def test_hopper_is_compute_capability_9_on_a_gpu(device, hopper):
     assert device.hopper == hopper
+
+
+@pytest.mark.parametrize(
+    "options, warpgroups",
+    [
+        ({"mask": fa.Causal(), "q_len": 1024, "kv_len": 1024}, 2),
+        ({"mask": fa.Causal(), "q_len": 2048, "kv_len": 2048}, 3),
+        ({"q_len": 512, "kv_len": 512}, 3),
+        ({"mask": fa.Causal(), "q_len": 512, "kv_len": 512, "dims": (128, 128)}, 2),
+    ],
+)
+def test_short_causal_calls_take_smaller_tiles(options, warpgroups):
+    forward = make_plan(spec(**options), H200).forward
+    assert forward.warpgroups == warpgroups
+    assert forward.ctas == H200.cores

@@ -3,8 +3,13 @@
 One warpgroup streams keys and values through rings of buffers by TMA, and the next block's queries;
 the others own 64 query rows each and follow FlashAttention-3 (arXiv:2407.08608), Algorithm 2: the
 scores of a block and the output of the block before are multiplied together, and the softmax runs
-while the latter is in flight. Key blocks go from the last to the first, so that those that need the
-mask come first.
+while the latter is in flight.
+
+The online softmax may subtract any reference from a row's scores, as long as exponentials neither
+overflow nor vanish. Ours is the maximum of the first key block; it is raised when a row's sum has
+grown a lot, and that is seen from the sum: exponentials begin as soon as the scores are there, and no
+block but the first looks for a maximum. Should scores rise within one block by so much that float32
+overflows, the tile is done again with true maxima (`RowBlock.repeat`).
 """
 
 import dataclasses
@@ -23,9 +28,17 @@ from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE, Problem, Ring, Tur
 # Below any score, but finite: a row that has seen no key yet gives p = 0 rather than NaN.
 NO_MAXIMUM = -1e30
 
-# A row's maximum is kept until scores exceed it by a factor of 2^8: probabilities then reach 2^8, as
-# exact as those below 1, and most blocks rescale nothing.
-STALE_MAXIMUM = 8.0
+# References rise when a thread's part of a row's sum exceeds this: probabilities stay within float16
+# (65504), and rows of 100,000 keys with like scores raise nothing.
+LARGE_SUM = 2.0**14
+
+# Above this, a sum may have overflowed and a reciprocal may underflow: the row becomes NaN, and its
+# tile is repeated.
+OVERFLOW = 2.0**120
+
+# Key blocks of a repeated tile; columns of a buffer that serves its keys, its values and the output.
+REPEAT_KV = 64
+OUT_COLUMNS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +53,6 @@ class Config:
     # Whether Q is read into registers once a tile: less shared memory traffic (16 of 80 KB a block at
     # H = 128) where there are 32 registers for it.
     q_in_registers: bool = False
-    # Whether a warp asks first if any maximum grew: no shuffles where none did, but exponentials
-    # cannot begin before the answer.
-    vote_first: bool = False
-    # Whether the wait for P V must stay behind the exponentials (see `mosaic.pin`).
-    pinned: bool = True
     ctas: int = 132  # persistent, one a multiprocessor
     # Keys and values of the heads that run at the same time: about half of the 60 MB of L2.
     section_bytes: int = 32 << 20
@@ -60,11 +68,10 @@ class Config:
         return self.block_q, self.block_kv
 
     @property
-    def separate_output(self) -> bool:
-        """Whether the output has a buffer of its own: Q's is then free while the store goes on."""
-        row_bytes = 2 * self.head_dim
-        needed = row_bytes * (2 * self.block_q + 2 * self.stages * self.block_kv)
-        return needed + 4096 <= mosaic.SHARED_MEMORY_BYTES  # 4 KB for lse and barriers
+    def out_pieces(self) -> list[Any]:
+        """Columns of the output that leave together."""
+        size = min(self.head_dim, OUT_COLUMNS)
+        return [pl.ds(start, size) for start in range(0, self.head_dim, size)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +121,9 @@ class Memory(NamedTuple):
     q: Any  # [warpgroups, 1, 64, H]
     k: Any  # [stages, block_kv, H]
     v: Any
-    out: Any  # [warpgroups, 64, H]; None where Q's buffer serves
+    out: Any  # [warpgroups, 64, columns of a piece]
     lse: Any  # [warpgroups, 64]
-    full: Any  # of Q, K and V in one array: each array costs a register for its phases
+    full: Any  # all that complete by one arrival: each array costs a register for its phases
     q_free: Any
     kv_free: Any
     done: list[Any]
@@ -138,6 +145,13 @@ class Memory(NamedTuple):
         first = self.warpgroups + self.stages
         return Ring((self.v,), self.full, self.kv_free, first, self.stages)
 
+    def repeat_full(self, warpgroup: Any) -> Any:
+        return self.full.at[self.warpgroups + 2 * self.stages + warpgroup]
+
+    def repeat_met(self, warpgroup: Any) -> Any:
+        """Where the warps of one warpgroup wait for each other."""
+        return self.full.at[2 * self.warpgroups + 2 * self.stages + warpgroup]
+
     def queries(self, warpgroup: Any) -> Ring:
         return Ring((self.q.at[warpgroup],), self.full, self.q_free, warpgroup, warpgroup)
 
@@ -156,9 +170,9 @@ def attention(
         q=mosaic.operand(groups, 1, rows, dim, dtype=dtype),
         k=mosaic.operand(stages, config.block_kv, dim, dtype=dtype),
         v=mosaic.operand(stages, config.block_kv, dim, dtype=dtype),
-        out=mosaic.operand(groups, rows, dim, dtype=dtype) if config.separate_output else None,
+        out=mosaic.operand(groups, rows, config.out_pieces[0].size, dtype=dtype),
         lse=plgpu.SMEM((groups, rows), jnp.float32),
-        full=mosaic.barriers(groups + 2 * stages),
+        full=mosaic.barriers(3 * groups + 2 * stages),
         q_free=mosaic.barriers(groups),
         kv_free=mosaic.barriers(2 * stages, groups),
         done=[plgpu.Barrier(num_arrivals=groups + 1) for _ in range(2)],
@@ -214,7 +228,7 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
         visited, _ = schedule.blocks(q_tile)
 
         def fill(ring: Ring, source: Any, step: Any) -> None:
-            rows = pl.ds((visited - 1 - step) * config.block_kv, config.block_kv)
+            rows = pl.ds(step * config.block_kv, config.block_kv)
             ring.fill(first_step + step, source.at[batch, rows, kv_head])
 
         def load(step: Any, _: Any) -> None:
@@ -245,36 +259,35 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
 
     def tile(n: Any, number: Any, first_step: Any) -> Any:
         """The CTA's n-th tile; the rings have been through `first_step` steps before it."""
-        _, _, q_tile = schedule.order.place(number)
-        visited, cut = schedule.blocks(q_tile)
         (q,) = queries.wait(n)
         if config.q_in_registers:
             q = plgpu.load(q, layout=TILE, optimized=False)
-        first_row = q_tile * config.block_q + warpgroup * config.rows
-        block = RowBlock(schedule, memory, turns, q, first_row, first_step)
-        result = block.attend(visited, cut)
-        if config.separate_output:
-            queries.release(n)
-        # What only the end of a tile needs is computed there: 25 registers less in the loops.
-        number, me = lax.optimization_barrier((number, warpgroup))
-        store(number, me, *result)
-        if not config.separate_output:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            queries.release(n)
-        return first_step + visited
+        block = RowBlock(schedule, arrays, memory, turns, q, number, warpgroup, first_step)
+        acc, statistics = block.attend()
+        total = statistics.total.sum(axis=1)
+        infinite = mosaic.any_infinite(total, warpgroup)
 
-    def store(number: Any, me: Any, acc: jax.Array, maximum: jax.Array, total: jax.Array) -> None:
-        batch, head, q_tile = schedule.order.place(number)
-        rows = pl.ds(q_tile * config.block_q + me * config.rows, config.rows)
-        out = memory.out.at[me] if config.separate_output else memory.q.at[me, 0]
-        lse = memory.lse.at[me]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left the buffers
-        out[...] = (acc * mosaic.over_rows(1 / total, acc.shape)).astype(out.dtype)
-        lse[...] = maximum * schedule.problem.scale + jnp.log(total)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out, arrays.out.at[batch, rows, head], commit_group=False)
-        plgpu.copy_smem_to_gmem(lse, arrays.lse.at[batch, head, rows], commit_group=False)
-        plgpu.commit_smem_to_gmem_group()
+        def finish() -> Any:
+            queries.release(n)
+            here = block.shifted(infinite)
+            for columns in config.out_pieces:
+                piece = acc[:, columns.start : columns.start + columns.size]
+                here.store(columns, piece, statistics.reference, total)
+            return here.next_step
+
+        def repeat() -> Any:
+            here = block.shifted(infinite - 1)
+
+            def piece(i: Any, _: Any) -> None:
+                size = config.out_pieces[0].size
+                columns = pl.ds(i * size, size)
+                here.store(columns, *here.repeat(columns))
+
+            lax.fori_loop(0, len(config.out_pieces), piece, None)
+            queries.release(n)
+            return here.next_step
+
+        return lax.cond(infinite != 0, repeat, finish)
 
     memory.keys.open()
     memory.values.open()
@@ -289,7 +302,7 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
 class Statistics(NamedTuple):
     """Of the softmax of 64 rows so far."""
 
-    maximum: jax.Array  # [64], of the scores before they are scaled
+    reference: jax.Array  # [64], subtracted from the scores in base 2
     total: jax.Array  # [64, 8], the sum of each thread's columns
 
 
@@ -298,15 +311,41 @@ class RowBlock:
     """64 query rows against all the key blocks that they see, by one warpgroup."""
 
     schedule: Schedule
+    arrays: Arrays
     memory: Memory
     turns: Turns
     q: Any  # [64, H], in shared memory or registers
-    first_row: Any
+    number: Any  # of the tile
+    me: Any  # the warpgroup
     first_step: Any  # of this tile, in the rings of keys and values
 
     @property
     def shape(self) -> tuple[int, int]:
         return mosaic.ROWS_PER_WARPGROUP, self.schedule.config.block_kv
+
+    @property
+    def place(self) -> tuple[Any, Any, Any]:
+        """Batch entry, head and tile."""
+        return self.schedule.order.place(self.number)
+
+    @property
+    def first_row(self) -> Any:
+        config = self.schedule.config
+        return self.place[2] * config.block_q + self.me * config.rows
+
+    @property
+    def visited(self) -> Any:
+        return self.schedule.blocks(self.place[2])[0]
+
+    @property
+    def next_step(self) -> Any:
+        return self.first_step + self.visited
+
+    def shifted(self, zero: Any) -> "RowBlock":
+        """The same: `zero` is 0 wherever this is used, which ptxas does not know. What only the end
+        of a tile needs is computed there, not before the loops, where it would hold 25 registers."""
+        number, me, first_step = (x + zero for x in (self.number, self.me, self.first_step))
+        return dataclasses.replace(self, number=number, me=me, first_step=first_step)
 
     @property
     def scale(self) -> float:
@@ -317,57 +356,59 @@ class RowBlock:
     def dtype(self) -> Any:
         return self.q.dtype
 
-    def attend(self, visited: Any, cut: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The unnormalized output, the row maximum and the row sum."""
-        problem = self.schedule.problem
-        first_key = (visited - 1) * self.schedule.config.block_kv
-        state = self.first_block(first_key)
+    @property
+    def queries(self) -> Any:
+        if self.schedule.config.q_in_registers:
+            return self.q
+        # Descriptors of Q are computed where they are used: 32 registers less outside the loops.
+        return self.memory.q.at[lax.optimization_barrier(self.me), 0]
+
+    def attend(self) -> tuple[jax.Array, Statistics]:
+        """The unnormalized output and the statistics."""
+        visited, cut = self.schedule.blocks(self.place[2])
+        state = self.first_block()
 
         def step(masked: bool) -> Any:
-            return lambda t, state: self.next_block(t, first_key, masked, *state)
+            return lambda t, state: self.next_block(t, masked, *state)
 
-        first_whole = I32(
-            1
-        )  # of full attention only the first block, the last of the keys, can be cut
-        if problem.causal:
-            first_whole = jnp.maximum(cut, 1)
-            state = lax.fori_loop(I32(1), first_whole, step(True), state)
-        acc, statistics, p = lax.fori_loop(first_whole, visited, step(False), state)
-        acc = self.last_output(visited - 1, acc, p)
-        return acc, statistics.maximum, statistics.total.sum(axis=1)
+        state = lax.fori_loop(I32(1), visited - cut, step(False), state)
+        if self.masked:
+            state = lax.fori_loop(jnp.maximum(visited - cut, 1), visited, step(True), state)
+        acc, statistics, p = state
+        return self.last_output(visited - 1, acc, p), statistics
 
-    def multiply_scores(self, s_acc: Any, k: Any) -> None:
-        q = self.q
-        if not self.schedule.config.q_in_registers:
-            # Descriptors of Q are computed here: 32 registers less outside the loops.
-            q = self.memory.q.at[lax.optimization_barrier(self.turns.me), 0]
-        plgpu.wgmma(s_acc, q, k.transpose((1, 0)))
+    @property
+    def masked(self) -> bool:
+        """Whether there are blocks that some row sees only a part of: the last ones."""
+        problem = self.schedule.problem
+        return problem.causal or problem.kv_len % self.shape[1] != 0
 
-    def first_block(self, first_key: Any) -> tuple[jax.Array, Statistics, jax.Array]:
-        """Scores and softmax of the first block; there is no output to update yet."""
-        problem, (rows, _) = self.schedule.problem, self.shape
-        keys = self.memory.keys
+    def first_block(self) -> tuple[jax.Array, Statistics, jax.Array]:
+        """Scores and softmax of the first block; there is no output to update yet.
+
+        Every row sees its first key, so the block's maximum is a reference for all that follow.
+        """
+        rows, keys = self.shape[0], self.memory.keys
         (k,) = keys.wait(self.first_step)
         self.turns.take()
 
         def multiply(s_acc: Any) -> Any:
-            self.multiply_scores(s_acc, k)
+            plgpu.wgmma(s_acc, self.queries, k.transpose((1, 0)))
             self.turns.give()
             return s_acc[...]
 
         s = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
         keys.release(self.first_step)
-        if problem.causal or problem.kv_len % self.shape[1]:
-            s = self.hide(s, first_key)
-        statistics = Statistics(
-            mosaic.constant(NO_MAXIMUM, (rows,), ROWS), mosaic.constant(0.0, (rows, 8), TILE)
-        )
-        _, _, statistics, p = self.softmax(s, statistics)
+        if self.masked:
+            s = self.hide(s, 0)
+        reference = mosaic.by_eights(jnp.maximum, s).max(axis=1) * self.scale
+        p = self.exponentials(s, reference)
+        statistics = Statistics(reference, mosaic.by_eights(jnp.add, p))
         acc = mosaic.constant(0.0, (rows, self.schedule.config.head_dim), TILE)
         return acc, statistics, p.astype(self.dtype)
 
     def next_block(
-        self, t: Any, first_key: Any, masked: bool, acc: Any, statistics: Any, p: Any
+        self, t: Any, masked: bool, acc: Any, before: Statistics, p: Any
     ) -> tuple[jax.Array, Statistics, jax.Array]:
         """Scores of block t and output of block t - 1, multiplied together; softmax of block t."""
         keys, values, step = self.memory.keys, self.memory.values, self.first_step + t
@@ -377,7 +418,7 @@ class RowBlock:
         # The scores' accumulator is allocated just before its first product, so that ptxas starts
         # it from zero in the instruction itself and not by 64 moves.
         def multiply(s_acc: Any) -> tuple:
-            self.multiply_scores(s_acc, k)
+            plgpu.wgmma(s_acc, self.queries, k.transpose((1, 0)))
             (v,) = values.wait(step - 1)
 
             def update(o_acc: Any) -> tuple:
@@ -387,20 +428,41 @@ class RowBlock:
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 keys.release(step)
                 if masked:
-                    s = self.hide(s, first_key - t * self.shape[1])
-                softmax = self.softmax(s, statistics)
-                if self.schedule.config.pinned:
-                    mosaic.pin(softmax[2].total)
-                return o_acc[...], *softmax
+                    s = self.hide(s, t * self.shape[1])
+                p_next = self.exponentials(s, before.reference)
+                total = before.total + mosaic.by_eights(jnp.add, p_next)
+                mosaic.pin(total)
+                return o_acc[...], total, p_next
 
             return pl.run_scoped(update, mosaic.accumulator(*acc.shape))
 
-        accumulator = mosaic.accumulator(*self.shape)
-        out, grew, factor, statistics, p = pl.run_scoped(multiply, accumulator)
+        out, total, p = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
         values.release(step - 1)
-        # P's conversion comes last: its registers are being read while P V is in flight.
-        out = lax.cond(grew, lambda: out * mosaic.over_rows(factor, out.shape), lambda: out)
+        out, statistics, p = self.raise_references(out, Statistics(before.reference, total), p)
+        # P's conversion comes last: until here its registers were being read by P V.
         return out, statistics, p.astype(self.dtype)
+
+    def exponentials(self, s: jax.Array, reference: jax.Array) -> jax.Array:
+        """One multiply-add a score: exp2(s * scale - reference)."""
+        return jnp.exp2(s * self.scale - mosaic.over_rows(reference, s.shape))
+
+    def raise_references(
+        self, out: jax.Array, before: Statistics, p: jax.Array
+    ) -> tuple[jax.Array, Statistics, jax.Array]:
+        """In a warp where a sum has grown large, lets the largest p of each row be 1."""
+
+        def rescale() -> tuple[jax.Array, Statistics, jax.Array]:
+            highest = jnp.maximum(mosaic.by_eights(jnp.maximum, p).max(axis=1), 1.0)
+            factor = jnp.where(highest < OVERFLOW, 1 / highest, jnp.nan)
+
+            def scaled(x: jax.Array) -> jax.Array:
+                return x * mosaic.over_rows(factor, x.shape)
+
+            after = Statistics(before.reference + jnp.log2(highest), scaled(before.total))
+            return scaled(out), after, scaled(p)
+
+        grew = mosaic.any_above(before.total, LARGE_SUM)
+        return lax.cond(grew, rescale, lambda: (out, before, p))
 
     def last_output(self, t: Any, acc: jax.Array, p: jax.Array) -> jax.Array:
         values, step = self.memory.values, self.first_step + t
@@ -427,32 +489,77 @@ class RowBlock:
             last = jnp.minimum(row, problem.kv_len - 1)
         return mosaic.hide_columns(s, last - first_key, "<=")
 
-    def softmax(
-        self, s: jax.Array, before: Statistics
-    ) -> tuple[jax.Array, jax.Array, Statistics, jax.Array]:
-        """Whether maxima grew, the factor of what came before, the new statistics, and p.
+    def store(self, columns: Any, acc: jax.Array, reference: jax.Array, total: jax.Array) -> None:
+        """A piece of the output; with the first, lse."""
+        batch, head, _ = self.place
+        rows = pl.ds(self.first_row, self.shape[0])
+        out, lse = self.memory.out.at[self.me], self.memory.lse.at[self.me]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored before has left them
+        out[...] = (acc * mosaic.over_rows(1 / total, acc.shape)).astype(out.dtype)
+        lse[...] = reference * (1 / LOG2E) + jnp.log(total)
+        plgpu.commit_smem()
+        target = self.arrays.out.at[batch, rows, head, columns]
+        plgpu.copy_smem_to_gmem(out, target, commit_group=False)
 
-        One multiply-add a score: exp2(s * scale - maximum * scale).
+        @pl.when(columns.start == 0)
+        def _() -> None:
+            target = self.arrays.lse.at[batch, head, rows]
+            plgpu.copy_smem_to_gmem(lse, target, commit_group=False)
+
+        plgpu.commit_smem_to_gmem_group()
+
+    def load(self, source: Any, first_key: Any, columns: Any) -> Any:
+        """Keys or values into the buffer of the output, once all of the warpgroup have left it."""
+        batch, head, _ = self.place
+        kv_head = mosaic.div(head, self.schedule.problem.group)
+        buffer, full = self.memory.out.at[self.me], self.memory.repeat_full(self.me)
+        mosaic.meet(self.memory.repeat_met(self.me))
+        rows = pl.ds(first_key, REPEAT_KV)
+        plgpu.copy_gmem_to_smem(source.at[batch, rows, kv_head, columns], buffer, full)
+        plgpu.barrier_wait(full)
+        return buffer
+
+    def repeat(self, columns: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Some columns of the output, and the statistics, with the true maximum of each row so far.
+
+        FlashAttention-2 step by step, one buffer for keys and values, as it runs next to never: for
+        scores that rise by 127 in base 2 within a block.
         """
-        highest = mosaic.by_eights(jnp.maximum, s)
-        limit = before.maximum + STALE_MAXIMUM / self.scale
+        rows, config = self.shape[0], self.schedule.config
+        pieces = config.out_pieces
 
-        def update() -> tuple[jax.Array, Statistics]:
-            maximum = jnp.maximum(before.maximum, highest.max(axis=1))
-            if not self.schedule.config.vote_first:
-                maximum = jnp.where(maximum > limit, maximum, before.maximum)
-            factor = jnp.exp2((before.maximum - maximum) * self.scale)
-            total = before.total * mosaic.over_rows(factor, before.total.shape)
-            return factor, Statistics(maximum, total)
+        def scores(s_acc: Any, first_key: Any) -> jax.Array:
+            for piece in pieces:
+                k = self.load(self.arrays.k, first_key, piece)
+                q = self.queries if len(pieces) == 1 else self.queries.at[:, piece]
+                plgpu.wgmma(s_acc, q, k.transpose((1, 0)))
+                plgpu.wgmma_wait(0)
+            return s_acc[...]
 
-        def keep() -> tuple[jax.Array, Statistics]:
-            return mosaic.constant(1.0, limit.shape, ROWS), before
+        def step(t: Any, state: tuple) -> tuple:
+            acc, reference, total = state
+            first_key = t * REPEAT_KV
+            square = mosaic.accumulator(rows, REPEAT_KV)
+            s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key), square)
+            s = self.hide(s, first_key) if self.masked else s
+            highest = jnp.maximum(reference, s.max(axis=1) * self.scale)
+            factor, p = jnp.exp2(reference - highest), self.exponentials(s, highest)
+            v = self.load(self.arrays.v, first_key, columns)
 
-        grew = mosaic.any_above(highest, limit)
-        if self.schedule.config.vote_first:
-            factor, after = lax.cond(grew, update, keep)
-        else:
-            factor, after = update()
-        p = jnp.exp2(s * self.scale - mosaic.over_rows(after.maximum * self.scale, s.shape))
-        total = after.total + mosaic.by_eights(jnp.add, p)
-        return grew, factor, Statistics(after.maximum, total), p
+            def update(o_acc: Any) -> jax.Array:
+                o_acc[...] = acc * mosaic.over_rows(factor, acc.shape)
+                plgpu.wgmma(o_acc, p.astype(self.dtype), v)
+                return o_acc[...]
+
+            acc = pl.run_scoped(update, mosaic.accumulator(*acc.shape))
+            return acc, highest, total * factor + p.sum(axis=1)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the output stored before has left
+        state = (
+            mosaic.constant(0.0, (rows, columns.size), TILE),
+            mosaic.constant(NO_MAXIMUM, (rows,), ROWS),
+            mosaic.constant(0.0, (rows,), ROWS),
+        )
+        state = lax.fori_loop(I32(0), self.visited * (config.block_kv // REPEAT_KV), step, state)
+        mosaic.meet(self.memory.repeat_met(self.me))
+        return state

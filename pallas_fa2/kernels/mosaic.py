@@ -29,6 +29,7 @@ SWIZZLE_BYTES = 128
 SHARED_MEMORY_BYTES = 232_448  # of one CTA on sm_90
 # Of PTX's 16 named barriers, Mosaic has 0 and one for each of up to four warpgroups.
 FIRST_TURN = 5
+FIRST_QUESTION = 9
 NEVER_USED = 15
 LOG2E = math.log2(math.e)
 
@@ -351,31 +352,66 @@ def by_eights(combine: Callable, tile: jax.Array) -> jax.Array:
     return functools.reduce(combine, parts)
 
 
-def any_above(tile: jax.Array, limit: jax.Array) -> jax.Array:
-    """Whether a warp's own 16 rows of a `[64, 8]` tile exceed their row's limit anywhere.
+def any_above(tile: jax.Array, limit: float) -> jax.Array:
+    """Whether a warp's own 16 rows of a `[64, 8]` tile exceed the limit anywhere.
 
     Each warp gets its own answer, so a branch on it must not synchronize.
     """
-    return _any_above(tile, limit) != 0  # pyright: ignore[reportCallIssue]
+
+    def any_above(_: Any, tile: Any) -> Any:
+        bound = arith.constant(ir.F32Type.get(), limit)
+        above = [arith.cmpf(arith.CmpFPredicate.OGT, x, bound) for x in _scalars(tile)]
+        vote = "vote.sync.any.pred p, p, -1;"
+        return _splat(_ask(above, vote, []))
+
+    any_above.__name__ = f"any_above {limit}"
+    return _answer(TILE)(any_above)(tile) != 0
 
 
-@plgpu.inline_mgpu(
-    arg_types=(TILE, ROWS),
-    return_type=plgpu.ShapeDtypeStruct((), I32, plgpu.Layout.WG_SPLAT(shape=())),
-)
-def _any_above(_: Any, tile: Any, limit: Any) -> Any:
+def any_infinite(rows: jax.Array, warpgroup: Any) -> jax.Array:
+    """1 if a value is infinite or NaN in any row of a warpgroup, else 0; all of it must ask."""
+    return _any_infinite(rows, FIRST_QUESTION + warpgroup)  # pyright: ignore[reportCallIssue]
+
+
+def _answer(*layouts: Any) -> Any:
+    splat = plgpu.ShapeDtypeStruct((), I32, plgpu.Layout.WG_SPLAT(shape=()))
+    return plgpu.inline_mgpu(arg_types=layouts, return_type=splat)
+
+
+@_answer(ROWS, plgpu.Layout.WG_SPLAT)
+def _any_infinite(_: Any, rows: Any, barrier: Any) -> Any:
+    infinity = arith.constant(ir.F32Type.get(), math.inf)
+    not_below = arith.CmpFPredicate.UGE  # holds for NaN
+    found = [arith.cmpf(not_below, x, infinity) for x in _scalars(rows)]
+    together = "barrier.cta.red.or.pred p, $2, 128, p;"
+    answer = _ask(found, together, [barrier.registers[()]])
+    # This shuffle changes nothing, but ptxas learns that a branch on the answer is uniform; it would
+    # otherwise serialize every WGMMA in the branch (C7520).
+    code = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
+    return _splat(llvm.inline_asm(answer.type, [answer], code, "=r,r", has_side_effects=True))
+
+
+def _ask(mine: list[Any], question: str, operands: list[Any]) -> Any:
+    """1 if `question`, PTX on the predicate p, answers yes; p is whether any of `mine` holds."""
     i32 = ir.IntegerType.get_signless(32)
-    above, limits = [], [_scalar(r) for r in limit.registers.flat]
-    for at, pair in np.ndenumerate(tile.registers):
-        for e in range(2):
-            value = llvm.extractelement(pair, arith.constant(i32, e))
-            above.append(arith.cmpf(arith.CmpFPredicate.OGT, value, limits[sum(at[2:])]))
-    mine = arith.extui(i32, functools.reduce(arith.ori, above))
-    vote = (
-        "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.s32 $0, 1, 0, p; }"
-    )
-    answer = llvm.inline_asm(i32, [mine], vote, "=r,r", has_side_effects=True)
+    any_of_mine = arith.extui(i32, functools.reduce(arith.ori, mine))
+    code = f"{{ .reg .pred p; setp.ne.s32 p, $1, 0; {question} selp.s32 $0, 1, 0, p; }}"
+    constraints = ",".join(["=r", "r", *["r"] * len(operands)])
+    return llvm.inline_asm(i32, [any_of_mine, *operands], code, constraints, has_side_effects=True)
+
+
+def _splat(answer: Any) -> Any:
     return mgpu.FragmentedArray.splat(answer, shape=(), is_signed=True)
+
+
+def _scalars(array: Any) -> list[Any]:
+    """A thread's own values of an array."""
+    i32 = ir.IntegerType.get_signless(32)
+    return [
+        llvm.extractelement(register, arith.constant(i32, e))
+        for register in array.registers.flat
+        for e in range(ir.VectorType(register.type).shape[0])
+    ]
 
 
 def hide_columns(s: jax.Array, bound: jax.Array, keep: str) -> jax.Array:
@@ -393,7 +429,7 @@ def hide_columns(s: jax.Array, bound: jax.Array, keep: str) -> jax.Array:
 
         lane = llvm.inline_asm(i32, [], "mov.u32 $0, %laneid;", "=r")
         first_column = arith.shli(arith.andi(lane, constant(3)), constant(1))
-        bounds = [arith.subi(_scalar(b), first_column) for b in bound.registers.flat]
+        bounds = [arith.subi(b, first_column) for b in _scalars(bound)]
         holds = arith.CmpIPredicate.sge if keep == "<=" else arith.CmpIPredicate.sle
         minus_infinity = arith.constant(f32, -math.inf)
         hidden = np.empty_like(tile.registers)
@@ -423,20 +459,10 @@ def pin(positive: jax.Array) -> None:
 
 @plgpu.inline_mgpu(arg_types=(TILE,))
 def _pin(_: Any, positive: Any) -> None:
-    i32 = ir.IntegerType.get_signless(32)
-    zero, one = arith.constant(i32, 0), arith.constant(i32, 1)
-    parts = [llvm.extractelement(r, at) for r in positive.registers.flat for at in (zero, one)]
-    total = functools.reduce(arith.addf, parts)
+    total = functools.reduce(arith.addf, _scalars(positive))
     # A barrier that nobody ever arrives at, and ptxas cannot know.
     arrive = f"{{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; @p bar.arrive {NEVER_USED}, 128; }}"
     llvm.inline_asm(ir.Type.parse("!llvm.void"), [total], arrive, "f", has_side_effects=True)
-
-
-def _scalar(register: Any) -> Any:
-    if not isinstance(register.type, ir.VectorType):
-        return register
-    zero = arith.constant(ir.IntegerType.get_signless(32), 0)
-    return llvm.extractelement(register, zero)
 
 
 def section_of(heads: int, bytes_per_head: int, budget: int) -> int:
@@ -445,4 +471,6 @@ def section_of(heads: int, bytes_per_head: int, budget: int) -> int:
     return max(d for d in range(1, heads + 1) if heads % d == 0 and d <= fit)
 
 
-COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+)

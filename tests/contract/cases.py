@@ -25,6 +25,7 @@ class Case:
     mask: Callable | None = None  # case -> (our mask, boolean array)
     score: Callable | None = None  # case -> (our score, function of dense scores)
     scale: float | None = None
+    rise: float = 0.0  # keys grow by 2^rise from the first to the last, and with them row maxima
 
     def __str__(self) -> str:
         return self.name
@@ -44,9 +45,12 @@ class Case:
         """query, key, value, and the cotangents of out and lse."""
         keys = jax.random.split(jax.random.key(0), 5)
         arrays = [
-            jax.random.normal(key, shape, jnp.float32).astype(self.dtype)
+            jax.random.normal(key, shape, jnp.float32)
             for key, shape in zip(keys, self.shapes, strict=False)
         ]
+        growth = jnp.exp2(jnp.linspace(0.0, self.rise, self.kv_len))
+        arrays[1] = arrays[1] * growth[None, :, None, None]
+        arrays = [x.astype(self.dtype) for x in arrays]
         dlse = jax.random.normal(keys[4], (self.batch, self.q_heads, self.q_len), jnp.float32)
         return [*arrays, dlse]
 
@@ -131,7 +135,7 @@ def biased_and_capped(case: Case) -> tuple[Any, Callable]:
 
 
 ODD_LENGTHS = (1, 3, 63, 111, 1000)
-f16, f32 = jnp.float16, jnp.float32
+bf16, f16, f32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 # What the Hopper kernels run. Every head dim, both alignments, odd lengths, T != S, groups.
 PLAIN = [
@@ -158,6 +162,17 @@ PLAIN = [
     Case("float16_h128", 1, 130, 130, 2, 1, 128, dtype=f16),
     Case("scaled", 1, 70, 70, scale=0.5, mask=causal),
     Case("sharp", 1, 70, 70, scale=3.0),
+    # Scores that rise by 30 (in base 2) within a block of keys, and by 300.
+    *(
+        Case(f"rising_{rise}_h{h}", 1, t, 400, 2, 1, h, dtype=dtype, mask=mask, rise=rise)
+        for rise in (4, 7)
+        for h, t, dtype, mask in (
+            (64, 400, bf16, causal),
+            (64, 200, f16, None),
+            (128, 200, bf16, causal_end),
+            (256, 100, bf16, None),
+        )
+    ),
 ]
 
 # What reference and blockwise support besides.

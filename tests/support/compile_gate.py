@@ -73,6 +73,24 @@ class KernelReport:
         return sum(n for name, n in self.sass.items() if f"{name}.".startswith(f"{opcode}."))
 
 
+def exponentials_under_products(report: KernelReport) -> list[int]:
+    """How many exponentials a thread computes while one group of products is still in flight.
+
+    One number for each wait that leaves one group in flight: the exponentials between it and the
+    wait for that last group. ptxas may move the second wait up, and the overlap is then lost.
+    """
+    assert report.sass_path is not None, "nvdisasm is missing"
+    events = re.findall(r"DEPBAR\.LE gsb0, 0x([01])|(MUFU\.EX2)", report.sass_path.read_text())
+    found, counting = [], False
+    for groups, exponential in events:
+        if groups == "1":
+            found.append(0)
+        if exponential and counting:
+            found[-1] += 1
+        counting = groups == "1" or (counting and groups != "0")
+    return found
+
+
 def compile_for_h200(fn: Callable[..., Any], *args: Any) -> list[KernelReport]:
     """One report for each Mosaic kernel compiled for `jax.jit(fn)(*args)`."""
     with _environment(_PRINT | {"MOSAIC_GPU_CUDA_ROOT": _cuda_root()}), _printed() as output:

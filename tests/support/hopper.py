@@ -1,10 +1,13 @@
-"""Makes the library plan for an H200 on a machine without one."""
+"""Makes the library plan for an H200 on a machine without one, and take each of its variants."""
 
 import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
+from pallas_fa2 import plan
+from pallas_fa2.kernels import hopper
 from pallas_fa2.spec import Device
+from tests.contract.cases import Case
 
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 
@@ -15,3 +18,26 @@ def planned_for_h200(cores: int = H200.cores) -> Iterator[None]:
     device = H200._replace(cores=cores)
     with mock.patch("pallas_fa2.api.device_of", lambda array: device):
         yield
+
+
+def each_variant(cases: list[Case]) -> list[tuple[Case, plan.Tuned]]:
+    """Every case with every forward kernel that could run it."""
+    dims = hopper.HEAD_DIMS
+    return [
+        (case, tuned)
+        for case in cases
+        for tuned in plan.HOPPER_FORWARD
+        if tuned.config.head_dim
+        == next(d for d in dims if d >= max(case.head_dim, case.value_dim or 0))
+    ]
+
+
+@contextlib.contextmanager
+def planned_with(tuned: plan.Tuned) -> Iterator[None]:
+    """What is traced inside takes this forward kernel, however long it is."""
+    with mock.patch.object(plan, "HOPPER_FORWARD", (tuned._replace(longest_causal=None),)):
+        yield
+
+
+def name(value: Case | plan.Tuned) -> str:
+    return str(value) if isinstance(value, Case) else f"{value.config.warpgroups}wg"

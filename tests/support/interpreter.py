@@ -596,8 +596,9 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         return self._call(_commit_stores, token), []
 
     def _inline(self, eqn, token, values):
-        """What the library's inline code means, by the name of its function."""
-        out = INLINE[eqn.params["mgpu_fn"].__name__](*values)
+        """What the library's inline code means, by its name and the parameters after it."""
+        name, *parameters = eqn.params["mgpu_fn"].__name__.split()
+        out = INLINE[name](*values, *parameters)
         return token, [] if out is None else [out]
 
     def _check_use(self, eqn, token, accumulator, use):
@@ -631,17 +632,16 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
 
 # A warpgroup is one thread here: its four warps share their answers.
 INLINE: dict[str, Callable[..., Any]] = {
-    "_any_above": lambda tile, limit: jnp.any(tile > limit[:, None]).astype("int32"),
+    "any_above": lambda tile, limit: jnp.any(tile > float(limit)).astype("int32"),
+    "_any_infinite": lambda rows, _: jnp.any(~(rows < jnp.inf)).astype("int32"),
     "_pin": lambda _: None,
     "_turn_sync": lambda _: None,
     "_turn_arrive": lambda _: None,
-    "hide_columns <=": lambda s, bound: _hide(s, bound, jnp.less_equal),
-    "hide_columns >=": lambda s, bound: _hide(s, bound, jnp.greater_equal),
+    "hide_columns": lambda s, bound, keep: jnp.where(
+        KEEP[keep](jnp.arange(s.shape[1])[None], bound[:, None]), s, -jnp.inf
+    ),
 }
-
-
-def _hide(s, bound, keep):
-    return jnp.where(keep(jnp.arange(s.shape[1])[None], bound[:, None]), s, -jnp.inf)
+KEEP = {"<=": jnp.less_equal, ">=": jnp.greater_equal}
 
 
 _RULES = {
