@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
-from benchmarks import measure, record, report, rivals, run
+from benchmarks import measure, plot, record, report, rivals, run
 from benchmarks.rivals import Implementation
 from benchmarks.shapes import SHAPES, SWEEP, Shape
 
@@ -362,3 +362,39 @@ def test_the_report_says_who_was_refused_and_how_wrong_all_are(tmp_path, capsys)
     assert "over the allowed: ours 0.50, fa3 0.50, cudnn 0.50" in text
     for title in report.PARTS.values():
         assert f"\n{title}, TFLOP/s" in text
+
+
+def test_figures_have_a_panel_for_each_head_dim_and_mask(tmp_path, capsys):
+    names = ("ours", "fa3", "cudnn", "tokamax", "jla", "xla")
+    results = {
+        name: result(shape, **{n: 100.0 + i + shape.q_len / 100 for i, n in enumerate(names)})
+        for name, shape in SHAPES.items()
+    }
+    record.write(tmp_path / "some-gpu.json", of(**results))
+    out = tmp_path / "figures"
+    plot.main([str(tmp_path / "some-gpu.json"), "--out", str(out)])
+    assert sorted(p.name for p in out.iterdir()) == ["some-gpu-both.svg", "some-gpu-forward.svg"]
+    once = {p.name: p.read_bytes() for p in out.iterdir()}
+    plot.main([str(tmp_path / "some-gpu.json"), "--out", str(out)])
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == once
+    for data in once.values():
+        text = data.decode()
+        for head_dim in (64, 128, 256):
+            assert f"causal, head dim {head_dim}<" in text and f"full, head dim {head_dim}<" in text
+        for label in ("pallas_fa2", "FlashAttention-3", "XLA", "512", "16k", "Invented device"):
+            assert f"{label}" in text
+        assert "dc:date" not in text
+
+
+def test_what_has_no_speed_is_not_drawn():
+    found = plot.curves(SYNTHETIC["results"], "forward")
+    assert found == {
+        (True, 128): {
+            "ours": [(1024, 400.0), (8192, 600.0)],
+            "fa3": [(512, 500.0), (1024, 500.0)],
+            "cudnn": [(512, 100.0), (1024, 200.0), (8192, 480.0)],
+        }
+    }
+    assert len(plot.draw(SYNTHETIC, "forward").axes) == 1
+    with pytest.raises(ValueError, match="no shape"):
+        plot.draw(of(tiny=result(TINY, ours=1.0)), "forward")
