@@ -1,0 +1,148 @@
+"""Errors and speeds of implementations on one shape: nothing wrong gets a speed."""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_fa2 as fa
+from benchmarks.rivals import Implementation, mask_of
+from benchmarks.shapes import BOTH, Shape
+
+# FlashAttention's own rule: twice the error of dense attention in the same dtype.
+FACTOR = 2.0
+
+
+def inputs(shape: Shape, seed: int = 0) -> tuple[jax.Array, ...]:
+    """query, key, value and the cotangent of the output."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    sizes = (
+        (shape.q_len, shape.q_heads),
+        (shape.kv_len, shape.kv_heads),
+        (shape.kv_len, shape.kv_heads),
+        (shape.q_len, shape.q_heads),
+    )
+    return tuple(
+        jax.random.normal(key, (shape.batch, length, heads, shape.head_dim), jnp.bfloat16)
+        for key, (length, heads) in zip(keys, sizes, strict=True)
+    )
+
+
+def with_gradients(attention: Callable) -> Callable:
+    """(q, k, v, dout) -> out, dq, dk, dv."""
+
+    def run(q: Any, k: Any, v: Any, dout: Any) -> tuple:
+        out, pull = jax.vjp(attention, q, k, v)
+        return (out, *pull(dout))
+
+    return run
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def corners(x: jax.Array, shape: Shape) -> jax.Array:
+    """The heads of the first key head in the first batch entry, and of the last in the last.
+
+    Dense attention has room for so many, and a kernel that loses its way loses one of them.
+    """
+    heads = x.shape[2] // shape.kv_heads
+    return jnp.stack([x[0, :, :heads], x[-1, :, -heads:]])
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A shape with q, k, v, dout; out, dq, dk, dv in its corners; the error that each may have."""
+
+    shape: Shape
+    args: tuple[jax.Array, ...]
+    expected: tuple[jax.Array, ...]
+    allowed: list[float]
+
+
+def problem(shape: Shape) -> Problem:
+    """Random data, dense float32 attention, and what dense attention in bfloat16 allows."""
+    dense = functools.partial(fa.flash_attention, mask=mask_of(shape), implementation="reference")
+    run = jax.jit(with_gradients(dense))
+    args = inputs(shape)
+    cut = tuple(corners(x, shape) for x in args)
+    expected = run(*(x.astype(jnp.float32) for x in cut))
+    return Problem(shape, args, expected, [FACTOR * e for e in relative(run(*cut), expected)])
+
+
+def relative(results: tuple, expected: tuple) -> list[float]:
+    """Frobenius norms of the differences over those of the expected, as far as there are results."""
+    return [float(f"{e:.3g}") for e in _relative(results, expected[: len(results)])]
+
+
+@jax.jit
+def _relative(results: tuple, expected: tuple) -> list[jax.Array]:
+    norm = jnp.linalg.norm
+    pairs = zip(results, expected, strict=True)
+    return [norm(x.astype(jnp.float32) - y) / norm(y) for x, y in pairs]
+
+
+def milliseconds(fn: Callable, args: tuple, iterations: int) -> float:
+    """Median of the kernel time by CUPTI."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, times = profiler.measure(fn, iterations=iterations)(*args)
+    if times is None:
+        raise RuntimeError("no kernel ran")
+    return statistics.median(times)
+
+
+def speed(fn: Callable, args: tuple, flops: float, problem: Problem, iterations: int) -> dict:
+    """TFLOP/s of a function that returns a tuple, or the reason why there is none."""
+    try:
+        run = jax.jit(fn)
+        start = time.perf_counter()
+        results = jax.block_until_ready(run(*args))
+        first_call = time.perf_counter() - start
+        error = relative(tuple(corners(x, problem.shape) for x in results), problem.expected)
+        # Not `any(e > limit ...)`: NaN is above no limit.
+        if not all(e <= limit for e, limit in zip(error, problem.allowed, strict=False)):
+            return {"refused": "wrong result", "error": error}
+        ms = milliseconds(run, args, iterations)
+    except Exception as e:  # noqa: BLE001 - a rival without this shape must not end the run
+        # After a fault that killed the device this raises too: the run ends here, instead of blaming
+        # everybody else.
+        jax.block_until_ready(-args[0])
+        return {"refused": f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"}
+    return {
+        "tflops": float(f"{flops / ms * 1e-9:.4g}"),
+        "ms": float(f"{ms:.4g}"),
+        "first_call_s": round(first_call, 2),
+        "error": error,
+    }
+
+
+def row(attention: Callable, problem: Problem, iterations: int) -> dict[str, dict]:
+    """`speed` of the forward and, unless that is refused, of forward + backward."""
+    flops, args = problem.shape.forward_flops, problem.args
+    forward = speed(lambda *qkv: (attention(*qkv),), args[:3], flops, problem, iterations)
+    if "refused" in forward:
+        return {"forward": forward}
+    both = speed(with_gradients(attention), args, BOTH * flops, problem, iterations)
+    return {"forward": forward, "both": both}
+
+
+def measure(
+    shape: Shape, implementations: Mapping[str, Implementation], iterations: int
+) -> dict[str, Any]:
+    """A row for each implementation, the shape, and the errors allowed: of out, dq, dk, dv."""
+    given = problem(shape)
+    rows = {
+        name: row(functools.partial(implementation.attention, shape), given, iterations)
+        for name, implementation in implementations.items()
+    }
+    return {"shape": dataclasses.asdict(shape), "allowed": given.allowed, "rows": rows}
+
+
+def matmul(iterations: int, size: int = 8192) -> float:
+    """TFLOP/s of a product of square bfloat16 matrices of random data: the ceiling."""
+    a, b = jax.random.normal(jax.random.key(1), (2, size, size), jnp.bfloat16)
+    return 2 * size**3 / milliseconds(jax.jit(jnp.matmul), (a, b), iterations) * 1e-9

@@ -1,0 +1,129 @@
+"""Draws TFLOP/s against the length, a panel for each head dim with and without a causal mask.
+
+    python -m benchmarks.plot benchmarks/results/nvidia-h200.json    # docs/figures/nvidia-h200-*.svg
+
+One figure for the forward, one for forward + backward. The same file always gives the same bytes.
+"""
+
+import argparse
+import pathlib
+import statistics
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from benchmarks import record as records
+from benchmarks import report
+from benchmarks.shapes import SWEEP, Shape
+
+FIGURES = pathlib.Path(__file__).parent.parent / "docs" / "figures"
+LENGTHS = sorted({shape.q_len for shape in SWEEP.values()})
+INK = "#808080"  # text and lines that can be read on white and on black
+NAMES = {"ours": "pallas_fa2", "fa3": "FlashAttention-3", "cudnn": "cuDNN", "xla": "XLA"}
+COLORS = {"ours": "#e8590c", "fa3": "#3b8ed0", "cudnn": "#4fa04f", "tokamax": "#a678d0",
+          "jla": "#c2a02c", "xla": INK}  # fmt: skip
+MARKERS = {"ours": "o", "fa3": "s", "cudnn": "^", "tokamax": "D", "jla": "v", "xla": "x"}
+STYLE: Any = {
+    "svg.hashsalt": "pallas_fa2",
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def curves(results: dict[str, dict], part: str) -> dict[tuple[bool, int], dict[str, list]]:
+    """(causal, head dim) -> implementation -> [(T, TFLOP/s)], of the shapes of the sweep."""
+    panels: dict[tuple[bool, int], dict[str, list]] = {}
+    for name in SWEEP:
+        if name not in results:
+            continue
+        shape = Shape(**results[name]["shape"])
+        panel = panels.setdefault((shape.causal, shape.head_dim), {})
+        for who, row in results[name]["rows"].items():
+            if (speed := report.tflops(row, part)) is not None:
+                panel.setdefault(who, []).append((shape.q_len, speed))
+    return panels
+
+
+def draw(record: dict[str, Any], part: str) -> Figure:
+    panels = curves(record["results"], part)
+    if not panels:
+        raise ValueError("the results have no shape of `benchmarks.shapes.SWEEP` to draw")
+    rows = sorted({causal for causal, _ in panels}, reverse=True)
+    columns = sorted({head_dim for _, head_dim in panels})
+    ceiling = statistics.median(run["matmul"] for run in record["runs"])
+    figure = Figure(figsize=(9, 2.6 * len(rows) + 0.6), layout="constrained")
+    axes = figure.subplots(len(rows), len(columns), sharex=True, sharey=True, squeeze=False)
+    for i, causal in enumerate(rows):
+        for j, head_dim in enumerate(columns):
+            title = f"{'causal' if causal else 'full'}, head dim {head_dim}"
+            _panel(axes[i, j], title, panels.get((causal, head_dim), {}), ceiling)
+    for axis in axes[-1]:
+        axis.set_xlabel("tokens")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("TFLOP/s")
+    handles = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles),
+        frameon=False,
+    )  # fmt: skip
+    figure.suptitle(f"{record['setup']['device']}, bfloat16, {report.PARTS[part]}")
+    return figure
+
+
+def _panel(axis: Axes, title: str, lines: dict[str, list], ceiling: float) -> None:
+    axis.set_title(title, fontsize=9)
+    for who, points in lines.items():  # ours first: thick, with the thin ones over it
+        mine = who == "ours"
+        axis.plot(
+            *zip(*sorted(points), strict=True),
+            label=NAMES.get(who, who),
+            color=COLORS.get(who, INK),
+            marker=MARKERS.get(who, "."),
+            markersize=6 if mine else 3,
+            linewidth=3 if mine else 1.1,
+        )
+    axis.axhline(ceiling, color=INK, linestyle=":", linewidth=1, label="8192³ matrix product")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(LENGTHS)
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(_tokens))
+    axis.set_ylim(bottom=0)
+    axis.grid(color=INK, alpha=0.25, linewidth=0.6)
+
+
+def _tokens(length: float, _: Any) -> str:
+    return f"{length:.0f}" if length < 1024 else f"{length / 1024:.0f}k"
+
+
+def save(record: dict[str, Any], stem: str, folder: pathlib.Path) -> list[pathlib.Path]:
+    """Writes `<stem>-forward.svg` and `<stem>-both.svg`, with no background and no date."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    with matplotlib.rc_context(STYLE):
+        for part in ("forward", "both"):
+            paths.append(folder / f"{stem}-{part}.svg")
+            draw(record, part).savefig(paths[-1], transparent=True, metadata={"Date": None})
+    return paths
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=pathlib.Path, help="results of benchmarks.run")
+    parser.add_argument("--out", type=pathlib.Path, default=FIGURES, help="a folder")
+    args = parser.parse_args(argv)
+    for path in save(records.load(args.file), args.file.stem, args.out):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What a file of results says: TFLOP/s, the ratio of ours to the best rival, and their means.
+
+python -m benchmarks.report benchmarks/results/nvidia-h200.json
+"""
+
+import argparse
+import math
+import pathlib
+import statistics
+from typing import Any
+
+from benchmarks import record as records
+from benchmarks.shapes import BOTH
+
+PARTS = {"forward": "forward", "both": "forward + backward", "backward": "backward (difference)"}
+SHORT = 2048
+
+
+def tflops(row: dict[str, dict], part: str) -> float | None:
+    """Of one implementation, None where it was refused."""
+    if part != "backward":
+        return row.get(part, {}).get("tflops")
+    forward, both = tflops(row, "forward"), tflops(row, "both")
+    if forward is None or both is None:
+        return None
+    time = BOTH / both - 1 / forward  # for as much work as the forward's
+    return (BOTH - 1) / time if time > 0 else None
+
+
+def ratio(rows: dict[str, dict], part: str) -> float | None:
+    """Ours over the best rival, None without either."""
+    speeds = {name: tflops(row, part) for name, row in rows.items()}
+    ours = speeds.pop("ours", None)
+    best = max((x for x in speeds.values() if x is not None), default=None)
+    return None if ours is None or best is None else ours / best
+
+
+def summary(results: dict[str, dict], part: str) -> str:
+    """Geometric means over all shapes and over the short ones, and the least ratio."""
+    ratios = {name: ratio(result["rows"], part) for name, result in results.items()}
+    known = {name: x for name, x in ratios.items() if x is not None}
+    if not known:
+        return "no shape has both ours and a rival"
+    short = [
+        x
+        for name, x in known.items()
+        if max(results[name]["shape"]["q_len"], results[name]["shape"]["kv_len"]) <= SHORT
+    ]
+    least = min(known, key=lambda name: known[name])
+    parts = [f"geometric mean {geometric_mean(known.values()):.3f} over {len(known)} shapes"]
+    if short:
+        parts.append(f"{geometric_mean(short):.3f} over the {len(short)} up to {SHORT} tokens")
+    parts.append(f"least {known[least]:.3f} ({least})")
+    if missing := len(ratios) - len(known):
+        parts.append(f"{missing} without a ratio")
+    return ", ".join(parts)
+
+
+def geometric_mean(values: Any) -> float:
+    return math.exp(statistics.fmean(math.log(x) for x in values))
+
+
+def table(results: dict[str, dict], part: str) -> str:
+    """A Markdown table."""
+    names = list(dict.fromkeys(name for result in results.values() for name in result["rows"]))
+    lines = [
+        f"| shape | {' | '.join(names)} | ours / best rival |",
+        "|---" * (len(names) + 2) + "|",
+    ]
+    for shape, result in results.items():
+        speeds = [tflops(result["rows"].get(name, {}), part) for name in names]
+        cells = ["-" if x is None else f"{x:.0f}" for x in speeds]
+        r = ratio(result["rows"], part)
+        lines.append(f"| {shape} | {' | '.join(cells)} | {'-' if r is None else f'{r:.2f}'} |")
+    return "\n".join(lines)
+
+
+def refusals(results: dict[str, dict]) -> list[str]:
+    """Who has no speed, on which shapes, and why."""
+    shapes: dict[str, list[str]] = {}
+    for shape, result in results.items():
+        for name, row in result["rows"].items():
+            for part, found in row.items():
+                if "refused" in found:
+                    error = f" {found['error']}" if "error" in found else ""
+                    why = f"{name}, {PARTS[part]}: {found['refused']}{error}"
+                    shapes.setdefault(why, []).append(shape)
+    return [f"{why} ({', '.join(where)})" for why, where in shapes.items()]
+
+
+def worst_errors(results: dict[str, dict]) -> dict[str, float]:
+    """The largest error of each implementation that has a speed, as a share of what is allowed."""
+    worst: dict[str, float] = {}
+    for result in results.values():
+        for name, row in result["rows"].items():
+            for found in row.values():
+                if "tflops" in found:
+                    for e, limit in zip(found["error"], result["allowed"], strict=False):
+                        worst[name] = max(worst.get(name, 0.0), e / limit)
+    return worst
+
+
+def report(record: dict[str, Any]) -> str:
+    results = record["results"]
+    lines = [", ".join(f"{name} {value}" for name, value in record["setup"].items())]
+    lines += [
+        f"{run['date']}, {run['commit']}: {len(run['shapes'])} shapes, 8192³ matrix product "
+        f"{run['matmul']:.0f} TFLOP/s"
+        for run in record["runs"]
+    ]
+    for part, title in PARTS.items():
+        lines += [f"\n{title}, TFLOP/s: {summary(results, part)}\n", table(results, part)]
+    shares = ", ".join(f"{name} {share:.2f}" for name, share in worst_errors(results).items())
+    lines += [f"\nlargest error over the allowed: {shares}"]
+    if refused := refusals(results):
+        lines += ["\nwithout a speed:", *(f"- {line}" for line in refused)]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=pathlib.Path)
+    print(report(records.load(parser.parse_args(argv).file)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+"""The benchmark without a GPU: what counts as right, what is kept of a run, what is made of it."""
+
+import dataclasses
+import json
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_fa2 as fa
+from benchmarks import measure, plot, record, report, rivals, run
+from benchmarks.rivals import Implementation
+from benchmarks.shapes import SHAPES, SWEEP, Shape
+
+TINY = Shape(2, 24, 24, 4, 2, 16, True)
+PREFILL = Shape(1, 8, 24, 2, 1, 16, True)
+
+
+@pytest.mark.parametrize("t, s", [(16, 16), (5, 16), (16, 5), (1, 16)])
+def test_flops_count_the_pairs_that_see_each_other(t, s):
+    """As an area: half a pair less for each query on the diagonal."""
+    seen = sum(j <= i + s - t for i in range(t) for j in range(s))
+    shape = Shape(2, t, s, 3, 1, 8, True)
+    assert shape.forward_flops == 4 * 2 * 3 * 8 * (seen - min(t, s) / 2)
+    full = dataclasses.replace(shape, causal=False)
+    assert full.forward_flops == 4 * 2 * 3 * 8 * t * s
+
+
+def test_the_sweep_is_that_of_the_papers():
+    assert len(SWEEP) == 36
+    for name, shape in SWEEP.items():
+        assert shape.batch * shape.q_len == 16384 and shape.q_heads * shape.head_dim == 2048
+        assert name == f"d{shape.head_dim}_s{shape.kv_len}_{'c' if shape.causal else 'f'}"
+    square = SWEEP["d128_s8192_c"]
+    assert square.forward_flops == 4 * 2 * 8192**2 * 2048 / 2
+
+
+def test_shapes_off_the_sweep():
+    rest = [shape for name, shape in SHAPES.items() if name not in SWEEP]
+    assert {3000, 4097} <= {shape.q_len for shape in rest}
+    assert any(shape.kv_heads == 1 for shape in rest) and any(s.head_dim == 96 for s in rest)
+    assert {s.causal for s in rest if s.q_len != s.kv_len} == {True, False}
+
+
+def attend(implementation):
+    """(shape, q, k, v) -> out on a CPU."""
+
+    def run(shape, q, k, v):
+        mask = rivals.mask_of(shape)
+        return fa.flash_attention(q, k, v, mask=mask, implementation=implementation)
+
+    return run
+
+
+def test_each_rival_is_called_as_its_authors_mean_it(monkeypatch):
+    calls = {}
+
+    def fake(name, path, attribute):
+        def attention(q, k, v, **options):
+            calls[name] = options
+            return q
+
+        monkeypatch.setitem(sys.modules, path, types.SimpleNamespace(**{attribute: attention}))
+
+    fake("fa3", "dew_flash_attn", "flash_mha")
+    fake("tokamax", "tokamax", "dot_product_attention")
+    fake("jla", "jla.ops.mosaic_gpu.attention", "flash_attention")
+    mosaic = types.SimpleNamespace(attention=sys.modules["jla.ops.mosaic_gpu.attention"])
+    for name, module in {"jla": mosaic, "jla.ops": mosaic, "jla.ops.mosaic_gpu": mosaic}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    q = k = v = jnp.zeros(1)
+    for name in ("fa3", "tokamax", "jla"):
+        rivals.IMPLEMENTATIONS[name].attention(TINY, q, k, v)
+    assert calls == {
+        "fa3": {"is_causal": True},
+        "tokamax": {"is_causal": True, "implementation": "mosaic"},
+        "jla": {"backward": "fused"},
+    }
+    with pytest.raises(NotImplementedError, match="causal only"):
+        rivals.jla(dataclasses.replace(TINY, causal=False), q, k, v)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "tokamax", "xla"])
+def test_another_alignment_is_refused(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokamax", types.ModuleType("tokamax"))
+    q = k = v = jnp.zeros(1)
+    with pytest.raises(NotImplementedError, match="first key"):
+        rivals.IMPLEMENTATIONS[name].attention(PREFILL, q, k, v)
+
+
+def test_dense_scores_have_a_limit():
+    q = k = v = jnp.zeros(1)
+    with pytest.raises(NotImplementedError, match="34 GB"):
+        rivals.xla(SHAPES["d64_s16384_c"], q, k, v)
+
+
+def test_ours_is_aligned_to_the_last_key_where_that_matters():
+    assert rivals.mask_of(dataclasses.replace(TINY, causal=False)) is None
+    aligned = [rivals.mask_of(shape) for shape in (TINY, PREFILL)]
+    assert [mask.align for mask in aligned] == ["start", "end"]
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """Implementations that a CPU runs, and a clock that needs no GPU."""
+    implementations = {
+        "ours": Implementation(attend("blockwise"), "pallas_fa2", "jax"),
+        "dense": Implementation(attend("reference"), "jax", "jax"),
+        "absent": Implementation(attend("reference"), "no_such_module", "no-such-package"),
+    }
+    monkeypatch.setattr(rivals, "IMPLEMENTATIONS", implementations)
+    monkeypatch.setattr(measure, "milliseconds", lambda fn, args, n: 0.5 * len(args))
+    monkeypatch.setattr(measure, "matmul", lambda n: 800.0)
+    monkeypatch.setattr(run, "SHAPES", {"tiny": TINY, "prefill": PREFILL})
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return measure.problem(PREFILL)
+
+
+def test_a_run_on_a_cpu(cpu, tmp_path, capsys):
+    path = tmp_path / "made by the run" / "cpu.json"
+    run.main(["--json", str(path), "--shapes", "tiny", "--commit", "abc"])
+    output = capsys.readouterr()
+    assert "without absent: ModuleNotFoundError" in output.err
+    kept = record.load(path)
+    assert kept["setup"]["implementations"] == {"ours": fa.__version__, "dense": jax.__version__}
+    assert kept["runs"][0]["commit"] == "abc" and kept["runs"][0]["matmul"] == 800.0
+    assert kept["runs"][0]["shapes"] == list(kept["results"]) == ["tiny"]
+    result = kept["results"]["tiny"]
+    assert Shape(**result["shape"]) == TINY
+    assert len(result["allowed"]) == 4 and all(1e-3 < e < 2e-2 for e in result["allowed"])
+    flops = TINY.forward_flops
+    for row in result["rows"].values():
+        forward, both = row["forward"], row["both"]
+        assert forward["ms"] == 1.5 and both["ms"] == 2.0
+        assert len(forward["error"]) == 1 and len(both["error"]) == 4
+        assert forward["tflops"] == pytest.approx(flops / 1.5e-3 * 1e-12, rel=1e-3)
+        assert both["tflops"] == pytest.approx(3.5 * flops / 2e-3 * 1e-12, rel=1e-3)
+    assert "| tiny | 0 | 0 | 1.00 |" in output.out
+
+
+def wrong_out(q, k, v):
+    return 1.02 * attend("reference")(PREFILL, q, k, v)
+
+
+def not_a_number(q, k, v):
+    return jnp.full_like(q, float("nan"))
+
+
+def wrong_in_the_last_head(q, k, v):
+    out = attend("reference")(PREFILL, q, k, v)
+    return out.at[-1, :, -1].set(0)
+
+
+@pytest.mark.parametrize("attention", [wrong_out, not_a_number, wrong_in_the_last_head])
+def test_a_wrong_result_gets_no_speed(cpu, problem, attention):
+    row = measure.row(attention, problem, 10)
+    assert set(row) == {"forward"}
+    assert row["forward"]["refused"] == "wrong result" and len(row["forward"]["error"]) == 1
+    assert "tflops" not in row["forward"]
+
+
+def test_a_wrong_gradient_leaves_the_forward_its_speed(cpu, problem):
+    @jax.custom_vjp
+    def attention(q, k, v):
+        return attend("reference")(PREFILL, q, k, v)
+
+    def forward(q, k, v):
+        return jax.vjp(lambda *x: attend("reference")(PREFILL, *x), q, k, v)
+
+    def backward(pull, dout):
+        dq, dk, dv = pull(dout)
+        return dq, 1.02 * dk, dv
+
+    attention.defvjp(forward, backward)
+    row = measure.row(attention, problem, 10)
+    assert "tflops" in row["forward"]
+    assert row["both"]["refused"] == "wrong result"
+    assert [e > limit for e, limit in zip(row["both"]["error"], problem.allowed, strict=True)] == [
+        False, False, True, False,
+    ]  # fmt: skip
+
+
+def test_a_failing_rival_does_not_end_the_run(cpu, problem):
+    def broken(q, k, v):
+        raise NotImplementedError("not\n  this shape")
+
+    expected = {"forward": {"refused": "NotImplementedError: not this shape"}}
+    assert measure.row(broken, problem, 10) == expected
+
+
+def test_a_dead_device_ends_the_run(cpu, problem):
+    dead = [x.copy() for x in problem.args]
+    for x in dead:
+        x.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        measure.row(wrong_out, dataclasses.replace(problem, args=tuple(dead)), 10)
+
+
+def test_corners_are_of_the_first_and_the_last_key_head():
+    shape = Shape(3, 2, 2, 4, 2, 1, False)
+    x = jnp.arange(3.0 * 2 * 4).reshape(3, 2, 4, 1)
+    found = measure.corners(x, shape)
+    assert found.shape == (2, 2, 2, 1)
+    assert found[0, 0, :, 0].tolist() == [0, 1] and found[1, 1, :, 0].tolist() == [22, 23]
+
+
+def part(tflops, errors=1):
+    return {"tflops": tflops, "ms": 1.0, "first_call_s": 1.0, "error": [2e-3] * errors}
+
+
+def row(tflops):
+    return {"forward": part(tflops), "both": part(0.8 * tflops, 4)}
+
+
+def result(shape, **speeds):
+    """As `measure.measure` returns; a speed of None is refused."""
+    refused = {"forward": {"refused": "NotImplementedError: no"}}
+    rows = {name: refused if x is None else row(x) for name, x in speeds.items()}
+    return {"shape": dataclasses.asdict(shape), "allowed": [4e-3] * 4, "rows": rows}
+
+
+@pytest.fixture
+def measured(cpu, monkeypatch):
+    """The shapes that were measured; one that is among `fatal` ends the process instead."""
+    seen = types.SimpleNamespace(shapes=[], fatal=None)
+
+    def fake(shape, implementations, iterations):
+        if shape == seen.fatal:
+            raise KeyboardInterrupt
+        seen.shapes.append(shape)
+        return result(shape, ours=500.0, dense=400.0)
+
+    monkeypatch.setattr(measure, "measure", fake)
+    return seen
+
+
+def test_results_are_written_after_every_shape_and_resumed(measured, tmp_path):
+    path, more = tmp_path / "cut.json", tmp_path / "more.json"
+    measured.fatal = PREFILL
+    with pytest.raises(KeyboardInterrupt):
+        run.main(["--json", str(path)])
+    assert list(record.load(path)["results"]) == ["tiny"]
+    measured.fatal = None
+    run.main(["--resume", str(path), "--json", str(more)])
+    assert measured.shapes == [TINY, PREFILL]
+    kept = record.load(more)
+    assert list(kept["results"]) == ["tiny", "prefill"]
+    assert [r["shapes"] for r in kept["runs"]] == [["tiny"], ["prefill"]]
+    assert list(record.load(path)["results"]) == ["tiny"]
+    run.main(["--resume", str(path)])
+    assert list(record.load(path)["results"]) == ["tiny", "prefill"]
+    run.main(["--resume", str(path)])  # nothing is missing
+    assert len(measured.shapes) == 3 and len(record.load(path)["runs"]) == 2
+
+
+@pytest.mark.parametrize("what", ["device", "sources", "iterations", "implementations"])
+def test_results_of_something_else_are_not_added_to(measured, tmp_path, what):
+    path = tmp_path / "other.json"
+    run.main(["--json", str(path), "--shapes", "tiny"])
+    kept = record.load(path)
+    kept["setup"][what] = "another"
+    record.write(path, kept)
+    with pytest.raises(ValueError, match=f"`{what}` .*another"):
+        run.main(["--resume", str(path)])
+    assert record.load(path) == kept
+
+
+def test_a_budget_ends_the_run_early(measured, tmp_path, capsys):
+    path = tmp_path / "some.json"
+    run.main(["--json", str(path), "--budget", "-1"])
+    assert measured.shapes == [] and not path.exists()
+    assert "for want of time: tiny, prefill" in capsys.readouterr().out
+    run.main(["--json", str(path), "--budget", "100"])
+    assert len(measured.shapes) == 2
+
+
+def test_only_a_full_run_has_a_default_file(measured, tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    run.main(["--shapes", "tiny"])
+    run.main(["--rivals", "dense"])
+    assert list(tmp_path.iterdir()) == []
+    run.main([])
+    assert [path.name for path in tmp_path.iterdir()] == ["cpu.json"]
+    assert record.default_path("NVIDIA H100 80GB HBM3").name == "nvidia-h100-80gb-hbm3.json"
+
+
+def test_unknown_names_are_refused(cpu, capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--shapes", "tiny,huge"])
+    assert "['huge'] not among ['tiny', 'prefill']" in capsys.readouterr().err
+
+
+def test_a_row_is_a_line_of_the_file(tmp_path):
+    kept = {"results": {"tiny": result(TINY, ours=1.0, dense=None)}, "odd": 'a "{" and [ ] }'}
+    record.write(tmp_path / "x.json", kept)
+    assert record.load(tmp_path / "x.json") == kept
+    lines = [line.strip(" ,") for line in (tmp_path / "x.json").read_text().splitlines()]
+    forward, both = (line for line in lines if '"tflops"' in line)
+    assert json.loads(f"{{{forward}}}") == {"forward": part(1.0)}
+    assert json.loads(f"{{{both}}}") == {"both": part(0.8, 4)}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_the_digest_is_of_the_sources(tmp_path, monkeypatch):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("a = 1\n")
+    monkeypatch.setattr(fa, "__file__", str(package / "__init__.py"))
+    one = record.sources()
+    assert record.sources() == one
+    (package / "__init__.py").write_text("a = 2\n")
+    assert record.sources() != one
+
+
+def of(**results):
+    setup = {"device": "Invented device", "driver": "1.0"}
+    runs = [{"date": "2000-01-01", "commit": "abc", "matmul": 800.0, "shapes": list(results)}]
+    return {"setup": setup, "runs": runs, "results": results}
+
+
+SYNTHETIC = of(
+    d128_s1024_c=result(SHAPES["d128_s1024_c"], ours=400.0, fa3=500.0, cudnn=200.0),
+    d128_s8192_c=result(SHAPES["d128_s8192_c"], ours=600.0, fa3=None, cudnn=480.0),
+    d128_q2048_k8192_f=result(SHAPES["d128_q2048_k8192_f"], ours=500.0, fa3=500.0, cudnn=100.0),
+    d128_s512_c=result(SHAPES["d128_s512_c"], ours=None, fa3=500.0, cudnn=100.0),
+)
+
+
+def test_ratios_are_to_the_best_rival():
+    rows = [result["rows"] for result in SYNTHETIC["results"].values()]
+    assert [report.ratio(r, "forward") for r in rows] == [0.8, 1.25, 1.0, None]
+    assert report.ratio({"ours": row(1.0)}, "forward") is None
+
+
+def test_the_backward_is_the_difference():
+    found = report.tflops({"forward": part(2.0 / 3), "both": part(7.0 / 10, 4)}, "backward")
+    assert found == pytest.approx(5.0 / 7)  # two operations in 3 s, seven in 10: five in 7
+    assert report.tflops({"forward": part(1.0)}, "backward") is None
+
+
+def test_means_and_least_ratio():
+    text = report.summary(SYNTHETIC["results"], "both")
+    assert "geometric mean 1.000 over 3 shapes" in text
+    assert "0.800 over the 1 up to 2048 tokens" in text  # 2048 queries with 8192 keys are not short
+    assert "least 0.800 (d128_s1024_c)" in text and "1 without a ratio" in text
+    assert "no shape" in report.summary({"x": result(TINY, ours=1.0)}, "forward")
+
+
+def test_the_report_says_who_was_refused_and_how_wrong_all_are(tmp_path, capsys):
+    record.write(tmp_path / "x.json", SYNTHETIC)
+    report.main([str(tmp_path / "x.json")])
+    text = capsys.readouterr().out
+    assert "Invented device" in text and "2000-01-01, abc: 4 shapes" in text
+    assert "| shape | ours | fa3 | cudnn | ours / best rival |" in text
+    assert "| d128_s8192_c | 600 | - | 480 | 1.25 |" in text
+    assert "- fa3, forward: NotImplementedError: no (d128_s8192_c)" in text
+    assert "over the allowed: ours 0.50, fa3 0.50, cudnn 0.50" in text
+    for title in report.PARTS.values():
+        assert f"\n{title}, TFLOP/s" in text
+
+
+def test_figures_have_a_panel_for_each_head_dim_and_mask(tmp_path, capsys):
+    names = ("ours", "fa3", "cudnn", "tokamax", "jla", "xla")
+    results = {
+        name: result(shape, **{n: 100.0 + i + shape.q_len / 100 for i, n in enumerate(names)})
+        for name, shape in SHAPES.items()
+    }
+    record.write(tmp_path / "some-gpu.json", of(**results))
+    out = tmp_path / "figures"
+    plot.main([str(tmp_path / "some-gpu.json"), "--out", str(out)])
+    assert sorted(p.name for p in out.iterdir()) == ["some-gpu-both.svg", "some-gpu-forward.svg"]
+    once = {p.name: p.read_bytes() for p in out.iterdir()}
+    plot.main([str(tmp_path / "some-gpu.json"), "--out", str(out)])
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == once
+    for data in once.values():
+        text = data.decode()
+        for head_dim in (64, 128, 256):
+            assert f"causal, head dim {head_dim}<" in text and f"full, head dim {head_dim}<" in text
+        for label in ("pallas_fa2", "FlashAttention-3", "XLA", "512", "16k", "Invented device"):
+            assert f"{label}" in text
+        assert "dc:date" not in text
+
+
+def test_what_has_no_speed_is_not_drawn():
+    found = plot.curves(SYNTHETIC["results"], "forward")
+    assert found == {
+        (True, 128): {
+            "ours": [(1024, 400.0), (8192, 600.0)],
+            "fa3": [(512, 500.0), (1024, 500.0)],
+            "cudnn": [(512, 100.0), (1024, 200.0), (8192, 480.0)],
+        }
+    }
+    assert len(plot.draw(SYNTHETIC, "forward").axes) == 1
+    with pytest.raises(ValueError, match="no shape"):
+        plot.draw(of(tiny=result(TINY, ours=1.0)), "forward")
