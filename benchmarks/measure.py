@@ -120,23 +120,26 @@ def speed(fn: Callable, args: tuple, flops: float, problem: Problem, iterations:
     }
 
 
-def row(attention: Callable, problem: Problem, iterations: int) -> dict[str, dict]:
-    """`speed` of the forward and, unless that is refused, of forward + backward."""
+def row(attention: Callable, problem: Problem, iterations: int, backward: bool) -> dict[str, dict]:
+    """`speed` of the forward and, if wanted and unless that is refused, of forward + backward."""
     flops, args = problem.shape.forward_flops, problem.args
     forward = speed(lambda *qkv: (attention(*qkv),), args[:3], flops, problem, iterations)
-    if "refused" in forward:
+    if "refused" in forward or not backward:
         return {"forward": forward}
     both = speed(with_gradients(attention), args, BOTH * flops, problem, iterations)
     return {"forward": forward, "both": both}
 
 
 def measure(
-    shape: Shape, implementations: Mapping[str, Implementation], iterations: int
+    shape: Shape,
+    implementations: Mapping[str, Implementation],
+    iterations: int,
+    backward: bool = True,
 ) -> dict[str, Any]:
     """A row for each implementation, the shape, and the errors allowed: of out, dq, dk, dv."""
     given = problem(shape)
     rows = {
-        name: row(functools.partial(implementation.attention, shape), given, iterations)
+        name: row(functools.partial(implementation.attention, shape), given, iterations, backward)
         for name, implementation in implementations.items()
     }
     return {"shape": dataclasses.asdict(shape), "allowed": given.allowed, "rows": rows}

@@ -34,6 +34,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--rivals", type=_names(rivals.IMPLEMENTATIONS), help="some of benchmarks/rivals.py"
     )
     parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--forward-only", action="store_true", help="no gradients")
     parser.add_argument("--budget", type=float, help="seconds after which no shape is started")
     parser.add_argument(
         "--json", type=pathlib.Path, help="where results go, instead of the default"
@@ -70,7 +71,9 @@ def fill(
     for name in tqdm(todo, disable=None):
         if args.budget is not None and time.monotonic() - started > args.budget:
             break
-        result = measure.measure(SHAPES[name], implementations, args.iterations)
+        result = measure.measure(
+            SHAPES[name], implementations, args.iterations, not args.forward_only
+        )
         found["results"][name] = result
         run["shapes"].append(name)
         if path:

@@ -21,14 +21,14 @@ class Tuned(NamedTuple):
     config: Any
     longest_causal: int | None = None  # causal calls of up to so many queries; None: all calls
 
-    def serves(self, spec: Spec, head_dim: int) -> bool:
-        if self.config.head_dim != head_dim:
+    def serves(self, spec: Spec) -> bool:
+        if self.config.head_dim < max(spec.head_dim, spec.value_dim):
             return False
         limit = self.longest_causal
         return limit is None or (spec.causal is not None and spec.q_len <= limit)
 
 
-# The first that serves a call, as measured on an H200 (docs/performance.md). Registers of a CTA:
+# By head dim; the first that serves a call, as measured on an H200 (docs/performance.md). Registers:
 # 128 * (2 * 240 + 24) or 128 * (3 * 160 + 32) of 65,536. At H = 64 three warpgroups are 10 to 20 %
 # faster than two, unless most of their larger tiles lies beyond the diagonal; at H = 256 an
 # accumulator of 64 rows takes 128 registers of each thread, which leaves room for 64 keys.
@@ -38,6 +38,11 @@ HOPPER_FORWARD = (
         longest_causal=1024,
     ),
     Tuned(hopper_forward.Config(64, 3, block_kv=128, stages=2, registers=(160, 32))),
+    Tuned(
+        hopper_forward.Config(
+            96, 2, block_kv=128, stages=2, registers=(240, 24), q_in_registers=True
+        )
+    ),
     Tuned(
         hopper_forward.Config(
             128, 2, block_kv=128, stages=2, registers=(240, 24), q_in_registers=True
@@ -83,10 +88,9 @@ def make_plan(spec: Spec, device: Device, implementation: str | None = None) -> 
 
 def _configure(name: str, spec: Spec, device: Device, passed_over: tuple) -> Plan:
     if name == "hopper":
-        dim = hopper.kernel_dim(spec)
-        tuned = next(t for t in HOPPER_FORWARD if t.serves(spec, dim))
+        tuned = next(t for t in HOPPER_FORWARD if t.serves(spec))
         forward = dataclasses.replace(tuned.config, ctas=device.cores)
-        backward = hopper_backward.Config(dim)
+        backward = hopper_backward.Config(hopper.kernel_dim(spec))
     elif name == "blockwise":
         forward = backward = block_sizes(spec)
     else:

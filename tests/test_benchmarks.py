@@ -1,6 +1,7 @@
 """The benchmark without a GPU: what counts as right, what is kept of a run, what is made of it."""
 
 import dataclasses
+import functools
 import json
 import sys
 import types
@@ -158,7 +159,7 @@ def wrong_in_the_last_head(q, k, v):
 
 @pytest.mark.parametrize("attention", [wrong_out, not_a_number, wrong_in_the_last_head])
 def test_a_wrong_result_gets_no_speed(cpu, problem, attention):
-    row = measure.row(attention, problem, 10)
+    row = measure.row(attention, problem, 10, backward=True)
     assert set(row) == {"forward"}
     assert row["forward"]["refused"] == "wrong result" and len(row["forward"]["error"]) == 1
     assert "tflops" not in row["forward"]
@@ -177,7 +178,7 @@ def test_a_wrong_gradient_leaves_the_forward_its_speed(cpu, problem):
         return dq, 1.02 * dk, dv
 
     attention.defvjp(forward, backward)
-    row = measure.row(attention, problem, 10)
+    row = measure.row(attention, problem, 10, backward=True)
     assert "tflops" in row["forward"]
     assert row["both"]["refused"] == "wrong result"
     assert [e > limit for e, limit in zip(row["both"]["error"], problem.allowed, strict=True)] == [
@@ -190,7 +191,7 @@ def test_a_failing_rival_does_not_end_the_run(cpu, problem):
         raise NotImplementedError("not\n  this shape")
 
     expected = {"forward": {"refused": "NotImplementedError: not this shape"}}
-    assert measure.row(broken, problem, 10) == expected
+    assert measure.row(broken, problem, 10, backward=True) == expected
 
 
 def test_a_dead_device_ends_the_run(cpu, problem):
@@ -198,7 +199,7 @@ def test_a_dead_device_ends_the_run(cpu, problem):
     for x in dead:
         x.delete()
     with pytest.raises(RuntimeError, match="deleted"):
-        measure.row(wrong_out, dataclasses.replace(problem, args=tuple(dead)), 10)
+        measure.row(wrong_out, dataclasses.replace(problem, args=tuple(dead)), 10, True)
 
 
 def test_corners_are_of_the_first_and_the_last_key_head():
@@ -229,7 +230,7 @@ def measured(cpu, monkeypatch):
     """The shapes that were measured; one that is among `fatal` ends the process instead."""
     seen = types.SimpleNamespace(shapes=[], fatal=None)
 
-    def fake(shape, implementations, iterations):
+    def fake(shape, implementations, iterations, backward):
         if shape == seen.fatal:
             raise KeyboardInterrupt
         seen.shapes.append(shape)
@@ -398,3 +399,9 @@ def test_what_has_no_speed_is_not_drawn():
     assert len(plot.draw(SYNTHETIC, "forward").axes) == 1
     with pytest.raises(ValueError, match="no shape"):
         plot.draw(of(tiny=result(TINY, ours=1.0)), "forward")
+
+
+def test_the_forward_alone(cpu, problem):
+    assert set(
+        measure.row(functools.partial(attend("reference"), PREFILL), problem, 10, False)
+    ) == {"forward"}

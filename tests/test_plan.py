@@ -144,11 +144,14 @@ def test_plans_are_hashable_and_equal_for_equal_calls():
     assert first == second and hash(first) == hash(second)
 
 
-@pytest.mark.parametrize("dim, kernel", [(8, 64), (64, 64), (72, 128), (128, 128), (136, 256)])
+@pytest.mark.parametrize(
+    "dim, forward, backward",
+    [(8, 64, 64), (64, 64, 64), (72, 96, 128), (104, 128, 128), (128, 128, 128), (136, 256, 256)],
+)
 @pytest.mark.parametrize("of_values", [False, True], ids=["H", "Hv"])
-def test_the_hopper_kernel_is_the_next_size_up(dim, kernel, of_values):
+def test_the_hopper_kernels_are_the_next_size_up(dim, forward, backward, of_values):
     plan = make_plan(spec(dims=(8, dim) if of_values else (dim, 8)), H200)
-    assert plan.forward.head_dim == plan.backward.head_dim == kernel
+    assert (plan.forward.head_dim, plan.backward.head_dim) == (forward, backward)
 
 
 @pytest.mark.parametrize("batch, heads", [(1, 1), (2, 8), (64, 32), (4096, 64), (0, 4)])

@@ -48,7 +48,7 @@ def refuses(spec: Spec, device: Device) -> str | None:
 
 
 def kernel_dim(spec: Spec) -> int:
-    """The head dim of the kernel: the next size up for queries, keys and values alike."""
+    """The head dim of the backward kernel: the next size up for queries, keys and values alike."""
     return next(d for d in HEAD_DIMS if d >= max(spec.head_dim, spec.value_dim))
 
 

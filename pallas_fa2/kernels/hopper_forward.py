@@ -45,7 +45,7 @@ OUT_COLUMNS = 128
 class Config:
     """Tile sizes and schedule of one forward kernel."""
 
-    head_dim: int  # of queries, keys and values: 64, 128 or 256
+    head_dim: int  # of queries, keys and values: 64, 96, 128 or 256
     warpgroups: int  # that multiply; each owns 64 query rows
     block_kv: int
     stages: int

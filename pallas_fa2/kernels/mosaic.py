@@ -25,7 +25,6 @@ ROWS = TILE.reduce(1)  # one value a row
 COLUMNS = TILE.reduce(0)  # one value a column
 
 ROWS_PER_WARPGROUP = 64  # the M of every WGMMA instruction
-SWIZZLE_BYTES = 128
 SHARED_MEMORY_BYTES = 232_448  # of one CTA on sm_90
 # Of PTX's 16 named barriers, Mosaic has 0 and one for each of up to four warpgroups.
 FIRST_TURN = 5
@@ -80,11 +79,15 @@ def minimum(a: Any, b: int) -> Any:
 
 
 def operand(*shape: int, dtype: Any) -> Any:
-    """Shared memory that TMA fills and WGMMA reads: 8 x 128-byte tiles, swizzled over 128 bytes."""
-    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+    """Shared memory that TMA fills and WGMMA reads: tiles of 8 rows, swizzled over 128 bytes.
+
+    Over 64 bytes where rows are no multiple of 128 (H = 96).
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = 128 if shape[-1] * itemsize % 128 == 0 else 64
     transforms = (
-        plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(SWIZZLE_BYTES),  # pyright: ignore[reportAbstractUsage]
+        plgpu.TilingTransform((8, swizzle // itemsize)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
     )
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from unittest import mock
 
 from pallas_fa2 import plan
-from pallas_fa2.kernels import hopper
 from pallas_fa2.spec import Device
 from tests.contract.cases import Case
 
@@ -21,15 +20,14 @@ def planned_for_h200(cores: int = H200.cores) -> Iterator[None]:
 
 
 def each_variant(cases: list[Case]) -> list[tuple[Case, plan.Tuned]]:
-    """Every case with every forward kernel that could run it."""
-    dims = hopper.HEAD_DIMS
-    return [
-        (case, tuned)
-        for case in cases
-        for tuned in plan.HOPPER_FORWARD
-        if tuned.config.head_dim
-        == next(d for d in dims if d >= max(case.head_dim, case.value_dim or 0))
-    ]
+    """Every case with every forward kernel of its head dim, the next size up."""
+
+    def fitting(case: Case) -> list[plan.Tuned]:
+        needed = max(case.head_dim, case.value_dim or 0)
+        size = min(t.config.head_dim for t in plan.HOPPER_FORWARD if t.config.head_dim >= needed)
+        return [t for t in plan.HOPPER_FORWARD if t.config.head_dim == size]
+
+    return [(case, tuned) for case in cases for tuned in fitting(case)]
 
 
 @contextlib.contextmanager
