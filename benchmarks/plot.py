@@ -47,9 +47,9 @@ def curves(results: dict[str, dict], part: str) -> dict[tuple[bool, int], dict[s
         if name not in results:
             continue
         shape = Shape(**results[name]["shape"])
-        panel = panels.setdefault((shape.causal, shape.head_dim), {})
         for who, row in results[name]["rows"].items():
             if (speed := report.tflops(row, part)) is not None:
+                panel = panels.setdefault((shape.causal, shape.head_dim), {})
                 panel.setdefault(who, []).append((shape.q_len, speed))
     return panels
 
@@ -97,6 +97,7 @@ def _panel(axis: Axes, title: str, lines: dict[str, list], ceiling: float) -> No
     axis.set_xticks(LENGTHS)
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(_tokens))
+    axis.margins(y=0.05)
     axis.set_ylim(bottom=0)
     axis.grid(color=INK, alpha=0.25, linewidth=0.6)
 
@@ -106,11 +107,13 @@ def _tokens(length: float, _: Any) -> str:
 
 
 def save(record: dict[str, Any], stem: str, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Writes `<stem>-forward.svg` and `<stem>-both.svg`, with no background and no date."""
+    """Writes `<stem>-forward.svg` and, with gradients, `-both.svg`; no background, no date."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with matplotlib.rc_context(STYLE):
         for part in ("forward", "both"):
+            if part == "both" and not curves(record["results"], part):
+                continue
             paths.append(folder / f"{stem}-{part}.svg")
             draw(record, part).savefig(paths[-1], transparent=True, metadata={"Date": None})
     return paths

@@ -57,6 +57,9 @@ from pallas_fa2.scores import (
 from pallas_fa2.scores import (
     soft_cap as soft_cap,
 )
+from pallas_fa2.tuning import (
+    autotune as autotune,
+)
 
 __version__ = "0.1.0"
 

@@ -21,8 +21,11 @@ class Tuned(NamedTuple):
     config: Any
     longest_causal: int | None = None  # causal calls of up to so many queries; None: all calls
 
+    def fits(self, spec: Spec) -> bool:
+        return self.config.head_dim >= max(spec.head_dim, spec.value_dim)
+
     def serves(self, spec: Spec) -> bool:
-        if self.config.head_dim < max(spec.head_dim, spec.value_dim):
+        if not self.fits(spec):
             return False
         limit = self.longest_causal
         return limit is None or (spec.causal is not None and spec.q_len <= limit)
@@ -50,6 +53,9 @@ HOPPER_FORWARD = (
     ),
     Tuned(hopper_forward.Config(256, 2, block_kv=64, stages=2, registers=(240, 24))),
 )
+
+# What `autotune` has found.
+TUNED: dict[tuple[Spec, Device], hopper_forward.Config] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +94,10 @@ def make_plan(spec: Spec, device: Device, implementation: str | None = None) -> 
 
 def _configure(name: str, spec: Spec, device: Device, passed_over: tuple) -> Plan:
     if name == "hopper":
-        tuned = next(t for t in HOPPER_FORWARD if t.serves(spec))
-        forward = dataclasses.replace(tuned.config, ctas=device.cores)
+        forward = TUNED.get((spec, device))
+        if forward is None:
+            tuned = next(t for t in HOPPER_FORWARD if t.serves(spec))
+            forward = dataclasses.replace(tuned.config, ctas=device.cores)
         backward = hopper_backward.Config(hopper.kernel_dim(spec))
     elif name == "blockwise":
         forward = backward = block_sizes(spec)

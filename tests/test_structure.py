@@ -11,14 +11,14 @@ import pytest
 import pallas_fa2 as fa
 
 PACKAGE = pathlib.Path(fa.__file__).parent
-ORDER = ["tokens", "masks", "scores", "spec", "bounds", "kernels", "plan", "autodiff", "api",
+ORDER = ["tokens", "masks", "scores", "spec", "bounds", "kernels", "plan", "autodiff", "tuning", "api",
          "linen", "nnx"]  # fmt: skip
 ENTRIES = {"__init__", "__main__"}  # of the package: they may import all of it
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 PUBLIC = ["flash_attention", "dot_product_attention", "explain", "linen", "nnx", "Causal", "Window",
           "Segments", "Lengths", "Prefix", "Chunked", "Dense", "mask_fn", "score_fn", "soft_cap",
-          "alibi", "bias"]  # fmt: skip
+          "alibi", "bias", "autotune"]  # fmt: skip
 
 
 def imports(file):

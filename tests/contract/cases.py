@@ -166,13 +166,13 @@ PLAIN = [
     Case("sharp", 1, 70, 70, scale=3.0),
     # Scores that rise by 30 (in base 2) within a block of keys, and by 300.
     *(
-        Case(f"rising_{rise}_h{h}", 1, t, 400, 2, 1, h, dtype=dtype, mask=mask, rise=rise)
+        Case(f"rising_{rise}_h{h}", 1, t, 260, 1, 1, h, dtype=dtype, mask=mask, rise=rise)
         for rise in (4, 7)
         for h, t, dtype, mask in (
-            (64, 400, bf16, causal),
-            (64, 200, f16, None),
-            (128, 200, bf16, causal_end),
-            (256, 100, bf16, None),
+            (64, 260, bf16, causal),
+            (64, 70, f16, None),
+            (128, 130, bf16, causal_end),
+            (256, 70, bf16, None),
         )
     ),
 ]

@@ -1,0 +1,91 @@
+"""Measures kernels on the device at hand, and lets later calls use the fastest."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2 import plan
+from pallas_fa2.autodiff import attend
+from pallas_fa2.kernels import hopper_forward
+from pallas_fa2.spec import Device, Spec, describe
+
+# Of the 60 MB of L2: the keys and values of the heads that run at the same time.
+SECTIONS = (16 << 20, 32 << 20, 48 << 20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What `autotune` measured: a time in milliseconds for each forward kernel, the fastest first."""
+
+    spec: Spec
+    device: Device
+    times: tuple[tuple[hopper_forward.Config, float], ...]
+
+    @property
+    def best(self) -> hopper_forward.Config:
+        return self.times[0][0]
+
+    def __str__(self) -> str:
+        lines = [f"{ms:9.4f} ms  {config}" for config, ms in self.times]
+        return "\n".join([f"{self.spec} on {self.device.kind}", *lines])
+
+
+def autotune(query: Any, key: Any, value: Any, *, iterations: int = 10, **options: Any) -> Tuning:
+    """Measures every forward kernel for a call, and makes the fastest serve it from then on.
+
+    It serves calls of the same description (shapes, dtype, mask, scale) on the same kind of device,
+    until the process ends. A function that was compiled before keeps the kernel that it has.
+
+    Args:
+      query, key, value: arrays as `flash_attention` takes them; what they hold decides nothing.
+      iterations: runs of each kernel, of which the median counts; kernel time by CUPTI.
+      options: those of `flash_attention` that describe the call, such as `mask`.
+
+    Returns:
+      A `Tuning`, which prints as a table.
+
+    Raises:
+      ValueError: the call does not run on the Hopper kernels (the message says why).
+    """
+    spec, operands = describe(query, key, value, **options)
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    device = plan.device_of(query)
+    planned = plan.make_plan(spec, device, "hopper")
+    q, k, v = (x.reshape(spec.batch, *x.shape[-3:]) for x in (query, key, value))
+
+    def measure(config: hopper_forward.Config) -> float:
+        chosen = dataclasses.replace(planned, forward=config)
+        return milliseconds(
+            lambda q, k, v: attend(spec, chosen, q, k, v, operands), (q, k, v), iterations
+        )
+
+    times = [(config, measure(config)) for config in candidates(spec, device)]
+    tuning = Tuning(spec, device, tuple(sorted(times, key=lambda time: time[1])))
+    plan.TUNED[spec, device] = tuning.best
+    return tuning
+
+
+def candidates(spec: Spec, device: Device) -> list[hopper_forward.Config]:
+    """The kernels of the call's head dim; causal calls also choose how many heads share the L2."""
+    fitting = [t.config for t in plan.HOPPER_FORWARD if t.fits(spec)]
+    smallest = min(config.head_dim for config in fitting)
+    return [
+        dataclasses.replace(config, ctas=device.cores, section_bytes=section)
+        for config in fitting
+        if config.head_dim == smallest
+        for section in (SECTIONS if spec.causal else (config.section_bytes,))
+    ]
+
+
+def milliseconds(fn: Callable, args: tuple, iterations: int) -> float:
+    """Median kernel time."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, times = profiler.measure(jax.jit(fn), iterations=iterations)(*args)
+    if times is None:
+        raise RuntimeError("CUPTI saw no kernel")
+    return statistics.median(times)

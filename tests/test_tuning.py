@@ -1,0 +1,62 @@
+"""The fastest kernel of those measured serves the calls that follow."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_fa2 as fa
+from pallas_fa2 import plan, tuning
+from pallas_fa2.spec import describe
+from tests.support.hopper import H200
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Kernels of an H200, of which later ones are faster; nothing runs."""
+    times = iter(range(100, 0, -1))
+    monkeypatch.setattr(plan, "TUNED", {})
+    monkeypatch.setattr(plan, "device_of", lambda array: H200)
+    monkeypatch.setattr(tuning, "milliseconds", lambda fn, args, n: float(next(times)))
+
+
+def inputs(head_dim, length=256):
+    return (jnp.zeros((2, 3, length, 4, head_dim), jnp.bfloat16),) * 3
+
+
+def planned(x, **options):
+    spec, _ = describe(x, x, x, **options)
+    return plan.make_plan(spec, H200).forward
+
+
+@pytest.mark.parametrize("head_dim, kernels", [(64, 2), (80, 1), (128, 1), (256, 1)])
+@pytest.mark.parametrize("mask", [None, fa.Causal()])
+def test_the_fastest_serves_the_same_call_from_then_on(measured, head_dim, kernels, mask):
+    x, *_ = inputs(head_dim)
+    other, *_ = inputs(head_dim, 128)
+    default, of_other = planned(x, mask=mask), planned(other, mask=mask)
+    found = fa.autotune(x, x, x, mask=mask)
+    assert len(found.times) == kernels * (1 if mask is None else len(tuning.SECTIONS))
+    assert default in dict(found.times)
+    assert [ms for _, ms in found.times] == sorted(ms for _, ms in found.times)
+    assert planned(x, mask=mask) == found.best == found.times[0][0]
+    assert planned(other, mask=mask) == of_other
+
+
+def test_the_table_says_what_was_measured(measured):
+    text = str(fa.autotune(*inputs(64), mask=fa.Causal()))
+    assert "NVIDIA H200" in text and "bfloat16" in text
+    assert text.count(" ms  Config(") == 2 * len(tuning.SECTIONS)
+
+
+def test_a_call_without_hopper_kernels_is_refused():
+    x = jnp.zeros((1, 8, 1, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="does not support this call: it needs a Hopper GPU"):
+        fa.autotune(x, x, x)
+
+
+@pytest.mark.gpu
+def test_every_candidate_runs(monkeypatch):
+    monkeypatch.setattr(plan, "TUNED", {})
+    x = jax.random.normal(jax.random.key(0), (2, 512, 4, 64), jnp.bfloat16)
+    found = fa.autotune(x, x, x, mask=fa.Causal(), iterations=3)
+    assert all(ms > 0 for _, ms in found.times)
