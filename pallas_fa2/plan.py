@@ -8,6 +8,7 @@ import jax
 from jax.core import Tracer
 
 from pallas_fa2.kernels import REGISTRY, hopper, hopper_backward, hopper_forward
+from pallas_fa2.kernels.mosaic import round_up
 from pallas_fa2.spec import Device, Spec
 
 # A blockwise tile of scores is held several times over (scores, probabilities, their gradients);
@@ -111,11 +112,7 @@ def block_sizes(spec: Spec) -> tuple[int, int]:
     rows = max(spec.batch * spec.q_heads, 1) * spec.accumulator.itemsize
     fits = (b for b in (512, 256, 128, 64) if rows * b * b <= TILE_BYTES)
     block = next(fits, 64)
-    return min(block, _round_up(spec.q_len, 8)), min(block, _round_up(spec.kv_len, 8))
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+    return min(block, round_up(spec.q_len, 8)), min(block, round_up(spec.kv_len, 8))
 
 
 def device_of(array: Any) -> Device:

@@ -138,22 +138,11 @@ def gradients(
         ds_free=mosaic.barriers(2),
         done=[plgpu.Barrier(num_arrivals=WARPGROUPS + 1) for _ in range(branches)],
     )
-    flat, tree = jax.tree.flatten(memory)
 
-    def body(*refs: Any) -> None:
-        inputs, outputs = Inputs(*refs[:6]), Outputs(*refs[6:9])
-        _body(schedule, inputs, outputs, jax.tree.unflatten(tree, refs[9:]))
+    def run(refs: tuple, memory: Memory) -> None:
+        _body(schedule, Inputs(*refs[:6]), Outputs(*refs[6:]), memory)
 
-    kernel = plgpu.kernel(
-        body,
-        out_type=(),
-        scratch_types=flat,
-        grid=schedule.grid.shape,
-        grid_names=mosaic.Grid.names,
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
-        compiler_params=mosaic.COMPILER_PARAMS,
-    )
+    kernel = mosaic.launch(run, memory, (), schedule.grid.axes, WARPGROUPS + 1)
     outputs = (
         jnp.zeros(q.shape, jnp.float32),
         lax.empty(k.shape, dtype),

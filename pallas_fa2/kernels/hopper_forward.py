@@ -13,6 +13,7 @@ overflows, the tile is done again with true maxima (`RowBlock.repeat`).
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -177,32 +178,20 @@ def attention(
         kv_free=mosaic.barriers(2 * stages, groups),
         done=[plgpu.Barrier(num_arrivals=groups + 1) for _ in range(2)],
     )
-    flat, tree = jax.tree.flatten(memory)
     table = schedule.table()
     lse_shape = (problem.batch, problem.q_heads, schedule.q_tiles * config.block_q)
 
-    def body(*refs: Any) -> None:
-        arrays, memory = Arrays(*refs[:6]), jax.tree.unflatten(tree, refs[6:])
-        warpgroup = lax.axis_index("warpgroup")
-        roles = (
-            lambda: _multiply(schedule, arrays, memory, warpgroup),
-            lambda: _load(schedule, arrays, memory),
-        )
-        mosaic.assign_roles(warpgroup, *[roles[0]] * groups, roles[1])
+    def run(refs: tuple, memory: Memory) -> None:
+        arrays, warpgroup = Arrays(*refs), lax.axis_index("warpgroup")
+        multiply = functools.partial(_multiply, schedule, arrays, memory, warpgroup)
+        load = functools.partial(_load, schedule, arrays, memory)
+        mosaic.assign_roles(warpgroup, *[multiply] * groups, load)
 
-    kernel = plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct(q.shape, dtype),
-            jax.ShapeDtypeStruct(lse_shape, jnp.float32),
-        ),
-        scratch_types=flat,
-        grid=(len(table),),
-        grid_names=("cta",),
-        num_threads=groups + 1,
-        thread_name="warpgroup",
-        compiler_params=mosaic.COMPILER_PARAMS,
+    out_type = (
+        jax.ShapeDtypeStruct(q.shape, dtype),
+        jax.ShapeDtypeStruct(lse_shape, jnp.float32),
     )
+    kernel = mosaic.launch(run, memory, out_type, {"cta": len(table)}, groups + 1)
     return kernel(jnp.asarray(table), q, k, v)
 
 
@@ -487,7 +476,7 @@ class RowBlock:
         else:
             row = mosaic.index(self.shape, 0, self.first_row + problem.offset)
             last = jnp.minimum(row, problem.kv_len - 1)
-        return mosaic.hide_columns(s, last - first_key, "<=")
+        return mosaic.hide_columns(s, last - first_key)
 
     def store(self, columns: Any, acc: jax.Array, reference: jax.Array, total: jax.Array) -> None:
         """A piece of the output; with the first, lse."""

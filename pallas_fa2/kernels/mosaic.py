@@ -268,10 +268,11 @@ class Grid:
     names = ("slow", "middle", "fast")
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        if self.section is None:
-            return self.batch, self.heads, self.tiles
-        return self.batch * (self.heads // self.section), self.tiles, self.section
+    def axes(self) -> dict[str, int]:
+        sizes = self.batch, self.heads, self.tiles
+        if self.section is not None:
+            sizes = self.batch * (self.heads // self.section), self.tiles, self.section
+        return dict(zip(self.names, sizes, strict=True))
 
     def place(self) -> tuple[Any, Any, Any]:
         """(batch entry, head, tile) of this CTA; tile 0 is the first to run."""
@@ -417,14 +418,14 @@ def _scalars(array: Any) -> list[Any]:
     ]
 
 
-def hide_columns(s: jax.Array, bound: jax.Array, keep: str) -> jax.Array:
-    """-inf in a tile, but where column <= bound of the row (keep="<=") or column >= bound (">=").
+def hide_columns(s: jax.Array, last: jax.Array) -> jax.Array:
+    """-inf in a tile right of each row's last column.
 
     The bound moves to where a thread's first column is 0, so that the others compare with constants:
     an index for every column would hold 32 registers, as it is the same in every tile.
     """
 
-    def hide(_: Any, tile: Any, bound: Any) -> Any:
+    def hide_columns(_: Any, tile: Any, last: Any) -> Any:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
 
         def constant(value: int) -> Any:
@@ -432,14 +433,14 @@ def hide_columns(s: jax.Array, bound: jax.Array, keep: str) -> jax.Array:
 
         lane = llvm.inline_asm(i32, [], "mov.u32 $0, %laneid;", "=r")
         first_column = arith.shli(arith.andi(lane, constant(3)), constant(1))
-        bounds = [arith.subi(b, first_column) for b in _scalars(bound)]
-        holds = arith.CmpIPredicate.sge if keep == "<=" else arith.CmpIPredicate.sle
+        bounds = [arith.subi(x, first_column) for x in _scalars(last)]
         minus_infinity = arith.constant(f32, -math.inf)
         hidden = np.empty_like(tile.registers)
         for at, pair in np.ndenumerate(tile.registers):
             columns, half = at[1], sum(at[2:])  # 8 columns each; rows r and r + 8 of a warp's 16
             for e in range(2):
-                kept = arith.cmpi(holds, bounds[half], constant(8 * columns + e))
+                column = constant(8 * columns + e)
+                kept = arith.cmpi(arith.CmpIPredicate.sge, bounds[half], column)
                 value = arith.select(kept, llvm.extractelement(pair, constant(e)), minus_infinity)
                 pair = llvm.insertelement(pair, value, constant(e))
             hidden[at] = pair
@@ -447,9 +448,8 @@ def hide_columns(s: jax.Array, bound: jax.Array, keep: str) -> jax.Array:
             _registers=hidden, _layout=tile.layout, _is_signed=tile.is_signed
         )
 
-    hide.__name__ = f"hide_columns {keep}"
     result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
-    return plgpu.inline_mgpu(arg_types=(TILE, ROWS), return_type=result)(hide)(s, bound)
+    return plgpu.inline_mgpu(arg_types=(TILE, ROWS), return_type=result)(hide_columns)(s, last)
 
 
 def pin(positive: jax.Array) -> None:
@@ -474,6 +474,28 @@ def section_of(heads: int, bytes_per_head: int, budget: int) -> int:
     return max(d for d in range(1, heads + 1) if heads % d == 0 and d <= fit)
 
 
-COMPILER_PARAMS = plgpu.CompilerParams(
-    approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-)
+def launch(
+    run: Callable, memory: Any, out_type: Any, grid: dict[str, int], warpgroups: int
+) -> Callable[..., Any]:
+    """A kernel: run(arrays in device memory, memory) in every warpgroup of every CTA.
+
+    `memory` is a pytree of what a CTA allocates.
+    """
+    flat, tree = jax.tree.flatten(memory)
+
+    def body(*refs: Any) -> None:
+        run(refs[: -len(flat)], jax.tree.unflatten(tree, refs[-len(flat) :]))
+
+    params = plgpu.CompilerParams(
+        approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+    )
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=flat,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=params,
+    )

@@ -637,11 +637,10 @@ INLINE: dict[str, Callable[..., Any]] = {
     "_pin": lambda _: None,
     "_turn_sync": lambda _: None,
     "_turn_arrive": lambda _: None,
-    "hide_columns": lambda s, bound, keep: jnp.where(
-        KEEP[keep](jnp.arange(s.shape[1])[None], bound[:, None]), s, -jnp.inf
+    "hide_columns": lambda s, last: jnp.where(
+        jnp.arange(s.shape[1])[None] <= last[:, None], s, -jnp.inf
     ),
 }
-KEEP = {"<=": jnp.less_equal, ">=": jnp.greater_equal}
 
 
 _RULES = {
