@@ -9,7 +9,7 @@ demo: $(VENV)/examples
 	$(BIN)/python examples/char_gpt.py
 
 test: $(VENV)/tests
-	$(BIN)/python -m pytest -n 2 --timeout 300
+	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout 300
 
 lint: $(VENV)/tests
 	$(PIP) --group lint

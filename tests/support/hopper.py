@@ -6,8 +6,9 @@ from unittest import mock
 
 from pallas_fa2 import plan
 from pallas_fa2.spec import Device
-from tests.contract.cases import Case
+from tests.contract.cases import Case, causal, causal_end
 
+CAUSAL = (causal, causal_end)
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 
 
@@ -20,12 +21,16 @@ def planned_for_h200(cores: int = H200.cores) -> Iterator[None]:
 
 
 def each_variant(cases: list[Case]) -> list[tuple[Case, plan.Tuned]]:
-    """Every case with every forward kernel of its head dim, the next size up."""
+    """Every case with every forward kernel that may serve it, of its head dim or the next size up."""
 
     def fitting(case: Case) -> list[plan.Tuned]:
         needed = max(case.head_dim, case.value_dim or 0)
         size = min(t.config.head_dim for t in plan.HOPPER_FORWARD if t.config.head_dim >= needed)
-        return [t for t in plan.HOPPER_FORWARD if t.config.head_dim == size]
+        return [
+            t
+            for t in plan.HOPPER_FORWARD
+            if t.config.head_dim == size and (t.longest_causal is None or case.mask in CAUSAL)
+        ]
 
     return [(case, tuned) for case in cases for tuned in fitting(case)]
 
