@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import pallas_fa2 as fa
 from benchmarks.rivals import Implementation, mask_of
 from benchmarks.shapes import BOTH, Shape
+from pallas_fa2.tuning import milliseconds
 
 # FlashAttention's own rule: twice the error of dense attention in the same dtype.
 FACTOR = 2.0
@@ -83,16 +83,6 @@ def _relative(results: tuple, expected: tuple) -> list[jax.Array]:
     norm = jnp.linalg.norm
     pairs = zip(results, expected, strict=True)
     return [norm(x.astype(jnp.float32) - y) / norm(y) for x, y in pairs]
-
-
-def milliseconds(fn: Callable, args: tuple, iterations: int) -> float:
-    """Median of the kernel time by CUPTI."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    _, times = profiler.measure(fn, iterations=iterations)(*args)
-    if times is None:
-        raise RuntimeError("no kernel ran")
-    return statistics.median(times)
 
 
 def speed(fn: Callable, args: tuple, flops: float, problem: Problem, iterations: int) -> dict:

@@ -22,17 +22,12 @@ class Tuned(NamedTuple):
     config: Any
     longest_causal: int | None = None  # causal calls of up to so many queries; None: all calls
 
-    def fits(self, spec: Spec) -> bool:
-        return self.config.head_dim >= max(spec.head_dim, spec.value_dim)
-
     def serves(self, spec: Spec) -> bool:
-        if not self.fits(spec):
-            return False
         limit = self.longest_causal
         return limit is None or (spec.causal is not None and spec.q_len <= limit)
 
 
-# By head dim; the first that serves a call, as measured on an H200 (docs/performance.md). Registers:
+# Of a head dim, the first that serves a call, as measured on an H200 (docs/performance.md). Registers:
 # 128 * (2 * 240 + 24) or 128 * (3 * 160 + 32) of 65,536. At H = 64 three warpgroups are 10 to 20 %
 # faster than two, unless most of their larger tiles lies beyond the diagonal; at H = 256 an
 # accumulator of 64 rows takes 128 registers of each thread, which leaves room for 64 keys.
@@ -54,6 +49,13 @@ HOPPER_FORWARD = (
     ),
     Tuned(hopper_forward.Config(256, 2, block_kv=64, stages=2, registers=(240, 24))),
 )
+
+
+def hopper_forwards(dim: int) -> list[Tuned]:
+    """The forward kernels of a head dim, or of the next size up."""
+    size = min(t.config.head_dim for t in HOPPER_FORWARD if t.config.head_dim >= dim)
+    return [t for t in HOPPER_FORWARD if t.config.head_dim == size]
+
 
 # What `autotune` has found.
 TUNED: dict[tuple[Spec, Device], hopper_forward.Config] = {}
@@ -97,7 +99,8 @@ def _configure(name: str, spec: Spec, device: Device, passed_over: tuple) -> Pla
     if name == "hopper":
         forward = TUNED.get((spec, device))
         if forward is None:
-            tuned = next(t for t in HOPPER_FORWARD if t.serves(spec))
+            kernels = hopper_forwards(max(spec.head_dim, spec.value_dim))
+            tuned = next(t for t in kernels if t.serves(spec))
             forward = dataclasses.replace(tuned.config, ctas=device.cores)
         backward = hopper_backward.Config(hopper.kernel_dim(spec))
     elif name == "blockwise":

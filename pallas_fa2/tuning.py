@@ -59,9 +59,8 @@ def autotune(query: Any, key: Any, value: Any, *, iterations: int = 10, **option
 
     def measure(config: hopper_forward.Config) -> float:
         chosen = dataclasses.replace(planned, forward=config)
-        return milliseconds(
-            lambda q, k, v: attend(spec, chosen, q, k, v, operands), (q, k, v), iterations
-        )
+        run = jax.jit(lambda q, k, v: attend(spec, chosen, q, k, v, operands))
+        return milliseconds(run, (q, k, v), iterations)
 
     times = [(config, measure(config)) for config in candidates(spec, device)]
     tuning = Tuning(spec, device, tuple(sorted(times, key=lambda time: time[1])))
@@ -71,21 +70,18 @@ def autotune(query: Any, key: Any, value: Any, *, iterations: int = 10, **option
 
 def candidates(spec: Spec, device: Device) -> list[hopper_forward.Config]:
     """The kernels of the call's head dim; causal calls also choose how many heads share the L2."""
-    fitting = [t.config for t in plan.HOPPER_FORWARD if t.fits(spec)]
-    smallest = min(config.head_dim for config in fitting)
     return [
-        dataclasses.replace(config, ctas=device.cores, section_bytes=section)
-        for config in fitting
-        if config.head_dim == smallest
-        for section in (SECTIONS if spec.causal else (config.section_bytes,))
+        dataclasses.replace(kernel.config, ctas=device.cores, section_bytes=section)
+        for kernel in plan.hopper_forwards(max(spec.head_dim, spec.value_dim))
+        for section in (SECTIONS if spec.causal else (kernel.config.section_bytes,))
     ]
 
 
 def milliseconds(fn: Callable, args: tuple, iterations: int) -> float:
-    """Median kernel time."""
+    """Median of the kernel time by CUPTI."""
     from jax.experimental.mosaic.gpu import profiler
 
-    _, times = profiler.measure(jax.jit(fn), iterations=iterations)(*args)
+    _, times = profiler.measure(fn, iterations=iterations)(*args)
     if times is None:
-        raise RuntimeError("CUPTI saw no kernel")
+        raise RuntimeError("no kernel ran")
     return statistics.median(times)

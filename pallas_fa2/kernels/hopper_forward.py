@@ -23,8 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import mosaic
-from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE, Problem, Ring, Turns
+from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE, Problem, Ring
+from pallas_fa2.kernels.ptx import Turns
 
 # Below any score, but finite: a row that has seen no key yet gives p = 0 rather than NaN.
 NO_MAXIMUM = -1e30
@@ -254,7 +255,7 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
         block = RowBlock(schedule, arrays, memory, turns, q, number, warpgroup, first_step)
         acc, statistics = block.attend()
         total = statistics.total.sum(axis=1)
-        infinite = mosaic.any_infinite(total, warpgroup)
+        infinite = ptx.any_infinite(total, warpgroup)
 
         def finish() -> Any:
             queries.release(n)
@@ -420,7 +421,7 @@ class RowBlock:
                     s = self.hide(s, t * self.shape[1])
                 p_next = self.exponentials(s, before.reference)
                 total = before.total + mosaic.by_eights(jnp.add, p_next)
-                mosaic.pin(total)
+                ptx.pin(total)
                 return o_acc[...], total, p_next
 
             return pl.run_scoped(update, mosaic.accumulator(*acc.shape))
@@ -450,7 +451,7 @@ class RowBlock:
             after = Statistics(before.reference + jnp.log2(highest), scaled(before.total))
             return scaled(out), after, scaled(p)
 
-        grew = mosaic.any_above(before.total, LARGE_SUM)
+        grew = ptx.any_above(before.total, LARGE_SUM)
         return lax.cond(grew, rescale, lambda: (out, before, p))
 
     def last_output(self, t: Any, acc: jax.Array, p: jax.Array) -> jax.Array:
@@ -476,7 +477,7 @@ class RowBlock:
         else:
             row = mosaic.index(self.shape, 0, self.first_row + problem.offset)
             last = jnp.minimum(row, problem.kv_len - 1)
-        return mosaic.hide_columns(s, last - first_key)
+        return ptx.hide_columns(s, last - first_key)
 
     def store(self, columns: Any, acc: jax.Array, reference: jax.Array, total: jax.Array) -> None:
         """A piece of the output; with the first, lse."""

@@ -1,7 +1,7 @@
-"""What the Hopper kernels share: layouts, shared memory, rings of buffers, turns.
+"""What the Hopper kernels share: layouts, shared memory, rings of buffers, roles, the order of tiles.
 
-The kernels synchronize by mbarriers alone, through the classes below, so that JAX's interpreter can
-run every one of them and look for races.
+Memory is ordered by mbarriers alone, through the functions below, so that JAX's interpreter can run
+every kernel and look for races. What Pallas cannot say stands in `ptx`.
 """
 
 import dataclasses
@@ -15,10 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 TILE = plgpu.Layout.WGMMA  # a (64, n) accumulator over the 128 threads of a warpgroup
 ROWS = TILE.reduce(1)  # one value a row
@@ -26,10 +23,6 @@ COLUMNS = TILE.reduce(0)  # one value a column
 
 ROWS_PER_WARPGROUP = 64  # the M of every WGMMA instruction
 SHARED_MEMORY_BYTES = 232_448  # of one CTA on sm_90
-# Of PTX's 16 named barriers, Mosaic has 0 and one for each of up to four warpgroups.
-FIRST_TURN = 5
-FIRST_QUESTION = 9
-NEVER_USED = 15
 LOG2E = math.log2(math.e)
 
 I32 = jnp.int32
@@ -178,48 +171,6 @@ class Ring:
         plgpu.barrier_arrive(self.free.at[self.first_free + self.slot(step)])
 
 
-@dataclasses.dataclass(frozen=True)
-class Turns:
-    """Warpgroups take turns at the tensor cores: one multiplies while the others exponentiate.
-
-    FlashAttention-3 (arXiv:2407.08608), section 3.1. Turns order no memory, only time: they use
-    PTX's named barriers, which answer sooner than mbarriers, and mean nothing to the interpreter.
-    """
-
-    me: Any
-    count: int
-
-    def open(self) -> None:
-        """The last warpgroup opens the first one's turn."""
-        jax.lax.cond(self.me == self.count - 1, self.give, lambda: None)
-
-    def take(self) -> None:
-        _turn_sync(FIRST_TURN + self.me)  # pyright: ignore[reportCallIssue]
-
-    def give(self) -> None:
-        _turn_arrive(FIRST_TURN + lax.rem(self.me + 1, I32(self.count)))  # pyright: ignore[reportCallIssue]
-
-    def close(self) -> None:
-        """The first warpgroup takes the turn that the last one has given."""
-        jax.lax.cond(self.me == 0, self.take, lambda: None)
-
-
-def _turn(operation: str, barrier: Any) -> None:
-    """One warpgroup arrives at a named barrier and another waits: 256 threads."""
-    void, code = ir.Type.parse("!llvm.void"), f"bar.{operation} $0, 256;"
-    llvm.inline_asm(void, [barrier.registers[()]], code, "r", has_side_effects=True)
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
-def _turn_sync(_: Any, barrier: Any) -> None:
-    _turn("sync", barrier)
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
-def _turn_arrive(_: Any, barrier: Any) -> None:
-    _turn("arrive", barrier)
-
-
 def meet(barrier: Any) -> None:
     """The warpgroups that share the barrier wait for each other."""
     plgpu.barrier_arrive(barrier)
@@ -354,118 +305,6 @@ def by_eights(combine: Callable, tile: jax.Array) -> jax.Array:
     """
     parts = [tile[:, i : i + 8] for i in range(0, tile.shape[1], 8)]
     return functools.reduce(combine, parts)
-
-
-def any_above(tile: jax.Array, limit: float) -> jax.Array:
-    """Whether a warp's own 16 rows of a `[64, 8]` tile exceed the limit anywhere.
-
-    Each warp gets its own answer, so a branch on it must not synchronize.
-    """
-
-    def any_above(_: Any, tile: Any) -> Any:
-        bound = arith.constant(ir.F32Type.get(), limit)
-        above = [arith.cmpf(arith.CmpFPredicate.OGT, x, bound) for x in _scalars(tile)]
-        vote = "vote.sync.any.pred p, p, -1;"
-        return _splat(_ask(above, vote, []))
-
-    any_above.__name__ = f"any_above {limit}"
-    return _answer(TILE)(any_above)(tile) != 0
-
-
-def any_infinite(rows: jax.Array, warpgroup: Any) -> jax.Array:
-    """1 if a value is infinite or NaN in any row of a warpgroup, else 0; all of it must ask."""
-    return _any_infinite(rows, FIRST_QUESTION + warpgroup)  # pyright: ignore[reportCallIssue]
-
-
-def _answer(*layouts: Any) -> Any:
-    splat = plgpu.ShapeDtypeStruct((), I32, plgpu.Layout.WG_SPLAT(shape=()))
-    return plgpu.inline_mgpu(arg_types=layouts, return_type=splat)
-
-
-@_answer(ROWS, plgpu.Layout.WG_SPLAT)
-def _any_infinite(_: Any, rows: Any, barrier: Any) -> Any:
-    infinity = arith.constant(ir.F32Type.get(), math.inf)
-    not_below = arith.CmpFPredicate.UGE  # holds for NaN
-    found = [arith.cmpf(not_below, x, infinity) for x in _scalars(rows)]
-    together = "barrier.cta.red.or.pred p, $2, 128, p;"
-    answer = _ask(found, together, [barrier.registers[()]])
-    # This shuffle changes nothing, but ptxas learns that a branch on the answer is uniform; it would
-    # otherwise serialize every WGMMA in the branch (C7520).
-    code = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
-    return _splat(llvm.inline_asm(answer.type, [answer], code, "=r,r", has_side_effects=True))
-
-
-def _ask(mine: list[Any], question: str, operands: list[Any]) -> Any:
-    """1 if `question`, PTX on the predicate p, answers yes; p is whether any of `mine` holds."""
-    i32 = ir.IntegerType.get_signless(32)
-    any_of_mine = arith.extui(i32, functools.reduce(arith.ori, mine))
-    code = f"{{ .reg .pred p; setp.ne.s32 p, $1, 0; {question} selp.s32 $0, 1, 0, p; }}"
-    constraints = ",".join(["=r", "r", *["r"] * len(operands)])
-    return llvm.inline_asm(i32, [any_of_mine, *operands], code, constraints, has_side_effects=True)
-
-
-def _splat(answer: Any) -> Any:
-    return mgpu.FragmentedArray.splat(answer, shape=(), is_signed=True)
-
-
-def _scalars(array: Any) -> list[Any]:
-    """A thread's own values of an array."""
-    i32 = ir.IntegerType.get_signless(32)
-    return [
-        llvm.extractelement(register, arith.constant(i32, e))
-        for register in array.registers.flat
-        for e in range(ir.VectorType(register.type).shape[0])
-    ]
-
-
-def hide_columns(s: jax.Array, last: jax.Array) -> jax.Array:
-    """-inf in a tile right of each row's last column.
-
-    The bound moves to where a thread's first column is 0, so that the others compare with constants:
-    an index for every column would hold 32 registers, as it is the same in every tile.
-    """
-
-    def hide_columns(_: Any, tile: Any, last: Any) -> Any:
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-
-        def constant(value: int) -> Any:
-            return arith.constant(i32, value)
-
-        lane = llvm.inline_asm(i32, [], "mov.u32 $0, %laneid;", "=r")
-        first_column = arith.shli(arith.andi(lane, constant(3)), constant(1))
-        bounds = [arith.subi(x, first_column) for x in _scalars(last)]
-        minus_infinity = arith.constant(f32, -math.inf)
-        hidden = np.empty_like(tile.registers)
-        for at, pair in np.ndenumerate(tile.registers):
-            columns, half = at[1], sum(at[2:])  # 8 columns each; rows r and r + 8 of a warp's 16
-            for e in range(2):
-                column = constant(8 * columns + e)
-                kept = arith.cmpi(arith.CmpIPredicate.sge, bounds[half], column)
-                value = arith.select(kept, llvm.extractelement(pair, constant(e)), minus_infinity)
-                pair = llvm.insertelement(pair, value, constant(e))
-            hidden[at] = pair
-        return mgpu.FragmentedArray(
-            _registers=hidden, _layout=tile.layout, _is_signed=tile.is_signed
-        )
-
-    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
-    return plgpu.inline_mgpu(arg_types=(TILE, ROWS), return_type=result)(hide_columns)(s, last)
-
-
-def pin(positive: jax.Array) -> None:
-    """A place that ptxas moves no wait for WGMMA across, once `positive` (a tile) is known.
-
-    It would otherwise wait for a product before the exponentials that should run beside it.
-    """
-    _pin(positive)  # pyright: ignore[reportCallIssue]
-
-
-@plgpu.inline_mgpu(arg_types=(TILE,))
-def _pin(_: Any, positive: Any) -> None:
-    total = functools.reduce(arith.addf, _scalars(positive))
-    # A barrier that nobody ever arrives at, and ptxas cannot know.
-    arrive = f"{{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; @p bar.arrive {NEVER_USED}, 128; }}"
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), [total], arrive, "f", has_side_effects=True)
 
 
 def section_of(heads: int, bytes_per_head: int, budget: int) -> int:

@@ -22,17 +22,12 @@ def planned_for_h200(cores: int = H200.cores) -> Iterator[None]:
 
 def each_variant(cases: list[Case]) -> list[tuple[Case, plan.Tuned]]:
     """Every case with every forward kernel that may serve it, of its head dim or the next size up."""
-
-    def fitting(case: Case) -> list[plan.Tuned]:
-        needed = max(case.head_dim, case.value_dim or 0)
-        size = min(t.config.head_dim for t in plan.HOPPER_FORWARD if t.config.head_dim >= needed)
-        return [
-            t
-            for t in plan.HOPPER_FORWARD
-            if t.config.head_dim == size and (t.longest_causal is None or case.mask in CAUSAL)
-        ]
-
-    return [(case, tuned) for case in cases for tuned in fitting(case)]
+    return [
+        (case, tuned)
+        for case in cases
+        for tuned in plan.hopper_forwards(max(case.head_dim, case.value_dim or 0))
+        if tuned.longest_causal is None or case.mask in CAUSAL
+    ]
 
 
 @contextlib.contextmanager
