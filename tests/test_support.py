@@ -10,12 +10,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tests.support import compile_gate, h200, interpreter
+from tests.support import compile_gate, h200, interpreter, shared
 
 F16, F32 = jnp.float16, jnp.float32
 TILE = (64, 64)
 LAYOUT = plgpu.Layout.WGMMA
-RACE = interpreter.RaceDetected
+RACE = shared.RaceDetected
 
 
 def smem(*shape, dtype=F16):

@@ -7,36 +7,33 @@ accesses by vector clocks. This module adds, without touching JAX's files:
 * `copy_smem_to_gmem` with a predicate, a reduction, or a commit of its own;
 * wgmma as the asynchronous operation it is: until a wait retires it, its SMEM operands are being
   read and its accumulator is being written;
-* one rule of ordering for every access (`_Access.happens_before`), which lets an mbarrier alone
+* one rule of ordering for every access (`shared.Access.happens_before`), which lets an mbarrier alone
   release a slot that was read into registers, and lets no block of the grid order another;
 * a limit on every barrier wait, so that a deadlock is an exception.
 
     out = interpreter.run(kernel, q, k, v)      # RaceDetected, TimeoutError, or the values
 """
 
-import collections
-import dataclasses
 import functools
 import inspect
 import os
 import threading
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import callback, core, dispatch, source_info_util, xla_bridge
-from jax._src.pallas.mosaic.interpret import race_detection_state as upstream_races
+from jax._src import callback, core, dispatch, xla_bridge
 from jax._src.pallas.mosaic.interpret import utils as interpret_utils
-from jax._src.pallas.mosaic.interpret import vector_clock
-from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as gpu
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
 from jax._src.state import discharge
 from jax._src.state import types as state
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tests.support import shared
 
 # A warpgroup that waits holds a thread of XLA's CPU pool. When all are held, the warpgroups that
 # could go on never do, which looks like a deadlock: a pool of two starves three consumers and a
@@ -54,35 +51,6 @@ _POOL_THREADS = int(os.environ.get("NPROC") or os.cpu_count() or 1)
 # prime number lest a loop's operations come round in step.
 _ASYNC_POSITIONS = 61
 
-_REGISTERS = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
-_GLOBAL = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.GMEM)
-
-Key = shared_memory.HostAllocationKey
-Clock = vector_clock.NpVectorClock
-Thread = shared_memory.Thread
-
-
-class RaceDetected(Exception):
-    """The kernel's accesses to some memory are not ordered. `reports` describes each pair."""
-
-    def __init__(self, reports: Sequence[str]):
-        self.reports = tuple(reports)
-        shown = "\n".join(self.reports[:5])
-        more = f"\n... and {len(self.reports) - 5} more" if len(self.reports) > 5 else ""
-        super().__init__(f"{len(self.reports)} unordered pair(s) of accesses:\n{shown}{more}")
-
-
-@dataclasses.dataclass
-class _Run:
-    """What the callbacks of one `run` leave for it to find."""
-
-    barrier_timeout: float
-    races: list[str] = dataclasses.field(default_factory=list)
-    failure: Exception | None = None  # the first: the others only say that a thread was aborted
-
-
-_run = _Run(barrier_timeout=30.0)
-
 
 def run(
     fn: Callable[..., Any],
@@ -97,10 +65,9 @@ def run(
         TimeoutError: a thread waited `barrier_timeout` seconds for a barrier to complete.
         Exception: whatever else stopped a kernel, as it was raised there.
     """
-    global _run
     install()
     _require_pool_threads()
-    _run = _Run(barrier_timeout)
+    shared.current = shared.Run(barrier_timeout)
     params = plgpu.InterpretGPUParams(
         detect_races=detect_races, num_tma_threads_per_device=_ASYNC_POSITIONS
     )
@@ -109,24 +76,24 @@ def run(
             result = jax.block_until_ready(jax.jit(fn)(*args))
             jax.effects_barrier()
     except Exception as error:
-        if _run.races:
-            raise RaceDetected(_run.races) from (_run.failure or error)
-        if _run.failure is None:
+        if shared.current.races:
+            raise shared.RaceDetected(shared.current.races) from (shared.current.failure or error)
+        if shared.current.failure is None:
             raise
-        raise _run.failure from None  # all that XLA keeps of it is its text
+        raise shared.current.failure from None  # all that XLA keeps of it is its text
     finally:
         _reset()
-    if _run.races:
-        raise RaceDetected(_run.races)
+    if shared.current.races:
+        raise shared.RaceDetected(shared.current.races)
     return result
 
 
 def install() -> None:
     """Put this module's classes in the place of the interpreter's. Calling it again is harmless."""
     jaxpr_interpret.JaxprInterpreter = _Interpreter
-    shared_memory.GPUSharedMemory = _Memory
-    shared_memory.Barrier = _Barrier
-    gpu_callbacks.GPURaceDetectionState = _Races
+    shared_memory.GPUSharedMemory = shared.Memory
+    shared_memory.Barrier = shared.Barrier
+    gpu_callbacks.GPURaceDetectionState = shared.Races
     gpu_callbacks.AsyncCopyGmemToSmemTask = _LoadTask
     gpu_callbacks.wgmma = _wgmma
     gpu_callbacks.copy_smem_to_gmem = _copy_smem_to_gmem
@@ -150,229 +117,14 @@ def _require_pool_threads() -> None:
         )
 
 
-# ------------------------------------------------------------------------------------- races
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Access:
-    kind: Literal["read", "write", "add"]
-    key: Key
-    range: tuple[slice | int, ...]
-    alias: int | None  # the group of a RefUnion that `key` belongs to
-    thread: Thread
-    clock: Clock  # of the proxy that makes the access: generic, or asynchronous
-    generic: Clock | None  # a TMA load's view through the generic proxy
-    cluster: int
-    where: str
-
-    def happens_before(self, later: "_Access") -> bool:
-        """Is this access ordered with one that was made after it?"""
-        if self.cluster != later.cluster:
-            return False  # nothing orders the blocks of a grid
-        if self.clock.ordered(later.clock):
-            return True
-        # An mbarrier alone lets TMA refill what was only read: no data crosses between proxies.
-        return (
-            self.kind == "read" and later.generic is not None and self.clock.ordered(later.generic)
-        )
-
-    def overlaps(self, other: "_Access") -> bool:
-        if self.key == other.key:
-            return upstream_races._ranges_overlap(self.range, other.range)
-        return self.alias != other.alias  # one union; members of one group lie side by side
-
-    def __str__(self) -> str:
-        space = list(gpu_core.MemorySpace)[self.key.memory_space_id].name
-        index = ", ".join(
-            f"{i.start}:{i.stop}" if isinstance(i, slice) else str(i) for i in self.range
-        )
-        buffer = f"{space} {self.key.buffer_id}[{index}]"
-        return f"{self.kind} of {buffer} by {_name(self.thread)}, {self.where}"
-
-
-_CONFLICTS = {"read": ("write", "add"), "write": ("read", "write", "add"), "add": ("read", "write")}
-
-
-class _Races:
-    """Takes the place of JAX's race detector; reports to the current `run`."""
-
-    def __init__(self, **_: Any):
-        self.lock = threading.Lock()
-        self.cluster = 0
-        self.union_of: dict[Key, tuple[Key, int]] = {}
-        self.history: dict[Key, dict[str, list[_Access]]] = {}
-
-    @property
-    def races_found(self) -> bool:
-        return bool(_run.races)
-
-    def tag_ref_union_member(self, key: Key, union: Key, alias: int) -> None:
-        with self.lock:
-            self.union_of[key] = (union, alias)
-
-    def check_read(self, thread, clock, key, access, source_info=None) -> None:
-        self._check("read", thread, clock, key, access, source_info)
-
-    def check_write(self, thread, clock, key, access, source_info=None, generic=None) -> None:
-        self._check("write", thread, clock, key, access, source_info, generic)
-
-    def check_add(self, thread, clock, key, access, source_info=None) -> None:
-        self._check("add", thread, clock, key, access, source_info)
-
-    def next_cluster(self) -> None:
-        """The blocks so far are done. Only what they did to global memory still matters."""
-        with self.lock:
-            self.cluster += 1
-            self.history = {k: h for k, h in self.history.items() if k.memory_space_id == _GLOBAL}
-
-    def _check(self, kind, thread, clock, key, access, source_info, generic=None) -> None:
-        if key.memory_space_id == _REGISTERS:
-            return  # a thread's own; see _Memory.check_accumulator
-        storage, alias = self.union_of.get(key, (key, None))
-        now = _Access(
-            kind=kind,
-            key=key,
-            range=access.range,
-            alias=alias,
-            thread=thread,
-            clock=clock,
-            generic=generic,
-            cluster=self.cluster,
-            where=_where(source_info),
-        )
-        with self.lock:
-            history = self.history.setdefault(storage, {"read": [], "write": [], "add": []})
-            rivals = [before for other in _CONFLICTS[kind] for before in history[other]]
-            writes = history["write"]
-            stale = writes[-1] if kind == "read" and writes else None
-            if kind == "write":
-                _forget_superseded(history, now)
-            history[kind].append(now)
-        for before in rivals:
-            if before.overlaps(now) and not before.happens_before(now):
-                _report(f"{now}\n  is not ordered after the\n  {before}")
-                return
-        if stale is not None and stale.alias != now.alias:
-            _report(f"{now}\n  reads through another alias than the\n  {stale}")
-
-
-def _forget_superseded(history: dict[str, list[_Access]], write: _Access) -> None:
-    # What races with an access ordered before this write races with the write as well. Without
-    # this the history of a ring's slots grows with every step, and the checks with its square.
-    for kind, accesses in history.items():
-        history[kind] = [
-            before
-            for before in accesses
-            if (before.key, before.range) != (write.key, write.range)
-            or not before.happens_before(write)
-        ]
-
-
-def _report(text: str) -> None:
-    _run.races.append(text)
-
-
-def _name(thread: Thread) -> str:
-    warp = f" warp {thread.warp_id}" if isinstance(thread, shared_memory.Warp) else ""
-    return f"block {thread.block_id} warpgroup {thread.warpgroup_id}{warp}"
-
-
-def _where(source_info: source_info_util.SourceInfo | None) -> str:
-    return source_info_util.summarize(source_info) if source_info is not None else "kernel call"
-
-
-# ------------------------------------------------------------------------- memory and barriers
-
-
-class _Memory(shared_memory.GPUSharedMemory):
-    """Knows, for each thread, its wgmmas in flight and its TMA stores by commit group."""
-
-    def reset_per_cluster_state(self) -> None:
-        super().reset_per_cluster_state()
-        # (clock, accumulator) of every wgmma not waited for, oldest first
-        self.wgmmas = collections.defaultdict(collections.deque)
-        # (read clock, write clock) of every store not yet in a group
-        self.uncommitted_stores = collections.defaultdict(list)
-        gpu_callbacks.get_races().next_cluster()
-
-    def set_failed(self, exception: Exception, *args: Any, **kwargs: Any) -> None:
-        _run.failure = _run.failure or exception
-        super().set_failed(exception, *args, **kwargs)
-
-    def start_wgmma(self, thread: Thread, accumulator: Key) -> Clock:
-        """Returns the clock with which the tensor core reads shared memory."""
-        clock = self.incr_clock(thread)
-        clock.inc(self.get_next_tma_thread_id())
-        self.wgmmas[thread].append((clock, accumulator))
-        return clock.async_smem_clock.copy()
-
-    def wait_wgmma(self, thread: Thread, in_flight: int) -> None:
-        with self.lock:
-            while len(self.wgmmas[thread]) > in_flight:
-                clock, _ = self.wgmmas[thread].popleft()
-                self.clocks[thread].update(clock)
-
-    def check_accumulator(self, thread: Thread, accumulator: Key, use: str, where: str) -> None:
-        if any(accumulator == other for _, other in self.wgmmas[thread]):
-            _report(f"accumulator {use} by {_name(thread)} while a wgmma writes it, {where}")
-
-    def deallocate_buffer(self, key: Key, logging_info=None) -> None:
-        if key.memory_space_id == _REGISTERS and logging_info is not None:
-            where = _where(logging_info.source_info)
-            self.check_accumulator(logging_info.thread, key, "freed", where)
-        super().deallocate_buffer(key, logging_info)
-
-    def add_copy_smem_to_gmem_clocks(self, thread, read_clock, write_clock) -> None:
-        self.uncommitted_stores[thread].append((read_clock, write_clock))
-
-    def commit_stores(self, thread: Thread) -> None:
-        """Close a group, which may be empty: a wait counts groups."""
-        reads, writes = (self.VectorClock(self.vector_clock_size) for _ in range(2))
-        for read, write in self.uncommitted_stores.pop(thread, ()):
-            reads.update(read)
-            writes.update(write)
-        super().add_copy_smem_to_gmem_clocks(thread, reads, writes)
-
-    def kernel_thread_finished(self, thread: Thread) -> None:
-        if self.uncommitted_stores[thread]:
-            raise ValueError(f"{_name(thread)} finished with a store in no commit group")
-        super().kernel_thread_finished(thread)
-
-
-class _LimitedCondition(threading.Condition):
-    def wait(self, timeout: float | None = None) -> bool:
-        if not super().wait(timeout or _run.barrier_timeout):
-            raise TimeoutError
-        return True
-
-
-class _Barrier(shared_memory.Barrier):
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.cv = _LimitedCondition()
-
-    def wait(self, thread, logging_info=None) -> None:
-        try:
-            super().wait(thread, logging_info)
-        except TimeoutError:
-            where = _where(logging_info.source_info) if logging_info is not None else "?"
-            raise TimeoutError(
-                f"{_name(thread)} waited {_run.barrier_timeout:g} s for a barrier that has "
-                f"{self.arrivals_count} of {self.num_arrivals} arrivals, {where}"
-            ) from None
-
-
-# ---------------------------------------------------------------------------------- callbacks
-
-
-def _memory() -> _Memory:
+def _memory() -> shared.Memory:
     memory = gpu_callbacks._get_shared_memory()
-    assert isinstance(memory, _Memory), "install() was called while a kernel was running"
+    assert isinstance(memory, shared.Memory), "install() was called while a kernel was running"
     return memory
 
 
-def _locate(key_as_array: np.ndarray, transforms: Any) -> tuple[Key, interpret_utils.Access]:
-    key = Key.from_array(key_as_array)
+def _locate(key_as_array: np.ndarray, transforms: Any) -> tuple[shared.Key, interpret_utils.Access]:
+    key = shared.Key.from_array(key_as_array)
     indexing = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
     return key, _memory().access(key, indexing)
 
@@ -380,7 +132,7 @@ def _locate(key_as_array: np.ndarray, transforms: Any) -> tuple[Key, interpret_u
 class _LoadTask(gpu_callbacks.AsyncCopyGmemToSmemTask):
     """A TMA load whose write to shared memory is judged by both proxies' clocks."""
 
-    def post_read(self, tma_thread_id: int, memory: _Memory) -> None:
+    def post_read(self, tma_thread_id: int, memory: shared.Memory) -> None:
         if memory.detect_races:
             self.clock.inc(tma_thread_id)
             gpu_callbacks.get_races().check_write(
@@ -417,7 +169,7 @@ class _ReduceTask(gpu_callbacks.AsyncCopySmemToGmemTask):
                 memory.store_buffer_content(*target, self.operation(old, value), self.thread)
         self.post_write(tma_thread_id, memory)
 
-    def post_read(self, tma_thread_id: int, memory: _Memory) -> None:
+    def post_read(self, tma_thread_id: int, memory: shared.Memory) -> None:
         if memory.detect_races:
             self.clock.inc(tma_thread_id)
             self.write_clock = self.clock.copy()
@@ -484,7 +236,7 @@ def _wgmma(*, token, thread, source_info=None, **operands):
     _upstream_wgmma(token=token, thread=thread, source_info=source_info, **operands)
     memory = _memory()
     if memory.detect_races:
-        accumulator = Key.from_array(operands["acc_allocation_key_as_array"])
+        accumulator = shared.Key.from_array(operands["acc_allocation_key_as_array"])
         clock = memory.start_wgmma(thread, accumulator)
         for name in "ab":
             where = (operands[f"{name}_allocation_key_as_array"], operands[f"{name}_transforms"])
@@ -500,11 +252,10 @@ def _wait_wgmma(token, thread, *, in_flight):
 
 @gpu_callbacks.fail_on_exception
 def _check_accumulator(token, thread, accumulator, *, use, source_info):
-    _memory().check_accumulator(thread, Key.from_array(accumulator), use, _where(source_info))
+    _memory().check_accumulator(
+        thread, shared.Key.from_array(accumulator), use, shared.where_of(source_info)
+    )
     return token
-
-
-# -------------------------------------------------------------------------------- interpreter
 
 
 class _Interpreter(jaxpr_interpret.JaxprInterpreter):
@@ -608,7 +359,7 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
 
     def _allocate_registers(self, token, value, source_info):
         token, request = gpu_callbacks.call_make_allocation_request_array(
-            token=token, compute_unit=self.thread, memory_space_id=_REGISTERS
+            token=token, compute_unit=self.thread, memory_space_id=shared.REGISTERS
         )
         return gpu_callbacks.call_allocate_buffer(
             token, self.mesh_location, self.thread, request, value, source_info
