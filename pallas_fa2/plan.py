@@ -102,7 +102,7 @@ def _configure(name: str, spec: Spec, device: Device, passed_over: tuple) -> Pla
             kernels = hopper_forwards(max(spec.head_dim, spec.value_dim))
             tuned = next(t for t in kernels if t.serves(spec))
             forward = dataclasses.replace(tuned.config, ctas=device.cores)
-        backward = hopper_backward.Config(hopper.kernel_dim(spec))
+        backward = hopper_backward.Config(hopper.kernel_dim(spec), ctas=device.cores)
     elif name == "blockwise":
         forward = backward = block_sizes(spec)
     else:

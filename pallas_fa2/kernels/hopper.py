@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from pallas_fa2.kernels import hopper_backward, hopper_forward
-from pallas_fa2.kernels.mosaic import Problem, round_up
+from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
 from pallas_fa2.spec import Device, Operands, Spec
 
 HEAD_DIMS = (64, 128, 256)
@@ -180,7 +180,7 @@ def backward(
         return hopper_backward.gradients(_problem(spec, part, args[0].shape[0]), config, *args)
 
     def rows(x: jax.Array, fill: float) -> jax.Array:
-        extra = round_up(part.q_len, hopper_backward.BLOCK_Q) - part.q_len
+        extra = round_up(part.q_len, config.block_q) - part.q_len
         return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
     pad = functools.partial(_pad, dim=config.head_dim)
@@ -189,7 +189,7 @@ def backward(
         pad(part.keys(k)),
         pad(part.keys(v)),
         pad(part.queries(dout)),
-        rows(lse / -spec.scale, -jnp.inf),
+        rows(lse * -LOG2E, -jnp.inf),
         rows(-delta, 0.0),
     )
     dq = part.restore_queries((dq * spec.scale).astype(spec.dtype))[..., : spec.head_dim]

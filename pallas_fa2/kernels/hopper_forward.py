@@ -477,7 +477,7 @@ class RowBlock:
         else:
             row = mosaic.index(self.shape, 0, self.first_row + problem.offset)
             last = jnp.minimum(row, problem.kv_len - 1)
-        return ptx.hide_columns(s, last - first_key)
+        return ptx.hide_after(s, last - first_key)
 
     def store(self, columns: Any, acc: jax.Array, reference: jax.Array, total: jax.Array) -> None:
         """A piece of the output; with the first, lse."""

@@ -71,6 +71,10 @@ def minimum(a: Any, b: int) -> Any:
     return jnp.minimum(a, b) if isinstance(a, jax.Array) else np.minimum(a, b)
 
 
+def maximum(a: Any, b: int) -> Any:
+    return jnp.maximum(a, b) if isinstance(a, jax.Array) else np.maximum(a, b)
+
+
 def operand(*shape: int, dtype: Any) -> Any:
     """Shared memory that TMA fills and WGMMA reads: tiles of 8 rows, swizzled over 128 bytes.
 
@@ -203,41 +207,6 @@ def leave_together(done: list[Any], branch: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """The order of CTAs over batch entries, heads and tiles: the last axis runs fastest.
-
-    Full attention goes head by head. Causal attention goes tile by tile, the longest first, over a
-    section of heads whose data share the L2: short tiles at the end fill the gaps that long ones
-    leave. Three axes and no flat number, because a division holds registers through all of a kernel.
-    """
-
-    batch: int
-    heads: int
-    tiles: int
-    section: int | None  # heads that run together; None for full attention
-
-    names = ("slow", "middle", "fast")
-
-    @property
-    def axes(self) -> dict[str, int]:
-        sizes = self.batch, self.heads, self.tiles
-        if self.section is not None:
-            sizes = self.batch * (self.heads // self.section), self.tiles, self.section
-        return dict(zip(self.names, sizes, strict=True))
-
-    def place(self) -> tuple[Any, Any, Any]:
-        """(batch entry, head, tile) of this CTA; tile 0 is the first to run."""
-        slow, middle, fast = (lax.axis_index(name) for name in self.names)
-        if self.section is None:
-            return slow, middle, fast
-        sections = self.heads // self.section
-        if sections == 1:
-            return slow, fast, middle
-        batch, section = lax.div(slow, I32(sections)), lax.rem(slow, I32(sections))
-        return batch, section * self.section + fast, middle
-
-
-@dataclasses.dataclass(frozen=True)
 class Order:
     """The order in which persistent CTAs take tiles, as a number for each (batch, head, tile).
 
@@ -286,8 +255,13 @@ def deal(costs: Sequence[int] | np.ndarray, hands: int, overhead: float) -> np.n
     return table
 
 
-def each_tile(table: Any, body: Callable[[Any, Any, Any], Any], carry: Any) -> None:
-    """carry = body(k, number, carry) for the CTA's tiles; the next number is read a tile ahead."""
+def each_tile(
+    table: Any, body: Callable[[Any, Any, Any], Any], carry: Any, prefetch: bool = True
+) -> Any:
+    """carry = body(k, number, carry) for the CTA's tiles.
+
+    With `prefetch` a number is read a tile ahead, and held in a register.
+    """
     cta = lax.axis_index("cta")
 
     def step(k: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -295,7 +269,11 @@ def each_tile(table: Any, body: Callable[[Any, Any, Any], Any], carry: Any) -> N
         following = table[cta, k + 2]
         return following, body(k, number, carry)
 
-    lax.fori_loop(I32(0), table[cta, 0], step, (table[cta, 1], carry))
+    if prefetch:
+        return lax.fori_loop(I32(0), table[cta, 0], step, (table[cta, 1], carry))[1]
+    return lax.fori_loop(
+        I32(0), table[cta, 0], lambda k, carry: body(k, table[cta, k + 1], carry), carry
+    )
 
 
 def by_eights(combine: Callable, tile: jax.Array) -> jax.Array:

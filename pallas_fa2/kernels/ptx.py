@@ -115,6 +115,13 @@ def _ask(mine: list[Any], question: str, operands: list[Any]) -> Any:
     return llvm.inline_asm(i32, [any_of_mine, *operands], code, constraints, has_side_effects=True)
 
 
+def _thread() -> Any:
+    """The thread's number in its CTA. It is read once, outside all loops, as that takes 350 clocks;
+    but what follows from it is computed where it is used, and holds no registers elsewhere."""
+    thread = mgpu.utils.thread_idx()
+    return llvm.inline_asm(thread.type, [thread], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+
+
 def _splat(answer: Any) -> Any:
     return mgpu.FragmentedArray.splat(answer, shape=(), is_signed=True)
 
@@ -129,38 +136,82 @@ def _scalars(array: Any) -> list[Any]:
     ]
 
 
-def hide_columns(s: jax.Array, last: jax.Array) -> jax.Array:
-    """-inf in a tile right of each row's last column.
+def zeros(shape: tuple[int, int]) -> jax.Array:
+    """For an accumulator to start from. LLVM would keep one zero for all that a loop starts, in the
+    first register of one of them: ptxas then moves the others around it, and spills."""
 
-    The bound moves to where a thread's first column is 0, so that the others compare with constants:
-    an index for every column would hold 32 registers, as it is the same in every tile.
+    def zeros(_: Any) -> Any:
+        f32 = ir.F32Type.get()
+        zero = llvm.inline_asm(f32, [], "mov.f32 $0, 0f00000000;", "=f", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(zero, shape, mgpu.WGMMA_LAYOUT)
+
+    zeros.__name__ = f"zeros {shape[0]} {shape[1]}"
+    return plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, TILE))(zeros)()
+
+
+def add_fragments(target: Any, tile: jax.Array) -> None:
+    """Adds a float32 `[64, 64]` tile to device memory, as it lies in registers, 16 bytes at a time.
+
+    `target` is `[4096]`, in the order (eight columns, warp, group, thread, half, element) of
+    PTX's accumulators (PTX ISA, wgmma's D fragment): row 16 warp + 8 half + group of the tile, column
+    8 eight + 2 thread + element. A warp then adds 512 bytes side by side.
     """
+    _add_fragments(target, tile)  # pyright: ignore[reportCallIssue]
 
-    def hide_columns(_: Any, tile: Any, last: Any) -> Any:
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+def _add_fragments(_: Any, target: Any, tile: Any) -> None:
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    thread = arith.andi(_thread(), arith.constant(i32, 127))
+    start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
+    start = arith.addi(start, arith.extui(i64, arith.shli(thread, arith.constant(i32, 4))))
+    values = _scalars(tile)
+    for i in range(0, len(values), 4):
+        # 128 threads add 2048 bytes
+        code = f"red.relaxed.gpu.global.add.v4.f32 [$0 + {512 * i}], {{$1, $2, $3, $4}};"
+        void, operands = ir.Type.parse("!llvm.void"), [start, *values[i : i + 4]]
+        llvm.inline_asm(void, operands, code, "l,f,f,f,f", has_side_effects=True)
+
+
+def hide_after(s: jax.Array, last: jax.Array) -> jax.Array:
+    """-inf in a tile right of each row's last column."""
+    return _hide(s, last, arith.CmpIPredicate.sge, "hide_after")
+
+
+def hide_before(s: jax.Array, first: jax.Array) -> jax.Array:
+    """-inf in a tile left of each row's first column."""
+    return _hide(s, first, arith.CmpIPredicate.sle, "hide_before")
+
+
+def _hide(s: jax.Array, bound: jax.Array, kept: Any, name: str) -> jax.Array:
+    """The bound moves to where a thread's first column is 0, so that the others compare with
+    constants: an index for every column would hold 32 registers, as it is the same in every tile."""
+
+    def hide(_: Any, tile: Any, bound: Any) -> Any:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
 
         def constant(value: int) -> Any:
             return arith.constant(i32, value)
 
-        lane = llvm.inline_asm(i32, [], "mov.u32 $0, %laneid;", "=r")
-        first_column = arith.shli(arith.andi(lane, constant(3)), constant(1))
-        bounds = [arith.subi(x, first_column) for x in _scalars(last)]
+        first_column = arith.shli(arith.andi(_thread(), constant(3)), constant(1))
+        bounds = [arith.subi(x, first_column) for x in _scalars(bound)]
         minus_infinity = arith.constant(f32, -math.inf)
         hidden = np.empty_like(tile.registers)
         for at, pair in np.ndenumerate(tile.registers):
             columns, half = at[1], sum(at[2:])  # 8 columns each; rows r and r + 8 of a warp's 16
             for e in range(2):
                 column = constant(8 * columns + e)
-                kept = arith.cmpi(arith.CmpIPredicate.sge, bounds[half], column)
-                value = arith.select(kept, llvm.extractelement(pair, constant(e)), minus_infinity)
+                keep = arith.cmpi(kept, bounds[half], column)
+                value = arith.select(keep, llvm.extractelement(pair, constant(e)), minus_infinity)
                 pair = llvm.insertelement(pair, value, constant(e))
             hidden[at] = pair
         return mgpu.FragmentedArray(
             _registers=hidden, _layout=tile.layout, _is_signed=tile.is_signed
         )
 
+    hide.__name__ = name
     result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
-    return plgpu.inline_mgpu(arg_types=(TILE, ROWS), return_type=result)(hide_columns)(s, last)
+    return plgpu.inline_mgpu(arg_types=(TILE, ROWS), return_type=result)(hide)(s, bound)
 
 
 def pin(positive: jax.Array) -> None:

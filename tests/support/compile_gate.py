@@ -91,6 +91,28 @@ def exponentials_under_products(report: KernelReport) -> list[int]:
     return found
 
 
+def spills_while_multiplying(report: KernelReport) -> int:
+    """Local memory accesses in the innermost loops that multiply; -1 if no such loop is found."""
+    assert report.sass_path is not None, "nvdisasm is missing"
+    lines = report.sass_path.read_text().splitlines()
+    label_at = {
+        m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))
+    }
+    loops = []
+    for end, line in enumerate(lines):
+        # a loop's own branch has a condition; code out of line comes back without one
+        branch = re.search(r"@!?U?P\d+\s+BRA `\((\.L_x_\d+)\)", line)
+        if branch and label_at[branch[1]] < end:
+            body = range(label_at[branch[1]], end)
+            if any("HGMMA" in lines[i] for i in body):
+                loops.append(body)
+    innermost = [
+        a for a in loops if not any(b != a and a[0] <= b[0] and b[-1] <= a[-1] for b in loops)
+    ]
+    found = [i for a in innermost for i in a if re.search(r"\b(STL|LDL)\b", lines[i])]
+    return len(found) if innermost else -1
+
+
 def compile_for_h200(fn: Callable[..., Any], *args: Any) -> list[KernelReport]:
     """One report for each Mosaic kernel compiled for `jax.jit(fn)(*args)`."""
     with _environment(_PRINT | {"MOSAIC_GPU_CUDA_ROOT": _cuda_root()}), _printed() as output:

@@ -221,6 +221,20 @@ def _copy_smem_to_gmem(
 
 
 @gpu_callbacks.fail_on_exception
+def _add_to_gmem(*, token, thread, target, transforms, value, source_info):
+    """Adds from registers, atomically per element."""
+    memory = _memory()
+    place = _locate(target, transforms)
+    with _ReduceTask.atomic:
+        old, _, _ = memory.get_buffer_content(*place, thread)
+        memory.store_buffer_content(*place, old + value, thread)
+    if memory.detect_races:
+        clock = memory.incr_clock(thread).async_smem_clock
+        gpu_callbacks.get_races().check_add(thread, clock, *place, source_info)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
 def _commit_stores(token, thread):
     memory = _memory()
     if memory.detect_races:
@@ -349,8 +363,26 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
     def _inline(self, eqn, token, values):
         """What the library's inline code means, by its name and the parameters after it."""
         name, *parameters = eqn.params["mgpu_fn"].__name__.split()
+        if name == "_add_fragments":
+            return self._add_fragments(eqn, token, *values), []
         out = INLINE[name](*values, *parameters)
         return token, [] if out is None else [out]
+
+    def _add_fragments(self, eqn, token, target, tile, *leaves):
+        transforms, _ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
+        target, transforms = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, target, transforms)
+        # (warp, half, group) x (eight, thread, element) -> the order of a thread's registers
+        fragments = tile.reshape(4, 2, 8, 8, 4, 2).transpose(3, 0, 2, 4, 1, 5).reshape(-1)
+        function = functools.partial(_add_to_gmem, source_info=eqn.source_info)
+        return callback.io_callback(
+            function,
+            gpu_callbacks.TOKEN_SHAPE_DTYPE,
+            token=token,
+            thread=self.thread,
+            target=target,
+            transforms=transforms,
+            value=fragments,
+        )
 
     def _check_use(self, eqn, token, accumulator, use):
         return self._call(
@@ -381,16 +413,20 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         )
 
 
+def _columns(tile: jax.Array) -> jax.Array:
+    return jnp.arange(tile.shape[1])[None]
+
+
 # A warpgroup is one thread here: its four warps share their answers.
 INLINE: dict[str, Callable[..., Any]] = {
     "any_above": lambda tile, limit: jnp.any(tile > float(limit)).astype("int32"),
     "_any_infinite": lambda rows, _: jnp.any(~(rows < jnp.inf)).astype("int32"),
     "_pin": lambda _: None,
+    "zeros": lambda *shape: jnp.zeros(tuple(map(int, shape)), "float32"),
     "_turn_sync": lambda _: None,
     "_turn_arrive": lambda _: None,
-    "hide_columns": lambda s, last: jnp.where(
-        jnp.arange(s.shape[1])[None] <= last[:, None], s, -jnp.inf
-    ),
+    "hide_after": lambda s, last: jnp.where(_columns(s) <= last[:, None], s, -jnp.inf),
+    "hide_before": lambda s, first: jnp.where(_columns(s) >= first[:, None], s, -jnp.inf),
 }
 
 
