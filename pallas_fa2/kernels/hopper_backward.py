@@ -5,14 +5,17 @@ is added up in float32 in device memory, straight from registers. The products a
 probabilities P^T (keys x queries) are then register operands of dV and dK, and only dS passes through
 shared memory, whose bandwidth bounds this kernel.
 
-Two warpgroups divide the work of a tile. Up to H = 128 each owns half of the block's 128 keys
-(`KeyHalf`), five products in all. At H = 256 the dK and dV of 64 keys fill both register files: one
-owns dK, the other dV and dQ (`KeyGradient`, `ValueGradient`); each forms the scores, six products.
+Up to H = 128 two warpgroups divide the work of a tile, each owns half of the block's 128 keys
+(`KeyHalf`). At H = 256 dK and dV of 64 keys alone take half of the register file: a warpgroup
+owns one (`KeyGradient`, `ValueGradient`), and a third, which also loads, forms the scores for both
+(`Scores`). A block then is a pair of CTAs' (a cluster), that send each other their dS: each forms half
+of dQ's columns over all of the block's keys, as what bounds this kernel otherwise is how fast L2 adds.
 """
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +27,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2.kernels import mosaic, ptx
 from pallas_fa2.kernels.mosaic import COLUMNS, I32, LOG2E, Problem, Ring
 
-WARPGROUPS = 2
 # A block's dQ is formed and added in tiles of 64 x 64: an accumulator of 32 registers.
 DQ_TILE = 64
 # dS lies in panels of 64 queries, the width of a swizzled row.
 PANEL = 64
+# The axis of the two CTAs that share a block of keys.
+PAIR = "pair"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,41 +40,47 @@ class Config:
     """Tile sizes and schedule of one backward kernel."""
 
     head_dim: int  # of queries, keys and values: 64, 128 or 256
-    # of a thread in a multiplying and in the loading warpgroup: 2 * 240 + 24 <= 512
-    registers: tuple[int, int] = (240, 24)
     ctas: int = 132  # persistent, one a multiprocessor
     # Q, dO and float32 dQ of the heads that run at the same time, of 60 MB of L2.
     section_bytes: int = 40 << 20
 
     @property
-    def by_gradient(self) -> bool:
-        """Whether the warpgroups own a gradient each, rather than half of the keys."""
+    def paired(self) -> bool:
+        """Whether two CTAs share a block of keys."""
         return self.head_dim > 128
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        """Of a thread in each warpgroup, the loading one last: 512 in all, with 24 for none."""
+        return (192, 192, 120) if self.paired else (240, 240, 24)
 
     @property
     def block_q(self) -> int:
         """At H = 64 twice as many, or shared memory could not keep up: keys are read once a block."""
         return 128 if self.head_dim == 64 else 64
 
+    block_kv: ClassVar[int] = 128
+
     @property
-    def block_kv(self) -> int:
-        return 64 if self.by_gradient else 128
+    def kv_rows(self) -> int:
+        """Of a block's keys, those in one CTA."""
+        return 64 if self.paired else 128
 
     @property
     def stages(self) -> tuple[int, int]:
-        """Of Q and dO."""
-        return 2, 2
+        """Of Q and dO. At H = 256 dV is formed a good while before dP of the next step."""
+        return (2, 1) if self.paired else (2, 2)
 
     @property
     def kv_stages(self) -> tuple[int, int]:
         """Of K and V. Up to H = 128, the last dQ of a tile is formed in the first step of the next."""
-        return 1 if self.by_gradient else 2, 1
+        return 1 if self.paired else 2, 1
 
     @property
     def ds_stages(self) -> int:
-        """One to be written, one to be read by this warpgroup and one by the other; at H = 256 one
-        hands it to the other."""
-        return 2 if self.by_gradient else 3
+        """One to be written, one to be read by this warpgroup and one by the other; at H = 256 each
+        is read by others than its writer."""
+        return 2 if self.paired else 3
 
     @property
     def dq_parts(self) -> int:
@@ -117,8 +127,8 @@ class Schedule:
 
     def table(self) -> np.ndarray:
         _, _, kv_tile = self.place(np.arange(self.order.count))
-        ctas = min(self.config.ctas, self.order.count)
-        return mosaic.deal(self.steps(kv_tile), ctas, 0.5)
+        hands = self.config.ctas // (2 if self.config.paired else 1)
+        return mosaic.deal(self.steps(kv_tile), min(hands, self.order.count), 0.5)
 
     def first_q_block(self, kv_tile: Any) -> Any:
         """The first whose queries see the block's first key."""
@@ -171,36 +181,23 @@ def gradients(
     come in any order: it is not bitwise reproducible.
     """
     schedule = Schedule(problem, config)
-    dtype, dim = q.dtype, config.head_dim
-    block_q, block_kv = config.block_q, config.block_kv
-    (q_stages, do_stages), (k_stages, v_stages) = config.stages, config.kv_stages
-    rings = q_stages + do_stages + k_stages + v_stages
-    memory = Memory(
-        k=mosaic.operand(k_stages, block_kv, dim, dtype=dtype),
-        v=mosaic.operand(v_stages, block_kv, dim, dtype=dtype),
-        q=mosaic.operand(q_stages, block_q, dim, dtype=dtype),
-        dout=mosaic.operand(do_stages, block_q, dim, dtype=dtype),
-        lse=plgpu.SMEM((q_stages, block_q), jnp.float32),
-        delta=plgpu.SMEM((do_stages, block_q), jnp.float32),
-        ds=mosaic.operand(config.ds_stages, block_q // PANEL, block_kv, PANEL, dtype=dtype),
-        # All that complete by two arrivals in one array: each array costs a register for its phases,
-        # and at H = 128 those make the difference to spilling.
-        full=mosaic.barriers(rings + 2, 2),
-        free=mosaic.barriers(rings, WARPGROUPS),
-        ds_full=mosaic.barriers(2) if config.by_gradient else None,
-        ds_free=mosaic.barriers(2) if config.by_gradient else None,
-        done=[plgpu.Barrier(num_arrivals=WARPGROUPS + 1) for _ in range(WARPGROUPS + 1)],
-    )
     table = schedule.table()
 
     def run(refs: tuple, memory: Memory) -> None:
         _body(schedule, Inputs(*refs[:7]), Outputs(*refs[7:]), memory)
 
-    kernel = mosaic.launch(run, memory, (), {"cta": len(table)}, WARPGROUPS + 1)
+    kernel = mosaic.launch(
+        run,
+        _memory(config, q.dtype),
+        (),
+        {"cta": len(table)},
+        len(config.registers),
+        {PAIR: 2} if config.paired else {},
+    )
     outputs = (
         jnp.zeros(schedule.dq_shape, jnp.float32),
-        lax.empty(k.shape, dtype),
-        lax.empty(v.shape, dtype),
+        lax.empty(k.shape, k.dtype),
+        lax.empty(v.shape, v.dtype),
     )
     inputs = (jnp.asarray(table), q, k, v, dout, lse, delta)
     dq, dk, dv = pl.run_state(lambda refs: kernel(*inputs, *refs))(outputs)
@@ -231,32 +228,44 @@ class Memory(NamedTuple):
     Operands of products come first: with another order ptxas spills (144 bytes and more).
     """
 
-    k: Any  # [1, block_kv, H]
+    k: Any  # [stages, kv_rows, H]
     v: Any
     q: Any  # [stages, block_q, H]
     dout: Any
     lse: Any  # [stages, block_q]
     delta: Any
-    ds: Any  # [stages, panels, block_kv, PANEL]
+    ds: Any  # [stages, panels, kv_rows, PANEL]
     full: Any
     free: Any
-    ds_full: Any
-    ds_free: Any
     done: list[Any]
+    # at H = 256
+    p: Any = None  # as dS
+    ds_of_other: Any = None
+    k_of_other: Any = None  # [1, kv_rows, H / 2]
+    arrived: Any = None
+    once: Any = None
+    used: Any = None
 
     @property
     def queries(self) -> Ring:
-        return Ring((self.q, self.lse), self.full, self.free)
+        return Ring((self.q, self.lse), self.full, self._rows_free)
 
     @property
     def douts(self) -> Ring:
         first = self.queries.stages
-        return Ring((self.dout, self.delta), self.full, self.free, first, first)
+        delta = self.lse.at[pl.ds(first, self.dout.shape[0])] if self.delta is None else self.delta
+        return Ring((self.dout, delta), self.full, self._rows_free, first, first)
+
+    @property
+    def _rows_free(self) -> Any:
+        """At H = 256 one warpgroup alone uses Q last, and one dO."""
+        return self.free if self.once is None else self.once
 
     @property
     def keys(self) -> Ring:
         first = self.queries.stages + self.douts.stages
-        return Ring(_halves(self.k), self.full, self.free, first, first)
+        buffers = _halves(self.k) if self.k_of_other is None else (self.k, self.k_of_other)
+        return Ring(buffers, self.full, self.free, first, first)
 
     @property
     def values(self) -> Ring:
@@ -268,8 +277,16 @@ class Memory(NamedTuple):
         return [self.queries, self.douts, self.keys, self.values]
 
     @property
-    def ds_ring(self) -> Ring:
-        return Ring((self.ds,), self.ds_full, self.ds_free)
+    def scores(self) -> list[Ring]:
+        """P^T and dS^T. A stage is free when four warpgroups have used it, here and in the other CTA."""
+        first, stages = self.queries.stages + self.douts.stages, self.ds.shape[0]
+        buffers = enumerate((self.p, self.ds))
+        return [Ring((x,), self.once, self.used, first + i * stages) for i, x in buffers]
+
+    @property
+    def mail(self) -> ptx.Mail:
+        """The other CTA's dS^T, in the same stage."""
+        return ptx.Mail(self.ds_of_other, self.arrived, self.ds.dtype)
 
     def barrier(self, i: int) -> Any:
         return self.full.at[sum(ring.stages for ring in self.rings) + i]
@@ -283,6 +300,46 @@ class Memory(NamedTuple):
     def ds_there(self) -> Any:
         """Completed when the dS of a step is there."""
         return self.barrier(1)
+
+
+def _memory(config: Config, dtype: Any) -> Memory:
+    dim, block_q, kv_rows = config.head_dim, config.block_q, config.kv_rows
+    (q_stages, do_stages), (k_stages, v_stages) = config.stages, config.kv_stages
+    rings, warpgroups = q_stages + do_stages + k_stages + v_stages, len(config.registers)
+
+    def scores(columns: int) -> Any:
+        shape = config.ds_stages, columns // PANEL, kv_rows, PANEL
+        return mosaic.operand(*shape, dtype=dtype)
+
+    memory = Memory(
+        k=mosaic.operand(k_stages, kv_rows, dim, dtype=dtype),
+        v=mosaic.operand(v_stages, kv_rows, dim, dtype=dtype),
+        q=mosaic.operand(q_stages, block_q, dim, dtype=dtype),
+        dout=mosaic.operand(do_stages, block_q, dim, dtype=dtype),
+        lse=plgpu.SMEM((q_stages, block_q), jnp.float32),
+        delta=plgpu.SMEM((do_stages, block_q), jnp.float32),
+        ds=scores(block_q),
+        # All that complete by two arrivals in one array: each array costs a register for its phases,
+        # and at H = 128 those make the difference to spilling.
+        full=mosaic.barriers(rings + 2, 2),
+        free=mosaic.barriers(rings, 2),
+        done=[plgpu.Barrier(num_arrivals=warpgroups) for _ in range(warpgroups)],
+    )
+    if not config.paired:
+        return memory
+    return memory._replace(
+        # in one array, as each begins at a multiple of 1024 bytes
+        lse=plgpu.SMEM((q_stages + do_stages, block_q), jnp.float32),
+        delta=None,
+        p=scores(block_q),
+        ds_of_other=mosaic.operand(config.ds_stages, kv_rows, block_q, dtype=dtype),
+        arrived=plgpu.SMEM((config.ds_stages, 2), jnp.uint32),
+        k_of_other=mosaic.operand(k_stages, kv_rows, dim // 2, dtype=dtype),
+        once=mosaic.barriers(q_stages + do_stages + 2 * config.ds_stages),
+        used=plgpu.ClusterBarrier(
+            collective_axes=(PAIR,), num_barriers=config.ds_stages, num_arrivals=2
+        ),
+    )
 
 
 def _halves(ref: Any) -> tuple[Any, Any]:
@@ -322,6 +379,14 @@ class Tile:
         head = batch * problem.q_heads + kv_head * problem.group
         return head * blocks + self.schedule.first_q_block(kv_tile)
 
+    @property
+    def last_row(self) -> Any:
+        problem = self.schedule.problem
+        batch, kv_head, _ = self.place
+        return (
+            batch * problem.q_heads + (kv_head + 1) * problem.group
+        ) * self.schedule.q_blocks - 1
+
     def row_after(self, row: Any) -> Any:
         problem, blocks = self.schedule.problem, self.schedule.q_blocks
         if problem.group == 1 or not problem.causal:
@@ -356,6 +421,11 @@ class Step(NamedTuple):
         return self.t == self.tile.next_step - 1
 
     @property
+    def next(self) -> "Step":
+        """Of the same tile."""
+        return Step(self.tile, self.t + 1, self.tile.row_after(self.row))
+
+    @property
     def head(self) -> tuple[Any, Any]:
         """Batch entry and query head."""
         schedule = self.tile.schedule
@@ -375,80 +445,100 @@ class Step(NamedTuple):
 def _body(schedule: Schedule, inputs: Inputs, outputs: Outputs, memory: Memory) -> None:
     config = schedule.config
 
-    def multiply(me: int) -> None:
-        plgpu.set_max_registers(config.registers[0], action="increase")
-        for ring in memory.rings:
-            ring.open()
-        kind = KeyHalf if not config.by_gradient else (KeyGradient, ValueGradient)[me]
-        role = kind(schedule, memory, outputs, me)
+    def run(me: int) -> None:
+        mosaic.set_registers(config.registers, me)
+        role = kinds[me](schedule, inputs, outputs, memory, me)
 
         def visit(k: Any, number: Any, state: tuple) -> tuple:
             first_step, dq_row = state
             tile = Tile(schedule, k, number, first_step)
-            memory.keys.wait(k)
-            memory.values.wait(k)
             return tile.next_step, role.visit(tile, dq_row)
 
         role.open()
         state = I32(0), I32(schedule.dq_shape[0] - 1)
         steps, dq_row = mosaic.each_tile(inputs.table, visit, state, prefetch=False)
         role.close(steps, inputs.table[lax.axis_index("cta"), 0], dq_row)
-        plgpu.wait_smem_to_gmem(0)
         mosaic.leave_together(memory.done, me)
 
-    roles = [functools.partial(multiply, me) for me in range(WARPGROUPS)]
-    load = functools.partial(_load, schedule, inputs, memory)
-    mosaic.assign_roles(lax.axis_index("warpgroup"), *roles, load)
-
-
-def _load(schedule: Schedule, inputs: Inputs, memory: Memory) -> None:
-    """The loading warpgroup: keys and values of one tile after another, and the queries they meet."""
-    config = schedule.config
-    plgpu.set_max_registers(config.registers[1], action="decrease")
-
-    def load(step: Step, _: Any) -> None:
-        tile = step.tile
-        _, kv_head, _ = tile.place
-        batch, head = step.head
-
-        def fill(ring: Ring, source: Any) -> None:
-            half = config.block_kv // 2
-            first = [tile.first_key + i * half for i in range(2)]
-            ring.fill(tile.k, *(source.at[batch, pl.ds(row, half), kv_head] for row in first))
-
-        rows = pl.ds(step.first_query, config.block_q)
-        at, row_at = (batch, rows, head), (batch, head, rows)
-        pl.when(step.first)(lambda: fill(memory.keys, inputs.k))
-        memory.queries.fill(step.t, inputs.q.at[*at], inputs.lse.at[*row_at])
-        pl.when(step.first)(lambda: fill(memory.values, inputs.v))
-        memory.douts.fill(step.t, inputs.dout.at[*at], inputs.delta.at[*row_at])
-
-    def visit(k: Any, number: Any, first_step: Any) -> Any:
-        tile = Tile(schedule, k, number, first_step)
-        tile.each_step(load)
-        return tile.next_step
-
-    mosaic.each_tile(inputs.table, visit, I32(0))
-    for ring in memory.rings:
-        ring.drain()
-    mosaic.leave_together(memory.done, -1)
+    kinds = (KeyGradient, ValueGradient, Scores) if config.paired else (KeyHalf, KeyHalf, Loader)
+    roles = [functools.partial(run, me) for me in range(len(kinds))]
+    mosaic.assign_roles(lax.axis_index("warpgroup"), *roles)
 
 
 @dataclasses.dataclass(frozen=True)
-class ColumnBlock:
-    """One warpgroup's part of a block of keys, against all the queries that see the block.
-
-    Its tiles are transposed: 64 keys (rows) by `block_q` queries (columns).
-    """
+class Role:
+    """What a warpgroup does."""
 
     schedule: Schedule
-    memory: Memory
+    inputs: Inputs
     outputs: Outputs
+    memory: Memory
     me: int
 
     @property
     def config(self) -> Config:
         return self.schedule.config
+
+    def first_row(self, tile: Tile) -> Any:
+        """Of the block's keys, the CTA's first."""
+        return tile.first_key + (64 * lax.axis_index(PAIR) if self.config.paired else 0)
+
+    def open(self) -> None:
+        """Before the first tile."""
+
+    def visit(self, tile: Tile, dq_row: Any) -> Any:
+        """A tile. `dq_row` is where dQ of the step before goes; returns it for the last step."""
+        raise NotImplementedError
+
+    def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
+        """After the last tile."""
+
+
+class Loader(Role):
+    """Keys and values of one tile after another, and the queries that they meet."""
+
+    def visit(self, tile: Tile, dq_row: Any) -> Any:
+        def load(step: Step, _: Any) -> None:
+            pl.when(step.first)(lambda: self.load_keys(tile))
+            self.load_queries(step)
+            pl.when(step.first)(lambda: self.load_values(tile))
+            self.load_douts(step)
+
+        tile.each_step(load)
+        return dq_row
+
+    def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
+        for ring in self.memory.rings:
+            ring.drain()
+
+    def load_queries(self, step: Step) -> None:
+        self._load_rows(self.memory.queries, step, self.inputs.q, self.inputs.lse)
+
+    def load_douts(self, step: Step) -> None:
+        self._load_rows(self.memory.douts, step, self.inputs.dout, self.inputs.delta)
+
+    def load_keys(self, tile: Tile) -> None:
+        self._load_halves(self.memory.keys, tile, self.inputs.k)
+
+    def load_values(self, tile: Tile) -> None:
+        self._load_halves(self.memory.values, tile, self.inputs.v)
+
+    def _load_rows(self, ring: Ring, step: Step, source: Any, row_data: Any) -> None:
+        (batch, head), rows = step.head, pl.ds(step.first_query, self.config.block_q)
+        ring.fill(step.t, source.at[batch, rows, head], row_data.at[batch, head, rows])
+
+    def _load_halves(self, ring: Ring, tile: Tile, source: Any) -> None:
+        batch, kv_head, _ = tile.place
+        half = self.config.kv_rows // 2
+        first = [self.first_row(tile) + i * half for i in range(2)]
+        ring.fill(tile.k, *(source.at[batch, pl.ds(row, half), kv_head] for row in first))
+
+
+class ColumnBlock(Role):
+    """One warpgroup's part of a block of keys, against all the queries that see the block.
+
+    Its tiles are transposed: 64 keys (rows) by `block_q` queries (columns).
+    """
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -456,8 +546,8 @@ class ColumnBlock:
 
     @property
     def keys(self) -> Any:
-        """The keys of the block whose scores this warpgroup forms."""
-        return pl.ds(0 if self.config.by_gradient else self.me * 64, 64)
+        """Of the CTA's keys, those whose scores this warpgroup forms or whose gradient it owns."""
+        return pl.ds(0 if self.config.paired else self.me * 64, 64)
 
     @property
     def scale(self) -> float:
@@ -467,10 +557,12 @@ class ColumnBlock:
         return mosaic.accumulator(64, columns)
 
     def open(self) -> None:
-        """Before the first tile."""
+        for ring in self.memory.rings:
+            ring.open()
 
-    def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
-        """After the last."""
+    def wait_for_keys(self, tile: Tile) -> None:
+        self.memory.keys.wait(tile.k)
+        self.memory.values.wait(tile.k)
 
     def keys_of(self, k: Any) -> Any:
         return self.memory.k.at[lax.optimization_barrier(self.memory.keys.slot(k))]
@@ -510,7 +602,7 @@ class ColumnBlock:
 
     def hide(self, s: jax.Array, step: Step, panel: Any) -> jax.Array:
         """-inf where a query (column) comes before the first that sees a key (row)."""
-        first_key = step.tile.first_key + self.keys.start
+        first_key = self.first_row(step.tile) + self.keys.start
         shift = first_key - step.first_query - panel.start - self.schedule.problem.offset
         return ptx.hide_before(s, mosaic.index((64, PANEL), 0, shift))
 
@@ -535,11 +627,6 @@ class ColumnBlock:
         square = self.accumulator(self.config.block_q)
         return pl.run_scoped(products, square, square)
 
-    def multiply_dq(self, dq_acc: Any, ds: Any, k: Any, columns: Any) -> None:
-        """A part of dQ from dS^T of all keys of the CTA's k-th tile and a panel of queries."""
-        dq_acc[...] = ptx.zeros((DQ_TILE, DQ_TILE))
-        plgpu.wgmma(dq_acc, ds.transpose((1, 0)), self.keys_of(k).at[:, columns])
-
     def release(self, step: Step) -> None:
         """Q and dO; of a tile's last step, `store` releases one, when it has used it."""
         rings = [self.memory.queries, self.memory.douts]
@@ -552,7 +639,7 @@ class ColumnBlock:
         and dO, one a warpgroup."""
         batch, kv_head, _ = tile.place
         last_step = tile.next_step - 1
-        rows = pl.ds(tile.first_key + self.keys.start, 64)
+        rows = pl.ds(self.first_row(tile) + self.keys.start, 64)
         mosaic.meet(self.memory.met)  # nobody reads Q and dO any more
         ring = (self.memory.queries, self.memory.douts)[self.me]
         buffer, _ = ring.at(last_step)
@@ -580,15 +667,15 @@ class KeyHalf(ColumnBlock):
     """
 
     def open(self) -> None:
+        super().open()
         plgpu.barrier_arrive(self.memory.ds_there)  # as if there were a step before the first
 
     def visit(self, tile: Tile, dq_row: Any) -> Any:
-        """`dq_row` is where dQ of the step before goes; returns it for the last step."""
-
         def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array, Any]:
             last = tile.each_step(functools.partial(self.step, dk_acc, dv_acc), dq_row)
             return dk_acc[...], dv_acc[...], last
 
+        self.wait_for_keys(tile)
         wide = self.accumulator(self.config.head_dim)
         dk, dv, last = pl.run_scoped(accumulate, wide, wide)
         self.memory.values.release(tile.k)
@@ -639,85 +726,169 @@ class KeyHalf(ColumnBlock):
     def multiply_dq_of(self, dq_acc: Any, t: Any, k: Any) -> None:
         """This warpgroup's part of dQ of step t, of the CTA's k-th tile."""
         rows, columns = self.config.dq_place(self.me)
-        self.multiply_dq(dq_acc, self.ds(t).at[rows.start // PANEL], jnp.maximum(k, 0), columns)
+        ds = self.ds(t).at[rows.start // PANEL]
+        dq_acc[...] = ptx.zeros((DQ_TILE, DQ_TILE))
+        plgpu.wgmma(dq_acc, ds.transpose((1, 0)), self.keys_of(jnp.maximum(k, 0)).at[:, columns])
 
     def add_dq(self, dq: jax.Array, row: Any) -> None:
         ptx.add_fragments(self.outputs.dq.at[row, self.me], dq)
 
 
-class KeyGradient(ColumnBlock):
-    """dK of 64 keys at H = 256; hands dS on to `ValueGradient`."""
+class Scores(ColumnBlock, Loader):
+    """P and dS of 64 keys at H = 256, for the warpgroups that own the gradients.
 
-    def visit(self, tile: Tile, dq_row: Any) -> Any:
-        def accumulate(dk_acc: Any) -> jax.Array:
-            tile.each_step(functools.partial(self.step, dk_acc))
-            return dk_acc[...]
-
-        dk = pl.run_scoped(accumulate, self.accumulator(self.config.head_dim))
-        self.memory.keys.release(tile.k)
-        self.memory.values.release(tile.k)
-        self.store(tile, dk=dk * self.scale)
-        return dq_row
-
-    def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
-        self.memory.ds_ring.drain()
-
-    def step(self, dk_acc: Any, step: Step, _: Any) -> None:
-        memory, t = self.memory, step.t
-        [(_, ds)] = self.scores(step)
-        q, _ = memory.queries.at(t)
-        (ds_smem,) = memory.ds_ring.acquire(t)
-        ds_smem.at[0][...] = ds
-        plgpu.wgmma(dk_acc, ds, q)
-        memory.ds_ring.publish(t)
-        plgpu.wgmma_wait(0)
-        self.release(step)
-
-
-class ValueGradient(ColumnBlock):
-    """dV of 64 keys at H = 256, and their dQ."""
+    It also loads: the next Q behind P, the next dO behind dS. What it has read is released by those who
+    wait for its P and dS.
+    """
 
     def open(self) -> None:
-        self.memory.ds_ring.open()
+        """It releases nothing."""
+
+    def load_keys(self, tile: Tile) -> None:
+        """The CTA's, and those columns of the other's that meet its half of dQ."""
+        batch, kv_head, _ = tile.place
+        rank, columns = lax.axis_index(PAIR), self.config.head_dim // 2
+        mine, others = (pl.ds(tile.first_key + 64 * i, 64) for i in (rank, 1 - rank))
+        k, half = self.inputs.k.at[batch, :, kv_head], pl.ds(columns * rank, columns)
+        self.memory.keys.fill(tile.k, k.at[mine], k.at[others, half])
 
     def visit(self, tile: Tile, dq_row: Any) -> Any:
-        def accumulate(dv_acc: Any) -> jax.Array:
-            tile.each_step(functools.partial(self.step, dv_acc))
-            return dv_acc[...]
-
-        dv = pl.run_scoped(accumulate, self.accumulator(self.config.head_dim))
-        self.memory.keys.release(tile.k)
-        self.memory.values.release(tile.k)
-        self.store(tile, dv=dv)
+        first = Step(tile, tile.first_step, tile.first_row)
+        self.load_queries(first)
+        self.load_keys(tile)
+        self.load_values(tile)
+        self.load_douts(first)
+        self.wait_for_keys(tile)
+        tile.each_step(self.step)
         return dq_row
 
-    def step(self, dv_acc: Any, step: Step, _: Any) -> None:
-        memory, t = self.memory, step.t
+    def step(self, step: Step, _: Any) -> None:
+        memory, t, square = self.memory, step.t, self.accumulator(self.config.block_q)
+        (p_smem,), (ds_smem,) = (ring.at(t) for ring in memory.scores)
+        [panel] = self.panels
         q, lse = memory.queries.wait(t)
 
-        def with_scores(s_acc: Any) -> jax.Array:
+        def load_next(load: Callable) -> None:
+            pl.when(jnp.logical_not(step.last))(lambda: load(step.next))
+
+        def form_p(s_acc: Any) -> jax.Array:
             self.multiply_scores(s_acc, q, step.tile.k)
-            [panel] = self.panels
-            return self.probabilities(s_acc[...], lse, step, panel).astype(memory.k.dtype)
+            return self.probabilities(s_acc[...], lse, step, panel)
 
-        p = pl.run_scoped(with_scores, self.accumulator(self.config.block_q))
-        dout, _ = memory.douts.wait(t)
-        plgpu.wgmma(dv_acc, p, dout)
-        (ds,) = memory.ds_ring.wait(t)
-        target = self.outputs.dq.at[step.row]
+        p = pl.run_scoped(form_p, square)
+        memory.scores[0].acquire(t)
+        memory.mail.expect(t)
+        p_smem.at[0][...] = p.astype(p_smem.dtype)
+        load_next(self.load_queries)
+        dout, delta = memory.douts.wait(t)
+        memory.scores[0].publish(t)  # and with P, dO
 
-        def add_part(part: Any, _: Any) -> None:
-            columns = pl.ds(part * DQ_TILE, DQ_TILE)
+        def form_ds(dp_acc: Any) -> jax.Array:
+            self.multiply_dp(dp_acc, dout)
+            return p * (dp_acc[...] + self.rows_of(delta, panel))
 
-            def product(dq_acc: Any) -> jax.Array:
-                self.multiply_dq(dq_acc, ds.at[0], step.tile.k, columns)
-                return dq_acc[...]
+        ds_smem.at[0][...] = pl.run_scoped(form_ds, square).astype(ds_smem.dtype)
+        memory.scores[1].publish(t)
+        memory.mail.send(t, ds_smem.at[0], 1 - lax.axis_index(PAIR))
+        load_next(self.load_douts)
 
-            dq = pl.run_scoped(product, self.accumulator(DQ_TILE))
-            ptx.add_fragments(target.at[part], dq)
+    def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
+        Loader.close(self, steps, tiles, dq_row)
+        self.memory.scores[0].drain()
 
-        # Unrolled, ptxas gives the parts registers of their own, and has not enough.
-        plgpu.wgmma_wait(0)
-        lax.fori_loop(I32(0), I32(self.config.dq_parts), add_part, None)
-        memory.ds_ring.release(t)
-        self.release(step)
+
+class WideGradient(ColumnBlock):
+    """A gradient of 64 keys at H = 256, and a quarter of the columns of dQ."""
+
+    @property
+    def rows(self) -> Ring:
+        """Of what this warpgroup multiplies P or dS by."""
+        raise NotImplementedError
+
+    @property
+    def scores(self) -> Ring:
+        """P^T or dS^T."""
+        raise NotImplementedError
+
+    def open(self) -> None:
+        if self.me == 0:
+            self.memory.mail.open()
+        for ring in (self.rows, self.memory.keys, self.memory.values, self.memory.scores[0]):
+            ring.open()
+
+    def gradient(self, tile: Tile) -> jax.Array:
+        def accumulate(acc: Any) -> jax.Array:
+            tile.each_step(functools.partial(self.step, acc), tile.first_row)
+            return acc[...]
+
+        self.wait_for_keys(tile)
+        gradient = pl.run_scoped(accumulate, self.accumulator(self.config.head_dim))
+        self.add_dq(tile, tile.next_step - 1, tile.last_row)
+        self.memory.keys.release(tile.k)
+        self.memory.values.release(tile.k)
+        return gradient
+
+    def step(self, acc: Any, step: Step, row_before: Any) -> Any:
+        """The gradient of a step, and dQ of the step before: by then the other CTA's dS is there."""
+        (left,), (right, _) = self.scores.wait(step.t), self.rows.at(step.t)
+        plgpu.wgmma(acc, left.at[0], right)
+
+        def release(in_flight: int) -> None:
+            plgpu.wgmma_wait(in_flight)
+            pl.when(jnp.logical_not(step.last))(lambda: self.rows.release(step.t))
+
+        lax.cond(
+            step.first,
+            lambda: release(0),
+            lambda: self.add_dq(step.tile, step.t - 1, row_before, release),
+        )
+        return step.row
+
+    def add_dq(self, tile: Tile, t: Any, row: Any, then: Any = None) -> None:
+        """This warpgroup's part of dQ of step t: two products, and `then` while they are in flight."""
+        part = 2 * lax.axis_index(PAIR) + self.me
+        (ds,) = self.memory.scores[1].at(t) if self.me == 0 else self.memory.scores[1].wait(t)
+        ds_of_other = self.memory.mail.wait(t)
+
+        def products(dq_acc: Any) -> jax.Array:
+            dq_acc[...] = ptx.zeros((DQ_TILE, DQ_TILE))
+            k = self.keys_of(tile.k).at[:, pl.ds(part * DQ_TILE, DQ_TILE)]
+            k_of_other = self.memory.k_of_other.at[0, :, pl.ds(self.me * DQ_TILE, DQ_TILE)]
+            plgpu.wgmma(dq_acc, ds.at[0].transpose((1, 0)), k)
+            plgpu.wgmma(dq_acc, ds_of_other.transpose((1, 0)), k_of_other)
+            if then is not None:
+                then(2)
+            return dq_acc[...]
+
+        dq = pl.run_scoped(products, self.accumulator(DQ_TILE))
+        plgpu.commit_smem()  # all warps are done with P and dS: one arrives for all
+        self.memory.scores[0].release(t)
+        ptx.add_fragments(self.outputs.dq.at[row, part], dq)
+
+
+class KeyGradient(WideGradient):
+    @property
+    def rows(self) -> Ring:
+        return self.memory.queries
+
+    @property
+    def scores(self) -> Ring:
+        return self.memory.scores[1]
+
+    def visit(self, tile: Tile, dq_row: Any) -> Any:
+        self.store(tile, dk=self.gradient(tile) * self.scale)
+        return dq_row
+
+
+class ValueGradient(WideGradient):
+    @property
+    def rows(self) -> Ring:
+        return self.memory.douts
+
+    @property
+    def scores(self) -> Ring:
+        return self.memory.scores[0]
+
+    def visit(self, tile: Tile, dq_row: Any) -> Any:
+        self.store(tile, dv=self.gradient(tile))
+        return dq_row

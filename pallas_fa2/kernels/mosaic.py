@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import heapq
 import math
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ COLUMNS = TILE.reduce(0)  # one value a column
 
 ROWS_PER_WARPGROUP = 64  # the M of every WGMMA instruction
 SHARED_MEMORY_BYTES = 232_448  # of one CTA on sm_90
+REGISTERS = 512  # of a multiprocessor, for one thread of each warpgroup
 LOG2E = math.log2(math.e)
 
 I32 = jnp.int32
@@ -138,6 +140,9 @@ class Ring:
     def slot(self, step: Any) -> Any:
         return lax.rem(jnp.asarray(step, I32), I32(self.stages))
 
+    def full_at(self, step: Any) -> Any:
+        return self.full.at[self.first_full + self.slot(step)]
+
     def open(self) -> None:
         for s in range(self.stages):
             plgpu.barrier_arrive(self.free.at[self.first_free + s])
@@ -154,7 +159,7 @@ class Ring:
     def publish(self, step: Any) -> None:
         """What a warpgroup (not TMA) has written may be read."""
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.full.at[self.first_full + self.slot(step)])
+        plgpu.barrier_arrive(self.full_at(step))
 
     def fill(self, step: Any, *sources: Any) -> None:
         self.acquire(step)
@@ -163,16 +168,25 @@ class Ring:
             plgpu.copy_gmem_to_smem(source, buffer.at[s], self.full.at[self.first_full + s])
 
     def at(self, step: Any) -> tuple[Any, ...]:
-        s = self.slot(step)
+        # LLVM would keep descriptors of the one slot in registers, through all loops.
+        s = self.slot(step) if self.stages > 1 else lax.optimization_barrier(I32(0))
         return tuple(buffer.at[s] for buffer in self.buffers)
 
     def wait(self, step: Any) -> tuple[Any, ...]:
         """The buffers of a step, once they have landed."""
-        plgpu.barrier_wait(self.full.at[self.first_full + self.slot(step)])
+        plgpu.barrier_wait(self.full_at(step))
         return self.at(step)
 
     def release(self, step: Any) -> None:
         plgpu.barrier_arrive(self.free.at[self.first_free + self.slot(step)])
+
+
+def set_registers(shares: Sequence[int], me: int) -> None:
+    """Of a thread in warpgroup `me`. They share what they begin with; one that asked for more would
+    wait forever."""
+    equal = REGISTERS // len(shares) // 8 * 8
+    assert sum(shares) <= equal * len(shares), shares
+    plgpu.set_max_registers(shares[me], action="increase" if shares[me] > equal else "decrease")
 
 
 def meet(barrier: Any) -> None:
@@ -292,11 +306,16 @@ def section_of(heads: int, bytes_per_head: int, budget: int) -> int:
 
 
 def launch(
-    run: Callable, memory: Any, out_type: Any, grid: dict[str, int], warpgroups: int
+    run: Callable,
+    memory: Any,
+    out_type: Any,
+    grid: dict[str, int],
+    warpgroups: int,
+    cluster: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Callable[..., Any]:
     """A kernel: run(arrays in device memory, memory) in every warpgroup of every CTA.
 
-    `memory` is a pytree of what a CTA allocates.
+    `memory` is a pytree of what a CTA allocates; `grid` counts clusters.
     """
     flat, tree = jax.tree.flatten(memory)
 
@@ -312,6 +331,8 @@ def launch(
         scratch_types=flat,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
+        cluster=tuple(cluster.values()),
+        cluster_names=tuple(cluster),
         num_threads=warpgroups,
         thread_name="warpgroup",
         compiler_params=params,

@@ -173,6 +173,97 @@ def _add_fragments(_: Any, target: Any, tile: Any) -> None:
         llvm.inline_asm(void, operands, code, "l,f,f,f,f", has_side_effects=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class Mail:
+    """Tiles that the other CTA of a cluster copies here from its shared memory.
+
+    Pallas stores to another CTA from registers, and arrives there with a fence for which the warps wait
+    2000 clocks under load; a bulk copy (PTX ISA, cp.async.bulk) needs none.
+    """
+
+    tiles: Any  # [stages, rows, columns]
+    arrived: Any  # [stages, 2] uint32, an mbarrier each
+    dtype: Any
+
+    def _stage(self, step: Any) -> Any:
+        return lax.rem(step, I32(self.tiles.shape[0]))
+
+    def open(self) -> None:
+        """Before the other CTA is told that this one is there; by one warpgroup."""
+        _open_mail(self.arrived, I32(self.tiles.shape[0]))  # pyright: ignore[reportCallIssue]
+
+    def expect(self, step: Any) -> None:
+        """By one warpgroup, once the stage is free."""
+        size = math.prod(self.tiles.shape[1:]) * jnp.dtype(self.dtype).itemsize
+        _expect_mail(self.arrived.at[self._stage(step)], I32(size))  # pyright: ignore[reportCallIssue]
+
+    def send(self, step: Any, tile: Any, cta: Any) -> None:
+        """To the same place in another CTA, whose stage is free; `tile` has been committed."""
+        stage = self._stage(step)
+        _send_mail(tile, self.tiles.at[stage], self.arrived.at[stage], cta)  # pyright: ignore[reportCallIssue]
+
+    def wait(self, step: Any) -> Any:
+        stage = self._stage(step)
+        turn = lax.rem(lax.div(step, I32(self.tiles.shape[0])), I32(2))
+        _wait_for_mail(self.arrived.at[stage], turn)  # pyright: ignore[reportCallIssue]
+        return self.tiles.at[stage]
+
+
+_OPERAND = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))  # pyright: ignore[reportAbstractUsage]
+_NUMBER = plgpu.Layout.WG_SPLAT
+
+
+def _shared_address(ref: Any) -> Any:
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
+
+
+def _by_one_thread(code: str, *operands: Any) -> None:
+    """`code` uses the operands from $1 on, and the registers a and b."""
+    i32 = ir.IntegerType.get_signless(32)
+    thread = arith.andi(_thread(), arith.constant(i32, 127))
+    code = f"{{ .reg .pred p; .reg .b32 a, b; setp.eq.s32 p, $0, 0; {code} }}"
+    constraints = ",".join(["r"] * (1 + len(operands)))
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, [thread, *operands], code, constraints, has_side_effects=True)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _NUMBER))
+def _open_mail(_: Any, arrived: Any, stages: Any) -> None:
+    shape = ir.MemRefType(arrived.type).shape
+    each = " ".join(f"@p mbarrier.init.shared::cta.b64 [$1 + {8 * i}], 1;" for i in range(shape[0]))
+    _by_one_thread(f"{each} fence.mbarrier_init.release.cluster;", _shared_address(arrived))
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _NUMBER))
+def _expect_mail(_: Any, arrived: Any, size: Any) -> None:
+    code = "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2;"
+    _by_one_thread(code, _shared_address(arrived), size.registers[()])
+
+
+@plgpu.inline_mgpu(arg_types=(_OPERAND, _OPERAND, plgpu.RefType(), _NUMBER))
+def _send_mail(_: Any, source: Any, target: Any, arrived: Any, cta: Any) -> None:
+    shape = ir.MemRefType(source.type)
+    size = math.prod(shape.shape) * mgpu.utils.bytewidth(shape.element_type)
+    to, complete = "shared::cluster.shared::cta", "mbarrier::complete_tx::bytes"
+    code = (
+        "mapa.shared::cluster.u32 a, $2, $4; mapa.shared::cluster.u32 b, $3, $4; "
+        f"@p cp.async.bulk.{to}.{complete} [a], [$1], {size}, [b];"
+    )
+    addresses = [_shared_address(x) for x in (source, target, arrived)]
+    _by_one_thread(code, *addresses, cta.registers[()])
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _NUMBER))
+def _wait_for_mail(_: Any, arrived: Any, turn: Any) -> None:
+    code = (
+        "{ .reg .pred p; wait: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
+        "@p bra done; bra wait; done: }"
+    )
+    operands = [_shared_address(arrived), turn.registers[()]]
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, operands, code, "r,r", has_side_effects=True)
+
+
 def hide_after(s: jax.Array, last: jax.Array) -> jax.Array:
     """-inf in a tile right of each row's last column."""
     return _hide(s, last, arith.CmpIPredicate.sge, "hide_after")

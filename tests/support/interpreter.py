@@ -7,6 +7,7 @@ accesses by vector clocks. This module adds, without touching JAX's files:
 * `copy_smem_to_gmem` with a predicate, a reduction, or a commit of its own;
 * wgmma as the asynchronous operation it is: until a wait retires it, its SMEM operands are being
   read and its accumulator is being written;
+* `ptx.Mail`, copies to another block of the cluster;
 * one rule of ordering for every access (`shared.Access.happens_before`), which lets an mbarrier alone
   release a slot that was read into registers, and lets no block of the grid order another;
 * a limit on every barrier wait, so that a deadlock is an exception.
@@ -14,6 +15,7 @@ accesses by vector clocks. This module adds, without touching JAX's files:
     out = interpreter.run(kernel, q, k, v)      # RaceDetected, TimeoutError, or the values
 """
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -235,6 +237,36 @@ def _add_to_gmem(*, token, thread, target, transforms, value, source_info):
 
 
 @gpu_callbacks.fail_on_exception
+def _send_mail(*, token, thread, source, target, arrived, transforms, block, source_info):
+    """Copies to the same place in another block of the cluster, which finds mail there."""
+    memory = _memory()
+    source, target, (letterbox, at) = map(_locate, (source, target, arrived), transforms)
+    value, _, _ = memory.get_buffer_content(*source, thread)
+    target = dataclasses.replace(target[0], block_id=int(block)), target[1]
+    memory.store_buffer_content(*target, value, thread)
+    clock = None
+    if memory.detect_races:
+        races, clock = gpu_callbacks.get_races(), memory.incr_clock(thread)
+        clock.inc(memory.get_next_tma_thread_id())
+        races.check_read(thread, clock.async_smem_clock.copy(), *source, source_info)
+        races.check_write(thread, clock.async_smem_clock.copy(), *target, source_info)
+    letterbox = dataclasses.replace(letterbox, block_id=int(block))
+    memory.mail.deliver((letterbox, str(at.range)), clock)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _wait_for_mail(*, token, thread, arrived, transforms):
+    memory = _memory()
+    letterbox, at = _locate(arrived, transforms)
+    clock = memory.mail.wait(thread, (letterbox, str(at.range)))
+    if clock is not None:
+        with memory.lock:
+            memory.clocks[thread].update(clock)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
 def _commit_stores(token, thread):
     memory = _memory()
     if memory.detect_races:
@@ -365,6 +397,10 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         name, *parameters = eqn.params["mgpu_fn"].__name__.split()
         if name == "_add_fragments":
             return self._add_fragments(eqn, token, *values), []
+        if name == "_send_mail":
+            return self._mail(_send_mail, eqn, token, values, block=values[3]), []
+        if name == "_wait_for_mail":
+            return self._mail(_wait_for_mail, eqn, token, values), []
         out = INLINE[name](*values, *parameters)
         return token, [] if out is None else [out]
 
@@ -382,6 +418,24 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             target=target,
             transforms=transforms,
             value=fragments,
+        )
+
+    def _mail(self, function, eqn, token, values, **others):
+        refs = [var.aval for var in eqn.invars if isinstance(var.aval, state.AbstractRef)]
+        numbers = eqn.params["pytree_args"].num_leaves
+        transforms = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], values[numbers:])
+        keys, indices = zip(
+            *(jaxpr_interpret.resolve_ref(*x) for x in zip(refs, values, transforms, strict=False)),
+            strict=True,
+        )
+        if function is _send_mail:
+            names = dict(zip(("source", "target", "arrived"), keys, strict=True))
+            others = names | others | {"transforms": indices}
+            function = functools.partial(function, source_info=eqn.source_info)
+        else:
+            others = {"arrived": keys[0], "transforms": indices[0]}
+        return callback.io_callback(
+            function, gpu_callbacks.TOKEN_SHAPE_DTYPE, token=token, thread=self.thread, **others
         )
 
     def _check_use(self, eqn, token, accumulator, use):
@@ -422,6 +476,8 @@ INLINE: dict[str, Callable[..., Any]] = {
     "any_above": lambda tile, limit: jnp.any(tile > float(limit)).astype("int32"),
     "_any_infinite": lambda rows, _: jnp.any(~(rows < jnp.inf)).astype("int32"),
     "_pin": lambda _: None,
+    "_open_mail": lambda *_: None,
+    "_expect_mail": lambda *_: None,
     "zeros": lambda *shape: jnp.zeros(tuple(map(int, shape)), "float32"),
     "_turn_sync": lambda _: None,
     "_turn_arrive": lambda _: None,

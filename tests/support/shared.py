@@ -6,7 +6,7 @@ The classes take the places of those of JAX's interpreter (`interpreter.install`
 import collections
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 from jax._src import source_info_util
@@ -173,6 +173,32 @@ def where_of(source_info: source_info_util.SourceInfo | None) -> str:
     return source_info_util.summarize(source_info) if source_info is not None else "kernel call"
 
 
+class Letterboxes:
+    """What has been copied to each place in another block, and who has waited for it how often."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.delivered = collections.defaultdict(list)
+        self.taken = collections.Counter()
+
+    def deliver(self, place: Hashable, clock: Any) -> None:
+        with self.changed:
+            self.delivered[place].append(clock)
+            self.changed.notify_all()
+
+    def wait(self, thread: Thread, place: Hashable) -> Any:
+        with self.changed:
+            number = self.taken[thread, place]
+            self.taken[thread, place] += 1
+
+            def there() -> bool:
+                return len(self.delivered[place]) > number
+
+            if not self.changed.wait_for(there, current.barrier_timeout):
+                raise TimeoutError(f"{name(thread)} waited for mail that never came")
+            return self.delivered[place][number]
+
+
 class Memory(shared_memory.GPUSharedMemory):
     """Knows, for each thread, its wgmmas in flight and its TMA stores by commit group."""
 
@@ -182,6 +208,7 @@ class Memory(shared_memory.GPUSharedMemory):
         self.wgmmas = collections.defaultdict(collections.deque)
         # (read clock, write clock) of every store not yet in a group
         self.uncommitted_stores = collections.defaultdict(list)
+        self.mail = Letterboxes()
         gpu_callbacks.get_races().next_cluster()
 
     def set_failed(self, exception: Exception, *args: Any, **kwargs: Any) -> None:
