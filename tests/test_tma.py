@@ -65,13 +65,15 @@ def test_rows_on_a_gpu(length: int, columns: int) -> None:
     check(length, columns, jax.jit(through_shared_memory, static_argnums=1))
 
 
-@pytest.mark.parametrize("length, loads, stores", [(4096, 1, 1), (3, 1, 1), (4097, 2, 2)])
-def test_rows_compile(length: int, loads: int, stores: int) -> None:
+@pytest.mark.parametrize(
+    "length, columns, copies", [(4096, 128, 1), (3, 128, 1), (4097, 64, 1), (4097, 128, 2)]
+)
+def test_rows_compile(length: int, columns: int, copies: int) -> None:
     """One copy, or one of whole groups and one in a loop."""
-    x = jax.ShapeDtypeStruct((2, length, 2, 128), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((2, length, 2, columns), jnp.bfloat16)
     (report,) = compile_gate.compile_for_h200(lambda x: through_shared_memory(x, length), x)
     compile_gate.assert_clean(report)
-    assert (report.count("UTMALDG"), report.count("UTMASTG")) == (loads, stores)
+    assert (report.count("UTMALDG"), report.count("UTMASTG")) == (copies, copies)
 
 
 def test_an_array_of_barriers_must_be_the_only_one_of_its_kind() -> None:

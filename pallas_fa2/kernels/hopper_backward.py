@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import mosaic, ptx
 from pallas_fa2.kernels.mosaic import COLUMNS, I32, LOG2E, Problem, Ring
+from pallas_fa2.kernels.tma import Rows
 
 WARPGROUPS = 2
 # A block's dQ is formed and added in tiles of 64 x 64: an accumulator of 32 registers.
@@ -164,7 +165,7 @@ def gradients(
     lse: jax.Array,
     delta: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dQ / scale in float32 `[B, T8, N, H]`, dK and dV `[B, S8, K, H]` in the inputs' dtype.
+    """dQ / scale in float32 `[B, T, N, H]`, dK and dV `[B, S, K, H]` in the inputs' dtype.
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. The sums of dQ
@@ -414,14 +415,17 @@ def _load(schedule: Schedule, inputs: Inputs, memory: Memory) -> None:
         def fill(ring: Ring, source: Any) -> None:
             half = config.block_kv // 2
             first = [tile.first_key + i * half for i in range(2)]
-            ring.fill(tile.k, *(source.at[batch, pl.ds(row, half), kv_head] for row in first))
+            ring.fill(
+                tile.k,
+                *(Rows(source, batch, pl.ds(row, half), kv_head, by_pieces=True) for row in first),
+            )
 
         rows = pl.ds(step.first_query, config.block_q)
         at, row_at = (batch, rows, head), (batch, head, rows)
         pl.when(step.first)(lambda: fill(memory.keys, inputs.k))
-        memory.queries.fill(step.t, inputs.q.at[*at], inputs.lse.at[*row_at])
+        memory.queries.fill(step.t, Rows(inputs.q, *at), inputs.lse.at[*row_at])
         pl.when(step.first)(lambda: fill(memory.values, inputs.v))
-        memory.douts.fill(step.t, inputs.dout.at[*at], inputs.delta.at[*row_at])
+        memory.douts.fill(step.t, Rows(inputs.dout, *at), inputs.delta.at[*row_at])
 
     def visit(k: Any, number: Any, first_step: Any) -> Any:
         tile = Tile(schedule, k, number, first_step)
@@ -566,7 +570,8 @@ class ColumnBlock:
                 piece = gradient[:, start : start + PANEL]
                 part.at[:, pl.ds(start, PANEL)][...] = piece.astype(buffer.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(part, getattr(self.outputs, name).at[batch, rows, kv_head])
+            Rows(getattr(self.outputs, name), batch, rows, kv_head, by_pieces=True).store(part)
+            plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         ring.release(last_step)
 

@@ -2,8 +2,9 @@
 
 Shared memory lies in tiles of 8 rows, as WGMMA reads it, and TMA fills them by a view of device memory
 in which a sequence is groups of 8 rows. TMA stops at a view's end, and that can only be the end of a
-group. Where a length is no multiple of 8 the view has the whole groups alone; the rows that are left
-over are copied by a second view, whose rows are a dimension of their own, 8 rows at a time.
+group. Where a length is no multiple of 8, that view has the whole groups alone. Another has the rows as
+a dimension of its own and stops anywhere; it can fill what lies in one piece, which are 8 rows, or any
+number where a row is one swizzled line (H = 64). So what contains a sequence's end is copied by pieces.
 """
 
 import dataclasses
@@ -44,6 +45,8 @@ class Rows:
     rows: Any  # a slice; it starts at a multiple of 8 and has a multiple of 8
     head: Any
     columns: Any = None  # a slice; all of them if None
+    # Whether they are always copied by pieces where the length needs it: less code, and registers.
+    by_pieces: bool = False
 
     @property
     def ref(self) -> Any:
@@ -84,11 +87,19 @@ class Rows:
                 _issue(ctx, array, buffer, place, whole, barriers and barriers.find(ctx.module, i))
 
             # The interpreter in the tests knows it by this name.
-            inline.__name__ = f"{'load' if barriers else 'store'} {'whole' if whole else 'groups'}"
+            inline.__name__ = f"{'load' if barriers else 'store'} {'whole' if whole else 'pieces'}"
             plgpu.inline_mgpu(arg_types=types)(inline)(self.array, buffer, *scalars)
 
+        if self.by_pieces or _is_one_line(buffer):
+            return copy(False)
         inside = self.rows.start + self.rows.size <= self.array.shape[1]
         lax.cond(inside, lambda: copy(True), lambda: copy(False))
+
+
+def _is_one_line(buffer: Any) -> bool:
+    """Whether a row of shared memory is one swizzled line."""
+    tiling, _ = tiles(buffer.shape[-1], buffer.dtype)
+    return tiling.tiling[-1] == buffer.shape[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,18 +156,21 @@ def _issue(ctx: Any, array: Any, buffer: Any, place: list[Any], whole: bool, bar
         )
 
     if barrier is not None:
-        size = math.prod(kind.shape) * itemsize
-        expect = f"@$0 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$1], {size};"
-        one = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
-        _assembly(None, expect, "b,r", one, barrier.get_ptr())
+        share = math.prod(kind.shape) * itemsize // 128  # a thread's; each will arrive once
+        expect = f"mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], {share};"
+        _assembly(None, expect, "r", barrier.get_ptr())
     if whole:
         view = mgpu.TileTransform((GROUP, width), launch_context.Rounding.DOWN)
         return copy(buffer, first, GROUP * groups, view)
 
+    view = mgpu.TileTransform((width,)), mgpu.TransposeTransform((1, 0, 2))
+    if panels == 1:
+        rows = mgpu.memref_fold(mgpu.memref_transpose(buffer, (1, 0, 2, 3)), 1, 2)
+        return copy(rows, first, GROUP * groups, *view)
+
     def copy_group(group: Any, nothing: list) -> list:
         _assembly(None, '.pragma "nounroll";', "")
         row = arith.addi(first, arith.muli(group, arith.constant(index, GROUP)))
-        view = mgpu.TileTransform((width,)), mgpu.TransposeTransform((1, 0, 2))
         copy(mgpu.memref_slice(buffer, group), row, GROUP, *view)
         return nothing
 
