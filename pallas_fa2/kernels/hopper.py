@@ -108,10 +108,9 @@ def _problem(spec: Spec, part: Trim, batch: int) -> Problem:
     )
 
 
-def _pad(x: jax.Array, dim: int) -> jax.Array:
-    """`[B, T, N, H]` with T a multiple of 8, as TMA's tiles want it, and H the kernel's."""
-    length = round_up(x.shape[1], 8) - x.shape[1]
-    return jnp.pad(x, ((0, 0), (0, length), (0, 0), (0, dim - x.shape[3])))
+def _widen(x: jax.Array, dim: int) -> jax.Array:
+    """`[B, T, N, H]` with H the kernel's."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, dim - x.shape[3])))
 
 
 def over_batch(kernel: Callable, limit: int) -> Callable:
@@ -155,9 +154,9 @@ def forward(
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         return hopper_forward.attention(_problem(spec, part, q.shape[0]), config, q, k, v)
 
-    pad = functools.partial(_pad, dim=config.head_dim)
+    widen = functools.partial(_widen, dim=config.head_dim)
     call = over_batch(kernel, batch_limit(spec))
-    out, lse = call(pad(part.queries(q)), pad(part.keys(k)), pad(part.keys(v)))
+    out, lse = call(widen(part.queries(q)), widen(part.keys(k)), widen(part.keys(v)))
     out = part.restore_queries(out)[..., : spec.value_dim]
     return out, part.restore_queries(lse, -jnp.inf, axis=2)
 
@@ -183,12 +182,12 @@ def backward(
         extra = round_up(part.q_len, config.block_q) - part.q_len
         return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
-    pad = functools.partial(_pad, dim=config.head_dim)
+    widen = functools.partial(_widen, dim=config.head_dim)
     dq, dk, dv = over_batch(kernel, batch_limit(spec))(
-        pad(part.queries(q)),
-        pad(part.keys(k)),
-        pad(part.keys(v)),
-        pad(part.queries(dout)),
+        widen(part.queries(q)),
+        widen(part.keys(k)),
+        widen(part.keys(v)),
+        widen(part.queries(dout)),
         rows(lse * -LOG2E, -jnp.inf),
         rows(-delta, 0.0),
     )

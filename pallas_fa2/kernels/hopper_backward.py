@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import mosaic, ptx
 from pallas_fa2.kernels.mosaic import COLUMNS, I32, LOG2E, Problem, Ring
+from pallas_fa2.kernels.tma import Rows
 
 # A block's dQ is formed and added in tiles of 64 x 64: an accumulator of 32 registers.
 DQ_TILE = 64
@@ -174,7 +175,7 @@ def gradients(
     lse: jax.Array,
     delta: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dQ / scale in float32 `[B, T8, N, H]`, dK and dV `[B, S8, K, H]` in the inputs' dtype.
+    """dQ / scale in float32 `[B, T, N, H]`, dK and dV `[B, S, K, H]` in the inputs' dtype.
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. The sums of dQ
@@ -525,13 +526,13 @@ class Loader(Role):
 
     def _load_rows(self, ring: Ring, step: Step, source: Any, row_data: Any) -> None:
         (batch, head), rows = step.head, pl.ds(step.first_query, self.config.block_q)
-        ring.fill(step.t, source.at[batch, rows, head], row_data.at[batch, head, rows])
+        ring.fill(step.t, Rows(source, batch, rows, head), row_data.at[batch, head, rows])
 
     def _load_halves(self, ring: Ring, tile: Tile, source: Any) -> None:
         batch, kv_head, _ = tile.place
         half = self.config.kv_rows // 2
-        first = [self.first_row(tile) + i * half for i in range(2)]
-        ring.fill(tile.k, *(source.at[batch, pl.ds(row, half), kv_head] for row in first))
+        parts = [pl.ds(self.first_row(tile) + i * half, half) for i in range(2)]
+        ring.fill(tile.k, *(Rows(source, batch, x, kv_head, by_pieces=True) for x in parts))
 
 
 class ColumnBlock(Role):
@@ -653,7 +654,8 @@ class ColumnBlock(Role):
                 piece = gradient[:, start : start + PANEL]
                 part.at[:, pl.ds(start, PANEL)][...] = piece.astype(buffer.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(part, getattr(self.outputs, name).at[batch, rows, kv_head])
+            Rows(getattr(self.outputs, name), batch, rows, kv_head, by_pieces=True).store(part)
+            plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         ring.release(last_step)
 
@@ -749,8 +751,9 @@ class Scores(ColumnBlock, Loader):
         batch, kv_head, _ = tile.place
         rank, columns = lax.axis_index(PAIR), self.config.head_dim // 2
         mine, others = (pl.ds(tile.first_key + 64 * i, 64) for i in (rank, 1 - rank))
-        k, half = self.inputs.k.at[batch, :, kv_head], pl.ds(columns * rank, columns)
-        self.memory.keys.fill(tile.k, k.at[mine], k.at[others, half])
+        rows = functools.partial(Rows, self.inputs.k, batch, head=kv_head, by_pieces=True)
+        half = pl.ds(columns * rank, columns)
+        self.memory.keys.fill(tile.k, rows(rows=mine), rows(rows=others, columns=half))
 
     def visit(self, tile: Tile, dq_row: Any) -> Any:
         first = Step(tile, tile.first_step, tile.first_row)
@@ -806,7 +809,7 @@ class WideGradient(ColumnBlock):
         raise NotImplementedError
 
     @property
-    def scores(self) -> Ring:
+    def left(self) -> Ring:
         """P^T or dS^T."""
         raise NotImplementedError
 
@@ -830,7 +833,7 @@ class WideGradient(ColumnBlock):
 
     def step(self, acc: Any, step: Step, row_before: Any) -> Any:
         """The gradient of a step, and dQ of the step before: by then the other CTA's dS is there."""
-        (left,), (right, _) = self.scores.wait(step.t), self.rows.at(step.t)
+        (left,), (right, _) = self.left.wait(step.t), self.rows.at(step.t)
         plgpu.wgmma(acc, left.at[0], right)
 
         def release(in_flight: int) -> None:
@@ -872,7 +875,7 @@ class KeyGradient(WideGradient):
         return self.memory.queries
 
     @property
-    def scores(self) -> Ring:
+    def left(self) -> Ring:
         return self.memory.scores[1]
 
     def visit(self, tile: Tile, dq_row: Any) -> Any:
@@ -886,7 +889,7 @@ class ValueGradient(WideGradient):
         return self.memory.douts
 
     @property
-    def scores(self) -> Ring:
+    def left(self) -> Ring:
         return self.memory.scores[0]
 
     def visit(self, tile: Tile, dq_row: Any) -> Any:

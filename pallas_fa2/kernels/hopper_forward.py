@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2.kernels import mosaic, ptx
 from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE, Problem, Ring
 from pallas_fa2.kernels.ptx import Turns
+from pallas_fa2.kernels.tma import Rows
 
 # Below any score, but finite: a row that has seen no key yet gives p = 0 rather than NaN.
 NO_MAXIMUM = -1e30
@@ -148,7 +149,8 @@ class Memory(NamedTuple):
         return Ring((self.v,), self.full, self.kv_free, first, self.stages)
 
     def repeat_full(self, warpgroup: Any) -> Any:
-        return self.full.at[self.warpgroups + 2 * self.stages + warpgroup]
+        """Where in `full`."""
+        return self.warpgroups + 2 * self.stages + warpgroup
 
     def repeat_met(self, warpgroup: Any) -> Any:
         """Where the warps of one warpgroup wait for each other."""
@@ -161,9 +163,9 @@ class Memory(NamedTuple):
 def attention(
     problem: Problem, config: Config, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`out [B, T8, N, H]` and natural `lse [B, N, T']`; T8 and T' are T rounded up (8, tile).
+    """`out [B, T, N, H]` and natural `lse [B, N, T']`; T' is T rounded up to whole tiles.
 
-    q is `[B, T8, N, H]`, k and v `[B, S8, K, H]`, bfloat16 or float16, lengths multiples of 8.
+    q is `[B, T, N, H]`, k and v `[B, S, K, H]`, bfloat16 or float16.
     """
     schedule = Schedule(problem, config)
     dtype, dim, groups = q.dtype, config.head_dim, config.warpgroups
@@ -219,7 +221,7 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
 
         def fill(ring: Ring, source: Any, step: Any) -> None:
             rows = pl.ds(step * config.block_kv, config.block_kv)
-            ring.fill(first_step + step, source.at[batch, rows, kv_head])
+            ring.fill(first_step + step, Rows(source, batch, rows, kv_head))
 
         def load(step: Any, _: Any) -> None:
             fill(memory.keys, arrays.k, step)
@@ -228,7 +230,7 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
         fill(memory.keys, arrays.k, I32(0))
         for g in range(config.warpgroups):
             rows = pl.ds(q_tile * config.block_q + g * config.rows, config.rows)
-            memory.queries(g).fill(n, arrays.q.at[batch, rows, head])
+            memory.queries(g).fill(n, Rows(arrays.q, batch, rows, head))
         lax.fori_loop(I32(1), visited, load, None)
         fill(memory.values, arrays.v, visited - 1)
         return first_step + visited
@@ -488,8 +490,7 @@ class RowBlock:
         out[...] = (acc * mosaic.over_rows(1 / total, acc.shape)).astype(out.dtype)
         lse[...] = reference * (1 / LOG2E) + jnp.log(total)
         plgpu.commit_smem()
-        target = self.arrays.out.at[batch, rows, head, columns]
-        plgpu.copy_smem_to_gmem(out, target, commit_group=False)
+        Rows(self.arrays.out, batch, rows, head, columns).store(out)
 
         @pl.when(columns.start == 0)
         def _() -> None:
@@ -505,8 +506,8 @@ class RowBlock:
         buffer, full = self.memory.out.at[self.me], self.memory.repeat_full(self.me)
         mosaic.meet(self.memory.repeat_met(self.me))
         rows = pl.ds(first_key, REPEAT_KV)
-        plgpu.copy_gmem_to_smem(source.at[batch, rows, kv_head, columns], buffer, full)
-        plgpu.barrier_wait(full)
+        Rows(source, batch, rows, kv_head, columns).load(buffer, self.memory.full, full)
+        plgpu.barrier_wait(self.memory.full.at[full])
         return buffer
 
     def repeat(self, columns: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -18,6 +18,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa2.kernels import tma
+
 TILE = plgpu.Layout.WGMMA  # a (64, n) accumulator over the 128 threads of a warpgroup
 ROWS = TILE.reduce(1)  # one value a row
 COLUMNS = TILE.reduce(0)  # one value a column
@@ -36,7 +38,7 @@ class Problem:
 
     A query row sees the keys up to its own index + `offset`, or all of them if `offset` is None.
     Every row sees a key: rows and keys that take part in nothing are cut off before.
-    `q_len` and `kv_len` are the true lengths, the arrays are padded to multiples of 8.
+    `q_len` and `kv_len` are the lengths of the arrays.
     """
 
     batch: int
@@ -78,17 +80,8 @@ def maximum(a: Any, b: int) -> Any:
 
 
 def operand(*shape: int, dtype: Any) -> Any:
-    """Shared memory that TMA fills and WGMMA reads: tiles of 8 rows, swizzled over 128 bytes.
-
-    Over 64 bytes where rows are no multiple of 128 (H = 96).
-    """
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = 128 if shape[-1] * itemsize % 128 == 0 else 64
-    transforms = (
-        plgpu.TilingTransform((8, swizzle // itemsize)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    """Shared memory that TMA fills and WGMMA reads."""
+    return plgpu.SMEM(shape, dtype, transforms=tma.tiles(shape[-1], dtype))
 
 
 def accumulator(rows: int, columns: int) -> Any:
@@ -165,7 +158,11 @@ class Ring:
         self.acquire(step)
         s = self.slot(step)
         for source, buffer in zip(sources, self.buffers, strict=True):
-            plgpu.copy_gmem_to_smem(source, buffer.at[s], self.full.at[self.first_full + s])
+            full = self.first_full + s
+            if isinstance(source, tma.Rows):
+                source.load(buffer.at[s], self.full, full)
+            else:
+                plgpu.copy_gmem_to_smem(source, buffer.at[s], self.full.at[full])
 
     def at(self, step: Any) -> tuple[Any, ...]:
         # LLVM would keep descriptors of the one slot in registers, through all loops.

@@ -162,6 +162,16 @@ PLAIN = [
     Case("hv_larger", 1, 70, 70, 2, 2, 64, 96),
     Case("float16", 1, 130, 130, 2, 1, 64, dtype=f16, mask=causal),
     Case("float16_h128", 1, 130, 130, 2, 1, 128, dtype=f16),
+    # Lengths that are no multiples of 8, beyond one tile; rows of another entry follow.
+    *(
+        Case(f"odd_h{h}", 2, t, s, 2, 1, h, mask=mask)
+        for h, t, s, mask in (
+            (64, 139, 261, causal_end),
+            (96, 139, 139, causal),
+            (128, 261, 139, None),
+            (256, 139, 101, None),
+        )
+    ),
     Case("scaled", 1, 70, 70, scale=0.5, mask=causal),
     Case("sharp", 1, 70, 70, scale=3.0),
     # Scores that rise by 30 (in base 2) within a block of keys, and by 300.

@@ -55,8 +55,13 @@ def poison(case: Case, inputs: list, value: float) -> list:
     return [jnp.asarray(x) for x in (q, k, v, dout, dlse)]
 
 
+def poison_neighbours(inputs: list) -> list:
+    """NaN in all batch entries but the first: an entry's rows follow those of the entry before."""
+    return [x.at[1:].set(jnp.nan) for x in inputs]
+
+
 def check(case: Case, *implementations: str, run: Callable | None = None) -> None:
-    """Values and gradients of each, on clean inputs and with NaN where nobody looks.
+    """Values and gradients of each, on clean inputs and with NaN where nobody may look.
 
     `run(fn, *args)` executes a function; by default compiled once for both.
     """
@@ -65,10 +70,14 @@ def check(case: Case, *implementations: str, run: Callable | None = None) -> Non
     for implementation in implementations:
         fn = value_and_gradients(case, implementation)
         call = jax.jit(fn) if run is None else functools.partial(run, fn)
-        for value in (None, float("nan")):
-            if value is not None and case.mask is None:
-                continue
-            got = call(*(inputs if value is None else poison(case, inputs, value)))
-            for name, x, same, want in zip(Truth._fields, got, unfused, goal, strict=True):
-                where = "" if value is None else f", poisoned with {value}"
-                assert_within_rule(name, f"{implementation} {case}{where}", x, same, want)
+        runs = [("", inputs, slice(None))]
+        if case.mask is not None:
+            dead = poison(case, inputs, float("nan"))
+            runs.append((", poisoned with NaN", dead, slice(None)))
+        if case.batch > 1:
+            runs.append((", beside NaN", poison_neighbours(inputs), slice(1)))
+        for where, arrays, entries in runs:
+            results = zip(Truth._fields, call(*arrays), unfused, goal, strict=True)
+            for name, *of in results:
+                what = f"{implementation} {case}{where}"
+                assert_within_rule(name, what, *(x[entries] for x in of))

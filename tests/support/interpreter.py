@@ -35,6 +35,7 @@ from jax._src.state import discharge
 from jax._src.state import types as state
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa2.kernels import tma
 from tests.support import shared
 
 # A warpgroup that waits holds a thread of XLA's CPU pool. When all are held, the warpgroups that
@@ -147,6 +148,18 @@ class _LoadTask(gpu_callbacks.AsyncCopyGmemToSmemTask):
             )
 
 
+class _LoadRowsTask(_LoadTask):
+    """One of `tma.Rows`: the thread's next arrival at a barrier brings it."""
+
+    def __init__(self, *where: Any, clock: Any):
+        gpu_callbacks.AsyncCopyTask.__init__(self, *where)
+        self.clock = clock
+
+    def post_write(self, tma_thread_id: int, memory: shared.Memory) -> None:
+        if memory.detect_races:
+            shared.current.landing[self.thread] = self.clock.copy()
+
+
 class _ReduceTask(gpu_callbacks.AsyncCopySmemToGmemTask):
     """A TMA store that combines with what is there, atomically per element."""
 
@@ -219,6 +232,34 @@ def _copy_smem_to_gmem(
         memory.execute_async_task(task)
     if commit_group and memory.detect_races:
         memory.commit_stores(thread)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _copy_rows(
+    *, token, mesh_location, thread, name, array, buffer, transforms, place, source_info
+):
+    """`tma.Rows` by inline code. TMA clips at the length, but its view of `whole` groups before."""
+    way, view = name.split()
+    memory = _memory()
+    batch, first, head, column = map(int, place)
+    inside = _locate(buffer, transforms)
+    rows, columns = inside[1].shape
+    array = shared.Key.from_array(array)
+    length = memory.buffer_shape_and_dtype(array).shape[1]
+    if view == "whole" and first + rows > length // tma.GROUP * tma.GROUP:
+        raise IndexError(f"rows {first} to {first + rows} of {length} are not all in whole groups")
+    window = batch, slice(first, first + rows, 1), head, slice(column, column + columns, 1)
+    outside = array, interpret_utils.Access(window)
+    clock = memory.incr_clock(thread) if memory.detect_races else None
+    common = mesh_location, thread
+    if way == "load":
+        task = _LoadRowsTask(*common, *outside, *inside, source_info, clock=clock)
+    else:
+        task = gpu_callbacks.AsyncCopySmemToGmemTask(
+            *common, *inside, *outside, source_info, clock=clock
+        )
+    memory.execute_async_task(task)
     return token
 
 
@@ -401,6 +442,8 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             return self._mail(_send_mail, eqn, token, values, block=values[3]), []
         if name == "_wait_for_mail":
             return self._mail(_wait_for_mail, eqn, token, values), []
+        if name in ("load", "store"):
+            return self._copy_rows(eqn, token, *values), []
         out = INLINE[name](*values, *parameters)
         return token, [] if out is None else [out]
 
@@ -436,6 +479,26 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             others = {"arrived": keys[0], "transforms": indices[0]}
         return callback.io_callback(
             function, gpu_callbacks.TOKEN_SHAPE_DTYPE, token=token, thread=self.thread, **others
+        )
+
+    def _copy_rows(self, eqn, token, array, buffer, *scalars_and_leaves):
+        *place, _ = scalars_and_leaves[:5]
+        transforms = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], scalars_and_leaves[5:])
+        array, _ = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, array, transforms[0])
+        buffer, inner = jaxpr_interpret.resolve_ref(eqn.invars[1].aval, buffer, transforms[1])
+        function = functools.partial(
+            _copy_rows, name=eqn.params["mgpu_fn"].__name__, source_info=eqn.source_info
+        )
+        return callback.io_callback(
+            function,
+            gpu_callbacks.TOKEN_SHAPE_DTYPE,
+            token=token,
+            mesh_location=self.mesh_location,
+            thread=self.thread,
+            array=array,
+            buffer=buffer,
+            transforms=inner,
+            place=place,
         )
 
     def _check_use(self, eqn, token, accumulator, use):

@@ -39,6 +39,8 @@ class Run:
 
     barrier_timeout: float
     races: list[str] = dataclasses.field(default_factory=list)
+    # of a load by inline code, until its thread arrives at the barrier that says it is there
+    landing: dict[Thread, Clock] = dataclasses.field(default_factory=dict)
     failure: Exception | None = None  # the first: the others only say that a thread was aborted
 
 
@@ -252,6 +254,8 @@ class Memory(shared_memory.GPUSharedMemory):
     def kernel_thread_finished(self, thread: Thread) -> None:
         if self.uncommitted_stores[thread]:
             raise ValueError(f"{name(thread)} finished with a store in no commit group")
+        if thread in current.landing:
+            raise ValueError(f"{name(thread)} finished with a load that no barrier waits for")
         super().kernel_thread_finished(thread)
 
 
@@ -266,6 +270,13 @@ class Barrier(shared_memory.Barrier):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.cv = _LimitedCondition()
+
+    def arrive(self, thread, clock, logging_info=None) -> None:
+        landed = current.landing.pop(thread, None)
+        if landed is not None:
+            clock = clock.copy()
+            clock.update(landed)
+        super().arrive(thread, clock, logging_info)
 
     def wait(self, thread, logging_info=None) -> None:
         try:

@@ -1,0 +1,91 @@
+"""Copies of rows, for lengths that are multiples of 8 and for others."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa2.kernels import mosaic
+from pallas_fa2.kernels.tma import Rows
+from tests.support import compile_gate, interpreter
+
+TILE = 64
+LENGTHS = (3, 8, 9, 70, 127, 128)
+PLACES = pytest.mark.parametrize("columns", [64, 96, 128, 256])
+
+
+def through_shared_memory(x: jax.Array, length: int) -> jax.Array:
+    """`x` `[B, T, N, H]`, tile by tile, in an array of another length."""
+    batch, _, heads, columns = x.shape
+    tiles = -(-length // TILE)
+
+    def run(refs: tuple, memory: tuple) -> None:
+        (source, target), (buffer, barriers) = refs, memory
+        place, tile = jnp.divmod(lax.axis_index("cta"), jnp.int32(tiles))
+        entry, head = jnp.divmod(place, jnp.int32(heads))
+        rows = pl.ds(tile * TILE, TILE)
+        Rows(source, entry, rows, head).load(buffer, barriers, 1)
+        plgpu.barrier_wait(barriers.at[1])
+        Rows(target, entry, rows, head).store(buffer)
+        plgpu.commit_smem_to_gmem_group()
+        plgpu.wait_smem_to_gmem(0)
+
+    memory = mosaic.operand(TILE, columns, dtype=x.dtype), mosaic.barriers(3)
+    shape = jax.ShapeDtypeStruct((batch, length, heads, columns), x.dtype)
+    return mosaic.launch(run, memory, shape, {"cta": batch * heads * tiles}, 1)(x)
+
+
+def check(length: int, columns: int, call: Any) -> None:
+    """What lies beyond an entry is the next one: it is neither loaded nor stored."""
+    x = jax.random.normal(jax.random.key(0), (3, length, 2, columns), jnp.bfloat16)
+    np.testing.assert_array_equal(call(x, length), x)
+    longer = length + TILE // 2
+    zeros = ((0, 0), (0, TILE // 2), (0, 0), (0, 0))
+    np.testing.assert_array_equal(call(x, longer), jnp.pad(x, zeros))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@PLACES
+def test_rows_interpreted(length: int, columns: int) -> None:
+    def call(x: jax.Array, longer: int) -> Any:
+        return interpreter.run(lambda x: through_shared_memory(x, longer), x)
+
+    check(length, columns, call)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [*LENGTHS, 1000, 4097])
+@PLACES
+def test_rows_on_a_gpu(length: int, columns: int) -> None:
+    check(length, columns, jax.jit(through_shared_memory, static_argnums=1))
+
+
+@pytest.mark.parametrize(
+    "length, columns, copies", [(4096, 128, 1), (3, 128, 1), (4097, 64, 1), (4097, 128, 2)]
+)
+def test_rows_compile(length: int, columns: int, copies: int) -> None:
+    """One copy, or one of whole groups and one in a loop."""
+    x = jax.ShapeDtypeStruct((2, length, 2, columns), jnp.bfloat16)
+    (report,) = compile_gate.compile_for_h200(lambda x: through_shared_memory(x, length), x)
+    compile_gate.assert_clean(report)
+    assert (report.count("UTMALDG"), report.count("UTMASTG")) == (copies, copies)
+
+
+def test_an_array_of_barriers_must_be_the_only_one_of_its_kind() -> None:
+    def copy(x: jax.Array) -> jax.Array:
+        def run(refs: tuple, memory: tuple) -> None:
+            buffer, barriers, _ = memory
+            Rows(refs[0], 0, pl.ds(0, TILE), 0).load(buffer, barriers, 0)
+
+        barriers = mosaic.barriers(3), mosaic.barriers(3)
+        memory = mosaic.operand(TILE, 128, dtype=x.dtype), *barriers
+        return mosaic.launch(run, memory, x, {"cta": 1}, 1)(x)
+
+    x = jax.ShapeDtypeStruct((1, 70, 1, 128), jnp.bfloat16)
+    with pytest.raises(ValueError, match="2 arrays of barriers look like"):
+        compile_gate.compile_for_h200(copy, x)
