@@ -98,12 +98,38 @@ class Config:
         return self.block_q, self.block_kv
 
 
+# How much later than an even division the last CTA may be done, before tiles are divided.
+UNEVEN = 1.05
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Which key blocks a CTA takes, and which query blocks of which heads each visits."""
+    """Which key blocks a CTA takes, and which query blocks of which heads each visits.
+
+    A group's query heads may be divided into parts, with a tile for each: otherwise few key heads would
+    leave CTAs idle.
+    """
 
     problem: Problem
     config: Config
+    parts: int = 1
+
+    @classmethod
+    def of(cls, problem: Problem, config: Config) -> "Schedule":
+        """With the fewest parts that keep all CTAs busy."""
+        group = problem.group
+        schedules = [cls(problem, config, n) for n in range(1, group + 1) if group % n == 0]
+        return next((s for s in schedules if s._unevenness <= UNEVEN), schedules[-1])
+
+    @property
+    def group(self) -> int:
+        """The query heads of a tile."""
+        return self.problem.group // self.parts
+
+    @property
+    def heads(self) -> int:
+        """Key heads, counted once for each part of their groups."""
+        return self.problem.kv_heads * self.parts
 
     @property
     def kv_tiles(self) -> int:
@@ -118,18 +144,32 @@ class Schedule:
         p = self.problem
         # Q, dO and the float32 dQ of a head: the group's heads follow each other.
         q_bytes = p.q_len * self.config.head_dim * (2 + 2 + 4)
-        section = mosaic.section_of(p.kv_heads, q_bytes, self.config.section_bytes)
-        return mosaic.Order(p.batch, p.kv_heads, self.kv_tiles, section, p.causal)
+        section = mosaic.section_of(self.heads, q_bytes, self.config.section_bytes)
+        return mosaic.Order(p.batch, self.heads, self.kv_tiles, section, p.causal)
 
     def place(self, number: Any) -> tuple[Any, Any, Any]:
-        """Batch entry, key head and key block of a tile; the first block of a head is the longest."""
-        batch, kv_head, tile = self.order.place(number)
-        return batch, kv_head, self.kv_tiles - 1 - tile if self.problem.causal else tile
+        """Batch entry, head and key block of a tile; the first block of a head is the longest."""
+        batch, head, tile = self.order.place(number)
+        return batch, head, self.kv_tiles - 1 - tile if self.problem.causal else tile
 
     def table(self) -> np.ndarray:
+        return mosaic.deal(self._costs, min(self._hands, self.order.count))
+
+    @property
+    def _hands(self) -> int:
+        return self.config.ctas // (2 if self.config.paired else 1)
+
+    @property
+    def _costs(self) -> np.ndarray:
+        """Of the tiles; their beginnings and ends cost about half a step."""
         _, _, kv_tile = self.place(np.arange(self.order.count))
-        hands = self.config.ctas // (2 if self.config.paired else 1)
-        return mosaic.deal(self.steps(kv_tile), min(hands, self.order.count), 0.5)
+        return self.steps(kv_tile) + 0.5
+
+    @property
+    def _unevenness(self) -> float:
+        """When the last CTA is done, by when all would be if they could share everything."""
+        _, last = mosaic.share(self._costs, self._hands)
+        return last * self._hands / sum(self._costs)
 
     def first_q_block(self, kv_tile: Any) -> Any:
         """The first whose queries see the block's first key."""
@@ -141,13 +181,22 @@ class Schedule:
 
     def steps(self, kv_tile: Any) -> Any:
         """At least one."""
-        return (self.q_blocks - self.first_q_block(kv_tile)) * self.problem.group
+        return (self.q_blocks - self.first_q_block(kv_tile)) * self.group
 
     @property
     def dq_shape(self) -> tuple[int, int, int]:
         """A row for each block of queries of each head, and one for what is no gradient."""
         blocks = self.problem.batch * self.problem.q_heads * self.q_blocks
         return blocks + 1, self.config.dq_parts, DQ_TILE**2
+
+    def join(self, gradient: list[jax.Array]) -> jax.Array:
+        """`[B, S, K, H]` from the numbers that make up dK or dV, and the parts of each group."""
+        if self.parts == 1:
+            return gradient[0]
+        batch, length, _, dim = gradient[0].shape
+        total = functools.reduce(jnp.add, (x.astype(jnp.float32) for x in gradient))
+        total = total.reshape(batch, length, self.problem.kv_heads, self.parts, dim).sum(3)
+        return total.astype(gradient[0].dtype)
 
     def assemble(self, dq: jax.Array) -> jax.Array:
         """`[B, T', N, H]` from the parts of all blocks, which `ptx.add_fragments` has added up."""
@@ -181,11 +230,12 @@ def gradients(
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. The sums of dQ
     come in any order: it is not bitwise reproducible.
     """
-    schedule = Schedule(problem, config)
+    schedule = Schedule.of(problem, config)
     table = schedule.table()
 
     def run(refs: tuple, memory: Memory) -> None:
-        _body(schedule, Inputs(*refs[:7]), Outputs(*refs[7:]), memory)
+        dq, *dkv = refs[7:]
+        _body(schedule, Inputs(*refs[:7]), Outputs(dq, dkv[0::2], dkv[1::2]), memory)
 
     kernel = mosaic.launch(
         run,
@@ -195,13 +245,13 @@ def gradients(
         len(config.registers),
         {PAIR: 2} if config.paired else {},
     )
-    outputs = (
-        jnp.zeros(schedule.dq_shape, jnp.float32),
-        lax.empty(k.shape, k.dtype),
-        lax.empty(v.shape, v.dtype),
-    )
+    # Of a part of a group, a gradient leaves as two numbers whose sum is as good as in float32.
+    heads, numbers = schedule.heads, 1 if schedule.parts == 1 else 2
+    empty = lax.empty((*k.shape[:2], heads, k.shape[3]), k.dtype)
+    outputs = (jnp.zeros(schedule.dq_shape, jnp.float32), *[empty] * 2 * numbers)
     inputs = (jnp.asarray(table), q, k, v, dout, lse, delta)
-    dq, dk, dv = pl.run_state(lambda refs: kernel(*inputs, *refs))(outputs)
+    dq, *dkv = pl.run_state(lambda refs: kernel(*inputs, *refs))(outputs)
+    dk, dv = (schedule.join(dkv[i::2]) for i in range(2))
     return schedule.assemble(dq)[:, : q.shape[1]], dk, dv
 
 
@@ -219,8 +269,8 @@ class Inputs(NamedTuple):
 
 class Outputs(NamedTuple):
     dq: Any  # [blocks of queries, parts, a tile in the order of registers]
-    dk: Any
-    dv: Any
+    dk: list[Any]  # an array for each number that a gradient is made of
+    dv: list[Any]
 
 
 class Memory(NamedTuple):
@@ -360,8 +410,12 @@ class Tile:
 
     @property
     def place(self) -> tuple[Any, Any, Any]:
-        """Batch entry, key head and key block."""
+        """Batch entry, head and key block."""
         return self.schedule.place(self.number)
+
+    @property
+    def kv_head(self) -> Any:
+        return mosaic.div(self.place[1], self.schedule.parts)
 
     @property
     def first_key(self) -> Any:
@@ -376,21 +430,19 @@ class Tile:
     def first_row(self) -> Any:
         """Of dQ; blocks of queries are numbered through all heads of all batch entries."""
         problem, blocks = self.schedule.problem, self.schedule.q_blocks
-        batch, kv_head, kv_tile = self.place
-        head = batch * problem.q_heads + kv_head * problem.group
+        batch, head, kv_tile = self.place
+        head = batch * problem.q_heads + head * self.schedule.group
         return head * blocks + self.schedule.first_q_block(kv_tile)
 
     @property
     def last_row(self) -> Any:
-        problem = self.schedule.problem
-        batch, kv_head, _ = self.place
-        return (
-            batch * problem.q_heads + (kv_head + 1) * problem.group
-        ) * self.schedule.q_blocks - 1
+        batch, head, _ = self.place
+        after = batch * self.schedule.problem.q_heads + (head + 1) * self.schedule.group
+        return after * self.schedule.q_blocks - 1
 
     def row_after(self, row: Any) -> Any:
-        problem, blocks = self.schedule.problem, self.schedule.q_blocks
-        if problem.group == 1 or not problem.causal:
+        blocks = self.schedule.q_blocks
+        if self.schedule.group == 1 or not self.schedule.problem.causal:
             return row + 1
         hidden = self.schedule.first_q_block(self.place[2])  # of the next head
         return row + 1 + jnp.where(mosaic.rem(row, blocks) == blocks - 1, hidden, 0)
@@ -436,7 +488,7 @@ class Step(NamedTuple):
     @property
     def first_query(self) -> Any:
         schedule, tile = self.tile.schedule, self.tile
-        if schedule.problem.group == 1:  # no division, whose numbers would hold registers
+        if schedule.group == 1:  # no division, whose numbers would hold registers
             block = self.t - tile.first_step + schedule.first_q_block(tile.place[2])
         else:
             block = mosaic.rem(lax.optimization_barrier(self.row), schedule.q_blocks)
@@ -529,7 +581,7 @@ class Loader(Role):
         ring.fill(step.t, Rows(source, batch, rows, head), row_data.at[batch, head, rows])
 
     def _load_halves(self, ring: Ring, tile: Tile, source: Any) -> None:
-        batch, kv_head, _ = tile.place
+        batch, kv_head = tile.place[0], tile.kv_head
         half = self.config.kv_rows // 2
         parts = [pl.ds(self.first_row(tile) + i * half, half) for i in range(2)]
         ring.fill(tile.k, *(Rows(source, batch, x, kv_head, by_pieces=True) for x in parts))
@@ -635,29 +687,43 @@ class ColumnBlock(Role):
         rings[0].release(step.t)
         pl.when(jnp.logical_not(step.last))(lambda: own.release(step.t))
 
-    def store(self, tile: Tile, **gradients: jax.Array) -> None:
-        """dK or dV of this warpgroup's keys, at the end of a tile: through the buffers of its last Q
+    def store(self, tile: Tile, *gradients: tuple[list[Any], jax.Array]) -> None:
+        """(dK or dV, of this warpgroup's keys), at the end of a tile: through the buffers of its last Q
         and dO, one a warpgroup."""
-        batch, kv_head, _ = tile.place
+        batch, head, _ = tile.place
         last_step = tile.next_step - 1
         rows = pl.ds(self.first_row(tile) + self.keys.start, 64)
         mosaic.meet(self.memory.met)  # nobody reads Q and dO any more
         ring = (self.memory.queries, self.memory.douts)[self.me]
         buffer, _ = ring.at(last_step)
-        parts = self.config.block_q // 64
-        for i, (name, gradient) in enumerate(gradients.items()):
-            part = buffer.at[pl.ds(64 * (i % parts), 64)]
-            if i and i % parts == 0:
+        places = self.config.block_q // 64
+        numbers = [x for targets, gradient in gradients for x in _numbers(targets, gradient)]
+        for i, (target, number) in enumerate(numbers):
+            place = buffer.at[pl.ds(64 * (i % places), 64)]
+            if i and i % places == 0:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             # By panels, as dS: their addresses differ by constants, and hold fewer registers.
             for start in range(0, self.config.head_dim, PANEL):
-                piece = gradient[:, start : start + PANEL]
-                part.at[:, pl.ds(start, PANEL)][...] = piece.astype(buffer.dtype)
+                place.at[:, pl.ds(start, PANEL)][...] = number(start)
             plgpu.commit_smem()
-            Rows(getattr(self.outputs, name), batch, rows, kv_head, by_pieces=True).store(part)
+            Rows(target, batch, rows, head, by_pieces=True).store(place)
             plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         ring.release(last_step)
+
+
+def _numbers(targets: list[Any], gradient: jax.Array) -> list[tuple[Any, Callable]]:
+    """For each target, its panel of columns from a start on: the gradient as rounded, and the rest."""
+
+    def rounded(start: int) -> jax.Array:
+        return gradient[:, start : start + PANEL].astype(targets[0].dtype)
+
+    def rest(start: int) -> jax.Array:
+        # rounded once more: LLVM would keep what was rounded before in registers
+        panel = lax.optimization_barrier(gradient[:, start : start + PANEL])
+        return (panel - panel.astype(targets[0].dtype).astype(jnp.float32)).astype(targets[0].dtype)
+
+    return list(zip(targets, (rounded, rest), strict=False))
 
 
 class KeyHalf(ColumnBlock):
@@ -681,7 +747,7 @@ class KeyHalf(ColumnBlock):
         wide = self.accumulator(self.config.head_dim)
         dk, dv, last = pl.run_scoped(accumulate, wide, wide)
         self.memory.values.release(tile.k)
-        self.store(tile, dv=dv, dk=dk * self.scale)
+        self.store(tile, (self.outputs.dv, dv), (self.outputs.dk, dk * self.scale))
         return last
 
     def step(self, dk_acc: Any, dv_acc: Any, step: Step, dq_row: Any) -> Any:
@@ -748,7 +814,7 @@ class Scores(ColumnBlock, Loader):
 
     def load_keys(self, tile: Tile) -> None:
         """The CTA's, and those columns of the other's that meet its half of dQ."""
-        batch, kv_head, _ = tile.place
+        batch, kv_head = tile.place[0], tile.kv_head
         rank, columns = lax.axis_index(PAIR), self.config.head_dim // 2
         mine, others = (pl.ds(tile.first_key + 64 * i, 64) for i in (rank, 1 - rank))
         rows = functools.partial(Rows, self.inputs.k, batch, head=kv_head, by_pieces=True)
@@ -879,7 +945,7 @@ class KeyGradient(WideGradient):
         return self.memory.scores[1]
 
     def visit(self, tile: Tile, dq_row: Any) -> Any:
-        self.store(tile, dk=self.gradient(tile) * self.scale)
+        self.store(tile, (self.outputs.dk, self.gradient(tile) * self.scale))
         return dq_row
 
 
@@ -893,5 +959,5 @@ class ValueGradient(WideGradient):
         return self.memory.scores[0]
 
     def visit(self, tile: Tile, dq_row: Any) -> Any:
-        self.store(tile, dv=self.gradient(tile))
+        self.store(tile, (self.outputs.dv, self.gradient(tile)))
         return dq_row

@@ -103,7 +103,7 @@ class Schedule:
         _, _, tile = self.order.place(np.arange(self.order.count))
         ctas = min(self.config.ctas, self.order.count)
         # A tile's beginning and end cost about as much as a block.
-        return mosaic.deal(self.blocks(tile)[0], ctas, 1.0)
+        return mosaic.deal(self.blocks(tile)[0] + 1.0, ctas)
 
     def blocks(self, q_tile: Any) -> tuple[Any, Any]:
         """How many key blocks a tile visits, and how many of them, the last ones, are cut."""

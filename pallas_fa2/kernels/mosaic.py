@@ -248,17 +248,20 @@ class Order:
         return div(head, self.heads), rem(head, self.heads), tile
 
 
-def deal(costs: Sequence[int] | np.ndarray, hands: int, overhead: float) -> np.ndarray:
-    """List scheduling: each tile, in order, to the CTA that is free first.
-
-    int32 `[hands, 2 + most]`, a row a CTA: how many tiles it takes, their numbers, and a zero.
-    """
+def share(costs: Sequence[float] | np.ndarray, hands: int) -> tuple[list[list[int]], float]:
+    """List scheduling: each tile, in order, to the CTA that is free first; and when all are done."""
     free = [(0.0, hand) for hand in range(hands)]
     dealt: list[list[int]] = [[] for _ in range(hands)]
     for number, cost in enumerate(costs):
         time, hand = free[0]
         dealt[hand].append(number)
-        heapq.heapreplace(free, (time + cost + overhead, hand))
+        heapq.heapreplace(free, (time + cost, hand))
+    return dealt, max(time for time, _ in free)
+
+
+def deal(costs: Sequence[float] | np.ndarray, hands: int) -> np.ndarray:
+    """int32 `[hands, 2 + most]`, a row a CTA: how many tiles it takes, their numbers, and a zero."""
+    dealt, _ = share(costs, hands)
     table = np.zeros((hands, 2 + max(map(len, dealt))), np.int32)
     for row, numbers in zip(table, dealt, strict=True):
         row[0] = len(numbers)
