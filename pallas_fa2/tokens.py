@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
@@ -109,7 +110,8 @@ class Data:
         self._check_names(owner)
 
         def each(arrays: Arrays, kind: str, put: Callable) -> dict[str, jax.Array]:
-            return {n: put(f"{owner}: {kind}[{n!r}]", jnp.asarray(x)) for n, x in arrays.items()}
+            named = {n: (f"{owner}: {kind}[{n!r}]", x) for n, x in arrays.items()}
+            return {n: put(name, as_array(name, x)) for n, (name, x) in named.items()}
 
         return Data(
             q=each(self.q, "q_tokens", lambda n, x: place_tokens(n, x, dims, Q_AXIS)),
@@ -118,6 +120,19 @@ class Data:
             params=each(self.params, "params", lambda _, x: x.reshape((1,) * LEADING + x.shape)),
             pairs=each(self.pairs, "pairs", lambda n, x: _place_pairs(n, x, dims)),
         )
+
+
+def as_array(name: str, x: Any, dtype: Any = None) -> jax.Array:
+    """A JAX array; raises where JAX would cut upper bits off NumPy's integers without a word."""
+    placed = jnp.asarray(x, dtype)
+    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "iu" and x.size:
+        low, high, limits = int(x.min()), int(x.max()), jnp.iinfo(placed.dtype)
+        if low < limits.min or high > limits.max:
+            raise ValueError(
+                f"{name} must hold integers that fit {limits.dtype}, but they are {low} to {high}; "
+                "number them anew from 0"
+            )
+    return placed
 
 
 def _merge_batch(name: str, x: jax.Array, dims: Dims, rest: int, shape: str) -> jax.Array:

@@ -348,6 +348,12 @@ def test_what_is_no_score_is_refused(score, message):
         attend(score)
 
 
+@pytest.mark.parametrize("cap", [0, -1.0, np.nan])
+def test_a_cap_is_positive(cap):
+    with pytest.raises(ValueError, match=r"cap must be a positive .* but it is .*; .*no cap"):
+        fa.soft_cap(cap)
+
+
 @pytest.mark.parametrize(
     "score, message",
     [
