@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from pallas_fa2.tokens import Arrays, Context, Data, Dims, Token
@@ -140,6 +141,17 @@ class Causal(Mask):
         return q.index + shift >= k.index
 
 
+def _as_position(n: Any) -> Any:
+    """Integers as int32, to be compared with positions; no position is beyond its limits."""
+    n = n if hasattr(n, "dtype") else jnp.asarray(n)
+    if n.dtype == jnp.int32 or not jnp.issubdtype(n.dtype, jnp.integer):
+        return n
+    limits = jnp.iinfo(jnp.int32)
+    wide = n.dtype.itemsize > 4 or n.dtype == jnp.uint32
+    xp = jnp if isinstance(n, jax.Array) else np  # which alone keeps 64 bits
+    return (xp.clip(n, None, limits.max) if wide else n).astype(jnp.int32)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Window(Mask):
     """A query attends to `left` keys before its own position, itself, and `right` keys after.
@@ -157,7 +169,7 @@ class Window(Mask):
 
     def data(self) -> Data:
         sides = {"left": self.left, "right": self.right}
-        return Data(params={n: v for n, v in sides.items() if not is_static(v)})
+        return Data(params={n: _as_position(v) for n, v in sides.items() if not is_static(v)})
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         left = self.left if is_static(self.left) else c.left
@@ -187,7 +199,7 @@ class Segments(Mask):
 
 def _one_a_row(n: Any) -> Any:
     """`[*B]` as token data that all tokens share, `[*B, 1]`."""
-    return (n if hasattr(n, "shape") else jnp.asarray(n))[..., None]
+    return _as_position(n)[..., None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -379,8 +391,6 @@ def as_mask(mask: Any) -> Mask:
     """A mask from a mask, a function of two tokens, or a boolean array."""
     if isinstance(mask, Mask):
         return mask
-    if callable(mask) and not isinstance(mask, UserFunction):
-        return FunctionMask(mask)
     if hasattr(mask, "dtype") and hasattr(mask, "shape"):
         if mask.dtype != jnp.bool_:
             raise TypeError(
@@ -388,6 +398,8 @@ def as_mask(mask: Any) -> Mask:
                 "score=bias(array) if it is to be added to the scores"
             )
         return Dense(mask)
+    if callable(mask) and not isinstance(mask, UserFunction):
+        return FunctionMask(mask)
     raise TypeError(
         f"mask must be a mask object, a function of two tokens or a boolean array, but it is "
         f"{type(mask).__name__}; pass score functions as score="

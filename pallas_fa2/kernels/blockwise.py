@@ -15,7 +15,7 @@ from jax import lax
 from pallas_fa2 import bounds
 from pallas_fa2.kernels import tile
 from pallas_fa2.spec import Operands, Spec
-from pallas_fa2.tokens import K_AXIS, Q_AXIS, cut_into
+from pallas_fa2.tokens import K_AXIS, Q_AXIS, alike, cut_into
 
 
 def _pad(x: jax.Array, axis: int, block: int) -> jax.Array:
@@ -32,6 +32,11 @@ def _pad_operands(operands: Operands, block_q: int, block_kv: int) -> Operands:
         return x
 
     return jax.tree.map(pad, operands._replace(seed=None))._replace(seed=operands.seed)
+
+
+def _count(n: int) -> jax.Array:
+    """0, 1, 2, ... in the dtype of positions, whatever JAX's default is."""
+    return lax.iota(jnp.int32, n)
 
 
 def _rows(x: jax.Array, start: Any, size: int, axis: int = 1) -> jax.Array:
@@ -82,10 +87,10 @@ def forward(
 
             return _by_class(classes, i, j, take, state), None
 
-        state, _ = lax.scan(step, tile.start(spec, block_q), jnp.arange(k_tiles))
+        state, _ = lax.scan(step, alike(tile.start(spec, block_q), q), _count(k_tiles))
         return tile.finish(state, spec.dtype)
 
-    out, lse = lax.map(row_block, jnp.arange(q_tiles))  # [tiles, B, t, ...], [tiles, B, K, G, t]
+    out, lse = lax.map(row_block, _count(q_tiles))  # [tiles, B, t, ...], [tiles, B, K, G, t]
     out = jnp.moveaxis(out, 0, 1).reshape(spec.batch, -1, spec.q_heads, spec.value_dim)
     lse = jnp.moveaxis(lse, 0, 3).reshape(spec.batch, spec.q_heads, -1)
     return out[:, : spec.q_len], lse[..., : spec.q_len]
@@ -147,7 +152,7 @@ def backward(
             return _by_class(classes, i, j, take, carry), None
 
         zeros = (jnp.zeros(k_j.shape, dtype), jnp.zeros(v_j.shape, dtype))
-        (dq, ddata, dk, dv), _ = lax.scan(step, (*carry, *zeros), jnp.arange(q_tiles))
+        (dq, ddata, dk, dv), _ = lax.scan(step, (*carry, *alike(zeros, q)), _count(q_tiles))
         return (dq, ddata), (dk, dv)
 
     # Data of 16 bits too: their gradients are sums over tiles.
@@ -155,8 +160,8 @@ def backward(
         jnp.zeros(x.shape, x.dtype if x.dtype.itemsize > 2 else dtype)
         for x in tile.split_floats(operands.scores)[0]
     ]
-    carry = (jnp.zeros(q.shape, dtype), ddata)
-    (dq, ddata), (dk, dv) = lax.scan(column_block, carry, jnp.arange(k_tiles))
+    carry = alike((jnp.zeros(q.shape, dtype), ddata), q)
+    (dq, ddata), (dk, dv) = lax.scan(column_block, carry, _count(k_tiles))
     dk, dv = (jnp.moveaxis(x, 0, 1).reshape(spec.batch, -1, *x.shape[3:]) for x in (dk, dv))
     dq = dq.reshape(spec.batch, -1, spec.q_heads, spec.head_dim)
     ddata = [
