@@ -48,7 +48,7 @@ class Case:
     dropout: float = 0.0
     positions: str = ""  # sides that have them given: q, k, or Q, K for each batch entry its own
     lse: bool = True  # asked for, with a cotangent of its own
-    transform: str = "jit"  # or eager, checkpoint, scan, vmap of grad, grad of vmap
+    transform: str = "jit"  # or checkpoint, scan, vmap of grad, grad of vmap
     axes: tuple[int | None, ...] = (0, 0, 0, 0)  # of q, k, v and all other data, where mapped
     layout: str = "plain"  # or swapped, sliced: how q, k and v lie in memory
     blocks: tuple[int, int] = (64, 64)  # of the blockwise implementation

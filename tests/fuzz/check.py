@@ -234,8 +234,7 @@ def check(case: Case, *names: str | None, draws: int = 1) -> Checked:
         jax.enable_x64(case.dtype == "float64"),
     ):
         for name in names:
-            run = gradients(case, name)
-            run = run if case.transform == "eager" else jax.jit(run)
+            run = jax.jit(gradients(case, name))
             for drawn in cases:
                 try:
                     shares.append(_check(drawn, name or "what was chosen", run))
