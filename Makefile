@@ -4,12 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint
+.PHONY: demo test fuzz lint
 demo: $(VENV)/examples
 	$(BIN)/python examples/char_gpt.py
 
 test: $(VENV)/tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout 300
+
+# Random calls against the dense definition: make fuzz N=10000 SEED=1 START=2500 JOBS=4
+N ?= 1000
+SEED ?= 0
+START ?= 0
+JOBS ?= 2
+fuzz: $(VENV)/tests
+	$(BIN)/python -m tests.fuzz $(N) --seed $(SEED) --start $(START) --jobs $(JOBS)
 
 lint: $(VENV)/tests
 	$(PIP) --group lint

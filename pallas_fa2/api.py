@@ -46,7 +46,9 @@ def flash_attention(
       S_{ij} = f(\mathrm{scale}\; q_i \cdot k_j), \quad L_i = \log \sum_{j \in M_i} e^{S_{ij}}.$$
 
     FlashAttention-2 (arXiv:2307.08691), Algorithms 1 and 2. Differentiable in query, key, value
-    and the floating-point data of the score functions, in reverse mode.
+    and the floating-point data of the score functions, in reverse mode; for `jax.jvp`, `jax.jacfwd`
+    and `jax.hessian` ask for `implementation="reference"` (the others raise JAX's TypeError about
+    forward-mode autodiff).
 
     Args:
       query: `[*B, T, N, H]`, bfloat16, float16, float32 or float64; any number of batch axes.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_fa2.kernels import REGISTRY
 from pallas_fa2.plan import Plan
 from pallas_fa2.spec import Operands, Spec
+from pallas_fa2.tokens import alike
 
 Out = tuple[jax.Array, jax.Array]
 
@@ -23,6 +24,7 @@ def attend(
     spec: Spec, plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
 ) -> Out:
     """`out [B, T, N, Hv]` and `lse [B, N, T]`, differentiable in q, k, v and the score data."""
+    q, k, v, operands = alike((q, k, v, operands))
     implementation = REGISTRY[plan.implementation]
     if implementation.backward is None:
         mask = jax.lax.stop_gradient(operands.mask)
@@ -32,7 +34,8 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Out:
-    return REGISTRY[plan.implementation].forward(spec, plan.forward, q, k, v, operands)
+    found = REGISTRY[plan.implementation].forward(spec, plan.forward, q, k, v, operands)
+    return alike(found, q)  # a kernel does not say that its results vary over a mesh
 
 
 def _forward(
@@ -48,9 +51,8 @@ def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Out) -> tupl
     delta = row_delta(out, dout, dlse)
     backward = REGISTRY[plan.implementation].backward
     assert backward is not None, "an implementation that JAX differentiates never comes here"
-    dq, dk, dv, dscores = backward(
-        spec, plan.backward, q, k, v, lse, delta, dout.astype(q.dtype), operands
-    )
+    found = backward(spec, plan.backward, q, k, v, lse, delta, dout.astype(q.dtype), operands)
+    dq, dk, dv, dscores = alike(found, q)
     return dq, dk, dv, _cotangents(operands, dscores)
 
 

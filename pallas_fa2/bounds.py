@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 
 from pallas_fa2.spec import Operands, Spec
-from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, Pointwise
+from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, Pointwise, alike
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -121,8 +121,8 @@ def _div(a: Interval, b: Interval) -> Interval:
         return _unless(~ok, Interval(a.lo / b.lo, a.hi / b.hi))
     ok = _positive_constant(b)
     n = jnp.where(ok, b.lo, 1)
-    return _unless(~ok, Interval(lax.div(*jnp.broadcast_arrays(a.lo, n)),
-                                 lax.div(*jnp.broadcast_arrays(a.hi, n))))  # fmt: skip
+    quotients = (lax.div(*alike(jnp.broadcast_arrays(x, n))) for x in (a.lo, a.hi))
+    return _unless(~ok, Interval(*quotients))
 
 
 def _floor_divide(a: Interval, b: Interval) -> Interval:

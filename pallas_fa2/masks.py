@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from pallas_fa2.tokens import Arrays, Context, Data, Dims, Token
@@ -90,11 +91,31 @@ class Mask(Node):
     def __or__(self, other: "Mask | Callable") -> "Mask":
         return Or(self, as_mask(other))
 
+    # With the mask on the right. NumPy would join its arrays element by element.
+    __array_ufunc__ = None
+
+    def __rand__(self, other: Any) -> "Mask":
+        return And(as_mask(other), self)
+
+    def __ror__(self, other: Any) -> "Mask":
+        return Or(as_mask(other), self)
+
     def __invert__(self) -> "Mask":
         return Not(self)
 
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value; combine masks with &, | and ~, not and/or/not")
+
+
+def _check_number(mask: Mask, field: str, least: int = -(2**31)) -> None:
+    """Positions are int32, and so must be what they are compared with."""
+    n = getattr(mask, field)
+    if isinstance(n, int) and not least <= n < 2**31:
+        low = "-2^31" if least < 0 else least
+        raise ValueError(
+            f"{type(mask).__name__}.{field} must be an integer from {low} to 2^31 - 1, but it is "
+            f"{n}; leave the mask out where it is not to limit anything"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -108,9 +129,27 @@ class Causal(Mask):
 
     align: Literal["start", "end"] = "start"
 
+    def __post_init__(self) -> None:
+        if self.align not in ("start", "end"):
+            raise ValueError(
+                f"Causal.align must be 'start' or 'end', but it is {self.align!r}; 'end' lets the "
+                "last query see every key"
+            )
+
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         shift = k.length - q.length if self.align == "end" else 0
         return q.index + shift >= k.index
+
+
+def _as_position(n: Any) -> Any:
+    """Integers as int32, to be compared with positions; no position is beyond its limits."""
+    n = n if hasattr(n, "dtype") else jnp.asarray(n)
+    if n.dtype == jnp.int32 or not jnp.issubdtype(n.dtype, jnp.integer):
+        return n
+    limits = jnp.iinfo(jnp.int32)
+    wide = n.dtype.itemsize > 4 or n.dtype == jnp.uint32
+    xp = jnp if isinstance(n, jax.Array) else np  # which alone keeps 64 bits
+    return (xp.clip(n, None, limits.max) if wide else n).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -124,9 +163,13 @@ class Window(Mask):
     left: int | Int[Array, ""]
     right: int | Int[Array, ""] | None = None
 
+    def __post_init__(self) -> None:
+        _check_number(self, "left")
+        _check_number(self, "right")
+
     def data(self) -> Data:
         sides = {"left": self.left, "right": self.right}
-        return Data(params={n: v for n, v in sides.items() if not is_static(v)})
+        return Data(params={n: _as_position(v) for n, v in sides.items() if not is_static(v)})
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         left = self.left if is_static(self.left) else c.left
@@ -154,6 +197,11 @@ class Segments(Mask):
         return q.segment == k.segment
 
 
+def _one_a_row(n: Any) -> Any:
+    """`[*B]` as token data that all tokens share, `[*B, 1]`."""
+    return _as_position(n)[..., None]
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Lengths(Mask):
     """Padded batches: only the first `q` queries and the first `kv` keys of each row exist."""
@@ -161,9 +209,13 @@ class Lengths(Mask):
     q: int | Int[Array, "*B"] | None = None
     kv: int | Int[Array, "*B"] | None = None
 
+    def __post_init__(self) -> None:
+        _check_number(self, "q")
+        _check_number(self, "kv")
+
     def data(self) -> Data:
         def shared(n: Any) -> dict:
-            return {} if is_static(n) else {"valid": jnp.asarray(n)[..., None]}
+            return {} if is_static(n) else {"valid": _one_a_row(n)}
 
         return Data(q=shared(self.q), k=shared(self.kv))
 
@@ -182,10 +234,13 @@ class Prefix(Mask):
 
     length: int | Int[Array, "*B"]
 
+    def __post_init__(self) -> None:
+        _check_number(self, "length")
+
     def data(self) -> Data:
         if is_static(self.length):
             return Data()
-        return Data(k={"prefix": jnp.asarray(self.length)[..., None]})
+        return Data(k={"prefix": _one_a_row(self.length)})
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         return k.index < (self.length if is_static(self.length) else k.prefix)
@@ -196,6 +251,9 @@ class Chunked(Mask):
     """A query attends to the keys of its own chunk of `size` positions."""
 
     size: int
+
+    def __post_init__(self) -> None:
+        _check_number(self, "size", least=1)
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         return q.index // self.size == k.index // self.size
@@ -333,8 +391,6 @@ def as_mask(mask: Any) -> Mask:
     """A mask from a mask, a function of two tokens, or a boolean array."""
     if isinstance(mask, Mask):
         return mask
-    if callable(mask):
-        return FunctionMask(mask)
     if hasattr(mask, "dtype") and hasattr(mask, "shape"):
         if mask.dtype != jnp.bool_:
             raise TypeError(
@@ -342,7 +398,9 @@ def as_mask(mask: Any) -> Mask:
                 "score=bias(array) if it is to be added to the scores"
             )
         return Dense(mask)
+    if callable(mask) and not isinstance(mask, UserFunction):
+        return FunctionMask(mask)
     raise TypeError(
         f"mask must be a mask object, a function of two tokens or a boolean array, but it is "
-        f"{type(mask).__name__}"
+        f"{type(mask).__name__}; pass score functions as score="
     )

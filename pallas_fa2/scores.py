@@ -43,6 +43,10 @@ def score_fn(fn: Callable) -> Score:
 
 def soft_cap(cap: float) -> Score:
     """`cap * tanh(s / cap)` (Gemma 2, arXiv:2408.00118, section 2)."""
+    if isinstance(cap, int | float) and not cap > 0:
+        raise ValueError(
+            f"cap must be a positive number, but it is {cap!r}; leave the score out for no cap"
+        )
 
     def capped(s: Any, q: Token, k: Token) -> Any:
         return cap * jnp.tanh(s / cap)

@@ -17,7 +17,16 @@ from jax.core import ShapedArray
 
 from pallas_fa2.masks import Causal, Mask, as_mask
 from pallas_fa2.scores import as_scores
-from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, Dims, Pointwise, place_tokens, trace
+from pallas_fa2.tokens import (
+    K_AXIS,
+    LEADING,
+    Q_AXIS,
+    Dims,
+    Pointwise,
+    as_array,
+    place_tokens,
+    trace,
+)
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -227,10 +236,17 @@ def check_dtypes(query: Any, key: Any, value: Any) -> np.dtype:
 def _check_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+    # math.isfinite raises OverflowError for a long integer; no comparison holds for NaN.
+    if not isinstance(scale, numbers.Real) or not abs(scale) < math.inf:
         raise TypeError(
             f"scale must be a finite Python number, but it is {scale!r}; for a learned temperature "
             "use a score function: score_fn(lambda s, q, k, c: s * c.t)(params={'t': t})"
+        )
+    if abs(scale) > (limit := float(np.finfo(np.float32).max)):
+        shown = f"about 10^{math.log10(abs(scale)):.0f}" if isinstance(scale, int) else f"{scale:g}"
+        raise ValueError(
+            f"scale must be at most {limit:.3g} in size, the largest float32, but it is {shown}; "
+            "leave it out for 1 / sqrt(H)"
         )
     return float(scale)
 
@@ -265,11 +281,11 @@ def _xor_words(words: jax.Array) -> jax.Array:
 def _check_positions(name: str, x: Any, dims: Dims, axis: int) -> jax.Array | None:
     if x is None:
         return None
-    x = jnp.asarray(x)
+    x = x if hasattr(x, "dtype") else np.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, but it has dtype {x.dtype}; cast it")
     size = dims.q_len if axis == Q_AXIS else dims.kv_len
-    placed = place_tokens(name, x.astype(jnp.int32), dims, axis)
+    placed = place_tokens(name, as_array(name, x, jnp.int32), dims, axis)
     if placed.shape[axis] != size:
         raise ValueError(
             f"{name} must give one position a token, {size}, but has shape {x.shape}; broadcast it"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
@@ -109,7 +110,8 @@ class Data:
         self._check_names(owner)
 
         def each(arrays: Arrays, kind: str, put: Callable) -> dict[str, jax.Array]:
-            return {n: put(f"{owner}: {kind}[{n!r}]", jnp.asarray(x)) for n, x in arrays.items()}
+            named = {n: (f"{owner}: {kind}[{n!r}]", x) for n, x in arrays.items()}
+            return {n: put(name, as_array(name, x)) for n, (name, x) in named.items()}
 
         return Data(
             q=each(self.q, "q_tokens", lambda n, x: place_tokens(n, x, dims, Q_AXIS)),
@@ -118,6 +120,19 @@ class Data:
             params=each(self.params, "params", lambda _, x: x.reshape((1,) * LEADING + x.shape)),
             pairs=each(self.pairs, "pairs", lambda n, x: _place_pairs(n, x, dims)),
         )
+
+
+def as_array(name: str, x: Any, dtype: Any = None) -> jax.Array:
+    """A JAX array; raises where JAX would cut upper bits off NumPy's integers without a word."""
+    placed = jnp.asarray(x, dtype)
+    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "iu" and x.size:
+        low, high, limits = int(x.min()), int(x.max()), jnp.iinfo(placed.dtype)
+        if low < limits.min or high > limits.max:
+            raise ValueError(
+                f"{name} must hold integers that fit {limits.dtype}, but they are {low} to {high}; "
+                "number them anew from 0"
+            )
+    return placed
 
 
 def _merge_batch(name: str, x: jax.Array, dims: Dims, rest: int, shape: str) -> jax.Array:
@@ -183,6 +198,7 @@ class Pointwise:
     name: str
     jaxpr: ClosedJaxpr
     key: tuple
+    fn: Callable
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pointwise) and self.key == other.key
@@ -195,6 +211,9 @@ class Pointwise:
 
     def __call__(self, *args: Any) -> jax.Array:
         """On scalars."""
+        if any(map(_varying, jax.tree.leaves(args))):
+            # Constants of the jaxpr vary over no mesh axis, and would not go with what does.
+            return self.fn(*args)
         return jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(args))[0]
 
     def on_tile(self, *args: Any) -> jax.Array:
@@ -219,7 +238,7 @@ def trace(name: str, fn: Callable, *args: Any) -> Pointwise:
         text = re.sub(r" at 0x[0-9a-f]+", "", text)
         if "custom_jvp" in text:
             text += _derivative(fn, scalars)
-    return Pointwise(name, jaxpr, (text, jax.tree.structure(args)))
+    return Pointwise(name, jaxpr, (text, jax.tree.structure(args)), fn)
 
 
 def _derivative(fn: Callable, scalars: Any) -> str:
@@ -244,9 +263,28 @@ def _captured(jaxpr: ClosedJaxpr) -> list:
     return [*jaxpr.consts, *(const for p in inner for const in _captured(p))]
 
 
+def _varying(x: Any) -> frozenset:
+    """The mesh axes over which an array inside `shard_map` varies."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def alike(tree: Any, like: Any = ()) -> Any:
+    """Inside `shard_map`, arrays that all vary over the same axes of the mesh, as primitives want.
+
+    An array that varies over fewer is the same on some devices; its gradient is summed over them.
+    """
+    axes = frozenset().union(*map(_varying, jax.tree.leaves((tree, like))))
+
+    def vary(x: Any) -> Any:
+        missing = tuple(sorted(axes - _varying(x), key=str))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
 def lift(fn: Callable, *args: Any) -> jax.Array:
     """Applies a scalar function over the five leading axes, broadcasting axes of size 1."""
-    leaves, tree = jax.tree.flatten(args)
+    leaves, tree = jax.tree.flatten(alike(args))
 
     def over(depth: int, leaves: list) -> jax.Array:
         if depth == LEADING:
@@ -270,8 +308,8 @@ def cut(x: jax.Array, q_start: Any, q_size: int, k_start: Any, k_size: int) -> j
 
 def cut_into(total: jax.Array, part: jax.Array, q_start: Any, k_start: Any) -> jax.Array:
     """Adds a tile's part to a whole: the transpose of `cut`."""
-    start = [0] * total.ndim
-    start[Q_AXIS] = q_start if total.shape[Q_AXIS] != 1 else 0
-    start[K_AXIS] = k_start if total.shape[K_AXIS] != 1 else 0
+    start: list = [np.int32(0)] * total.ndim
+    start[Q_AXIS] = q_start if total.shape[Q_AXIS] != 1 else start[0]
+    start[K_AXIS] = k_start if total.shape[K_AXIS] != 1 else start[0]
     old = lax.dynamic_slice(total, start, part.shape)
     return lax.dynamic_update_slice(total, old + part, start)

@@ -144,6 +144,9 @@ COMPOSED = {
     "chain": (A & C & fa.Window(4) & ~fa.Window(1), CAUSAL & SEGMENTS & (I - J <= 4) & (I - J > 1)),
     "with a function": (A & (lambda q, k: k.index > 1), CAUSAL & (J > 1)),
     "with an array": (C | PAIRS, SEGMENTS | PAIRS),
+    "with a function first": ((lambda q, k: k.index > 1) & A, CAUSAL & (J > 1)),
+    "with an array first": (PAIRS | C, SEGMENTS | PAIRS),
+    "with a jax array first": (jnp.asarray(PAIRS) & C, SEGMENTS & PAIRS),
     "of two sides": (C & fa.Dense(PAIRS) | fa.Lengths(kv=KV_LENGTHS),
                      SEGMENTS & PAIRS | (row(KV_LENGTHS) > J)),
 }  # fmt: skip
@@ -370,6 +373,57 @@ def test_undeclared_data_are_named_with_what_there_is(fn, message):
         dense(mask)
 
 
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: fa.Causal("ends"), r"Causal\.align must be 'start' or 'end', but it is 'ends'; "),
+        (lambda: fa.Chunked(0), r"Chunked\.size must be .*1 to 2\^31 - 1, but it is 0; "),
+        (lambda: fa.Chunked(-3), r"Chunked\.size must .* but it is -3; "),
+        (lambda: fa.Window(2**31), r"Window\.left must .*-2\^31 to 2\^31 - 1, .* 2147483648; "),
+        (lambda: fa.Window(1, -(2**40)), r"Window\.right must .* but it is -1099511627776; "),
+        (lambda: fa.Lengths(q=10**10), r"Lengths\.q must .* but it is 10000000000; "),
+        (lambda: fa.Lengths(kv=10**10), r"Lengths\.kv must .* but it is 10000000000; "),
+        (lambda: fa.Prefix(10**10), r"Prefix\.length must .* but it is 10000000000; "),
+    ],
+)
+def test_a_number_that_positions_cannot_be_compared_with_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        fa.Segments(np.arange(T) + 2**33, np.arange(S)),
+        fa.mask_fn(lambda q, k: q.x == k.index)(q_tokens={"x": np.arange(T, dtype=np.int64) << 30}),
+    ],
+    ids=["segments", "function"],
+)
+def test_integers_that_32_bits_do_not_hold_are_refused(mask):
+    """JAX would cut their upper bits off, and documents 2^32 apart would be one."""
+    with pytest.raises(ValueError, match=r"must hold integers that fit int32.*; number"):
+        dense(mask)
+
+
+def test_integers_of_64_bits_that_32_hold_are_taken():
+    check(fa.Segments(IDS.astype(np.int64), KV_IDS.astype(np.int64)), SEGMENTS)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.uint32, np.int64])
+def test_lengths_and_windows_are_integers_of_any_size(dtype):
+    """A position is compared with the largest that there is where they are larger still."""
+    most = np.iinfo(dtype).max
+    check(
+        fa.Lengths(kv=np.array([most, 3], dtype)),
+        np.where(J < np.array([most, 3]).reshape(2, 1, 1, 1), I >= 0, False),
+    )
+    check(fa.Prefix(dtype(4)), (J < 4) & (I >= 0))
+    check(fa.Window(dtype(most), dtype(2)), J - I <= 2)
+    check(
+        fa.Window(jnp.asarray(3, dtype if most < 2**32 else None), 2), (I - J <= 3) & (J - I <= 2)
+    )
+
+
 FLOATS = np.ones((T, S), np.float32)
 
 
@@ -384,6 +438,9 @@ FLOATS = np.ones((T, S), np.float32)
         (lambda: fa.Dense(FLOATS), r"Dense\(array=float32\[9,14\]\) must return a boolean"),
         (lambda: lambda q, k: q.index - k.index, r"must return a boolean .* returns int32\[\]"),
         (lambda: "causal", r"mask must be a mask object, a function .* but it is str"),
+        (lambda: FLOATS & A, r"mask must be boolean, but it has dtype float32"),
+        (lambda: True & A, r"mask must be a mask object, a function .* but it is bool"),
+        (lambda: A & fa.soft_cap(2.0), r"mask must be a mask .* it is Score; .*score="),
         (lambda: A | None, r"mask must be a mask object, a function .* but it is NoneType"),
     ],
 )

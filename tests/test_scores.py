@@ -170,7 +170,10 @@ def change_by_all_kinds(s, data):
     return s + near[None, None] + data["params"]["number"] * BUCKETS[None, None].astype(np.float32)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+IMPLEMENTATIONS = ["reference", "blockwise"]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_gradients_flow_to_floating_point_data_of_every_kind(implementation, monkeypatch):
     """Blockwise on ragged tiles, whose parts of a gradient must add up."""
     monkeypatch.setattr(plan, "block_sizes", lambda spec: (8, 8))
@@ -182,6 +185,87 @@ def test_gradients_flow_to_floating_point_data_of_every_kind(implementation, mon
         atol=5e-6,
     )
     check_gradients(with_all_kinds, change_by_all_kinds, data, implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_padding_of_a_tile_is_no_place_where_a_score_is_infinite(implementation, monkeypatch):
+    """Neither a score of 0 nor data of 0 may stand for a token beyond the end."""
+    monkeypatch.setattr(plan, "block_sizes", lambda spec: (8, 8))
+
+    @fa.score_fn
+    def tempered(s, q, k, c):
+        return s * jnp.log(abs(s)) / (q.heat * k.gain) * c.by
+
+    data = {"heat": 1 + abs(normal(B, T, seed=20)), "gain": 1 + abs(normal(S, seed=21)), "by": 2.0}
+
+    def make(data):
+        tokens = {"q_tokens": {"heat": data["heat"]}, "k_tokens": {"gain": data["gain"]}}
+        return tempered(**tokens, params={"by": data["by"]})
+
+    def change(s, data):
+        by = data["heat"][:, None, :, None] * data["gain"].reshape(1, 1, 1, S)
+        return s * jnp.log(abs(s)) / by * data["by"]
+
+    check_gradients(make, change, data, implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_masked_pair_is_no_place_where_a_score_is_infinite(implementation):
+    def loss(by):
+        score = fa.score_fn(lambda s, q, k, c: s * jnp.log(abs(s)) * c.by)(params={"by": by})
+        out = fa.flash_attention(
+            Q, KEY, V, mask=fa.Lengths(kv=7), score=score, implementation=implementation
+        )
+        return jnp.sum(out * WEIGHT)
+
+    assert np.isfinite(jax.grad(loss)(2.0))
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_data_that_no_visible_pair_reads_reach_no_gradient(implementation, poison, monkeypatch):
+    monkeypatch.setattr(plan, "block_sizes", lambda spec: (8, 8))
+    data = {"bias": BIAS, "cap": np.float32(3), "heat": 1 + abs(normal(T, seed=20))}
+    # The first queries see no key, and no query sees the keys above the diagonal.
+    mask = fa.Causal() & (lambda q, k: q.index > 1)
+    dead = ~np.broadcast_to(CAUSAL & (I > 1), BIAS.shape)
+
+    @fa.score_fn
+    def capped(s, q, k, c):
+        return c.cap * jnp.tanh((s + c.bias) / (c.cap * q.heat))
+
+    def loss(data):
+        score = capped(
+            q_tokens={"heat": data["heat"]},
+            params={"cap": data["cap"]},
+            pairs={"bias": data["bias"]},
+        )
+        out = fa.flash_attention(Q, KEY, V, mask=mask, score=score, implementation=implementation)
+        return jnp.sum(out * WEIGHT)
+
+    poisoned = {**data, "bias": np.where(dead, poison, BIAS).astype(np.float32)}
+    poisoned["heat"] = np.where(np.arange(T) > 1, data["heat"], poison).astype(np.float32)
+    got, want = jax.grad(loss)(poisoned), jax.grad(loss)(data)
+    chex.assert_trees_all_close(got, want, rtol=1e-6)
+    assert not np.any(got["bias"][dead]) and not np.any(got["heat"][:2])
+
+
+def test_the_gradient_of_16_bit_data_is_summed_in_float32(monkeypatch):
+    """Tile by tile in bfloat16 a sum of 256 would stand still long before its end."""
+    monkeypatch.setattr(plan, "block_sizes", lambda spec: (8, 8))
+    q, k, v = normal(1, 256, N, H), normal(1, 256, K, H, seed=1), normal(1, 256, K, H, seed=2)
+
+    def loss(slopes, implementation):
+        _, lse = fa.flash_attention(
+            q, k, v, score=fa.alibi(slopes), return_lse=True, implementation=implementation
+        )
+        return jnp.sum(lse)
+
+    slopes = jnp.full(N, 0.01, jnp.bfloat16)
+    got = jax.grad(loss)(slopes, "blockwise")
+    want = jax.grad(loss)(slopes.astype(jnp.float32), "reference")
+    assert got.dtype == jnp.bfloat16
+    chex.assert_trees_all_close(got.astype(jnp.float32), want, rtol=2**-8)
 
 
 def _buckets(distance, count=8, limit=16):
@@ -262,6 +346,12 @@ def test_any_callable_of_a_score_and_two_tokens_is_a_score(fn):
 def test_what_is_no_score_is_refused(score, message):
     with pytest.raises(TypeError, match=message):
         attend(score)
+
+
+@pytest.mark.parametrize("cap", [0, -1.0, np.nan])
+def test_a_cap_is_positive(cap):
+    with pytest.raises(ValueError, match=r"cap must be a positive .* but it is .*; .*no cap"):
+        fa.soft_cap(cap)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,19 @@ DTYPES = {
 }
 
 VALUES = {
+    "long scale": (
+        plain(scale=10**400),
+        r"scale must be at most 3\.4\d*e\+38 in size.*but it is about 10\^400; ",
+    ),
+    "large scale": (plain(scale=-1e39), r"scale must be at most .*but it is -1e\+39; "),
+    "positions of 64 bits": (
+        plain(q_positions=np.arange(T) + 2**33),
+        r"q_positions must hold integers that fit int32.* 8589934592 to 8589934597; ",
+    ),
+    "unsigned positions": (
+        plain(kv_positions=np.arange(S, dtype=np.uint32) + np.uint32(2**31)),
+        r"kv_positions must hold integers that fit int32.* 2147483648 to 2147483652; ",
+    ),
     "dropout without a key": (
         plain(dropout_rate=0.1),
         r"dropout_rng must be given where dropout_rate \(= 0\.1\) is not 0: pass a jax\.random",

@@ -15,13 +15,14 @@ from jax import lax
 from pallas_fa2 import bounds
 from pallas_fa2.kernels import tile
 from pallas_fa2.spec import Operands, Spec
-from pallas_fa2.tokens import K_AXIS, Q_AXIS, cut_into
+from pallas_fa2.tokens import K_AXIS, Q_AXIS, alike, cut_into
 
 
 def _pad(x: jax.Array, axis: int, block: int) -> jax.Array:
+    """Whole tiles. The last token repeats: a score function may not be finite at 0."""
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, -x.shape[axis] % block)
-    return jnp.pad(x, pad)
+    return jnp.pad(x, pad, mode="edge") if pad[axis][1] else x
 
 
 def _pad_operands(operands: Operands, block_q: int, block_kv: int) -> Operands:
@@ -31,6 +32,11 @@ def _pad_operands(operands: Operands, block_q: int, block_kv: int) -> Operands:
         return x
 
     return jax.tree.map(pad, operands._replace(seed=None))._replace(seed=operands.seed)
+
+
+def _count(n: int) -> jax.Array:
+    """0, 1, 2, ... in the dtype of positions, whatever JAX's default is."""
+    return lax.iota(jnp.int32, n)
 
 
 def _rows(x: jax.Array, start: Any, size: int, axis: int = 1) -> jax.Array:
@@ -81,10 +87,10 @@ def forward(
 
             return _by_class(classes, i, j, take, state), None
 
-        state, _ = lax.scan(step, tile.start(spec, block_q), jnp.arange(k_tiles))
+        state, _ = lax.scan(step, alike(tile.start(spec, block_q), q), _count(k_tiles))
         return tile.finish(state, spec.dtype)
 
-    out, lse = lax.map(row_block, jnp.arange(q_tiles))  # [tiles, B, t, ...], [tiles, B, K, G, t]
+    out, lse = lax.map(row_block, _count(q_tiles))  # [tiles, B, t, ...], [tiles, B, K, G, t]
     out = jnp.moveaxis(out, 0, 1).reshape(spec.batch, -1, spec.q_heads, spec.value_dim)
     lse = jnp.moveaxis(lse, 0, 3).reshape(spec.batch, spec.q_heads, -1)
     return out[:, : spec.q_len], lse[..., : spec.q_len]
@@ -108,7 +114,7 @@ def backward(
     block_q, block_kv = blocks
     dtype = spec.accumulator
     classes = _classes(spec, operands, block_q, block_kv)
-    shapes = [x.shape for x in tile.split_floats(operands.scores)[0]]
+    data = tile.split_floats(operands.scores)[0]
     operands = _pad_operands(operands, block_q, block_kv)
     heads = (spec.kv_heads, spec.group)
     q, dout = (_pad(x.reshape(*x.shape[:2], *heads, -1), 1, block_q) for x in (q, dout))
@@ -135,7 +141,10 @@ def backward(
                     dq = lax.dynamic_update_slice_in_dim(
                         dq, _rows(dq, at[0], block_q) + g.q, at[0], 1
                     )
-                    ddata = [cut_into(a, b, *at) for a, b in zip(ddata, g.scores, strict=True)]
+                    ddata = [
+                        cut_into(a, b.astype(a.dtype), *at)
+                        for a, b in zip(ddata, g.scores, strict=True)
+                    ]
                     return dq, ddata, dk + g.k, dv + g.v
 
                 return branch
@@ -143,17 +152,22 @@ def backward(
             return _by_class(classes, i, j, take, carry), None
 
         zeros = (jnp.zeros(k_j.shape, dtype), jnp.zeros(v_j.shape, dtype))
-        (dq, ddata, dk, dv), _ = lax.scan(step, (*carry, *zeros), jnp.arange(q_tiles))
+        (dq, ddata, dk, dv), _ = lax.scan(step, (*carry, *alike(zeros, q)), _count(q_tiles))
         return (dq, ddata), (dk, dv)
 
-    ddata = [jnp.zeros(x.shape, x.dtype) for x in tile.split_floats(operands.scores)[0]]
-    carry = (jnp.zeros(q.shape, dtype), ddata)
-    (dq, ddata), (dk, dv) = lax.scan(column_block, carry, jnp.arange(k_tiles))
+    # Data of 16 bits too: their gradients are sums over tiles.
+    ddata = [
+        jnp.zeros(x.shape, x.dtype if x.dtype.itemsize > 2 else dtype)
+        for x in tile.split_floats(operands.scores)[0]
+    ]
+    carry = alike((jnp.zeros(q.shape, dtype), ddata), q)
+    (dq, ddata), (dk, dv) = lax.scan(column_block, carry, _count(k_tiles))
     dk, dv = (jnp.moveaxis(x, 0, 1).reshape(spec.batch, -1, *x.shape[3:]) for x in (dk, dv))
     dq = dq.reshape(spec.batch, -1, spec.q_heads, spec.head_dim)
     ddata = [
-        lax.slice(x, [0] * x.ndim, shape) for x, shape in zip(ddata, shapes, strict=True)
-    ]  # without the padding
+        lax.slice(x, [0] * x.ndim, like.shape).astype(like.dtype)  # without the padding
+        for x, like in zip(ddata, data, strict=True)
+    ]
     return (
         dq[:, : spec.q_len].astype(spec.dtype),
         dk[:, : spec.kv_len].astype(spec.dtype),

@@ -18,8 +18,10 @@ def forward(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Oper
     if keep is not None:
         q = tile.zero_unseen(q, keep, tile.Q_AXIS)
         k, v = (tile.zero_unseen(x, keep, tile.K_AXIS) for x in (k, v))
-    raw = tile.product("btkgh,bskh->bkgts", q, k, dtype)
-    s = tile.scores(whole, raw, operands.scores) / tile.LOG2E
+    raw, data = tile.product("btkgh,bskh->bkgts", q, k, dtype), operands.scores
+    if keep is not None and spec.scores:
+        raw, data = tile.hide_masked(raw, data, keep)
+    s = tile.scores(whole, raw, data) / tile.LOG2E
     if keep is not None:
         s = jnp.where(keep, s, -jnp.inf)
     # A row without a key must have finite values on every path, or its gradient is NaN.

@@ -97,6 +97,23 @@ def zero_unseen(x: jax.Array, keep: jax.Array, axis: int) -> jax.Array:
     return jnp.where(seen, x, jnp.zeros((), x.dtype))
 
 
+def hide_masked(raw: jax.Array, data: tuple, keep: jax.Array) -> tuple[jax.Array, tuple]:
+    """What score functions get, with 1 at masked pairs and in data that no other pair reads.
+
+    They would be differentiated there too, and 0 times NaN or infinity is NaN. Few functions have
+    an infinite derivative at 1; by 0 they may divide.
+    """
+
+    def hide(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        shared = tuple(axis for axis in range(LEADING) if x.shape[axis] == 1)
+        read = jnp.any(keep, shared, keepdims=True)
+        return jnp.where(lax.expand_dims(read, range(LEADING, x.ndim)), x, jnp.ones((), x.dtype))
+
+    return jnp.where(keep, raw, jnp.ones((), raw.dtype)), jax.tree.map(hide, data)
+
+
 class Running(NamedTuple):
     """The online softmax of Algorithm 1: row maximum, row sum and unnormalized output."""
 
@@ -168,9 +185,11 @@ def backward(
     if keep is not None:
         q, dout = zero_unseen(q, keep, Q_AXIS), zero_unseen(dout, keep, Q_AXIS)
         k, v = zero_unseen(k, keep, K_AXIS), zero_unseen(v, keep, K_AXIS)
-    raw = product("btkgh,bskh->bkgts", q, k, dtype)
+    raw, data = product("btkgh,bskh->bkgts", q, k, dtype), tile.operands.scores
+    if keep is not None and spec.scores:
+        raw, data = hide_masked(raw, data, keep)
     # Only differentiable arrays are differentiated; the rest of the data is closed over.
-    floats, rebuild = split_floats(tile.operands.scores)
+    floats, rebuild = split_floats(data)
     s, pull = jax.vjp(lambda raw, data: scores(tile, raw, rebuild(data)), raw, floats)
     empty = lse == -jnp.inf
     p = jnp.exp2(s - (jnp.where(empty, jnp.inf, lse) * LOG2E)[..., None])

@@ -1,0 +1,272 @@
+"""Runs a case through the library and holds it against the dense definition."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_fa2 as fa
+from pallas_fa2 import api, plan
+from tests.contract.rule import FACTOR, FLOOR
+from tests.fuzz import dense
+from tests.fuzz.case import Arguments, Case, Cotangents
+from tests.fuzz.dense import Found
+
+# XLA's CPU compiler leaves a few products of bfloat16 with tiny axes to a runtime that has none.
+XLAS_OWN = "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"
+
+FAR = 3  # tokens of poison around a sliced array
+
+
+def implementations(gpu: bool) -> tuple[str | None, ...]:
+    return (None,) if gpu else ("reference", "blockwise")
+
+
+def attend(case: Case, implementation: str | None, args: Arguments) -> tuple:
+    """The call itself: `(out, lse)`, or `(out,)` where no logsumexp is asked for."""
+    q, k, v = (_view(case, x) for x in args[:3])
+    options = {} if case.mask is None else {"mask": case.mask.ours(args.mask)}
+    if case.scores:
+        pairs = zip(case.scores, args.scores, strict=True)
+        options["score"] = tuple(score.ours(data) for score, data in pairs)
+    if case.dropout:
+        options |= {"dropout_rate": case.dropout, "dropout_rng": args.key}
+    names = {"q": "q_positions", "k": "kv_positions"}
+    options |= {names[side]: x for side, x in args.positions.items()}
+    found = fa.flash_attention(
+        q, k, v, scale=case.scale, return_lse=case.lse, implementation=implementation, **options
+    )
+    return found if case.lse else (found,)
+
+
+def _view(case: Case, x: Any) -> Any:
+    """The array that a call sees of the one in memory."""
+    if case.layout == "swapped":
+        return jnp.swapaxes(x, -2, -3)
+    return x[..., FAR:-FAR, :, :] if case.layout == "sliced" else x
+
+
+def _lay(case: Case, x: np.ndarray) -> np.ndarray:
+    """The array in memory: `_view`'s inverse, with poison around a slice."""
+    if case.layout == "swapped":
+        return np.ascontiguousarray(np.swapaxes(x, -2, -3))
+    if case.layout == "sliced":
+        around = [(0, 0)] * (x.ndim - 3) + [(FAR, FAR), (0, 0), (0, 0)]
+        return np.pad(x, around, constant_values=_poison(case, x.dtype))
+    return x
+
+
+def _poison(case: Case, dtype: Any) -> Any:
+    with np.errstate(over="ignore"):  # 1e30 is infinite in float16
+        return np.asarray(case.poison).astype(dtype)
+
+
+def gradients(case: Case, implementation: str | None) -> Callable:
+    """`(arguments, cotangents) -> (values, gradients of q, k, v and the scores' data)`."""
+
+    def call(args: Arguments) -> tuple:
+        return attend(case, implementation, args)
+
+    transformed = {
+        "checkpoint": jax.checkpoint(call),
+        "grad of vmap": jax.vmap(call, (case.mapped_axes,)),
+        "scan": functools.partial(_scanned, case, call),
+    }.get(case.transform, call)
+
+    def run(args: Arguments, cotangents: Cotangents) -> tuple:
+        found, pull = jax.vjp(lambda *x: transformed(Arguments(*x, *args[4:])), *args[:4])
+        return found, pull(tuple(cotangents)[: len(found)])
+
+    return jax.vmap(run, (case.mapped_axes, 0)) if case.transform == "vmap of grad" else run
+
+
+def _scanned(case: Case, call: Callable, args: Arguments) -> Any:
+    mapped = [None if a is None else x for x, a in zip(args, case.mapped_axes, strict=True)]
+
+    def step(carry: None, xs: list) -> tuple[None, tuple]:
+        each = zip(args, xs, strict=True)
+        return carry, call(Arguments(*(shared if x is None else x for shared, x in each)))
+
+    return jax.lax.scan(step, None, mapped)[1]
+
+
+def _stacked(case: Case, entries: list) -> tuple[Arguments, Cotangents]:
+    """The arguments of the whole call: what is mapped has its axis, in memory's layout."""
+    laid = [Arguments(*(_lay(case, x) for x in args[:3]), *args[3:]) for args, _ in entries]
+    cotangents = [c for _, c in entries]
+    if not case.mapped:
+        return laid[0], cotangents[0]
+
+    def join(axis: int | None, *xs: Any) -> Any:
+        return xs[0] if axis is None else jax.tree.map(lambda *x: np.stack(x, axis), *xs)
+
+    args = Arguments(*(join(*x) for x in zip(case.mapped_axes, *laid, strict=True)))
+    return args, join(0, *cotangents)
+
+
+def poisoned(case: Case, entries: list, seen: list[np.ndarray]) -> list:
+    """The same calls with poison in what no pair of tokens reads.
+
+    An array that all entries share is poisoned where none of them reads it.
+    """
+    shape, batch = case.shape, case.batch
+    any_entry = np.logical_or.reduce(seen)
+    axes = case.mapped_axes
+
+    def queries(alive: np.ndarray) -> np.ndarray:  # [*B, T, N]
+        return np.moveaxis(alive.any(-1), 1, 2).reshape(*batch, case.q_len, shape.q_heads)
+
+    def keys(alive: np.ndarray) -> np.ndarray:  # [*B, S, K]: a group shares its keys
+        by_group = alive.reshape(-1, case.kv_heads, case.group, *alive.shape[2:]).any((2, 3))
+        return np.moveaxis(by_group, 1, 2).reshape(*batch, case.kv_len, case.kv_heads)
+
+    def put(x: np.ndarray, alive: np.ndarray) -> np.ndarray:
+        return np.where(alive, x, _poison(case, x.dtype))
+
+    made = []
+    for (args, cotangents), own in zip(entries, seen, strict=True):
+        of_q, of_k, of_v, of_scores = (any_entry if axis is None else own for axis in axes[:4])
+        scores = tuple(
+            {n: put(x, shape.gather(score.kinds[n], of_scores, x, np.any)) for n, x in data.items()}
+            for score, data in zip(case.scores, args.scores, strict=True)
+        )
+        new = args._replace(
+            q=put(args.q, queries(of_q)[..., None]),
+            k=put(args.k, keys(of_k)[..., None]),
+            v=put(args.v, keys(of_v)[..., None]),
+            scores=scores,
+        )
+        dead = queries(own)
+        dlse = put(cotangents.lse, np.moveaxis(dead, -1, -2))
+        made.append((new, Cotangents(put(cotangents.out, dead[..., None]), dlse)))
+    return made
+
+
+def _combine(case: Case, found: list[Found], add: Callable) -> Found:
+    """Of the entries: values stacked, gradients of what they share added up by `add`."""
+    if not case.mapped:
+        return found[0]
+    axes = case.mapped_axes
+    summed = [case.transform != "vmap of grad" and a is None for a in axes[:4]]
+
+    def join(is_summed: bool, *xs: Any) -> Any:
+        merge = add if is_summed else lambda x: np.stack(x)
+        return jax.tree.map(lambda *x: merge(np.asarray(x)), *xs)
+
+    joined = (join(*x) for x in zip((False, False, *summed), *found, strict=True))
+    return Found(*joined)
+
+
+def _as_found(case: Case, result: tuple) -> Found:
+    """What a run gives, as the dense definition has it: batch axes merged, a mapped axis first."""
+    values, (*gradients, dscores) = jax.tree.map(np.asarray, result)
+
+    def merged(x: np.ndarray, rest: int, mapped: bool) -> np.ndarray:
+        lead = x.shape[:1] if mapped else ()
+        return x.reshape(*lead, case.shape.pairs[0], *x.shape[x.ndim - rest :])
+
+    def of_input(x: np.ndarray, axis: int | None) -> np.ndarray:
+        # The gradient of an argument lies as the argument does; vmap puts its results first.
+        axis = axis if case.transform != "vmap of grad" else 0
+        mapped = case.mapped and axis is not None
+        x = np.moveaxis(x, axis, 0) if mapped else x
+        return merged(np.asarray(_view(case, x)), 3, mapped)
+
+    out = merged(values[0], 3, case.mapped)
+    lse = merged(values[1], 2, case.mapped) if case.lse else None
+    return Found(out, lse, *map(of_input, gradients, case.axes[:3]), dscores)
+
+
+def _named(found: Found) -> dict[str, Any]:
+    named = {n: x for n, x in found._asdict().items() if n != "dscores" and x is not None}
+    for n, by in enumerate(found.dscores):
+        named |= {f"gradient of scores[{n}].{name}": x for name, x in by.items()}
+    return named
+
+
+def deviation(x: Any, expected: np.ndarray) -> float:
+    """The largest; infinite where infinities or NaN differ."""
+    x, expected = np.asarray(x, np.float64), np.asarray(expected, np.float64)
+    infinite = np.isinf(expected)
+    if x.shape != expected.shape:
+        raise AssertionError(f"shape {x.shape} where {expected.shape} is due")
+    if np.isnan(x).any() or not np.array_equal(x[infinite], expected[infinite]):
+        return float("inf")
+    return float(np.abs(x[~infinite] - expected[~infinite]).max(initial=0.0))
+
+
+class Wrong(AssertionError):
+    """A case that failed, with the line that runs it again."""
+
+    def __init__(self, case: Case, why: str):
+        super().__init__(f'{why}\n  python -m tests.fuzz "{case}"')
+        self.case = case
+
+
+class Checked(NamedTuple):
+    share: float  # the largest error, of what it may be
+    ran: set[str]  # implementations
+
+
+def check(case: Case, *names: str | None, draws: int = 1) -> Checked:
+    """Raises `Wrong` where an implementation is; None stands for the one that is chosen.
+
+    Compilation is most of a case's time: `draws` are so many draws of data for one program.
+    """
+    ran = set()
+
+    def planned(*args: Any) -> plan.Plan:
+        made = plan.make_plan(*args)
+        ran.add(made.implementation)
+        return made
+
+    seeds = range(case.seed, case.seed + draws)
+    cases = [dataclasses.replace(case, seed=seed) for seed in seeds]
+    shares = []
+    with (
+        mock.patch.object(plan, "block_sizes", lambda spec: case.blocks),
+        mock.patch.object(api, "make_plan", planned),
+        jax.enable_x64(case.dtype == "float64"),
+    ):
+        for name in names:
+            run = jax.jit(gradients(case, name))
+            for drawn in cases:
+                try:
+                    shares.append(_check(drawn, name or "what was chosen", run))
+                except Exception as e:
+                    if XLAS_OWN in str(e):
+                        continue
+                    why = e if isinstance(e, AssertionError) else f"{type(e).__name__}: {e}"
+                    raise Wrong(drawn, str(why)) from e
+    return Checked(max(shares, default=0.0), ran)
+
+
+def _check(case: Case, name: str, run: Callable) -> float:
+    entries = case.entries()
+    goal, unfused, noise, seen = [], [], [], []
+    for entry in entries:
+        a = case.inputs(*entry)
+        found, steps = dense.truth(a, case.shape, case.softmax_scale)
+        goal.append(found)
+        noise.append(dense.noise(a, case.shape, case.softmax_scale, found, steps))
+        unfused.append(dense.same_dtype(a, case.shape, case.softmax_scale))
+        seen.append(a.seen)
+    goal, unfused = (_combine(case, x, lambda x: x.sum(0)) for x in (goal, unfused))
+    noise = _combine(case, noise, lambda x: np.sqrt((x**2).sum(0)))
+    shares = [0.0]
+    for what, calls in (("", entries), (", poisoned", poisoned(case, entries, seen))):
+        got = _as_found(case, run(*_stacked(case, calls)))
+        for key, x in _named(got).items():
+            expected, same, by_chance = (_named(y)[key] for y in (goal, unfused, noise))
+            size = np.abs(np.where(np.isinf(expected), 0, expected)).max(initial=0.0)
+            twice = 0.0 if key == "lse" else FACTOR * deviation(same, expected)
+            floor = max(FLOOR[str(x.dtype)] * size, float(np.max(by_chance, initial=0.0)))
+            limit, off = max(twice, floor), deviation(x, expected)
+            assert off <= limit, f"{key} by {name}{what}: off by {off:.3g} where {limit:.3g} may be"
+            shares.append(off / limit if off else 0.0)
+    return max(shares)

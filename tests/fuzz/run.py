@@ -1,0 +1,109 @@
+"""Random calls against the dense definition, and one failed call again.
+
+    python -m tests.fuzz 1000                  # cases 0 to 999 of seed 0; --start goes on from there
+    python -m tests.fuzz --gpu 200             # on JAX's own device, by the implementation it chooses
+    python -m tests.fuzz "Case(q_len=33)"      # the line that a failure has printed
+
+Case n of a seed is the same everywhere, whatever ran before it. A failure is shrunk, printed as one
+line and does not stop the run; the exit status says whether there was one.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import multiprocessing
+import os
+import random
+import time
+from collections import Counter
+
+import jax
+
+from tests.fuzz.case import Case, draw, parse, simpler
+from tests.fuzz.check import Wrong, check, implementations
+
+ATTEMPTS = 60  # to shrink a case: each compiles a program or two
+
+
+def _prepare(gpu: bool) -> None:
+    """As in tests/conftest.py, for a process without pytest."""
+    if not gpu:
+        jax.config.update("jax_platforms", "cpu")
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def nth(seed: int, n: int, gpu: bool) -> Case:
+    return draw(random.Random(f"{seed}/{n}").choice, for_hopper=gpu)
+
+
+def fault(case: Case, gpu: bool) -> Wrong | None:
+    try:
+        check(case, *implementations(gpu))
+    except Wrong as e:
+        return e
+    return None
+
+
+def shrink(wrong: Wrong, gpu: bool) -> Wrong:
+    """The simplest case that still fails, as far as so many attempts go."""
+    smaller = iter(simpler(wrong.case))
+    for _ in range(ATTEMPTS):
+        candidate = next(smaller, None)
+        if candidate is None:
+            break
+        found = fault(candidate, gpu)
+        if found is not None:
+            wrong, smaller = found, iter(simpler(found.case))
+    return wrong
+
+
+def run(n: int, seed: int, gpu: bool) -> tuple[set[str], str | None]:
+    """The implementations that ran case n, or why one of them is wrong."""
+    if n % 50 == 0:
+        jax.clear_caches()  # no program is met again for long
+    try:
+        return check(nth(seed, n, gpu), *implementations(gpu)).ran, None
+    except Wrong as e:
+        return set(), str(shrink(e, gpu))
+
+
+def fuzz(count: int, seed: int, start: int, jobs: int, gpu: bool) -> int:
+    """Runs the cases in `jobs` processes; the number of failures."""
+    failures, passed, begun, end = 0, Counter(), time.time(), start + count
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, spawn, _prepare, (gpu,)) as pool:
+        results = pool.map(functools.partial(run, seed=seed, gpu=gpu), range(start, end))
+        for n, (ran, why) in enumerate(results, start):
+            passed.update(ran)
+            if why is not None:
+                failures += 1
+                print(f"case {n} of seed {seed}: {why}", flush=True)
+            if (n + 1 - start) % 100 == 0 or n + 1 == end:
+                by = ", ".join(f"{n} by {name}" for name, n in sorted(passed.items()))
+                print(
+                    f"{n + 1 - start} cases, {failures} failed; passed {by}; "
+                    f"{time.time() - begun:.0f} s; go on with --seed {seed} --start {n + 1}",
+                    flush=True,
+                )
+    return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("what", help="how many cases, or one case")
+    parser.add_argument("--gpu", action="store_true", help="JAX's device; cases that Hopper runs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="the first case")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    options = parser.parse_args()
+    _prepare(options.gpu)
+    if options.what.isdigit():
+        count = int(options.what)
+        return fuzz(count, options.seed, options.start, options.jobs, options.gpu) > 0
+    found = fault(parse(options.what), options.gpu)
+    print("passed" if found is None else found)
+    return found is not None

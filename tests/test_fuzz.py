@@ -1,0 +1,146 @@
+"""Random calls of reference and blockwise against dense attention in NumPy; and the fuzzer itself.
+
+`make fuzz` runs more of them, and `python -m tests.fuzz --gpu` those of a GPU.
+"""
+
+import random
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import pallas_fa2 as fa
+from pallas_fa2 import autodiff, spec
+from pallas_fa2.kernels import blockwise, tile
+from tests.fuzz.case import Case, draw, parse, simpler
+from tests.fuzz.check import Wrong, check, implementations
+from tests.fuzz.masks import Causal, Lengths, Not, Or, Window
+from tests.fuzz.run import nth, shrink
+from tests.fuzz.scores import Bias, SoftCap, Temper
+
+PARTS, PROGRAMS, DRAWS = 10, 10, 3  # 300 cases
+BOTH = implementations(gpu=False)
+
+
+@pytest.mark.timeout(900)  # a failure is shrunk
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_calls(part: int) -> None:
+    for n in range(part * PROGRAMS, (part + 1) * PROGRAMS):
+        try:
+            check(nth(0, n, gpu=False), *BOTH, draws=DRAWS)
+        except Wrong as wrong:
+            raise shrink(wrong, gpu=False) from None
+
+
+def drop_dlse(out: Any, dout: Any, dlse: Any) -> Any:
+    return row_delta(out, dout, 0 * dlse)
+
+
+def one_more(window: Any, q: Any, k: Any, c: Any) -> Any:
+    return (q.index - k.index <= window.left + 1) & (k.index - q.index <= window.right)
+
+
+def with_zeros(x: jax.Array, axis: int, block: int) -> jax.Array:
+    pad = [(0, 0)] * x.ndim
+    pad[axis] = (0, -x.shape[axis] % block)
+    return jax.numpy.pad(x, pad)
+
+
+row_delta, dropout_bits = autodiff.row_delta, tile.dropout_bits
+SMALL = {"q_len": 33, "kv_len": 31, "blocks": (16, 16)}
+BUGS = {
+    "the cotangent of lse": (autodiff, "row_delta", drop_dlse, Case(seed=1, **SMALL)),
+    "a window": (fa.Window, "visible", one_more, Case(mask=Window(13, 2), **SMALL)),
+    "padding": (blockwise, "_pad", with_zeros, Case(scores=(Temper(), SoftCap(3.5)), **SMALL)),
+    "masked tokens": (
+        tile,
+        "zero_unseen",
+        lambda x, keep, axis: x,
+        Case(mask=Lengths(k=11), **SMALL),
+    ),
+    "masked data": (
+        tile,
+        "hide_masked",
+        lambda raw, data, keep: (raw, data),
+        Case(mask=Lengths(k=11), scores=(Bias(), SoftCap(2.5)), **SMALL),
+    ),
+    "dropout": (
+        tile,
+        "dropout_bits",
+        lambda seed, head, row, column: dropout_bits(seed, head, row, column % 16),
+        Case(dropout=0.25, **SMALL),
+    ),
+    "the sum over a group": (
+        tile,
+        "product",
+        lambda letters, a, b, dtype: (
+            product(letters, a, b, dtype) * (0.5 if letters.endswith("bskh") else 1)
+        ),
+        Case(group=2, **SMALL),
+    ),
+}
+product = tile.product
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same case passes without it: the fuzzer is neither blind nor blunt."""
+    module, name, broken, case = BUGS[bug]
+
+    def forget() -> None:
+        jax.clear_caches()
+        spec._cached_mask.cache_clear()
+
+    forget()
+    with monkeypatch.context() as patched:
+        patched.setattr(module, name, broken)
+        with pytest.raises(Wrong):
+            check(case, "blockwise")
+    forget()
+    check(case, "blockwise")
+
+
+def test_a_case_is_the_line_that_makes_it_again() -> None:
+    for n in range(300):
+        case = nth(7, n, gpu=n % 2 == 0)
+        assert repr(parse(repr(case))) == repr(case)
+        assert '"' not in repr(case)
+        assert repr(nth(7, n, gpu=n % 2 == 0)) == repr(case)
+    with pytest.raises(TypeError, match="a case looks like"):
+        parse("(1,)")
+
+
+def test_what_is_wrong_is_shrunk_and_printed_as_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(case: Case, *names: str) -> None:
+        if case.q_len > 20 and "Window" in repr(case.mask):
+            raise Wrong(case, "a window")
+
+    monkeypatch.setattr("tests.fuzz.run.check", wrong)
+    mask = Or(Causal(), Not(Window(3, static=False)))
+    case = Case(q_len=111, kv_len=65, mask=mask, dropout=0.2, transform="scan", batch=(2, 2))
+    message = str(shrink(Wrong(case, "a window"), gpu=False))
+    assert message.count("\n") == 1
+    line = 'python -m tests.fuzz "Case(q_len=21, mask=Window(left=3, right=None, static=False))"'
+    assert message.endswith(line)
+
+
+def test_a_simpler_case_is_another_one() -> None:
+    rng = random.Random(3)
+    for _ in range(50):
+        case = draw(rng.choice)
+        assert all(repr(other) != repr(case) for other in simpler(case))
+    assert simpler(Case()) == []
+
+
+def test_poison_lies_where_no_pair_of_tokens_looks() -> None:
+    from tests.fuzz.check import poisoned
+
+    case = Case(kv_heads=2, group=2, mask=Lengths(q=20, k=11), scores=(Temper(),), **SMALL)
+    (entry,) = case.entries()
+    seen = case.inputs(*entry).seen
+    ((args, cotangents),) = poisoned(case, [entry], [seen])
+    for x in (args.k, args.v, args.scores[0]["gain"]):
+        assert np.isnan(x[11:]).all() and not np.isnan(x[:11]).any()
+    for x in (args.q, cotangents.out, args.scores[0]["heat"]):
+        assert np.isnan(x[20:]).all() and not np.isnan(x[:20]).any()

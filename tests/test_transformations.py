@@ -1,0 +1,281 @@
+"""Less common transformations of blockwise against the reference: every kind of derivative, several
+devices, export, donation, NaN checks, x64. The common ones are in test_autodiff.py."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_fa2 as fa
+from pallas_fa2 import api, plan
+from pallas_fa2.spec import Device
+from tests.fuzz.case import Case
+from tests.fuzz.check import check
+from tests.fuzz.masks import And, Causal, Dense, Lengths
+from tests.fuzz.scores import Bias, SoftCap
+
+B, T, N, K, H = 4, 20, 4, 2, 8
+
+H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
+
+
+@pytest.fixture(autouse=True)
+def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "block_sizes", lambda spec: (8, 8))
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+Q, KEY, V = normal(0, B, T, N, H), normal(1, B, T, K, H), normal(2, B, T, K, H)
+# The last batch entry has no key at all.
+LENGTHS, SLOPES = jnp.array([20, 11, 3, 0]), jnp.array([0.5, 0.1, 0.0, -0.3])
+
+
+def loss(implementation: str, q: Any, k: Any, v: Any, lengths: Any, slopes: Any) -> jax.Array:
+    out, lse = fa.flash_attention(
+        q, k, v, mask=fa.Causal() & fa.Lengths(kv=lengths), score=fa.alibi(slopes),
+        return_lse=True, implementation=implementation,
+    )  # fmt: skip
+    return jnp.sum(out * jnp.cos(out)) + jnp.sum(jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)))
+
+
+ARGUMENTS = (Q, KEY, V, LENGTHS, SLOPES)
+
+
+def gradients(implementation: str) -> Callable:
+    """Of q, k, v and the slopes."""
+    return jax.grad(functools.partial(loss, implementation), (0, 1, 2, 4))
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    chex.assert_trees_all_close(got, expected, rtol=5e-5, atol=5e-5)
+
+
+def of_query(implementation: str) -> Callable:
+    """A loss of one query, small enough for whole Jacobians."""
+
+    def fn(q: Any) -> jax.Array:
+        return loss(implementation, q, KEY[:1, :, :1], V[:1, :, :1], LENGTHS[1:2], SLOPES[:1])
+
+    return fn
+
+
+QUERY = Q[:1, :, :1]
+
+
+def test_jacobian() -> None:
+    def rows(implementation: str) -> Any:
+        def fn(q: Any) -> Any:
+            out = fa.flash_attention(
+                q, KEY[:1, :, :1], V[:1, :, :1], mask=fa.Causal(), implementation=implementation
+            )
+            return out[0, 9:12]
+
+        return jax.jit(jax.jacobian(fn))(QUERY)
+
+    got = rows("blockwise")
+    assert_same(got, rows("reference"))
+    assert not np.any(got[:, :, :, 0, :9]) and np.any(got[0, :, :, 0, 9])  # a row is its query's
+
+
+FORWARD: dict[str, Callable] = {
+    "jvp": lambda fn: jax.jvp(fn, (QUERY,), (QUERY,))[1],
+    "jit of jvp": lambda fn: jax.jit(lambda q: jax.jvp(fn, (q,), (q,))[1])(QUERY),
+    "jvp of jit": lambda fn: jax.jvp(jax.jit(fn), (QUERY,), (QUERY,))[1],
+    "jacfwd": lambda fn: jnp.sum(jax.jacfwd(fn)(QUERY) * QUERY),
+    "linearize": lambda fn: jax.linearize(fn, QUERY)[1](QUERY),
+    "jvp of scan": lambda fn: jax.jvp(
+        lambda q: jax.lax.scan(lambda c, _: (c, fn(c)), q, None, 2)[1][1], (QUERY,), (QUERY,)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_is_the_references(name: str) -> None:
+    """The directional derivative by reverse mode is the same number; blockwise has none, and says so."""
+    expected = jnp.sum(jax.grad(of_query("blockwise"))(QUERY) * QUERY)
+    assert_same(FORWARD[name](of_query("reference")), expected)
+    with pytest.raises(TypeError, match=r"forward-mode autodiff .* custom_vjp function"):
+        FORWARD[name](of_query("blockwise"))
+
+
+def test_the_hessian_of_the_reference() -> None:
+    """Forward over reverse mode against reverse over reverse."""
+    got = jax.jit(jax.hessian(of_query("reference")))(QUERY)
+    assert_same(got, jax.jit(jax.jacrev(jax.grad(of_query("blockwise"))))(QUERY))
+    with pytest.raises(TypeError, match=r"forward-mode autodiff .* custom_vjp function"):
+        jax.hessian(of_query("blockwise"))(QUERY)
+
+
+def test_second_derivatives() -> None:
+    """A gradient penalty: gradients of all arguments of a function of all gradients."""
+
+    def penalty(implementation: str) -> Any:
+        def fn(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+            found = gradients(implementation)(q, k, v, LENGTHS, slopes)
+            return sum(jnp.sum(jnp.sin(x)) for x in found)
+
+        return jax.jit(jax.grad(fn, (0, 1, 2, 3)))(Q, KEY, V, SLOPES)
+
+    for got, expected in zip(penalty("blockwise"), penalty("reference"), strict=True):
+        chex.assert_trees_all_close(got, expected, rtol=0, atol=5e-5 * np.abs(expected).max())
+        assert np.any(got)
+
+
+def eight_devices(kind: AxisType) -> jax.sharding.Mesh:
+    """Batch entries over four devices, heads over two."""
+    return jax.make_mesh((4, 2), ("b", "h"), (kind,) * 2, devices=jax.devices()[:8])
+
+
+BY_HEAD = P("b", None, "h")
+SPECS = (BY_HEAD, BY_HEAD, BY_HEAD, P("b"), P("h"))
+OF_GRADIENTS = (*SPECS[:3], P("h"))
+
+
+def put(mesh: jax.sharding.Mesh, specs: Any) -> list:
+    return [
+        jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(ARGUMENTS, specs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_shard_map_over_batch_and_heads(kind: AxisType, implementation: str) -> None:
+    """Inside each device has a call of its own; slopes are shared by the batch, and their
+    gradients summed over it."""
+    mesh = eight_devices(kind)
+    with jax.set_mesh(mesh):
+        step = jax.shard_map(gradients(implementation), in_specs=SPECS, out_specs=OF_GRADIENTS)
+        got = jax.jit(step)(*put(mesh, SPECS))
+    assert_same(jax.device_get(got), jax.device_get(gradients("reference")(*ARGUMENTS)))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_gradients_through_shard_map(kind: AxisType) -> None:
+    mesh = eight_devices(kind)
+
+    def total(*args: Any) -> jax.Array:
+        def local(*args: Any) -> jax.Array:
+            return jax.lax.psum(loss("blockwise", *args), ("b", "h"))
+
+        return jax.shard_map(local, in_specs=SPECS, out_specs=P())(*args)
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.grad(total, (0, 1, 2, 4)))(*put(mesh, SPECS))
+    assert_same(jax.device_get(got), jax.device_get(gradients("reference")(*ARGUMENTS)))
+
+
+def test_hopper_is_traced_in_shard_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results vary over the mesh as its inputs do: else gradients would be summed over it."""
+    monkeypatch.setattr(api, "device_of", lambda x: H200)
+    x = jax.ShapeDtypeStruct((B, 128, N, 64), jnp.bfloat16)
+    seen = []
+
+    def local(q: Any, k: Any, v: Any) -> Any:
+        attend = functools.partial(fa.flash_attention, return_lse=True, implementation="hopper")
+        (out, lse), pull = jax.vjp(attend, q, k, v)
+        found = (out, lse, *pull((out, lse)))
+        seen.extend(jax.typeof(y).manual_axis_type.varying for y in found)
+        return found
+
+    with jax.set_mesh(eight_devices(AxisType.Auto)):
+        specs = (BY_HEAD, P("b", "h"), BY_HEAD, BY_HEAD, BY_HEAD)
+        jax.make_jaxpr(jax.shard_map(local, in_specs=(BY_HEAD,) * 3, out_specs=specs))(x, x, x)
+    assert seen == [{"b", "h"}] * 5
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_mesh_of_eight_devices(kind: AxisType) -> None:
+    """Gradients lie as their arguments do; values and mask data are sharded with the batch."""
+    mesh = eight_devices(kind)
+    out = tuple(NamedSharding(mesh, s) for s in OF_GRADIENTS)
+    with jax.set_mesh(mesh):
+        got = jax.jit(gradients("blockwise"), out_shardings=out)(*put(mesh, SPECS))
+    for x, sharding in zip(got, out, strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    assert_same(jax.device_get(got), jax.device_get(gradients("reference")(*ARGUMENTS)))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_export_and_back(implementation: str) -> None:
+    step = jax.jit(gradients(implementation))
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ARGUMENTS]
+    blob = jax.export.export(step)(*shapes).serialize()
+    assert_same(jax.export.deserialize(blob).call(*ARGUMENTS), gradients("reference")(*ARGUMENTS))
+
+
+def test_an_exported_call_is_differentiable() -> None:
+    exported = jax.export.export(jax.jit(of_query("blockwise")))(QUERY)
+    back = jax.export.deserialize(exported.serialize(vjp_order=1))
+    assert_same(jax.grad(back.call)(QUERY), jax.grad(of_query("reference"))(QUERY))
+
+
+def test_donated_buffers() -> None:
+    step = jax.jit(gradients("blockwise"), donate_argnums=(0, 1, 2))
+    given = [jnp.array(x) for x in ARGUMENTS[:3]]
+    got = step(*given, LENGTHS, SLOPES)
+    assert all(x.is_deleted() for x in given)
+    assert_same(got, gradients("reference")(*ARGUMENTS))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_nothing_is_nan_on_the_way(implementation: str, compiled: bool) -> None:
+    """Rows without a key among them; jax_debug_nans looks at the result of every primitive."""
+    step = gradients(implementation)
+    with jax.debug_nans(True):
+        jax.block_until_ready((jax.jit(step) if compiled else step)(*ARGUMENTS))
+        with pytest.raises(FloatingPointError):
+            jax.jit(jnp.log)(-1.0)
+
+
+DOUBLE = Case(
+    batch=(2,), q_len=33, kv_len=20, kv_heads=2, group=2, dtype="float64", blocks=(16, 8)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_x64(implementation: str) -> None:
+    mask = And(And(Causal("end"), Lengths()), Dense("bts", 0.7))
+    case = dataclasses.replace(
+        DOUBLE, mask=mask, scores=(Bias("nts"), SoftCap()), dropout=0.2, positions="Q"
+    )
+    check(case, implementation)
+
+
+def test_a_function_traced_with_x64_is_traced_again_without() -> None:
+    """Its constants have other dtypes."""
+
+    def mask(q: Any, k: Any) -> Any:
+        return jnp.where(q.index > 3, 1.5, 0.0) * k.index.astype(float) < 5.0
+
+    def call() -> Any:
+        return fa.flash_attention(Q, KEY, V, mask=mask, implementation="blockwise")
+
+    expected = call()
+    with jax.enable_x64(True):
+        assert_same(call(), expected)
+    assert_same(call(), expected)
+
+
+def test_int64_data_under_x64() -> None:
+    with jax.enable_x64(True):
+        lengths = jnp.array([20, 11, 3, 0], jnp.int64)
+        got = gradients("blockwise")(Q, KEY, V, lengths, SLOPES)
+        positions = jnp.arange(T) + 5
+        out = fa.flash_attention(
+            Q, KEY, V, mask=fa.Causal(), q_positions=positions, kv_positions=positions
+        )
+    assert_same(got, gradients("reference")(*ARGUMENTS))
+    assert_same(out, fa.flash_attention(Q, KEY, V, mask=fa.Causal()))
