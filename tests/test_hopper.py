@@ -133,6 +133,16 @@ def test_no_length_is_padded_in_memory(length: int) -> None:
     assert not re.search(r"bf16\[\d+,(1008|8),\d+,128\]", hlo)
 
 
+@pytest.mark.parametrize("kv_heads, arrays_each", [(2, 1), (1, 2)])
+def test_dk_and_dv_have_memory_of_their_own(kv_heads: int, arrays_each: int) -> None:
+    """Cut or padded afterwards, two results that begin as one empty array would share its memory."""
+    with planned_for_h200():
+        hlo = compile_gate.hlo_for_h200(
+            attend_and_differentiate(fa.Causal()), *arrays(63, 200, 64, jnp.bfloat16, 2, kv_heads)
+        )
+    assert hlo.count('custom_call_target="AllocateBuffer"') == 2 * arrays_each
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_no_buffer_of_all_pairs(mask: str) -> None:
     with planned_for_h200():

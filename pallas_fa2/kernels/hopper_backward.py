@@ -246,9 +246,11 @@ def gradients(
         {PAIR: 2} if config.paired else {},
     )
     # Of a part of a group, a gradient leaves as two numbers whose sum is as good as in float32.
-    heads, numbers = schedule.heads, 1 if schedule.parts == 1 else 2
-    empty = lax.empty((*k.shape[:2], heads, k.shape[3]), k.dtype)
-    outputs = (jnp.zeros(schedule.dq_shape, jnp.float32), *[empty] * 2 * numbers)
+    shape = (*k.shape[:2], schedule.heads, k.shape[3])
+    count = 2 if schedule.parts == 1 else 4
+    # one each: of one for all, XLA may let two share their memory
+    empty = (lax.empty(shape, k.dtype) for _ in range(count))
+    outputs = (jnp.zeros(schedule.dq_shape, jnp.float32), *empty)
     inputs = (jnp.asarray(table), q, k, v, dout, lse, delta)
     dq, *dkv = pl.run_state(lambda refs: kernel(*inputs, *refs))(outputs)
     dk, dv = (schedule.join(dkv[i::2]) for i in range(2))
