@@ -1,0 +1,178 @@
+"""The Hopper backward at H = 256: two CTAs share a block of keys and send each other dS."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa2.kernels import ptx
+from pallas_fa2.kernels.backward_roles import ColumnBlock, Loader
+from pallas_fa2.kernels.backward_schedule import DQ_TILE, PAIR, Step, Tile
+from pallas_fa2.kernels.mosaic import Ring
+from pallas_fa2.kernels.tma import Rows
+
+
+class Scores(ColumnBlock, Loader):
+    """P and dS of 64 keys at H = 256, for the warpgroups that own the gradients.
+
+    It also loads: the next Q behind P, the next dO behind dS. What it has read is released by those who
+    wait for its P and dS.
+    """
+
+    def open(self) -> None:
+        """It releases nothing."""
+
+    def load_keys(self, tile: Tile) -> None:
+        """The CTA's, and those columns of the other's that meet its half of dQ."""
+        batch, kv_head = tile.place[0], tile.kv_head
+        rank, columns = lax.axis_index(PAIR), self.config.head_dim // 2
+        mine, others = (pl.ds(tile.first_key + 64 * i, 64) for i in (rank, 1 - rank))
+        rows = functools.partial(Rows, self.inputs.k, batch, head=kv_head, by_pieces=True)
+        half = pl.ds(columns * rank, columns)
+        self.memory.keys.fill(tile.k, rows(rows=mine), rows(rows=others, columns=half))
+
+    def visit(self, tile: Tile, dq_row: Any) -> Any:
+        first = Step(tile, tile.first_step, tile.first_row)
+        self.load_queries(first)
+        self.load_keys(tile)
+        self.load_values(tile)
+        self.load_douts(first)
+        self.wait_for_keys(tile)
+        tile.each_step(self.step)
+        return dq_row
+
+    def step(self, step: Step, _: Any) -> None:
+        memory, t, square = self.memory, step.t, self.accumulator(self.config.block_q)
+        (p_smem,), (ds_smem,) = memory.p_ring.at(t), memory.ds_ring.at(t)
+        [panel] = self.panels
+        q, lse = memory.queries.wait(t)
+
+        def load_next(load: Callable) -> None:
+            pl.when(jnp.logical_not(step.last))(lambda: load(step.next))
+
+        def form_p(s_acc: Any) -> jax.Array:
+            self.multiply_scores(s_acc, q, step.tile.k)
+            return self.probabilities(s_acc[...], lse, step, panel)
+
+        p = pl.run_scoped(form_p, square)
+        memory.p_ring.acquire(t)
+        memory.mail.expect(t)
+        p_smem.at[0][...] = p.astype(p_smem.dtype)
+        load_next(self.load_queries)
+        dout, delta = memory.douts.wait(t)
+        memory.p_ring.publish(t)  # and with P, dO
+
+        def form_ds(dp_acc: Any) -> jax.Array:
+            self.multiply_dp(dp_acc, dout)
+            return p * (dp_acc[...] + self.rows_of(delta, panel))
+
+        ds_smem.at[0][...] = pl.run_scoped(form_ds, square).astype(ds_smem.dtype)
+        memory.ds_ring.publish(t)
+        memory.mail.send(t, ds_smem.at[0], 1 - lax.axis_index(PAIR))
+        load_next(self.load_douts)
+
+    def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
+        Loader.close(self, steps, tiles, dq_row)
+        self.memory.p_ring.drain()
+
+
+class WideGradient(ColumnBlock):
+    """A gradient of 64 keys at H = 256, and a quarter of the columns of dQ."""
+
+    @property
+    def rows(self) -> Ring:
+        """Of what this warpgroup multiplies P or dS by."""
+        raise NotImplementedError
+
+    @property
+    def left(self) -> Ring:
+        """P^T or dS^T."""
+        raise NotImplementedError
+
+    def open(self) -> None:
+        if self.me == 0:
+            self.memory.mail.open()
+        for ring in (self.rows, self.memory.keys, self.memory.values, self.memory.p_ring):
+            ring.open()
+
+    def gradient(self, tile: Tile) -> jax.Array:
+        def accumulate(acc: Any) -> jax.Array:
+            tile.each_step(functools.partial(self.step, acc), tile.first_row)
+            return acc[...]
+
+        self.wait_for_keys(tile)
+        gradient = pl.run_scoped(accumulate, self.accumulator(self.config.head_dim))
+        self.add_dq(tile, tile.next_step - 1, tile.last_row)
+        self.memory.keys.release(tile.k)
+        self.memory.values.release(tile.k)
+        return gradient
+
+    def step(self, acc: Any, step: Step, row_before: Any) -> Any:
+        """The gradient of a step, and dQ of the step before: by then the other CTA's dS is there."""
+        (left,), (right, _) = self.left.wait(step.t), self.rows.at(step.t)
+        plgpu.wgmma(acc, left.at[0], right)
+
+        def release(in_flight: int) -> None:
+            plgpu.wgmma_wait(in_flight)
+            pl.when(jnp.logical_not(step.last))(lambda: self.rows.release(step.t))
+
+        lax.cond(
+            step.first,
+            lambda: release(0),
+            lambda: self.add_dq(step.tile, step.t - 1, row_before, release),
+        )
+        return step.row
+
+    def add_dq(self, tile: Tile, t: Any, row: Any, then: Any = None) -> None:
+        """This warpgroup's part of dQ of step t: two products, and `then` while they are in flight."""
+        part = 2 * lax.axis_index(PAIR) + self.me
+        (ds,) = self.memory.ds_ring.at(t) if self.me == 0 else self.memory.ds_ring.wait(t)
+        ds_of_other = self.memory.mail.wait(t)
+
+        def products(dq_acc: Any) -> jax.Array:
+            dq_acc[...] = ptx.zeros((DQ_TILE, DQ_TILE))
+            k = self.keys_of(tile.k).at[:, pl.ds(part * DQ_TILE, DQ_TILE)]
+            k_of_other = self.memory.k_of_other.at[0, :, pl.ds(self.me * DQ_TILE, DQ_TILE)]
+            plgpu.wgmma(dq_acc, ds.at[0].transpose((1, 0)), k)
+            plgpu.wgmma(dq_acc, ds_of_other.transpose((1, 0)), k_of_other)
+            if then is not None:
+                then(2)
+            return dq_acc[...]
+
+        dq = pl.run_scoped(products, self.accumulator(DQ_TILE))
+        plgpu.commit_smem()  # all warps are done with P and dS: one arrives for all
+        self.memory.p_ring.release(t)
+        ptx.add_fragments(self.outputs.dq.at[row, part], dq)
+
+
+class KeyGradient(WideGradient):
+    @property
+    def rows(self) -> Ring:
+        return self.memory.queries
+
+    @property
+    def left(self) -> Ring:
+        return self.memory.ds_ring
+
+    def visit(self, tile: Tile, dq_row: Any) -> Any:
+        self.store(tile, (self.outputs.dk, self.gradient(tile) * self.scale))
+        return dq_row
+
+
+class ValueGradient(WideGradient):
+    @property
+    def rows(self) -> Ring:
+        return self.memory.douts
+
+    @property
+    def left(self) -> Ring:
+        return self.memory.p_ring
+
+    def visit(self, tile: Tile, dq_row: Any) -> Any:
+        self.store(tile, (self.outputs.dv, self.gradient(tile)))
+        return dq_row

@@ -1,0 +1,373 @@
+"""What the warpgroups of the Hopper backward share: their memory, loads, scores and stores."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels.backward_schedule import PAIR, PANEL, Config, Schedule, Step, Tile
+from pallas_fa2.kernels.mosaic import COLUMNS, I32, LOG2E, Ring
+from pallas_fa2.kernels.tma import Rows
+
+
+class Inputs(NamedTuple):
+    """In device memory."""
+
+    table: Any
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+
+
+class Outputs(NamedTuple):
+    dq: Any  # [blocks of queries, parts, a tile in the order of registers]
+    dk: list[Any]  # an array for each number that a gradient is made of
+    dv: list[Any]
+
+
+class Memory(NamedTuple):
+    """Shared memory and barriers of a CTA, in the order of their addresses.
+
+    Operands of products come first: with another order ptxas spills (144 bytes and more).
+    """
+
+    k: Any  # [stages, kv_rows, H]
+    v: Any
+    q: Any  # [stages, block_q, H]
+    dout: Any
+    lse: Any  # [stages, block_q]
+    delta: Any
+    ds: Any  # [stages, panels, kv_rows, PANEL]
+    full: Any
+    free: Any
+    done: list[Any]
+    # at H = 256
+    p: Any = None  # as dS
+    ds_of_other: Any = None
+    k_of_other: Any = None  # [1, kv_rows, H / 2]
+    arrived: Any = None
+    once: Any = None
+    used: Any = None
+
+    @property
+    def queries(self) -> Ring:
+        return Ring((self.q, self.lse), self.full, self._rows_free)
+
+    @property
+    def douts(self) -> Ring:
+        first = self.queries.stages
+        delta = self.lse.at[pl.ds(first, self.dout.shape[0])] if self.delta is None else self.delta
+        return Ring((self.dout, delta), self.full, self._rows_free, first, first)
+
+    @property
+    def _rows_free(self) -> Any:
+        """At H = 256 one warpgroup alone uses Q last, and one dO."""
+        return self.free if self.once is None else self.once
+
+    @property
+    def keys(self) -> Ring:
+        first = self.queries.stages + self.douts.stages
+        buffers = _halves(self.k) if self.k_of_other is None else (self.k, self.k_of_other)
+        return Ring(buffers, self.full, self.free, first, first)
+
+    @property
+    def values(self) -> Ring:
+        first = self.queries.stages + self.douts.stages + self.keys.stages
+        return Ring(_halves(self.v), self.full, self.free, first, first)
+
+    @property
+    def rings(self) -> list[Ring]:
+        return [self.queries, self.douts, self.keys, self.values]
+
+    @property
+    def p_ring(self) -> Ring:
+        """P^T. A stage is free when four warpgroups have used it: here, and in the other CTA."""
+        first = self.queries.stages + self.douts.stages
+        return Ring((self.p,), self.once, self.used, first)
+
+    @property
+    def ds_ring(self) -> Ring:
+        """dS^T, of the same stages: free when those of P are."""
+        first = self.queries.stages + self.douts.stages + self.p_ring.stages
+        return Ring((self.ds,), self.once, self.used, first)
+
+    @property
+    def mail(self) -> ptx.Mail:
+        """The other CTA's dS^T, in the same stage."""
+        return ptx.Mail(self.ds_of_other, self.arrived, self.ds.dtype)
+
+    def barrier(self, i: int) -> Any:
+        return self.full.at[sum(ring.stages for ring in self.rings) + i]
+
+    @property
+    def met(self) -> Any:
+        """Where the two multiplying warpgroups wait for each other at the end of a tile."""
+        return self.barrier(0)
+
+    @property
+    def ds_there(self) -> Any:
+        """Completed when the dS of a step is there."""
+        return self.barrier(1)
+
+
+def memory_of(config: Config, dtype: Any) -> Memory:
+    dim, block_q, kv_rows = config.head_dim, config.block_q, config.kv_rows
+    (q_stages, do_stages), (k_stages, v_stages) = config.stages, config.kv_stages
+    rings, warpgroups = q_stages + do_stages + k_stages + v_stages, len(config.registers)
+
+    def scores(columns: int) -> Any:
+        shape = config.ds_stages, columns // PANEL, kv_rows, PANEL
+        return mosaic.operand(*shape, dtype=dtype)
+
+    memory = Memory(
+        k=mosaic.operand(k_stages, kv_rows, dim, dtype=dtype),
+        v=mosaic.operand(v_stages, kv_rows, dim, dtype=dtype),
+        q=mosaic.operand(q_stages, block_q, dim, dtype=dtype),
+        dout=mosaic.operand(do_stages, block_q, dim, dtype=dtype),
+        lse=plgpu.SMEM((q_stages, block_q), jnp.float32),
+        delta=plgpu.SMEM((do_stages, block_q), jnp.float32),
+        ds=scores(block_q),
+        # All that complete by two arrivals in one array: each array costs a register for its phases,
+        # and at H = 128 those make the difference to spilling.
+        full=mosaic.barriers(rings + 2, 2),
+        free=mosaic.barriers(rings, 2),
+        done=[plgpu.Barrier(num_arrivals=warpgroups) for _ in range(warpgroups)],
+    )
+    if not config.paired:
+        return memory
+    return memory._replace(
+        # in one array, as each begins at a multiple of 1024 bytes
+        lse=plgpu.SMEM((q_stages + do_stages, block_q), jnp.float32),
+        delta=None,
+        p=scores(block_q),
+        ds_of_other=mosaic.operand(config.ds_stages, kv_rows, block_q, dtype=dtype),
+        arrived=plgpu.SMEM((config.ds_stages, 2), jnp.uint32),
+        k_of_other=mosaic.operand(k_stages, kv_rows, dim // 2, dtype=dtype),
+        once=mosaic.barriers(q_stages + do_stages + 2 * config.ds_stages),
+        used=plgpu.ClusterBarrier(
+            collective_axes=(PAIR,), num_barriers=config.ds_stages, num_arrivals=2
+        ),
+    )
+
+
+def _halves(ref: Any) -> tuple[Any, Any]:
+    """Two copies, and so two arrivals, as for all that is loaded."""
+    half = ref.shape[1] // 2
+    return ref.at[:, pl.ds(0, half)], ref.at[:, pl.ds(half, half)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """What a warpgroup does."""
+
+    schedule: Schedule
+    inputs: Inputs
+    outputs: Outputs
+    memory: Memory
+    me: int
+
+    @property
+    def config(self) -> Config:
+        return self.schedule.config
+
+    def first_row(self, tile: Tile) -> Any:
+        """Of the block's keys, the CTA's first."""
+        return tile.first_key + (64 * lax.axis_index(PAIR) if self.config.paired else 0)
+
+    def open(self) -> None:
+        """Before the first tile."""
+
+    def visit(self, tile: Tile, dq_row: Any) -> Any:
+        """A tile. `dq_row` is where dQ of the step before goes; returns it for the last step."""
+        raise NotImplementedError
+
+    def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
+        """After the last tile."""
+
+
+class Loader(Role):
+    """Keys and values of one tile after another, and the queries that they meet."""
+
+    def visit(self, tile: Tile, dq_row: Any) -> Any:
+        def load(step: Step, _: Any) -> None:
+            pl.when(step.first)(lambda: self.load_keys(tile))
+            self.load_queries(step)
+            pl.when(step.first)(lambda: self.load_values(tile))
+            self.load_douts(step)
+
+        tile.each_step(load)
+        return dq_row
+
+    def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
+        for ring in self.memory.rings:
+            ring.drain()
+
+    def load_queries(self, step: Step) -> None:
+        self._load_rows(self.memory.queries, step, self.inputs.q, self.inputs.lse)
+
+    def load_douts(self, step: Step) -> None:
+        self._load_rows(self.memory.douts, step, self.inputs.dout, self.inputs.delta)
+
+    def load_keys(self, tile: Tile) -> None:
+        self._load_halves(self.memory.keys, tile, self.inputs.k)
+
+    def load_values(self, tile: Tile) -> None:
+        self._load_halves(self.memory.values, tile, self.inputs.v)
+
+    def _load_rows(self, ring: Ring, step: Step, source: Any, row_data: Any) -> None:
+        (batch, head), rows = step.head, pl.ds(step.first_query, self.config.block_q)
+        ring.fill(step.t, Rows(source, batch, rows, head), row_data.at[batch, head, rows])
+
+    def _load_halves(self, ring: Ring, tile: Tile, source: Any) -> None:
+        batch, kv_head = tile.place[0], tile.kv_head
+        half = self.config.kv_rows // 2
+        parts = [pl.ds(self.first_row(tile) + i * half, half) for i in range(2)]
+        ring.fill(tile.k, *(Rows(source, batch, x, kv_head, by_pieces=True) for x in parts))
+
+
+class ColumnBlock(Role):
+    """One warpgroup's part of a block of keys, against all the queries that see the block.
+
+    Its tiles are transposed: 64 keys (rows) by `block_q` queries (columns).
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return 64, self.config.block_q
+
+    @property
+    def keys(self) -> Any:
+        """Of the CTA's keys, those whose scores this warpgroup forms or whose gradient it owns."""
+        return pl.ds(0 if self.config.paired else self.me * 64, 64)
+
+    @property
+    def scale(self) -> float:
+        return self.schedule.problem.scale
+
+    def accumulator(self, columns: int) -> Any:
+        return mosaic.accumulator(64, columns)
+
+    def open(self) -> None:
+        for ring in self.memory.rings:
+            ring.open()
+
+    def wait_for_keys(self, tile: Tile) -> None:
+        self.memory.keys.wait(tile.k)
+        self.memory.values.wait(tile.k)
+
+    def keys_of(self, k: Any) -> Any:
+        return self.memory.k.at[lax.optimization_barrier(self.memory.keys.slot(k))]
+
+    @property
+    def panels(self) -> list[Any]:
+        """The queries of a block, so many at a time that their probabilities take 32 registers."""
+        return [pl.ds(start, PANEL) for start in range(0, self.config.block_q, PANEL)]
+
+    def rows_of(self, row_data: Any, panel: Any) -> jax.Array:
+        """A value of each query, in every row."""
+        vector = plgpu.load(row_data.at[panel], layout=COLUMNS, optimized=False)
+        return mosaic.over_columns(vector, (64, PANEL))
+
+    def multiply_scores(self, s_acc: Any, q: Any, k: Any) -> None:
+        """S^T."""
+        s_acc[...] = ptx.zeros(self.shape)
+        plgpu.wgmma(s_acc, self.keys_of(k).at[self.keys], q.transpose((1, 0)))
+
+    def multiply_dp(self, dp_acc: Any, dout: Any) -> None:
+        """dP^T."""
+        dp_acc[...] = ptx.zeros(self.shape)
+        v = self.memory.v.at[lax.optimization_barrier(I32(0))]
+        plgpu.wgmma(dp_acc, v.at[self.keys], dout.transpose((1, 0)))
+
+    def probabilities(self, s: jax.Array, lse: Any, step: Step, panel: Any) -> jax.Array:
+        """P^T in float32, from S^T of a panel."""
+        problem = self.schedule.problem
+        exponent = s * (problem.scale * LOG2E) + self.rows_of(lse, panel)
+        if problem.causal:
+            exponent = self.hide(exponent, step, panel)
+        if problem.kv_len % self.config.block_kv:
+            # Keys past the end are zeros that nothing hides. Their part of dQ is 0 and their dK and
+            # dV are cut off, as long as p stays finite; a true p is at most 1.
+            exponent = jnp.minimum(exponent, 0.0)
+        return jnp.exp2(exponent)
+
+    def hide(self, s: jax.Array, step: Step, panel: Any) -> jax.Array:
+        """-inf where a query (column) comes before the first that sees a key (row)."""
+        first_key = self.first_row(step.tile) + self.keys.start
+        shift = first_key - step.first_query - panel.start - self.schedule.problem.offset
+        return ptx.hide_before(s, mosaic.index((64, PANEL), 0, shift))
+
+    def scores(self, step: Step) -> list[tuple[jax.Array, jax.Array]]:
+        """P^T and dS^T of a step, panel by panel, in the input dtype."""
+        q, lse = self.memory.queries.wait(step.t)
+        dout, delta = self.memory.douts.wait(step.t)
+
+        def products(s_acc: Any, dp_acc: Any) -> list:
+            self.multiply_scores(s_acc, q, step.tile.k)
+            self.multiply_dp(dp_acc, dout)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+
+            def of(panel: Any) -> tuple[jax.Array, jax.Array]:
+                columns = slice(panel.start, panel.start + PANEL)
+                p = self.probabilities(s[:, columns], lse, step, panel)
+                ds = p * (dp_acc[...][:, columns] + self.rows_of(delta, panel))
+                return p.astype(dout.dtype), ds.astype(dout.dtype)
+
+            return lax.optimization_barrier([of(panel) for panel in self.panels])
+
+        square = self.accumulator(self.config.block_q)
+        return pl.run_scoped(products, square, square)
+
+    def release(self, step: Step) -> None:
+        """Q and dO; of a tile's last step, `store` releases one, when it has used it."""
+        rings = [self.memory.queries, self.memory.douts]
+        own = rings.pop(self.me)
+        rings[0].release(step.t)
+        pl.when(jnp.logical_not(step.last))(lambda: own.release(step.t))
+
+    def store(self, tile: Tile, *gradients: tuple[list[Any], jax.Array]) -> None:
+        """(dK or dV, of this warpgroup's keys), at the end of a tile: through the buffers of its last Q
+        and dO, one a warpgroup."""
+        batch, head, _ = tile.place
+        last_step = tile.next_step - 1
+        rows = pl.ds(self.first_row(tile) + self.keys.start, 64)
+        mosaic.meet(self.memory.met)  # nobody reads Q and dO any more
+        ring = (self.memory.queries, self.memory.douts)[self.me]
+        buffer, _ = ring.at(last_step)
+        places = self.config.block_q // 64
+        numbers = [x for targets, gradient in gradients for x in _numbers(targets, gradient)]
+        for i, (target, number) in enumerate(numbers):
+            place = buffer.at[pl.ds(64 * (i % places), 64)]
+            if i and i % places == 0:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            # By panels, as dS: their addresses differ by constants, and hold fewer registers.
+            for start in range(0, self.config.head_dim, PANEL):
+                place.at[:, pl.ds(start, PANEL)][...] = number(start)
+            plgpu.commit_smem()
+            Rows(target, batch, rows, head, by_pieces=True).store(place)
+            plgpu.commit_smem_to_gmem_group()
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        ring.release(last_step)
+
+
+def _numbers(targets: list[Any], gradient: jax.Array) -> list[tuple[Any, Callable]]:
+    """For each target, its panel of columns from a start on: the gradient as rounded, and the rest."""
+
+    def rounded(start: int) -> jax.Array:
+        return gradient[:, start : start + PANEL].astype(targets[0].dtype)
+
+    def rest(start: int) -> jax.Array:
+        # rounded once more: LLVM would keep what was rounded before in registers
+        panel = lax.optimization_barrier(gradient[:, start : start + PANEL])
+        return (panel - panel.astype(targets[0].dtype).astype(jnp.float32)).astype(targets[0].dtype)
+
+    return list(zip(targets, (rounded, rest), strict=False))

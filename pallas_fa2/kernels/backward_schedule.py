@@ -1,0 +1,295 @@
+"""Which blocks of keys a CTA of the Hopper backward takes, and which queries each meets."""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_fa2.kernels import mosaic
+from pallas_fa2.kernels.mosaic import Problem
+
+# A block's dQ is formed and added in tiles of 64 x 64: an accumulator of 32 registers.
+DQ_TILE = 64
+# dS lies in panels of 64 queries, the width of a swizzled row.
+PANEL = 64
+# The axis of the two CTAs that share a block of keys.
+PAIR = "pair"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tile sizes and schedule of one backward kernel."""
+
+    head_dim: int  # of queries, keys and values: 64, 128 or 256
+    ctas: int = 132  # persistent, one a multiprocessor
+    # Q, dO and float32 dQ of the heads that run at the same time, of 60 MB of L2.
+    section_bytes: int = 40 << 20
+
+    @property
+    def paired(self) -> bool:
+        """Whether two CTAs share a block of keys."""
+        return self.head_dim > 128
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        """Of a thread in each warpgroup, the loading one last: 512 in all, with 24 for none."""
+        return (192, 192, 120) if self.paired else (240, 240, 24)
+
+    @property
+    def block_q(self) -> int:
+        """At H = 64 twice as many, or shared memory could not keep up: keys are read once a block."""
+        return 128 if self.head_dim == 64 else 64
+
+    block_kv: ClassVar[int] = 128
+
+    @property
+    def kv_rows(self) -> int:
+        """Of a block's keys, those in one CTA."""
+        return 64 if self.paired else 128
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Of Q and dO. At H = 256 dV is formed a good while before dP of the next step."""
+        return (2, 1) if self.paired else (2, 2)
+
+    @property
+    def kv_stages(self) -> tuple[int, int]:
+        """Of K and V. Up to H = 128, the last dQ of a tile is formed in the first step of the next."""
+        return 1 if self.paired else 2, 1
+
+    @property
+    def ds_stages(self) -> int:
+        """One to be written, one to be read by this warpgroup and one by the other; at H = 256 each
+        is read by others than its writer."""
+        return 2 if self.paired else 3
+
+    @property
+    def dq_parts(self) -> int:
+        """How many tiles of dQ a block of queries has."""
+        return self.block_q * self.head_dim // DQ_TILE**2
+
+    def dq_place(self, part: int) -> tuple[Any, Any]:
+        """The rows and columns of a part, within the block: side by side, or at H = 64 in turn."""
+        part_of, first = pl.ds(part * DQ_TILE, DQ_TILE), pl.ds(0, DQ_TILE)
+        return (part_of, first) if self.head_dim == DQ_TILE else (first, part_of)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.block_q, self.block_kv
+
+
+# How much later than an even division the last CTA may be done, before tiles are divided.
+UNEVEN = 1.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Which key blocks a CTA takes, and which query blocks of which heads each visits.
+
+    A group's query heads may be divided into parts, with a tile for each: otherwise few key heads would
+    leave CTAs idle.
+    """
+
+    problem: Problem
+    config: Config
+    parts: int = 1
+
+    @classmethod
+    def of(cls, problem: Problem, config: Config) -> "Schedule":
+        """With the fewest parts that keep all CTAs busy."""
+        group = problem.group
+        schedules = [cls(problem, config, n) for n in range(1, group + 1) if group % n == 0]
+        return next((s for s in schedules if s._unevenness <= UNEVEN), schedules[-1])
+
+    @property
+    def group(self) -> int:
+        """The query heads of a tile."""
+        return self.problem.group // self.parts
+
+    @property
+    def heads(self) -> int:
+        """Key heads, counted once for each part of their groups."""
+        return self.problem.kv_heads * self.parts
+
+    @property
+    def kv_tiles(self) -> int:
+        return -(-self.problem.kv_len // self.config.block_kv)
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.problem.q_len // self.config.block_q)
+
+    @property
+    def order(self) -> mosaic.Order:
+        p = self.problem
+        # Q, dO and the float32 dQ of a head: the group's heads follow each other.
+        q_bytes = p.q_len * self.config.head_dim * (2 + 2 + 4)
+        section = mosaic.section_of(self.heads, q_bytes, self.config.section_bytes)
+        return mosaic.Order(p.batch, self.heads, self.kv_tiles, section, p.causal)
+
+    def place(self, number: Any) -> tuple[Any, Any, Any]:
+        """Batch entry, head and key block of a tile; the first block of a head is the longest."""
+        batch, head, tile = self.order.place(number)
+        return batch, head, self.kv_tiles - 1 - tile if self.problem.causal else tile
+
+    def table(self) -> np.ndarray:
+        return mosaic.deal(self._costs, min(self._hands, self.order.count))
+
+    @property
+    def _hands(self) -> int:
+        return self.config.ctas // (2 if self.config.paired else 1)
+
+    @property
+    def _costs(self) -> np.ndarray:
+        """Of the tiles; their beginnings and ends cost about half a step."""
+        _, _, kv_tile = self.place(np.arange(self.order.count))
+        return self.steps(kv_tile) + 0.5
+
+    @property
+    def _unevenness(self) -> float:
+        """When the last CTA is done, by when all would be if they could share everything."""
+        _, last = mosaic.share(self._costs, self._hands)
+        return last * self._hands / sum(self._costs)
+
+    def first_q_block(self, kv_tile: Any) -> Any:
+        """The first whose queries see the block's first key."""
+        if self.problem.offset is None:
+            return 0 * kv_tile
+        first_key = kv_tile * self.config.block_kv
+        first_query = mosaic.maximum(first_key - self.problem.offset, 0)
+        return mosaic.div(first_query, self.config.block_q)
+
+    def steps(self, kv_tile: Any) -> Any:
+        """At least one."""
+        return (self.q_blocks - self.first_q_block(kv_tile)) * self.group
+
+    @property
+    def dq_shape(self) -> tuple[int, int, int]:
+        """A row for each block of queries of each head, and one for what is no gradient."""
+        blocks = self.problem.batch * self.problem.q_heads * self.q_blocks
+        return blocks + 1, self.config.dq_parts, DQ_TILE**2
+
+    def join(self, gradient: list[jax.Array]) -> jax.Array:
+        """`[B, S, K, H]` from the numbers that make up dK or dV, and the parts of each group."""
+        if self.parts == 1:
+            return gradient[0]
+        batch, length, _, dim = gradient[0].shape
+        total = functools.reduce(jnp.add, (x.astype(jnp.float32) for x in gradient))
+        total = total.reshape(batch, length, self.problem.kv_heads, self.parts, dim).sum(3)
+        return total.astype(gradient[0].dtype)
+
+    def assemble(self, dq: jax.Array) -> jax.Array:
+        """`[B, T', N, H]` from the parts of all blocks, which `ptx.add_fragments` has added up."""
+        p, c = self.problem, self.config
+        # rows of a tile are (warp, half, group), columns (eight, thread, element)
+        fragments = "eight", "warp", "group", "thread", "half", "element"
+        axes = "batch", "head", "block", "part", *fragments
+        sizes = p.batch, p.q_heads, self.q_blocks, c.dq_parts, 8, 4, 8, 4, 2, 2
+        rows, columns = ("warp", "half", "group"), ("eight", "thread", "element")
+        if c.head_dim == DQ_TILE:
+            order = "batch", "block", "part", *rows, "head", *columns
+        else:
+            order = "batch", "block", *rows, "head", "part", *columns
+        dq = dq[:-1].reshape(sizes).transpose([axes.index(name) for name in order])
+        return dq.reshape(p.batch, self.q_blocks * c.block_q, p.q_heads, c.head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A block of keys, and the query blocks that see it, of all heads of its group."""
+
+    schedule: Schedule
+    k: Any  # of the CTA's tiles, this one
+    number: Any
+    first_step: Any  # steps count through all tiles of a CTA
+
+    @property
+    def place(self) -> tuple[Any, Any, Any]:
+        """Batch entry, head and key block."""
+        return self.schedule.place(self.number)
+
+    @property
+    def kv_head(self) -> Any:
+        return mosaic.div(self.place[1], self.schedule.parts)
+
+    @property
+    def first_key(self) -> Any:
+        return self.place[2] * self.schedule.config.block_kv
+
+    @property
+    def next_step(self) -> Any:
+        """Of the next tile, the first."""
+        return self.first_step + self.schedule.steps(self.place[2])
+
+    @property
+    def first_row(self) -> Any:
+        """Of dQ; blocks of queries are numbered through all heads of all batch entries."""
+        problem, blocks = self.schedule.problem, self.schedule.q_blocks
+        batch, head, kv_tile = self.place
+        head = batch * problem.q_heads + head * self.schedule.group
+        return head * blocks + self.schedule.first_q_block(kv_tile)
+
+    @property
+    def last_row(self) -> Any:
+        batch, head, _ = self.place
+        after = batch * self.schedule.problem.q_heads + (head + 1) * self.schedule.group
+        return after * self.schedule.q_blocks - 1
+
+    def row_after(self, row: Any) -> Any:
+        blocks = self.schedule.q_blocks
+        if self.schedule.group == 1 or not self.schedule.problem.causal:
+            return row + 1
+        hidden = self.schedule.first_q_block(self.place[2])  # of the next head
+        return row + 1 + jnp.where(mosaic.rem(row, blocks) == blocks - 1, hidden, 0)
+
+    def each_step(self, body: Any, carry: Any = None) -> Any:
+        """carry = body(step, carry), over the group's heads and their blocks."""
+
+        def step(t: Any, state: tuple) -> tuple:
+            row, carry = state
+            return self.row_after(row), body(Step(self, t, row), carry)
+
+        state = self.first_row, carry
+        return lax.fori_loop(self.first_step, self.next_step, step, state)[1]
+
+
+class Step(NamedTuple):
+    """One block of queries against one block of keys."""
+
+    tile: Tile
+    t: Any
+    row: Any  # of dQ
+
+    @property
+    def first(self) -> Any:
+        return self.t == self.tile.first_step
+
+    @property
+    def last(self) -> Any:
+        return self.t == self.tile.next_step - 1
+
+    @property
+    def next(self) -> "Step":
+        """Of the same tile."""
+        return Step(self.tile, self.t + 1, self.tile.row_after(self.row))
+
+    @property
+    def head(self) -> tuple[Any, Any]:
+        """Batch entry and query head."""
+        schedule = self.tile.schedule
+        head, heads = mosaic.div(self.row, schedule.q_blocks), schedule.problem.q_heads
+        return mosaic.div(head, heads), mosaic.rem(head, heads)
+
+    @property
+    def first_query(self) -> Any:
+        schedule, tile = self.tile.schedule, self.tile
+        if schedule.group == 1:  # no division, whose numbers would hold registers
+            block = self.t - tile.first_step + schedule.first_q_block(tile.place[2])
+        else:
+            block = mosaic.rem(lax.optimization_barrier(self.row), schedule.q_blocks)
+        return lax.optimization_barrier(block) * schedule.config.block_q

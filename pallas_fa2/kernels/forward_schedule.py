@@ -1,0 +1,87 @@
+"""Tile sizes of a Hopper forward kernel, and which blocks a CTA takes in which order."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+from jax.experimental import pallas as pl
+
+from pallas_fa2.kernels import mosaic
+from pallas_fa2.kernels.mosaic import Problem
+
+# Columns of a buffer through which the output leaves, and a repeated tile's keys and values come.
+OUT_COLUMNS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tile sizes and schedule of one forward kernel."""
+
+    head_dim: int  # of queries, keys and values: 64, 96, 128 or 256
+    warpgroups: int  # that multiply; each owns 64 query rows
+    block_kv: int
+    stages: int
+    registers: tuple[int, int]  # of a thread in a multiplying and in the loading warpgroup
+    # Whether Q is read into registers once a tile: less shared memory traffic (16 of 80 KB a block at
+    # H = 128) where there are 32 registers for it.
+    q_in_registers: bool = False
+    ctas: int = 132  # persistent, one a multiprocessor
+    # Keys and values of the heads that run at the same time: about half of the 60 MB of L2.
+    section_bytes: int = 32 << 20
+
+    rows: ClassVar[int] = mosaic.ROWS_PER_WARPGROUP
+
+    @property
+    def block_q(self) -> int:
+        return self.warpgroups * self.rows
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.block_q, self.block_kv
+
+    @property
+    def out_pieces(self) -> list[Any]:
+        """Columns of the output that leave together."""
+        size = min(self.head_dim, OUT_COLUMNS)
+        return [pl.ds(start, size) for start in range(0, self.head_dim, size)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Which query tiles a CTA takes, and which key blocks a tile visits."""
+
+    problem: Problem
+    config: Config
+
+    @property
+    def q_tiles(self) -> int:
+        return -(-self.problem.q_len // self.config.block_q)
+
+    @property
+    def kv_blocks(self) -> int:
+        return -(-self.problem.kv_len // self.config.block_kv)
+
+    @property
+    def order(self) -> mosaic.Order:
+        p = self.problem
+        kv_bytes = 2 * 2 * p.kv_len * self.config.head_dim
+        section = mosaic.section_of(p.kv_heads, kv_bytes, self.config.section_bytes) * p.group
+        return mosaic.Order(p.batch, p.q_heads, self.q_tiles, section, p.causal)
+
+    def table(self) -> np.ndarray:
+        _, _, tile = self.order.place(np.arange(self.order.count))
+        ctas = min(self.config.ctas, self.order.count)
+        # A tile's beginning and end cost about as much as a block.
+        return mosaic.deal(self.blocks(tile)[0] + 1.0, ctas)
+
+    def blocks(self, q_tile: Any) -> tuple[Any, Any]:
+        """How many key blocks a tile visits, and how many of them, the last ones, are cut."""
+        p, c = self.problem, self.config
+        whole = p.kv_len // c.block_kv
+        if p.offset is None:
+            return 0 * q_tile + self.kv_blocks, 0 * q_tile + (self.kv_blocks - whole)
+        first_row = q_tile * c.block_q
+        end = first_row + (c.block_q + p.offset + c.block_kv - 1)
+        visited = mosaic.minimum(mosaic.div(end, c.block_kv), self.kv_blocks)
+        full = mosaic.minimum(mosaic.div(first_row + (p.offset + 1), c.block_kv), whole)
+        return visited, visited - full
