@@ -153,6 +153,21 @@ def test_no_buffer_of_all_pairs(mask: str) -> None:
     assert not re.search(r"1536,1536", hlo)
 
 
+def test_second_derivatives_are_refused_by_name() -> None:
+    def norm(q: Any, k: Any) -> Any:
+        out = fa.flash_attention(q, k, k, implementation="hopper")
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    def slope(q: Any, k: Any) -> Any:
+        return jnp.sum(jax.grad(norm)(q, k).astype(jnp.float32) ** 2)
+
+    x = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+    with planned_for_h200():
+        jax.make_jaxpr(jax.jit(jax.grad(norm)))(x, x)
+        with pytest.raises(NotImplementedError, match="implementation='blockwise'"):
+            jax.make_jaxpr(jax.grad(slope))(x, x)
+
+
 @pytest.mark.parametrize("in_axes", [(0, None, None), (None, 0, 1), (1, 0, 0)])
 def test_vmap_joins_the_batch(in_axes: tuple) -> None:
     keys = jax.random.split(jax.random.key(0), 3)

@@ -140,6 +140,19 @@ def over_batch(kernel: Callable, limit: int) -> Callable:
     return call
 
 
+@jax.custom_jvp
+def _first_order(arrays: tuple) -> tuple:
+    return arrays
+
+
+@_first_order.defjvp
+def _(*_: Any) -> Any:
+    raise NotImplementedError(
+        "the gradients of the hopper kernels cannot be differentiated again; ask for "
+        "implementation='blockwise' where second derivatives are needed"
+    )
+
+
 def forward(
     spec: Spec,
     config: hopper_forward.Config,
@@ -174,6 +187,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
     """Gradients of q, k and v; there is no score data."""
     part = trim(spec)
+    q, k, v, lse, delta, dout = _first_order((q, k, v, lse, delta, dout))
 
     def kernel(*args: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return hopper_backward.gradients(_problem(spec, part, args[0].shape[0]), config, *args)
