@@ -9,7 +9,7 @@ import pytest
 from pallas_fa2.plan import Tuned
 from tests.contract import suite
 from tests.contract.cases import GENERAL, PLAIN, Case
-from tests.support.hopper import each_variant, name, planned_with
+from tests.support.hopper import each_variant, is_first, name, planned_with
 
 
 @pytest.mark.parametrize("case", PLAIN + GENERAL, ids=str)
@@ -20,8 +20,9 @@ def test_contract_of_reference_and_blockwise(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case, tuned", each_variant(PLAIN), ids=name)
 def test_contract_of_hopper(case: Case, tuned: Tuned) -> None:
+    gradients = is_first(case, tuned)
     with planned_with(tuned):
-        suite.check(case, "hopper")
+        suite.check(case, "hopper", gradients=gradients)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from tests.contract import suite
 from tests.contract.cases import PLAIN, Case
 from tests.support import compile_gate, interpreter
 from tests.support.compile_gate import KernelReport
-from tests.support.hopper import each_variant, name, planned_for_h200, planned_with
+from tests.support.hopper import each_variant, is_first, name, planned_for_h200, planned_with
 
 SHORT = [case for case in PLAIN if case.q_len < 1000]  # the long ones run on the GPU
 MASKS = {"full": None, "start": fa.Causal(), "end": fa.Causal(align="end")}
@@ -25,8 +25,9 @@ MASKS = {"full": None, "start": fa.Causal(), "end": fa.Causal(align="end")}
 
 @pytest.mark.parametrize("case, tuned", each_variant(SHORT), ids=name)
 def test_contract_interpreted(case: Case, tuned: Tuned) -> None:
+    gradients = is_first(case, tuned)
     with planned_for_h200(cores=3), planned_with(tuned):  # a CTA takes several tiles
-        suite.check(case, "hopper", run=interpreter.run)
+        suite.check(case, "hopper", run=interpreter.run, gradients=gradients)
 
 
 def attend_and_differentiate(mask: Any) -> Any:

@@ -20,14 +20,19 @@ def planned_for_h200(cores: int = H200.cores) -> Iterator[None]:
         yield
 
 
+def _forwards(case: Case) -> list[plan.Tuned]:
+    kernels = plan.hopper_forwards(max(case.head_dim, case.value_dim or 0))
+    return [t for t in kernels if t.longest_causal is None or case.mask in CAUSAL]
+
+
+def is_first(case: Case, tuned: plan.Tuned) -> bool:
+    """Of the forward kernels of a case: with all of them, the backward is the same."""
+    return tuned == _forwards(case)[0]
+
+
 def each_variant(cases: list[Case]) -> list[tuple[Case, plan.Tuned]]:
     """Every case with every forward kernel that may serve it, of its head dim or the next size up."""
-    return [
-        (case, tuned)
-        for case in cases
-        for tuned in plan.hopper_forwards(max(case.head_dim, case.value_dim or 0))
-        if tuned.longest_causal is None or case.mask in CAUSAL
-    ]
+    return [(case, tuned) for case in cases for tuned in _forwards(case)]
 
 
 @contextlib.contextmanager
