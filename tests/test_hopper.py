@@ -45,11 +45,7 @@ def arrays(t: int, s: int, h: int, dtype: Any = jnp.bfloat16, n: int = 4, k: int
     return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("length", [4096, 4000], ids=["aligned", "ragged"])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("tuned", HOPPER_FORWARD, ids=lambda t: f"h{t.config.head_dim}_{name(t)}")
-def test_every_forward_compiles_clean(tuned: Tuned, mask: str, length: int) -> None:
-    """Nothing spills or is serialized, and all exponentials come before the wait for P V."""
+def compile_forward(tuned: Tuned, mask: str, length: int) -> KernelReport:
     query_length = 2048 if mask == "end" else length
     query, key, value, _ = arrays(query_length, length, tuned.config.head_dim)
 
@@ -58,6 +54,15 @@ def test_every_forward_compiles_clean(tuned: Tuned, mask: str, length: int) -> N
 
     with planned_for_h200(), planned_with(tuned):
         (report,) = compile_gate.compile_for_h200(attend, query, key, value)
+    return report
+
+
+@pytest.mark.parametrize("length", [4096, 4000], ids=["aligned", "ragged"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("tuned", HOPPER_FORWARD, ids=lambda t: f"h{t.config.head_dim}_{name(t)}")
+def test_every_forward_compiles_clean(tuned: Tuned, mask: str, length: int) -> None:
+    """Nothing spills or is serialized, and all exponentials come before the wait for P V."""
+    report = compile_forward(tuned, mask, length)
     compile_gate.assert_clean(report)
     unmasked, *masked = compile_gate.exponentials_under_products(report)  # one number a loop
     each_thread = tuned.config.block_kv // 2  # of 64 rows by 128 threads
@@ -97,14 +102,7 @@ def test_float16_multi_query_and_one_head_compile_clean(head_dim: int) -> None:
 @pytest.mark.parametrize("mask, length", [("start", 4097), ("full", 1001)])
 @pytest.mark.parametrize("tuned", HOPPER_FORWARD, ids=lambda t: f"h{t.config.head_dim}_{name(t)}")
 def test_odd_lengths_compile_clean(tuned: Tuned, mask: str, length: int) -> None:
-    query, key, value, _ = arrays(length, length, tuned.config.head_dim)
-
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        return fa.flash_attention(q, k, v, mask=MASKS[mask], implementation="hopper")
-
-    with planned_for_h200(), planned_with(tuned):
-        (report,) = compile_gate.compile_for_h200(attend, query, key, value)
-    compile_gate.assert_clean(report)
+    compile_gate.assert_clean(compile_forward(tuned, mask, length))
 
 
 @pytest.mark.parametrize("mask, length", [("start", 4097), ("full", 1001)])

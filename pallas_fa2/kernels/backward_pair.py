@@ -85,19 +85,14 @@ class WideGradient(ColumnBlock):
     """A gradient of 64 keys at H = 256, and a quarter of the columns of dQ."""
 
     @property
-    def rows(self) -> Ring:
-        """Of what this warpgroup multiplies P or dS by."""
-        raise NotImplementedError
-
-    @property
     def left(self) -> Ring:
-        """P^T or dS^T."""
+        """P^T or dS^T, that multiplies this warpgroup's own rows."""
         raise NotImplementedError
 
     def open(self) -> None:
         if self.me == 0:
             self.memory.mail.open()
-        for ring in (self.rows, self.memory.keys, self.memory.values, self.memory.p_ring):
+        for ring in (self.own_rows, self.memory.keys, self.memory.values, self.memory.p_ring):
             ring.open()
 
     def gradient(self, tile: Tile) -> jax.Array:
@@ -114,12 +109,12 @@ class WideGradient(ColumnBlock):
 
     def step(self, acc: Any, step: Step, row_before: Any) -> Any:
         """The gradient of a step, and dQ of the step before: by then the other CTA's dS is there."""
-        (left,), (right, _) = self.left.wait(step.t), self.rows.at(step.t)
+        (left,), (right, _) = self.left.wait(step.t), self.own_rows.at(step.t)
         plgpu.wgmma(acc, left.at[0], right)
 
         def release(in_flight: int) -> None:
             plgpu.wgmma_wait(in_flight)
-            pl.when(jnp.logical_not(step.last))(lambda: self.rows.release(step.t))
+            self.release_own_rows(step)
 
         lax.cond(
             step.first,
@@ -152,10 +147,6 @@ class WideGradient(ColumnBlock):
 
 class KeyGradient(WideGradient):
     @property
-    def rows(self) -> Ring:
-        return self.memory.queries
-
-    @property
     def left(self) -> Ring:
         return self.memory.ds_ring
 
@@ -165,10 +156,6 @@ class KeyGradient(WideGradient):
 
 
 class ValueGradient(WideGradient):
-    @property
-    def rows(self) -> Ring:
-        return self.memory.douts
-
     @property
     def left(self) -> Ring:
         return self.memory.p_ring

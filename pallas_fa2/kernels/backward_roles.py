@@ -327,12 +327,14 @@ class ColumnBlock(Role):
         square = self.accumulator(self.config.block_q)
         return pl.run_scoped(products, square, square)
 
-    def release(self, step: Step) -> None:
-        """Q and dO; of a tile's last step, `store` releases one, when it has used it."""
-        rings = [self.memory.queries, self.memory.douts]
-        own = rings.pop(self.me)
-        rings[0].release(step.t)
-        pl.when(jnp.logical_not(step.last))(lambda: own.release(step.t))
+    @property
+    def own_rows(self) -> Ring:
+        """Through whose last buffer of a tile this warpgroup stores: that of Q, or of dO."""
+        return (self.memory.queries, self.memory.douts)[self.me]
+
+    def release_own_rows(self, step: Step) -> None:
+        """Of a tile's last step, `store` does, when it has used them."""
+        pl.when(jnp.logical_not(step.last))(lambda: self.own_rows.release(step.t))
 
     def store(self, tile: Tile, *gradients: tuple[list[Any], jax.Array]) -> None:
         """(dK or dV, of this warpgroup's keys), at the end of a tile: through the buffers of its last Q
@@ -341,8 +343,7 @@ class ColumnBlock(Role):
         last_step = tile.next_step - 1
         rows = pl.ds(self.first_row(tile) + self.keys.start, 64)
         mosaic.meet(self.memory.met)  # nobody reads Q and dO any more
-        ring = (self.memory.queries, self.memory.douts)[self.me]
-        buffer, _ = ring.at(last_step)
+        buffer, _ = self.own_rows.at(last_step)
         places = self.config.block_q // 64
         numbers = [x for targets, gradient in gradients for x in _numbers(targets, gradient)]
         for i, (target, number) in enumerate(numbers):
@@ -356,7 +357,7 @@ class ColumnBlock(Role):
             Rows(target, batch, rows, head, by_pieces=True).store(place)
             plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        ring.release(last_step)
+        self.own_rows.release(last_step)
 
 
 def _numbers(targets: list[Any], gradient: jax.Array) -> list[tuple[Any, Callable]]:

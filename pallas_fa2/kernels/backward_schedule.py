@@ -37,7 +37,7 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, ...]:
-        """Of a thread in each warpgroup, the loading one last: 512 in all, with 24 for none."""
+        """Of a thread in each warpgroup, the one that loads last."""
         return (192, 192, 120) if self.paired else (240, 240, 24)
 
     @property
@@ -104,7 +104,7 @@ class Schedule:
         """With the fewest parts that keep all CTAs busy."""
         group = problem.group
         schedules = [cls(problem, config, n) for n in range(1, group + 1) if group % n == 0]
-        return next((s for s in schedules if s._unevenness <= UNEVEN), schedules[-1])
+        return next((s for s in schedules[:-1] if s._unevenness <= UNEVEN), schedules[-1])
 
     @property
     def group(self) -> int:

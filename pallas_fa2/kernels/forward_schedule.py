@@ -32,6 +32,12 @@ class Config:
     rows: ClassVar[int] = mosaic.ROWS_PER_WARPGROUP
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """Registers of a thread in each warpgroup, the loading one last."""
+        multiplying, loading = self.registers
+        return *[multiplying] * self.warpgroups, loading
+
+    @property
     def block_q(self) -> int:
         return self.warpgroups * self.rows
 

@@ -155,7 +155,8 @@ class KeyHalf(ColumnBlock):
 
         pl.run_scoped(products, self.accumulator(DQ_TILE))
         pl.when(step.first & (t > 0))(lambda: memory.keys.release(k - 1))
-        self.release(step)
+        (memory.queries, memory.douts)[1 - self.me].release(t)
+        self.release_own_rows(step)
         return step.row
 
     def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:

@@ -137,7 +137,7 @@ class Arrays(NamedTuple):
 def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
     """The loading warpgroup: queries, keys and values of one tile after another."""
     config = schedule.config
-    plgpu.set_max_registers(config.registers[1], action="decrease")
+    mosaic.set_registers(config.shares, -1)
 
     def tile(n: Any, number: Any, first_step: Any) -> Any:
         batch, head, q_tile = schedule.order.place(number)
@@ -171,7 +171,7 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
 def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any) -> None:
     """A multiplying warpgroup: 64 rows of one tile after another."""
     config = schedule.config
-    plgpu.set_max_registers(config.registers[0], action="increase")
+    mosaic.set_registers(config.shares, 0)
     queries, turns = memory.queries(warpgroup), Turns(warpgroup, config.warpgroups)
 
     def tile(n: Any, number: Any, first_step: Any) -> Any:

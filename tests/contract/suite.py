@@ -62,6 +62,19 @@ def poison_neighbours(inputs: list) -> list:
     return [x.at[1:].set(jnp.nan) for x in inputs]
 
 
+def arrangements(case: Case, inputs: list, interpreted: bool) -> list[tuple[str, list, slice]]:
+    """What a case runs on, and the batch entries that are then compared with the truth."""
+    clean, dead = ("", inputs, slice(None)), poison(case, inputs, float("nan"))
+    poisoned = [(", poisoned with NaN", dead, slice(None))] if case.mask is not None else []
+    if not interpreted:
+        beside = [(", beside NaN", poison_neighbours(inputs), slice(1))] if case.batch > 1 else []
+        return [clean, *poisoned, *beside]
+    # Interpreting takes long: one run has all the NaN, and those that it lacks are in another.
+    if case.batch > 1:
+        return [clean, (", beside NaN", poison_neighbours(dead), slice(1))]
+    return poisoned or [clean]
+
+
 def check(
     case: Case, *implementations: str, run: Callable | None = None, gradients: bool = True
 ) -> None:
@@ -71,15 +84,7 @@ def check(
     """
     inputs = case.inputs()
     goal, unfused = expected(case, inputs)
-    runs = [("", inputs, slice(None))]
-    if case.mask is not None:
-        dead = poison(case, inputs, float("nan"))
-        runs.append((", poisoned with NaN", dead, slice(None)))
-    if case.batch > 1:  # what is interpreted takes long, and gets both kinds of NaN together
-        arrays = inputs if run is None else runs.pop()[1] if case.mask is not None else inputs
-        runs.append((", beside NaN", poison_neighbours(arrays), slice(1)))
-    if run is not None and case.batch == 1:
-        runs = runs[-1:]  # the truth is the same for all
+    runs = arrangements(case, inputs, interpreted=run is not None)
     for implementation in implementations:
         fn = value_and_gradients(case, implementation, gradients)
         call = jax.jit(fn) if run is None else functools.partial(run, fn)
