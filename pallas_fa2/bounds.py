@@ -6,7 +6,6 @@ its upper bound "true somewhere". Every rule is sound: where nothing is known, t
 whole range of its dtype. The cost is one evaluation a tile; no [T, S] array is ever built.
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ class Interval(NamedTuple):
 Rule = Callable[..., Interval]
 
 
-def _whole(shape: tuple[int, ...], dtype: Any) -> Interval:
+def whole(shape: tuple[int, ...], dtype: Any) -> Interval:
     if dtype == jnp.bool_:
         return Interval(jnp.zeros(shape, bool), jnp.ones(shape, bool))
     if jnp.issubdtype(dtype, jnp.integer):
@@ -44,8 +43,8 @@ def _whole(shape: tuple[int, ...], dtype: Any) -> Interval:
 
 def _unless(bad: jax.Array, x: Interval) -> Interval:
     """`x` where it can be trusted, the whole range of its dtype where `bad`."""
-    whole = _whole(bad.shape, x.lo.dtype)
-    return Interval(jnp.where(bad, whole.lo, x.lo), jnp.where(bad, whole.hi, x.hi))
+    unknown = whole(bad.shape, x.lo.dtype)
+    return Interval(jnp.where(bad, unknown.lo, x.lo), jnp.where(bad, unknown.hi, x.hi))
 
 
 def _monotone(f: Callable) -> Rule:
@@ -149,7 +148,7 @@ def _rem(a: Interval, b: Interval) -> Interval:
 def _integers_only(rule: Rule) -> Rule:
     def checked(a: Interval, b: Interval) -> Interval:
         if not jnp.issubdtype(a.lo.dtype, jnp.integer):
-            return _whole(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
+            return whole(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
         return rule(a, b)
 
     return checked
@@ -180,25 +179,25 @@ def _ne(a: Interval, b: Interval) -> Interval:
 
 def _and(a: Interval, b: Interval) -> Interval:
     if a.lo.dtype != jnp.bool_:
-        return _whole(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
+        return whole(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
     return Interval(a.lo & b.lo, a.hi & b.hi)
 
 
 def _or(a: Interval, b: Interval) -> Interval:
     if a.lo.dtype != jnp.bool_:
-        return _whole(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
+        return whole(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
     return Interval(a.lo | b.lo, a.hi | b.hi)
 
 
 def _not(a: Interval) -> Interval:
     if a.lo.dtype != jnp.bool_:
-        return _whole(a.lo.shape, a.lo.dtype)
+        return whole(a.lo.shape, a.lo.dtype)
     return Interval(~a.hi, ~a.lo)
 
 
 def _select(which: Interval, *cases: Interval) -> Interval:
     if which.lo.dtype != jnp.bool_ or len(cases) != 2:
-        return _whole(which.lo.shape, cases[0].lo.dtype)
+        return whole(which.lo.shape, cases[0].lo.dtype)
     on_false, on_true = cases
 
     def either(f: Callable, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -268,7 +267,7 @@ def _convert(a: Interval, dtype: Any) -> Interval:
     )
     if widening:  # rounding is monotone
         return Interval(a.lo.astype(dtype), a.hi.astype(dtype))
-    return _whole(a.lo.shape, dtype)
+    return whole(a.lo.shape, dtype)
 
 
 def evaluate(jaxpr: Any, consts: Any, args: list[Interval]) -> list[Interval]:
@@ -288,11 +287,11 @@ def evaluate(jaxpr: Any, consts: Any, args: list[Interval]) -> list[Interval]:
     env.update(zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
         ins = [read(v) for v in eqn.invars]
-        env.update(zip(eqn.outvars, _apply(eqn, ins), strict=True))
+        env.update(zip(eqn.outvars, apply(eqn, ins), strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
-def _is_jax_numpys(eqn: Any) -> bool:
+def is_jax_numpys(eqn: Any) -> bool:
     """Whether the call is really to jax.numpy's function: a user's may have the same name."""
     name = eqn.params.get("name")
     if name not in NAMED_RULES:
@@ -304,11 +303,11 @@ def _is_jax_numpys(eqn: Any) -> bool:
     return str(theirs.params.get("jaxpr")) == str(eqn.params["jaxpr"])
 
 
-def _apply(eqn: Any, ins: list[Interval]) -> list[Interval]:
+def apply(eqn: Any, ins: list[Interval]) -> list[Interval]:
     name = eqn.primitive.name
     scalar = all(v.aval.shape == () for v in (*eqn.invars, *eqn.outvars))
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if scalar and name in ("pjit", "jit") and _is_jax_numpys(eqn):
+    if scalar and name in ("pjit", "jit") and is_jax_numpys(eqn):
         return [NAMED_RULES[eqn.params["name"]](*ins)]
     if scalar and name in ("pjit", "jit", "closed_call", "custom_jvp_call", "remat2", "checkpoint"):
         closed = inner if hasattr(inner, "consts") else None
@@ -318,7 +317,7 @@ def _apply(eqn: Any, ins: list[Interval]) -> list[Interval]:
     if scalar and name in RULES:
         return [RULES[name](*ins)]
     shape = jnp.broadcast_shapes(*(x.lo.shape[:LEADING] for x in ins), (1,) * LEADING)
-    return [_whole(shape, v.aval.dtype) for v in eqn.outvars]
+    return [whole(shape, v.aval.dtype) for v in eqn.outvars]
 
 
 def _over_tiles(x: jax.Array, axis: int, size: int, pick: str) -> jax.Array:
@@ -351,19 +350,29 @@ def _positions(n: int, axis: int, block: int) -> Interval:
     return Interval(jnp.asarray(start.reshape(shape)), jnp.asarray(last.reshape(shape)))
 
 
-def static_if_known(arrays: Any) -> contextlib.AbstractContextManager:
-    """Evaluates at trace time what depends on no traced array: a static mask costs nothing."""
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
-    return contextlib.nullcontext() if traced else jax.ensure_compile_time_eval()
+def evaluate_now(compute: Callable[[], jax.Array]) -> np.ndarray:
+    """At trace time, what depends on no traced array: a static mask costs nothing later."""
+    try:
+        host = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX was told to use another platform alone
+        host = None
+    with jax.ensure_compile_time_eval(), jax.default_device(host):
+        return np.asarray(jax.jit(compute)())  # one program, not one an operation
 
 
-def classify_each(spec: Spec, operands: Operands, block_q: int, block_kv: int) -> jax.Array:
-    """EMPTY, PARTIAL or FULL for every tile: int32 `[B | 1, K | 1, G | 1, T tiles, S tiles]`."""
+def classify_each(
+    spec: Spec, operands: Operands, block_q: int, block_kv: int
+) -> jax.Array | np.ndarray:
+    """EMPTY, PARTIAL or FULL for every tile: int32 `[B | 1, K | 1, G | 1, T tiles, S tiles]`.
+
+    A NumPy array where the mask reads no traced data: the caller can decide at trace time.
+    """
     q_tiles, k_tiles = -(-spec.q_len // block_q), -(-spec.kv_len // block_kv)
     if spec.mask is None:
-        with static_if_known(()):
-            return jnp.full((1, 1, 1, q_tiles, k_tiles), FULL, jnp.int32)
-    with static_if_known((operands.mask, operands.q_index, operands.k_index)):
+        return np.full((1, 1, 1, q_tiles, k_tiles), FULL, np.int32)
+    code = spec.mask
+
+    def classes() -> jax.Array:
         if spec.positions:
             q_index = _tile_range(_given(operands.q_index), block_q, block_kv)
             k_index = _tile_range(_given(operands.k_index), block_q, block_kv)
@@ -371,10 +380,13 @@ def classify_each(spec: Spec, operands: Operands, block_q: int, block_kv: int) -
             q_index = _positions(spec.q_len, Q_AXIS, block_q)
             k_index = _positions(spec.kv_len, K_AXIS, block_kv)
         ranges = [_tile_range(x, block_q, block_kv) for x in jax.tree.leaves(operands.mask)]
-        (out,) = _run(spec.mask, [q_index, k_index, *ranges])
+        (out,) = _run(code, [q_index, k_index, *ranges])
         table = jnp.where(out.lo, FULL, jnp.where(out.hi, PARTIAL, EMPTY)).astype(jnp.int32)
         shape = (*table.shape[:Q_AXIS], q_tiles, k_tiles)
         return jnp.broadcast_to(table, shape)
+
+    read = jax.tree.leaves((operands.mask, operands.q_index, operands.k_index))
+    return classes() if any(isinstance(x, Tracer) for x in read) else evaluate_now(classes)
 
 
 def classify(spec: Spec, operands: Operands, block_q: int, block_kv: int) -> jax.Array | np.ndarray:
@@ -383,8 +395,7 @@ def classify(spec: Spec, operands: Operands, block_q: int, block_kv: int) -> jax
     A NumPy array where the mask reads no traced data: the caller can decide at trace time.
     """
     table = classify_each(spec, operands, block_q, block_kv)
-    xp = jnp if isinstance(table, Tracer) else np
-    table = xp.asarray(table)
+    xp = np if isinstance(table, np.ndarray) else jnp
     if table.size == 0:  # no batch entry
         return np.full(table.shape[Q_AXIS:], EMPTY)
     low, high = xp.min(table, (0, 1, 2)), xp.max(table, (0, 1, 2))

@@ -69,10 +69,14 @@ class Spec:
         return self.q_heads // self.kv_heads
 
     @property
+    def masked(self) -> bool:
+        """Whether there is a mask, other than one that is known to be causal."""
+        return self.mask is not None and self.causal is None
+
+    @property
     def plain(self) -> bool:
         """No mask but a causal one, no score function, no dropout."""
-        masked = self.mask is not None and self.causal is None
-        return not (masked or self.scores or self.dropout_rate)
+        return not (self.masked or self.scores or self.dropout_rate)
 
     @property
     def accumulator(self) -> np.dtype:

@@ -76,6 +76,7 @@ class Data:
 
     `q` and `k`: `[*B, T]` and `[*B, S]` (a last axis of 1 is shared by all tokens);
     `heads`: `[N, ...]`; `params`: any shape; `pairs`: broadcasts to `[*B, N, T, S]`.
+    `shared` names the token data that were one array for queries and keys when they were placed.
     """
 
     q: Arrays = dataclasses.field(default_factory=dict)
@@ -83,6 +84,7 @@ class Data:
     heads: Arrays = dataclasses.field(default_factory=dict)
     params: Arrays = dataclasses.field(default_factory=dict)
     pairs: Arrays = dataclasses.field(default_factory=dict)
+    shared: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def views(self, q_index: Any, k_index: Any, dims: Dims) -> tuple[Token, Token, Context]:
         """The scalar views that a mask or score function receives."""
@@ -119,6 +121,7 @@ class Data:
             heads=each(self.heads, "heads", lambda n, x: _place_heads(n, x, dims)),
             params=each(self.params, "params", lambda _, x: x.reshape((1,) * LEADING + x.shape)),
             pairs=each(self.pairs, "pairs", lambda n, x: _place_pairs(n, x, dims)),
+            shared=tuple(n for n, x in self.q.items() if self.k.get(n) is x),
         )
 
 

@@ -6,9 +6,10 @@ interpreted.
 
 import pytest
 
+from pallas_fa2.kernels import hopper
 from pallas_fa2.plan import Tuned
 from tests.contract import suite
-from tests.contract.cases import GENERAL, PLAIN, Case
+from tests.contract.cases import GENERAL, MASKED, PLAIN, Case
 from tests.support.hopper import each_variant, is_first, name, planned_with
 
 
@@ -17,8 +18,11 @@ def test_contract_of_reference_and_blockwise(case: Case) -> None:
     suite.check(case, "reference", "blockwise")
 
 
+PROVEN = [case for case in MASKED if case.head_dim <= hopper.MASKED_HEAD_DIMS[-1]]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case, tuned", each_variant(PLAIN), ids=name)
+@pytest.mark.parametrize("case, tuned", each_variant(PLAIN + PROVEN), ids=name)
 def test_contract_of_hopper(case: Case, tuned: Tuned) -> None:
     gradients = is_first(case, tuned)
     with planned_with(tuned):
@@ -26,6 +30,6 @@ def test_contract_of_hopper(case: Case, tuned: Tuned) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", PLAIN + GENERAL, ids=str)
+@pytest.mark.parametrize("case", PLAIN + MASKED + GENERAL, ids=str)
 def test_contract_of_blockwise_on_a_gpu(case: Case) -> None:
     suite.check(case, "blockwise")

@@ -50,6 +50,14 @@ SUPPORTED = {
     "other value dim": {"dims": (192, 128)},
     "scale": {"scale": 0.3},
     "positions that nothing reads": {"q_positions": np.arange(111)},
+    "window": {"mask": fa.Window(3)},
+    "packed documents": {"mask": fa.Causal() & fa.Segments(np.zeros(63, np.int32)), "q_len": 63},
+    "function of data": {
+        "mask": fa.mask_fn(lambda q, k, c: (q.index % 3 == k.a) | (c.x > 0.5))(
+            k_tokens={"a": np.zeros(63, np.int32)}, heads={"x": np.zeros(4, np.float32)}
+        )
+    },
+    "causal positions": {"mask": fa.Causal(), "q_positions": np.arange(111)},
 }
 
 
@@ -63,13 +71,20 @@ def test_hopper_runs_what_it_supports(name):
 DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
 REFUSED = {
     "float32": ({"dtype": jnp.float32}, r"bfloat16 or float16, not float32"),
-    "window": ({"mask": fa.Window(3)}, r"only mask is Causal, not Window\(left=3\)"),
-    "causal window": ({"mask": fa.Causal() & fa.Window(3)}, r"only mask is Causal, not \(Causal"),
-    "function": (
-        {"mask": lambda q, k: q.index > k.index},
-        r"only mask is Causal, not FunctionMask",
+    "dense mask": ({"mask": np.ones((111, 63), bool)}, r"masks read no data of pairs"),
+    "table": (
+        {"mask": fa.mask_fn(lambda q, k, c: c.t[0] > q.index)(params={"t": np.arange(3)})},
+        r"single numbers, not arrays of shape \(3,\)",
     ),
-    "causal positions": ({"mask": fa.Causal(), "q_positions": np.arange(111)}, r"positions"),
+    "small integers": (
+        {"mask": fa.Segments(np.zeros(111, np.int8), np.zeros(63, np.int8))},
+        r"masks read bool, int32, uint32, float32, not int8",
+    ),
+    "product of floats": (
+        {"mask": lambda q, k: q.index.astype(jnp.float32) * 0.5 > k.index.astype(jnp.float32)},
+        r"masks compute no mul of float32",
+    ),
+    "mask at H = 256": ({"mask": fa.Window(3), "dims": (64, 256)}, r"proven up to H = 128"),
     "score": ({"score": fa.soft_cap(5.0)}, r"no score functions"),
     "dropout": (DROPOUT, r"no dropout"),
     "head dim 264": ({"dims": (264, 64)}, r"multiples of 8 up to 256, but H is 264"),

@@ -37,19 +37,20 @@ class Scores(ColumnBlock, Loader):
         self.memory.keys.fill(tile.k, rows(rows=mine), rows(rows=others, columns=half))
 
     def visit(self, tile: Tile, dq_row: Any) -> Any:
-        first = Step(tile, tile.first_step, tile.first_row)
+        first = Step(tile, tile.first_step, tile.first_row, masked=False)
         self.load_queries(first)
         self.load_keys(tile)
         self.load_values(tile)
         self.load_douts(first)
         self.wait_for_keys(tile)
-        tile.each_step(self.step)
+        tile.each_step(self.step, apart=True)
         return dq_row
 
     def step(self, step: Step, _: Any) -> None:
         memory, t, square = self.memory, step.t, self.accumulator(self.config.block_q)
         (p_smem,), (ds_smem,) = memory.p_ring.at(t), memory.ds_ring.at(t)
         [panel] = self.panels
+        keys = self.key_side(step)
         q, lse = memory.queries.wait(t)
 
         def load_next(load: Callable) -> None:
@@ -57,7 +58,7 @@ class Scores(ColumnBlock, Loader):
 
         def form_p(s_acc: Any) -> jax.Array:
             self.multiply_scores(s_acc, q, step.tile.k)
-            return self.probabilities(s_acc[...], lse, step, panel)
+            return self.probabilities(s_acc[...], lse, step, panel, keys)
 
         p = pl.run_scoped(form_p, square)
         memory.p_ring.acquire(t)
@@ -69,7 +70,7 @@ class Scores(ColumnBlock, Loader):
 
         def form_ds(dp_acc: Any) -> jax.Array:
             self.multiply_dp(dp_acc, dout)
-            return p * (dp_acc[...] + self.rows_of(delta, panel))
+            return self.ds(p, dp_acc[...], delta, step, panel)
 
         ds_smem.at[0][...] = pl.run_scoped(form_ds, square).astype(ds_smem.dtype)
         memory.ds_ring.publish(t)

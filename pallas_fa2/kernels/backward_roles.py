@@ -12,8 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import mosaic, ptx
 from pallas_fa2.kernels.backward_schedule import PAIR, PANEL, Config, Schedule, Step, Tile
-from pallas_fa2.kernels.mosaic import COLUMNS, I32, LOG2E, Ring
+from pallas_fa2.kernels.mosaic import I32, LOG2E, Ring
 from pallas_fa2.kernels.tma import Rows
+from pallas_fa2.kernels.token_data import Side, load_row, load_rows
 
 
 class Inputs(NamedTuple):
@@ -24,8 +25,11 @@ class Inputs(NamedTuple):
     k: Any
     v: Any
     dout: Any
-    lse: Any
+    lse: Any  # [B, N, T'], or with the data of queries [B, N, 1 + rows, T']
     delta: Any
+    # under a mask
+    lists: Any = None
+    data: Any = None
 
 
 class Outputs(NamedTuple):
@@ -119,7 +123,8 @@ class Memory(NamedTuple):
         return self.barrier(1)
 
 
-def memory_of(config: Config, dtype: Any) -> Memory:
+def memory_of(config: Config, dtype: Any, row_data: tuple[int, ...] = ()) -> Memory:
+    """`row_data` is how many rows lie with lse, under a mask: what it reads of queries."""
     dim, block_q, kv_rows = config.head_dim, config.block_q, config.kv_rows
     (q_stages, do_stages), (k_stages, v_stages) = config.stages, config.kv_stages
     rings, warpgroups = q_stages + do_stages + k_stages + v_stages, len(config.registers)
@@ -133,7 +138,7 @@ def memory_of(config: Config, dtype: Any) -> Memory:
         v=mosaic.operand(v_stages, kv_rows, dim, dtype=dtype),
         q=mosaic.operand(q_stages, block_q, dim, dtype=dtype),
         dout=mosaic.operand(do_stages, block_q, dim, dtype=dtype),
-        lse=plgpu.SMEM((q_stages, block_q), jnp.float32),
+        lse=plgpu.SMEM((q_stages, *row_data, block_q), jnp.float32),
         delta=plgpu.SMEM((do_stages, block_q), jnp.float32),
         ds=scores(block_q),
         # All that complete by two arrivals in one array: each array costs a register for its phases,
@@ -225,7 +230,8 @@ class Loader(Role):
 
     def _load_rows(self, ring: Ring, step: Step, source: Any, row_data: Any) -> None:
         (batch, head), rows = step.head, pl.ds(step.first_query, self.config.block_q)
-        ring.fill(step.t, Rows(source, batch, rows, head), row_data.at[batch, head, rows])
+        every = [slice(None)] * (len(row_data.shape) - 3)
+        ring.fill(step.t, Rows(source, batch, rows, head), row_data.at[(batch, head, *every, rows)])
 
     def _load_halves(self, ring: Ring, tile: Tile, source: Any) -> None:
         batch, kv_head = tile.place[0], tile.kv_head
@@ -274,8 +280,8 @@ class ColumnBlock(Role):
 
     def rows_of(self, row_data: Any, panel: Any) -> jax.Array:
         """A value of each query, in every row."""
-        vector = plgpu.load(row_data.at[panel], layout=COLUMNS, optimized=False)
-        return mosaic.over_columns(vector, (64, PANEL))
+        row = row_data.at[panel] if len(row_data.shape) == 1 else row_data.at[0, panel]
+        return mosaic.over_columns(load_row(1, row), (64, PANEL))
 
     def multiply_scores(self, s_acc: Any, q: Any, k: Any) -> None:
         """S^T."""
@@ -288,11 +294,15 @@ class ColumnBlock(Role):
         v = self.memory.v.at[lax.optimization_barrier(I32(0))]
         plgpu.wgmma(dp_acc, v.at[self.keys], dout.transpose((1, 0)))
 
-    def probabilities(self, s: jax.Array, lse: Any, step: Step, panel: Any) -> jax.Array:
+    def probabilities(
+        self, s: jax.Array, lse: Any, step: Step, panel: Any, keys: Side | None
+    ) -> jax.Array:
         """P^T in float32, from S^T of a panel."""
         problem = self.schedule.problem
         exponent = s * (problem.scale * LOG2E) + self.rows_of(lse, panel)
-        if problem.causal:
+        if keys is not None:
+            exponent = self.hide_unseen(exponent, keys, lse, step, panel)
+        elif step.masked:
             exponent = self.hide(exponent, step, panel)
         if problem.kv_len % self.config.block_kv:
             # Keys past the end are zeros that nothing hides. Their part of dQ is 0 and their dK and
@@ -306,8 +316,41 @@ class ColumnBlock(Role):
         shift = first_key - step.first_query - panel.start - self.schedule.problem.offset
         return ptx.hide_before(s, mosaic.index((64, PANEL), 0, shift))
 
+    def key_side(self, step: Step) -> Side | None:
+        """What a mask reads of the keys; to be loaded a while before it is needed."""
+        if not step.masked or self.schedule.problem.mask is None:
+            return None
+        first_key = lax.optimization_barrier(self.first_row(step.tile) + self.keys.start)
+        data = self.inputs.data.k.at[step.head[0], :, pl.ds(first_key, 64)]
+        return Side(0, mosaic.index((64, PANEL), 0, first_key), load_rows(0, data))
+
+    def hide_unseen(
+        self, s: jax.Array, k: Side, query_data: Any, step: Step, panel: Any
+    ) -> jax.Array:
+        """-inf where the mask lets a query (column) not see a key (row)."""
+        data, (batch, head) = self.inputs.data, step.head
+        if data.q is not None:
+            query_data = data.q.at[batch, :, pl.ds(step.first_query, self.config.block_q)]
+        first_query = step.first_query + panel.start
+
+        def sides(columns: Any) -> tuple[Side, Side]:
+            some = query_data.at[:, pl.ds(panel.start + columns.start, columns.size)]
+            rows = load_rows(1, some)
+            like = rows[0] if rows else load_row(1, some.at[0])
+            return Side(1, ptx.column_numbers(like, first_query + columns.start), rows), k
+
+        return self.schedule.problem.mask.hide(s, sides, data.numbers.at(batch, head))
+
+    def ds(self, p: jax.Array, dp: jax.Array, delta: Any, step: Step, panel: Any) -> jax.Array:
+        ds = p * (dp + self.rows_of(delta, panel))
+        mask = self.schedule.problem.mask
+        if step.masked and mask is not None and not mask.all_take_part:
+            ds = jnp.where(p == 0, 0.0, ds)  # of a hidden pair, dP may be NaN
+        return ds
+
     def scores(self, step: Step) -> list[tuple[jax.Array, jax.Array]]:
         """P^T and dS^T of a step, panel by panel, in the input dtype."""
+        keys = self.key_side(step)
         q, lse = self.memory.queries.wait(step.t)
         dout, delta = self.memory.douts.wait(step.t)
 
@@ -318,8 +361,8 @@ class ColumnBlock(Role):
 
             def of(panel: Any) -> tuple[jax.Array, jax.Array]:
                 columns = slice(panel.start, panel.start + PANEL)
-                p = self.probabilities(s[:, columns], lse, step, panel)
-                ds = p * (dp_acc[...][:, columns] + self.rows_of(delta, panel))
+                p = self.probabilities(s[:, columns], lse, step, panel, keys)
+                ds = self.ds(p, dp_acc[...][:, columns], delta, step, panel)
                 return p.astype(dout.dtype), ds.astype(dout.dtype)
 
             return lax.optimization_barrier([of(panel) for panel in self.panels])

@@ -10,8 +10,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_fa2.kernels import mosaic
+from pallas_fa2.kernels import mosaic, visits
 from pallas_fa2.kernels.mosaic import Problem
+from pallas_fa2.kernels.visits import Visits
 
 # A block's dQ is formed and added in tiles of 64 x 64: an accumulator of 32 registers.
 DQ_TILE = 64
@@ -137,8 +138,23 @@ class Schedule:
         batch, head, tile = self.order.place(number)
         return batch, head, self.kv_tiles - 1 - tile if self.problem.causal else tile
 
-    def table(self) -> np.ndarray:
+    def table(self, seen: Visits | None) -> Any:
+        """Which tiles each CTA takes."""
+        if seen is not None:
+            order = self.order
+            return seen.deal(order.batch, order.heads, order.section, self._hands)
         return mosaic.deal(self._costs, min(self._hands, self.order.count))
+
+    def seen(self, classes: Any) -> Visits:
+        """The blocks of queries that each block of keys visits, of all heads of a group's part, by their
+        distance from the first; from the classes `[B | 1, N | 1, T tiles, S tiles]`."""
+        xp: Any = np if isinstance(classes, np.ndarray) else jnp
+        batch, each, q_tiles, kv_tiles = classes.shape
+        heads = 1 if each == 1 else self.heads
+        shape = (batch, heads, self.group, q_tiles, kv_tiles)
+        classes = classes.reshape(batch, heads, -1, q_tiles, kv_tiles)
+        classes = xp.moveaxis(xp.broadcast_to(classes, shape), -1, 2)
+        return Visits.of(classes.reshape(batch, heads, kv_tiles, -1))
 
     @property
     def _hands(self) -> int:
@@ -205,8 +221,11 @@ class Tile:
 
     schedule: Schedule
     k: Any  # of the CTA's tiles, this one
-    number: Any
     first_step: Any  # steps count through all tiles of a CTA
+    number: Any
+    # under a mask
+    counts: Any = None
+    lists: Any = None
 
     @property
     def place(self) -> tuple[Any, Any, Any]:
@@ -224,38 +243,65 @@ class Tile:
     @property
     def next_step(self) -> Any:
         """Of the next tile, the first."""
-        return self.first_step + self.schedule.steps(self.place[2])
+        if self.counts is None:
+            return self.first_step + self.schedule.steps(self.place[2])
+        return self.first_step + visits.decode(self.counts)[0]
+
+    @property
+    def first_cut(self) -> Any:
+        """Of the steps whose scores pass through the mask, the first."""
+        return self.next_step - visits.decode(self.counts)[1]
+
+    def _row_of(self, group_head: int, block: Any) -> Any:
+        """Of dQ; blocks of queries are numbered through all heads of all batch entries."""
+        batch, head, _ = self.place
+        head = batch * self.schedule.problem.q_heads + head * self.schedule.group + group_head
+        return head * self.schedule.q_blocks + block
+
+    def _listed_row(self, t: Any) -> Any:
+        """Of step t, which may be the one after the last."""
+        return self._row_of(0, visits.at(self.lists, *self.place)[t - self.first_step])
 
     @property
     def first_row(self) -> Any:
-        """Of dQ; blocks of queries are numbered through all heads of all batch entries."""
-        problem, blocks = self.schedule.problem, self.schedule.q_blocks
-        batch, head, kv_tile = self.place
-        head = batch * problem.q_heads + head * self.schedule.group
-        return head * blocks + self.schedule.first_q_block(kv_tile)
+        if self.lists is not None:
+            return self._listed_row(self.first_step)
+        return self._row_of(0, self.schedule.first_q_block(self.place[2]))
 
     @property
     def last_row(self) -> Any:
-        batch, head, _ = self.place
-        after = batch * self.schedule.problem.q_heads + (head + 1) * self.schedule.group
-        return after * self.schedule.q_blocks - 1
+        if self.lists is not None:
+            return self._listed_row(self.next_step - 1)
+        return self._row_of(self.schedule.group, -1)
 
-    def row_after(self, row: Any) -> Any:
+    def row_after(self, t: Any, row: Any) -> Any:
+        """After step t, whose row is given."""
         blocks = self.schedule.q_blocks
+        if self.lists is not None:
+            return self._listed_row(t + 1)
         if self.schedule.group == 1 or not self.schedule.problem.causal:
             return row + 1
         hidden = self.schedule.first_q_block(self.place[2])  # of the next head
         return row + 1 + jnp.where(mosaic.rem(row, blocks) == blocks - 1, hidden, 0)
 
-    def each_step(self, body: Any, carry: Any = None) -> Any:
-        """carry = body(step, carry), over the group's heads and their blocks."""
+    def each_step(self, body: Any, carry: Any = None, apart: bool = False) -> Any:
+        """carry = body(step, carry), over the group's heads and their blocks.
 
-        def step(t: Any, state: tuple) -> tuple:
-            row, carry = state
-            return self.row_after(row), body(Step(self, t, row), carry)
+        With `apart`, a loop for full blocks and a loop for those that a mask cuts.
+        """
 
-        state = self.first_row, carry
-        return lax.fori_loop(self.first_step, self.next_step, step, state)[1]
+        def loop(first: Any, end: Any, masked: bool, state: tuple) -> tuple:
+            def step(t: Any, state: tuple) -> tuple:
+                row, carry = state
+                return self.row_after(t, row), body(Step(self, t, row, masked), carry)
+
+            return lax.fori_loop(first, end, step, state)
+
+        state, problem = (self.first_row, carry), self.schedule.problem
+        if self.lists is None or not apart:
+            return loop(self.first_step, self.next_step, problem.causal, state)[1]
+        state = loop(self.first_step, self.first_cut, False, state)
+        return loop(self.first_cut, self.next_step, True, state)[1]
 
 
 class Step(NamedTuple):
@@ -264,6 +310,7 @@ class Step(NamedTuple):
     tile: Tile
     t: Any
     row: Any  # of dQ
+    masked: bool  # whether its scores pass through a mask
 
     @property
     def first(self) -> Any:
@@ -276,7 +323,7 @@ class Step(NamedTuple):
     @property
     def next(self) -> "Step":
         """Of the same tile."""
-        return Step(self.tile, self.t + 1, self.tile.row_after(self.row))
+        return self._replace(t=self.t + 1, row=self.tile.row_after(self.t, self.row))
 
     @property
     def head(self) -> tuple[Any, Any]:
@@ -288,7 +335,9 @@ class Step(NamedTuple):
     @property
     def first_query(self) -> Any:
         schedule, tile = self.tile.schedule, self.tile
-        if schedule.group == 1:  # no division, whose numbers would hold registers
+        if (
+            schedule.group == 1 and tile.lists is None
+        ):  # no division, whose numbers would hold registers
             block = self.t - tile.first_step + schedule.first_q_block(tile.place[2])
         else:
             block = mosaic.rem(lax.optimization_barrier(self.row), schedule.q_blocks)

@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_fa2.kernels import mosaic
+from pallas_fa2.kernels import mosaic, visits
 from pallas_fa2.kernels.mosaic import Problem
+from pallas_fa2.kernels.visits import Visits
 
 # Columns of a buffer through which the output leaves, and a repeated tile's keys and values come.
 OUT_COLUMNS = 128
@@ -68,13 +69,21 @@ class Schedule:
         return -(-self.problem.kv_len // self.config.block_kv)
 
     @property
-    def order(self) -> mosaic.Order:
+    def _section(self) -> int:
         p = self.problem
         kv_bytes = 2 * 2 * p.kv_len * self.config.head_dim
-        section = mosaic.section_of(p.kv_heads, kv_bytes, self.config.section_bytes) * p.group
-        return mosaic.Order(p.batch, p.q_heads, self.q_tiles, section, p.causal)
+        return mosaic.section_of(p.kv_heads, kv_bytes, self.config.section_bytes) * p.group
 
-    def table(self) -> np.ndarray:
+    @property
+    def order(self) -> mosaic.Order:
+        p = self.problem
+        return mosaic.Order(p.batch, p.q_heads, self.q_tiles, self._section, p.causal)
+
+    def table(self, seen: Visits | None) -> Any:
+        """Which tiles each CTA takes."""
+        p = self.problem
+        if seen is not None:
+            return seen.deal(p.batch, p.q_heads, self._section, self.config.ctas)
         _, _, tile = self.order.place(np.arange(self.order.count))
         ctas = min(self.config.ctas, self.order.count)
         # A tile's beginning and end cost about as much as a block.
@@ -91,3 +100,50 @@ class Schedule:
         visited = mosaic.minimum(mosaic.div(end, c.block_kv), self.kv_blocks)
         full = mosaic.minimum(mosaic.div(first_row + (p.offset + 1), c.block_kv), whole)
         return visited, visited - full
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A block of query rows of one head."""
+
+    schedule: Schedule
+    number: Any
+    counts: Any = None  # under a mask
+
+    @property
+    def place(self) -> tuple[Any, Any, Any]:
+        """Batch entry, head and block of rows."""
+        return self.schedule.order.place(self.number)
+
+    @property
+    def kv_head(self) -> Any:
+        return mosaic.div(self.place[1], self.schedule.problem.group)
+
+    @property
+    def first_row(self) -> Any:
+        return self.place[2] * self.schedule.config.block_q
+
+    @property
+    def visited(self) -> Any:
+        """How many blocks of keys it sees."""
+        return self._blocks[0]
+
+    @property
+    def full(self) -> Any:
+        """How many of them it sees all of; they come first."""
+        return self.visited - self.cut
+
+    @property
+    def _blocks(self) -> tuple[Any, Any]:
+        if self.counts is None:
+            return self.schedule.blocks(self.place[2])
+        return visits.decode(self.counts)
+
+    @property
+    def cut(self) -> Any:
+        """How many it sees a part of."""
+        return self._blocks[1]
+
+    def shifted(self, zero: Any) -> "Tile":
+        counts = None if self.counts is None else self.counts + zero
+        return dataclasses.replace(self, number=self.number + zero, counts=counts)

@@ -2,18 +2,24 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 
-from pallas_fa2.kernels import hopper_backward, hopper_forward
+from pallas_fa2 import bounds, diagonal
+from pallas_fa2.kernels import hopper_backward, hopper_forward, token_data, visits
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
+from pallas_fa2.kernels.token_data import TokenData
 from pallas_fa2.spec import Device, Operands, Spec
 
 HEAD_DIMS = (64, 128, 256)
+# At 256, 92 of 300 runs differed; what was the cause, as it seems, is mended, but has not run since.
+MASKED_HEAD_DIMS = (64, 128)
 # TMA coordinates are 32-bit, and no launch on larger arrays has been tested.
 MAX_ELEMENTS = 2**31 - 1
 # CUDA's limit for two of a grid's three axes: batch entries times sections of heads, heads, tiles.
@@ -25,10 +31,6 @@ def refuses(spec: Spec, device: Device) -> str | None:
         return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
     if spec.dtype.name not in ("bfloat16", "float16"):
         return f"its inputs are bfloat16 or float16, not {spec.dtype.name}"
-    if spec.positions and spec.mask is not None:
-        return "its masks read no given positions"
-    if spec.mask is not None and spec.causal is None:
-        return f"its only mask is Causal, not {spec.mask}"
     if spec.scores:
         return "it has no score functions"
     if spec.dropout_rate:
@@ -36,6 +38,10 @@ def refuses(spec: Spec, device: Device) -> str | None:
     for name, dim in (("H", spec.head_dim), ("Hv", spec.value_dim)):
         if dim > HEAD_DIMS[-1] or dim % 8:
             return f"head dims are multiples of 8 up to {HEAD_DIMS[-1]}, but {name} is {dim}"
+    if spec.masked and kernel_dim(spec) not in MASKED_HEAD_DIMS:
+        return f"its masks are proven up to H = {MASKED_HEAD_DIMS[-1]}"
+    if spec.masked and (reason := token_data.refuses(spec)):
+        return reason
     if spec.scale <= 0:
         return f"the scale must be positive, but it is {spec.scale:g}"
     if _entry_elements(spec) > MAX_ELEMENTS:
@@ -103,9 +109,71 @@ def trim(spec: Spec) -> Trim:
 
 
 def _problem(spec: Spec, part: Trim, batch: int) -> Problem:
-    return Problem(
-        batch, part.q_len, part.kv_len, spec.q_heads, spec.kv_heads, spec.scale, part.offset
-    )
+    heads = spec.q_heads, spec.kv_heads
+    mask = token_data.describe(spec) if spec.masked else None
+    return Problem(batch, part.q_len, part.kv_len, *heads, spec.scale, part.offset, mask)
+
+
+class MaskData(NamedTuple):
+    """What the kernels read for a mask.
+
+    The classes of tiles, `[B | 1, N | 1, T tiles, S tiles]`, are known when the call is traced, or an
+    array beside the data.
+    """
+
+    all_take_part: bool
+    classes: np.ndarray | None
+    traced: tuple
+
+    @classmethod
+    def of(cls, spec: Spec, operands: Operands, block_q: int, block_kv: int) -> "MaskData | None":
+        if not spec.masked:
+            return None
+        classes = bounds.classify_each(spec, operands, block_q, block_kv)
+        classes = classes.reshape(classes.shape[0], -1, *classes.shape[3:])
+        data, all_take_part = (
+            token_data.pack(spec, operands),
+            diagonal.every_token_sees_itself(spec),
+        )
+        if isinstance(classes, np.ndarray):
+            return cls(all_take_part, classes, (data,))
+        return cls(
+            all_take_part, None, (data, jnp.broadcast_to(classes, (spec.batch, *classes.shape[1:])))
+        )
+
+    def known_to(self, traced: tuple) -> tuple[Any, TokenData]:
+        """The classes and the data, of which `traced` is the part of a launch."""
+        data, *classes = traced
+        return (self.classes if self.classes is not None else classes[0]), data
+
+
+def _finite(*arrays: jax.Array) -> jax.Array:
+    """Of each token and head, `[B, T, N, 1]`."""
+    found = [jnp.all(jnp.isfinite(x), -1, keepdims=True) for x in arrays]
+    return functools.reduce(jnp.logical_and, found)
+
+
+def tame_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For the forward, where keys may be seen by nobody: a probability of 0 times NaN is NaN.
+
+    Values become finite. Where they were not, keys become NaN instead: scores of such a pair are, and
+    with them the output, unless the mask hides them.
+    """
+    finite = _finite(v)
+    return jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
+
+
+def tame_all(
+    q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """For the backward. P and dS are 0 where the mask hides a pair, and meet k, q and dout.
+
+    These become finite. Where they were not, v, lse or delta is NaN instead, and with it dS of a pair
+    that is seen.
+    """
+    rows, keys = _finite(q, dout), _finite(k)
+    q, dout = (jnp.where(rows, x, 0) for x in (q, dout))
+    return q, jnp.where(keys, k, 0), jnp.where(keys, v, jnp.nan), dout
 
 
 def _widen(x: jax.Array, dim: int) -> jax.Array:
@@ -120,20 +188,21 @@ def over_batch(kernel: Callable, limit: int) -> Callable:
     """
 
     @custom_vmap
-    def call(*args: jax.Array) -> Any:
-        batch = args[0].shape[0]
+    def call(*args: Any) -> Any:
+        batch = jax.tree.leaves(args)[0].shape[0]
         if batch <= limit:
             return kernel(*args)
-        parts = [kernel(*(x[i : i + limit] for x in args)) for i in range(0, batch, limit)]
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        parts = [slice(i, i + limit) for i in range(0, batch, limit)]
+        found = [kernel(*jax.tree.map(operator.itemgetter(part), args)) for part in parts]
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *found)
 
     @call.def_vmap
-    def _(size: int, batched: list[bool], *args: jax.Array) -> Any:
-        full = [
-            x if b else jnp.broadcast_to(x, (size, *x.shape))
-            for x, b in zip(args, batched, strict=True)
-        ]
-        out = call(*(x.reshape(-1, *x.shape[2:]) for x in full))
+    def _(size: int, batched: Any, *args: Any) -> Any:
+        def join(x: jax.Array, batched: bool) -> jax.Array:
+            full = x if batched else jnp.broadcast_to(x, (size, *x.shape))
+            return full.reshape(-1, *full.shape[2:])
+
+        out = call(*jax.tree.map(join, args, tuple(batched)))
         out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
         return out, jax.tree.map(lambda _: True, out)
 
@@ -162,14 +231,23 @@ def forward(
     operands: Operands,
 ) -> tuple[jax.Array, jax.Array]:
     """`out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
-    part = trim(spec)
+    part, mask = trim(spec), MaskData.of(spec, operands, *config.tile)
 
-    def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return hopper_forward.attention(_problem(spec, part, q.shape[0]), config, q, k, v)
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, data: Any) -> tuple:
+        problem = _problem(spec, part, q.shape[0])
+        if mask is None:
+            return hopper_forward.attention(problem, config, q, k, v)
+        classes, data = mask.known_to(data)
+        if part.kv_len % config.block_kv:
+            classes = visits.cut_last(classes)
+        seen = visits.Visits.of(classes)
+        return hopper_forward.attention(problem, config, q, k, v, seen, data)
 
+    if mask is not None and not mask.all_take_part:
+        k, v = tame_keys(k, v)
     widen = functools.partial(_widen, dim=config.head_dim)
-    call = over_batch(kernel, batch_limit(spec))
-    out, lse = call(widen(part.queries(q)), widen(part.keys(k)), widen(part.keys(v)))
+    arrays = widen(part.queries(q)), widen(part.keys(k)), widen(part.keys(v))
+    out, lse = over_batch(kernel, batch_limit(spec))(*arrays, mask and mask.traced)
     out = part.restore_queries(out)[..., : spec.value_dim]
     return out, part.restore_queries(lse, -jnp.inf, axis=2)
 
@@ -186,24 +264,30 @@ def backward(
     operands: Operands,
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
     """Gradients of q, k and v; there is no score data."""
-    part = trim(spec)
+    part, mask = trim(spec), MaskData.of(spec, operands, *config.tile)
     q, k, v, lse, delta, dout = _first_order((q, k, v, lse, delta, dout))
 
-    def kernel(*args: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return hopper_backward.gradients(_problem(spec, part, args[0].shape[0]), config, *args)
+    def kernel(*args: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        *arrays, data = args
+        problem = _problem(spec, part, arrays[0].shape[0])
+        masked = () if mask is None else mask.known_to(data)
+        return hopper_backward.gradients(problem, config, *arrays, *masked)
 
     def rows(x: jax.Array, fill: float) -> jax.Array:
         extra = round_up(part.q_len, config.block_q) - part.q_len
         return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
+    if mask is not None and not mask.all_take_part:
+        q, k, v, dout = tame_all(q, k, v, dout)
     widen = functools.partial(_widen, dim=config.head_dim)
     dq, dk, dv = over_batch(kernel, batch_limit(spec))(
         widen(part.queries(q)),
         widen(part.keys(k)),
         widen(part.keys(v)),
         widen(part.queries(dout)),
-        rows(lse * -LOG2E, -jnp.inf),
+        rows(jnp.where(lse == -jnp.inf, -jnp.inf, lse * -LOG2E), -jnp.inf),
         rows(-delta, 0.0),
+        mask and mask.traced,
     )
     dq = part.restore_queries((dq * spec.scale).astype(spec.dtype))[..., : spec.head_dim]
     dk = part.restore_keys(dk, spec.kv_len)[..., : spec.head_dim]

@@ -41,6 +41,7 @@ from pallas_fa2.kernels.backward_schedule import (
     Tile,
 )
 from pallas_fa2.kernels.mosaic import I32, Problem
+from pallas_fa2.kernels.token_data import TokenData
 
 
 def gradients(
@@ -52,25 +53,37 @@ def gradients(
     dout: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
+    classes: Any = None,
+    data: TokenData | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dQ / scale in float32 `[B, T, N, H]`, dK and dV `[B, S, K, H]` in the inputs' dtype.
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. The sums of dQ
-    come in any order: it is not bitwise reproducible.
+    come in any order: it is not bitwise reproducible. Under a mask, `classes` are those of tiles,
+    `[B | 1, N | 1, T tiles, S tiles]`, and `data` is what the mask reads.
     """
     schedule = Schedule.of(problem, config)
-    table = schedule.table()
+    seen = None if data is None else schedule.seen(classes)
+    inputs = Inputs(jnp.asarray(schedule.table(seen)), q, k, v, dout, lse, delta)
+    if data is not None and seen is not None:
+        data = data.with_places(config.block_q, config.block_kv)
+        if not config.paired:  # where shared memory has room, queries bring their data
+            inputs = inputs._replace(lse=_with_query_data(lse, data.q))
+            data = data._replace(q=None)
+        inputs = inputs._replace(lists=jnp.asarray(seen.lists), data=data)
+    flat, tree = jax.tree.flatten(inputs)
 
     def run(refs: tuple, memory: Memory) -> None:
-        dq, *dkv = refs[7:]
-        _body(schedule, Inputs(*refs[:7]), Outputs(dq, dkv[0::2], dkv[1::2]), memory)
+        dq, *dkv = refs[len(flat) :]
+        inputs = jax.tree.unflatten(tree, refs[: len(flat)])
+        _body(schedule, inputs, Outputs(dq, dkv[0::2], dkv[1::2]), memory)
 
     kernel = mosaic.launch(
         run,
-        memory_of(config, q.dtype),
+        memory_of(config, q.dtype, inputs.lse.shape[2:-1]),
         (),
-        {"cta": len(table)},
+        {"cta": inputs.table.shape[0]},
         len(config.registers),
         {PAIR: 2} if config.paired else {},
     )
@@ -80,10 +93,17 @@ def gradients(
     # one each: of one for all, XLA may let two share their memory
     empty = (lax.empty(shape, k.dtype) for _ in range(count))
     outputs = (jnp.zeros(schedule.dq_shape, jnp.float32), *empty)
-    inputs = (jnp.asarray(table), q, k, v, dout, lse, delta)
-    dq, *dkv = pl.run_state(lambda refs: kernel(*inputs, *refs))(outputs)
+    dq, *dkv = pl.run_state(lambda refs: kernel(*flat, *refs))(outputs)
     dk, dv = (schedule.join(dkv[i::2]) for i in range(2))
     return schedule.assemble(dq)[:, : q.shape[1]], dk, dv
+
+
+def _with_query_data(lse: jax.Array, data: jax.Array) -> jax.Array:
+    """`[B, N, 1 + rows, T']`: data of queries, `[B, 1 + rows, T']`, with lse for their places."""
+    batch, heads, length = lse.shape
+    shape = (batch, heads, data.shape[1] - 1, length)
+    rows = jnp.broadcast_to(data[:, None, 1:], shape)
+    return jnp.concatenate([lse[:, :, None], lax.bitcast_convert_type(rows, jnp.float32)], 2)
 
 
 def _body(schedule: Schedule, inputs: Inputs, outputs: Outputs, memory: Memory) -> None:
@@ -93,15 +113,15 @@ def _body(schedule: Schedule, inputs: Inputs, outputs: Outputs, memory: Memory) 
         mosaic.set_registers(config.registers, me)
         role = kinds[me](schedule, inputs, outputs, memory, me)
 
-        def visit(k: Any, number: Any, state: tuple) -> tuple:
+        def visit(k: Any, entry: list[Any], state: tuple) -> tuple:
             first_step, dq_row = state
-            tile = Tile(schedule, k, number, first_step)
+            tile = Tile(schedule, k, first_step, *entry, lists=inputs.lists)
             return tile.next_step, role.visit(tile, dq_row)
 
         role.open()
         state = I32(0), I32(schedule.dq_shape[0] - 1)
         steps, dq_row = mosaic.each_tile(inputs.table, visit, state, prefetch=False)
-        role.close(steps, inputs.table[lax.axis_index("cta"), 0], dq_row)
+        role.close(steps, inputs.table[lax.axis_index("cta"), 0, 0], dq_row)
         mosaic.leave_together(memory.done, me)
 
     kinds = (KeyGradient, ValueGradient, Scores) if config.paired else (KeyHalf, KeyHalf, Loader)
@@ -123,7 +143,7 @@ class KeyHalf(ColumnBlock):
 
     def visit(self, tile: Tile, dq_row: Any) -> Any:
         def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array, Any]:
-            last = tile.each_step(functools.partial(self.step, dk_acc, dv_acc), dq_row)
+            last = tile.each_step(functools.partial(self.step, dk_acc, dv_acc), dq_row, apart=True)
             return dk_acc[...], dv_acc[...], last
 
         self.wait_for_keys(tile)
@@ -140,7 +160,7 @@ class KeyHalf(ColumnBlock):
         (q, _), (dout, _) = memory.queries.at(t), memory.douts.at(t)
         plgpu.barrier_wait(memory.ds_there)
         for i, (_, (_, ds)) in enumerate(panels):
-            self.ds(t).at[i, self.keys][...] = ds
+            self.ds_of(t).at[i, self.keys][...] = ds
 
         def products(dq_acc: Any) -> None:
             self.multiply_dq_of(dq_acc, t - 1, jnp.where(step.first, k - 1, k))
@@ -170,7 +190,7 @@ class KeyHalf(ColumnBlock):
         self.add_dq(pl.run_scoped(product, self.accumulator(DQ_TILE)), dq_row)
         self.memory.keys.release(tiles - 1)
 
-    def ds(self, t: Any) -> Any:
+    def ds_of(self, t: Any) -> Any:
         """dS of a step; there is one before the first, whose dQ goes nowhere."""
         stages = self.config.ds_stages
         return self.memory.ds.at[lax.rem(t + stages, I32(stages))]
@@ -178,7 +198,7 @@ class KeyHalf(ColumnBlock):
     def multiply_dq_of(self, dq_acc: Any, t: Any, k: Any) -> None:
         """This warpgroup's part of dQ of step t, of the CTA's k-th tile."""
         rows, columns = self.config.dq_place(self.me)
-        ds = self.ds(t).at[rows.start // PANEL]
+        ds = self.ds_of(t).at[rows.start // PANEL]
         dq_acc[...] = ptx.zeros((DQ_TILE, DQ_TILE))
         plgpu.wgmma(dq_acc, ds.transpose((1, 0)), self.keys_of(jnp.maximum(k, 0)).at[:, columns])
 

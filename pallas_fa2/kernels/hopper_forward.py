@@ -22,11 +22,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import mosaic, ptx
-from pallas_fa2.kernels.forward_schedule import Config, Schedule
+from pallas_fa2.kernels import mosaic, ptx, visits
+from pallas_fa2.kernels.forward_schedule import Config, Schedule, Tile
 from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE, Problem, Ring
 from pallas_fa2.kernels.ptx import Turns
 from pallas_fa2.kernels.tma import Rows
+from pallas_fa2.kernels.token_data import Side, TokenData, load_row, load_rows
+from pallas_fa2.kernels.visits import Visits
 
 # Below any score, but finite: a row that has seen no key yet gives p = 0 rather than NaN.
 NO_MAXIMUM = -1e30
@@ -51,6 +53,7 @@ class Memory(NamedTuple):
     v: Any
     out: Any  # [warpgroups, 64, columns of a piece]
     lse: Any  # [warpgroups, 64]
+    key_data: Any  # [stages, rows, block_kv], under a mask
     full: Any  # all that complete by one arrival: each array costs a register for its phases
     q_free: Any
     kv_free: Any
@@ -73,44 +76,74 @@ class Memory(NamedTuple):
         first = self.warpgroups + self.stages
         return Ring((self.v,), self.full, self.kv_free, first, self.stages)
 
+    @property
+    def cut_keys(self) -> Ring:
+        """The data of keys that some row sees and some row does not."""
+        first = self.warpgroups + 2 * self.stages
+        return Ring((self.key_data,), self.full, self.kv_free, first, 2 * self.stages)
+
+    @property
+    def rings(self) -> list[Ring]:
+        """Of the keys and what belongs to them."""
+        return [self.keys, self.values, *([] if self.key_data is None else [self.cut_keys])]
+
     def repeat_full(self, warpgroup: Any) -> Any:
         """Where in `full`."""
-        return self.warpgroups + 2 * self.stages + warpgroup
+        return self.full.shape[0] - 2 * self.warpgroups + warpgroup
 
     def repeat_met(self, warpgroup: Any) -> Any:
         """Where the warps of one warpgroup wait for each other."""
-        return self.full.at[2 * self.warpgroups + 2 * self.stages + warpgroup]
+        return self.full.at[self.full.shape[0] - self.warpgroups + warpgroup]
 
     def queries(self, warpgroup: Any) -> Ring:
         return Ring((self.q.at[warpgroup],), self.full, self.q_free, warpgroup, warpgroup)
 
 
 def attention(
-    problem: Problem, config: Config, q: jax.Array, k: jax.Array, v: jax.Array
+    problem: Problem,
+    config: Config,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: Visits | None = None,
+    data: TokenData | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`out [B, T, N, H]` and natural `lse [B, N, T']`; T' is T rounded up to whole tiles.
 
-    q is `[B, T, N, H]`, k and v `[B, S, K, H]`, bfloat16 or float16.
+    q is `[B, T, N, H]`, k and v `[B, S, K, H]`, bfloat16 or float16. Under a mask, `seen` lists the
+    blocks of keys of every tile, and `data` is what the mask reads.
     """
     schedule = Schedule(problem, config)
     dtype, dim, groups = q.dtype, config.head_dim, config.warpgroups
     rows, stages = config.rows, config.stages
+    rings = 2 if data is None else 3
     memory = Memory(
         q=mosaic.operand(groups, 1, rows, dim, dtype=dtype),
         k=mosaic.operand(stages, config.block_kv, dim, dtype=dtype),
         v=mosaic.operand(stages, config.block_kv, dim, dtype=dtype),
         out=mosaic.operand(groups, rows, config.out_pieces[0].size, dtype=dtype),
         lse=plgpu.SMEM((groups, rows), jnp.float32),
-        full=mosaic.barriers(3 * groups + 2 * stages),
+        key_data=None,
+        full=mosaic.barriers(3 * groups + rings * stages),
         q_free=mosaic.barriers(groups),
-        kv_free=mosaic.barriers(2 * stages, groups),
+        kv_free=mosaic.barriers(rings * stages, groups),
         done=[plgpu.Barrier(num_arrivals=groups + 1) for _ in range(2)],
     )
-    table = schedule.table()
+    tables = {"table": jnp.asarray(schedule.table(seen))}
+    if data is not None:
+        assert seen is not None
+        data = data.with_places(config.block_q, config.block_kv)
+        memory = memory._replace(
+            key_data=plgpu.SMEM((stages, data.k.shape[1], config.block_kv), jnp.int32)
+        )
+        tables |= {"lists": jnp.asarray(seen.lists), "data": data}
+    inputs = Inputs(q=q, k=k, v=v, **tables)
+    flat, tree = jax.tree.flatten(inputs)
     lse_shape = (problem.batch, problem.q_heads, schedule.q_tiles * config.block_q)
 
     def run(refs: tuple, memory: Memory) -> None:
-        arrays, warpgroup = Arrays(*refs), lax.axis_index("warpgroup")
+        arrays = Arrays(jax.tree.unflatten(tree, refs[: len(flat)]), *refs[len(flat) :])
+        warpgroup = lax.axis_index("warpgroup")
         multiply = functools.partial(_multiply, schedule, arrays, memory, warpgroup)
         load = functools.partial(_load, schedule, arrays, memory)
         mosaic.assign_roles(warpgroup, *[multiply] * groups, load)
@@ -119,67 +152,101 @@ def attention(
         jax.ShapeDtypeStruct(q.shape, dtype),
         jax.ShapeDtypeStruct(lse_shape, jnp.float32),
     )
-    kernel = mosaic.launch(run, memory, out_type, {"cta": len(table)}, groups + 1)
-    return kernel(jnp.asarray(table), q, k, v)
+    ctas = inputs.table.shape[0]
+    return mosaic.launch(run, memory, out_type, {"cta": ctas}, groups + 1)(*flat)
 
 
-class Arrays(NamedTuple):
+class Inputs(NamedTuple):
     """In device memory."""
 
     table: Any
     q: Any
     k: Any
     v: Any
+    # under a mask
+    lists: Any = None
+    data: Any = None
+
+
+class Arrays(NamedTuple):
+    """In device memory."""
+
+    inputs: Inputs
     out: Any
     lse: Any
+
+    def block(self, tile: Tile, t: Any) -> Any:
+        """Which keys the tile visits as its t-th."""
+        if self.inputs.lists is None:
+            return t
+        return visits.at(self.inputs.lists, *tile.place)[t]
 
 
 def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
     """The loading warpgroup: queries, keys and values of one tile after another."""
-    config = schedule.config
+    config, inputs = schedule.config, arrays.inputs
     mosaic.set_registers(config.shares, -1)
 
-    def tile(n: Any, number: Any, first_step: Any) -> Any:
-        batch, head, q_tile = schedule.order.place(number)
-        kv_head = mosaic.div(head, schedule.problem.group)
-        visited, _ = schedule.blocks(q_tile)
+    def visit(n: Any, entry: list[Any], before: tuple[Any, Any]) -> tuple[Any, Any]:
+        tile = Tile(schedule, *entry)
+        (batch, head, _), (first_step, first_cut) = tile.place, before
 
-        def fill(ring: Ring, source: Any, step: Any) -> None:
-            rows = pl.ds(step * config.block_kv, config.block_kv)
-            ring.fill(first_step + step, Rows(source, batch, rows, kv_head))
+        def keys(t: Any) -> Any:
+            return pl.ds(arrays.block(tile, t) * config.block_kv, config.block_kv)
 
-        def load(step: Any, _: Any) -> None:
-            fill(memory.keys, arrays.k, step)
-            fill(memory.values, arrays.v, step - 1)
+        def load_keys(t: Any) -> None:
+            memory.keys.fill(first_step + t, Rows(inputs.k, batch, keys(t), tile.kv_head))
 
-        fill(memory.keys, arrays.k, I32(0))
+        def load_values(t: Any) -> None:
+            memory.values.fill(first_step + t, Rows(inputs.v, batch, keys(t), tile.kv_head))
+
+        def load_key_data(t: Any) -> None:
+            source = inputs.data.k.at[batch, :, keys(t)]
+            cut = t - tile.full
+            pl.when(cut >= 0)(lambda: memory.cut_keys.fill(first_cut + cut, source))
+
+        def load(t: Any, _: Any) -> None:
+            load_keys(t)
+            if inputs.data is not None:
+                load_key_data(t)
+            load_values(t - 1)
+
+        load_keys(I32(0))
         for g in range(config.warpgroups):
-            rows = pl.ds(q_tile * config.block_q + g * config.rows, config.rows)
-            memory.queries(g).fill(n, Rows(arrays.q, batch, rows, head))
-        lax.fori_loop(I32(1), visited, load, None)
-        fill(memory.values, arrays.v, visited - 1)
-        return first_step + visited
+            rows = pl.ds(tile.first_row + g * config.rows, config.rows)
+            memory.queries(g).fill(n, Rows(inputs.q, batch, rows, head))
+        if inputs.data is not None:
+            load_key_data(I32(0))
+        lax.fori_loop(I32(1), tile.visited, load, None)
+        load_values(tile.visited - 1)
+        return first_step + tile.visited, _after(inputs, tile, first_cut)
 
-    mosaic.each_tile(arrays.table, tile, I32(0))
-    memory.keys.drain()
-    memory.values.drain()
+    mosaic.each_tile(inputs.table, visit, (I32(0), I32(0)))
+    for ring in memory.rings:
+        ring.drain()
     for g in range(config.warpgroups):
         memory.queries(g).drain()
     mosaic.leave_together(memory.done, 1)
 
 
+def _after(inputs: Inputs, tile: Tile, first_cut: Any) -> Any:
+    """The step of key data with which the next tile begins."""
+    return first_cut if inputs.data is None else first_cut + tile.cut
+
+
 def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any) -> None:
     """A multiplying warpgroup: 64 rows of one tile after another."""
-    config = schedule.config
+    config, inputs = schedule.config, arrays.inputs
     mosaic.set_registers(config.shares, 0)
     queries, turns = memory.queries(warpgroup), Turns(warpgroup, config.warpgroups)
 
-    def tile(n: Any, number: Any, first_step: Any) -> Any:
-        """The CTA's n-th tile; the rings have been through `first_step` steps before it."""
+    def visit(n: Any, entry: list[Any], before: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The CTA's n-th tile; the rings have been through some steps before it."""
         (q,) = queries.wait(n)
         if config.q_in_registers:
             q = plgpu.load(q, layout=TILE, optimized=False)
-        block = RowBlock(schedule, arrays, memory, turns, q, number, warpgroup, first_step)
+        tile = Tile(schedule, *entry)
+        block = RowBlock(tile, arrays, memory, turns, q, warpgroup, *before)
         acc, statistics = block.attend()
         total = statistics.total.sum(axis=1)
         infinite = ptx.any_infinite(total, warpgroup)
@@ -190,7 +257,7 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
             for columns in config.out_pieces:
                 piece = acc[:, columns.start : columns.start + columns.size]
                 here.store(columns, piece, statistics.reference, total)
-            return here.next_step
+            return here.next_steps
 
         def repeat() -> Any:
             here = block.shifted(infinite - 1)
@@ -202,15 +269,15 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
 
             lax.fori_loop(0, len(config.out_pieces), piece, None)
             queries.release(n)
-            return here.next_step
+            return here.next_steps
 
         return lax.cond(infinite != 0, repeat, finish)
 
-    memory.keys.open()
-    memory.values.open()
+    for ring in memory.rings:
+        ring.open()
     queries.open()
     turns.open()
-    mosaic.each_tile(arrays.table, tile, I32(0))
+    mosaic.each_tile(inputs.table, visit, (I32(0), I32(0)))
     turns.close()
     plgpu.wait_smem_to_gmem(0)
     mosaic.leave_together(memory.done, 0)
@@ -227,42 +294,41 @@ class Statistics(NamedTuple):
 class RowBlock:
     """64 query rows against all the key blocks that they see, by one warpgroup."""
 
-    schedule: Schedule
+    tile: Tile
     arrays: Arrays
     memory: Memory
     turns: Turns
     q: Any  # [64, H], in shared memory or registers
-    number: Any  # of the tile
     me: Any  # the warpgroup
     first_step: Any  # of this tile, in the rings of keys and values
+    first_cut: Any  # in that of key data
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.tile.schedule
 
     @property
     def shape(self) -> tuple[int, int]:
         return mosaic.ROWS_PER_WARPGROUP, self.schedule.config.block_kv
 
     @property
-    def place(self) -> tuple[Any, Any, Any]:
-        """Batch entry, head and tile."""
-        return self.schedule.order.place(self.number)
-
-    @property
     def first_row(self) -> Any:
-        config = self.schedule.config
-        return self.place[2] * config.block_q + self.me * config.rows
+        return self.tile.first_row + self.me * self.schedule.config.rows
 
     @property
-    def visited(self) -> Any:
-        return self.schedule.blocks(self.place[2])[0]
-
-    @property
-    def next_step(self) -> Any:
-        return self.first_step + self.visited
+    def next_steps(self) -> tuple[Any, Any]:
+        """With which the next tile begins, in the rings."""
+        first_step = self.first_step + self.tile.visited
+        return first_step, _after(self.arrays.inputs, self.tile, self.first_cut)
 
     def shifted(self, zero: Any) -> "RowBlock":
         """The same: `zero` is 0 wherever this is used, which ptxas does not know. What only the end
         of a tile needs is computed there, not before the loops, where it would hold 25 registers."""
-        number, me, first_step = (x + zero for x in (self.number, self.me, self.first_step))
-        return dataclasses.replace(self, number=number, me=me, first_step=first_step)
+        me, first_step, first_cut = (x + zero for x in (self.me, self.first_step, self.first_cut))
+        tile = self.tile.shifted(zero)
+        return dataclasses.replace(
+            self, tile=tile, me=me, first_step=first_step, first_cut=first_cut
+        )
 
     @property
     def scale(self) -> float:
@@ -282,15 +348,15 @@ class RowBlock:
 
     def attend(self) -> tuple[jax.Array, Statistics]:
         """The unnormalized output and the statistics."""
-        visited, cut = self.schedule.blocks(self.place[2])
+        visited, full = self.tile.visited, self.tile.full
         state = self.first_block()
 
         def step(masked: bool) -> Any:
             return lambda t, state: self.next_block(t, masked, *state)
 
-        state = lax.fori_loop(I32(1), visited - cut, step(False), state)
+        state = lax.fori_loop(I32(1), full, step(False), state)
         if self.masked:
-            state = lax.fori_loop(jnp.maximum(visited - cut, 1), visited, step(True), state)
+            state = lax.fori_loop(jnp.maximum(full, 1), visited, step(True), state)
         acc, statistics, p = state
         return self.last_output(visited - 1, acc, p), statistics
 
@@ -298,14 +364,15 @@ class RowBlock:
     def masked(self) -> bool:
         """Whether there are blocks that some row sees only a part of: the last ones."""
         problem = self.schedule.problem
-        return problem.causal or problem.kv_len % self.shape[1] != 0
+        cut = problem.causal or problem.kv_len % self.shape[1] != 0
+        return cut or problem.mask is not None
 
     def first_block(self) -> tuple[jax.Array, Statistics, jax.Array]:
         """Scores and softmax of the first block; there is no output to update yet.
 
-        Every row sees its first key, so the block's maximum is a reference for all that follow.
+        Its maximum is a reference for all that follow. (Without a mask every row sees its first key.)
         """
-        rows, keys = self.shape[0], self.memory.keys
+        rows, keys, queries = self.shape[0], self.memory.keys, self.query_side
         (k,) = keys.wait(self.first_step)
         self.turns.take()
 
@@ -316,11 +383,17 @@ class RowBlock:
 
         s = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
         keys.release(self.first_step)
-        if self.masked:
-            s = self.hide(s, 0)
+        if queries is not None:
+            s = lax.cond(self.tile.full == 0, lambda: self.hide(s, 0, queries), lambda: s)
+        elif self.masked:
+            s = self.hide_after(s, 0)
         reference = mosaic.by_eights(jnp.maximum, s).max(axis=1) * self.scale
+        if self.schedule.problem.mask is not None:
+            reference = _unless_empty(reference)
         p = self.exponentials(s, reference)
         statistics = Statistics(reference, mosaic.by_eights(jnp.add, p))
+        if queries is not None:
+            pl.when(self.tile.full == 0)(lambda: self.release_key_data(0, statistics))
         acc = mosaic.constant(0.0, (rows, self.schedule.config.head_dim), TILE)
         return acc, statistics, p.astype(self.dtype)
 
@@ -329,6 +402,7 @@ class RowBlock:
     ) -> tuple[jax.Array, Statistics, jax.Array]:
         """Scores of block t and output of block t - 1, multiplied together; softmax of block t."""
         keys, values, step = self.memory.keys, self.memory.values, self.first_step + t
+        queries = self.query_side if masked else None
         (k,) = keys.wait(step)
         self.turns.take()
 
@@ -344,18 +418,22 @@ class RowBlock:
                 self.turns.give()
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 keys.release(step)
+                reference = before.reference
                 if masked:
-                    s = self.hide(s, t * self.shape[1])
-                p_next = self.exponentials(s, before.reference)
+                    s = self.hide(s, t, queries)
+                    reference = self.found_reference(s, reference)
+                p_next = self.exponentials(s, reference)
                 total = before.total + mosaic.by_eights(jnp.add, p_next)
                 ptx.pin(total)
-                return o_acc[...], total, p_next
+                return o_acc[...], Statistics(reference, total), p_next
 
             return pl.run_scoped(update, mosaic.accumulator(*acc.shape))
 
-        out, total, p = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
+        out, statistics, p = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
         values.release(step - 1)
-        out, statistics, p = self.raise_references(out, Statistics(before.reference, total), p)
+        if queries is not None:
+            self.release_key_data(t, statistics)
+        out, statistics, p = self.raise_references(out, statistics, p)
         # P's conversion comes last: until here its registers were being read by P V.
         return out, statistics, p.astype(self.dtype)
 
@@ -396,8 +474,31 @@ class RowBlock:
         values.release(step)
         return acc
 
-    def hide(self, s: jax.Array, first_key: Any) -> jax.Array:
-        """-inf where a row does not see a key."""
+    def found_reference(self, s: jax.Array, reference: jax.Array) -> jax.Array:
+        """With those of rows that see their first key in this block."""
+        if self.schedule.problem.mask is None:
+            return reference
+        top = mosaic.by_eights(jnp.maximum, s).max(axis=1) * self.scale
+        return jnp.where(reference == jnp.inf, _unless_empty(top), reference)
+
+    def hide(self, s: jax.Array, t: Any, queries: Side | None) -> jax.Array:
+        """-inf where a row does not see a key of block t, which is cut."""
+        if queries is None:
+            return self.hide_after(s, t * self.shape[1])
+        (key_data,) = self.memory.cut_keys.wait(self.cut_step(t))
+        return self.hide_unseen(s, queries, key_data)
+
+    def cut_step(self, t: Any) -> Any:
+        """Of block t, in the ring of key data."""
+        return self.first_cut + t - self.tile.full
+
+    def release_key_data(self, t: Any, statistics: Statistics) -> None:
+        """Once the statistics are known. An arrival may overtake what a warp still reads from shared
+        memory, which WGMMA delays, and half of a warp's reads then find the next block's data."""
+        ptx.pin(statistics.total)
+        self.memory.cut_keys.release(self.cut_step(t))
+
+    def hide_after(self, s: jax.Array, first_key: Any) -> jax.Array:
         problem, rows = self.schedule.problem, self.shape[:1]
         if problem.offset is None:
             last = plgpu.layout_cast(jnp.full(rows, problem.kv_len - 1), ROWS)
@@ -406,14 +507,42 @@ class RowBlock:
             last = jnp.minimum(row, problem.kv_len - 1)
         return ptx.hide_after(s, last - first_key)
 
+    @property
+    def query_side(self) -> Side | None:
+        """What a mask reads of the rows; to be loaded a while before it is needed."""
+        if self.schedule.problem.mask is None:
+            return None
+        # Where they lie is computed here: it would hold registers through the loops.
+        tile = dataclasses.replace(self.tile, number=lax.optimization_barrier(self.tile.number))
+        first_row = dataclasses.replace(self, tile=tile).first_row
+        rows = pl.ds(first_row, self.shape[0])
+        data = self.arrays.inputs.data.q.at[tile.place[0], :, rows]
+        return Side(0, mosaic.index(self.shape, 0, first_row), load_rows(0, data))
+
+    def hide_unseen(self, s: jax.Array, q: Side, key_data: Any) -> jax.Array:
+        """The mask itself; the first row of the data of keys is their index, or kv_len and more."""
+        problem, (batch, head, _) = self.schedule.problem, self.tile.place
+
+        def sides(columns: Any) -> tuple[Side, Side]:
+            some = key_data.at[:, columns]
+            return q, Side(1, load_row(1, some.at[0]), load_rows(1, some))
+
+        k_end = problem.kv_len if problem.kv_len % self.shape[1] else None
+        numbers = self.arrays.inputs.data.numbers.at(batch, head)
+        return problem.mask.hide(s, sides, numbers, k_end)
+
     def store(self, columns: Any, acc: jax.Array, reference: jax.Array, total: jax.Array) -> None:
         """A piece of the output; with the first, lse."""
-        batch, head, _ = self.place
+        batch, head, _ = self.tile.place
         rows = pl.ds(self.first_row, self.shape[0])
         out, lse = self.memory.out.at[self.me], self.memory.lse.at[self.me]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored before has left them
-        out[...] = (acc * mosaic.over_rows(1 / total, acc.shape)).astype(out.dtype)
-        lse[...] = reference * (1 / LOG2E) + jnp.log(total)
+        share, sum_of_all = 1 / total, reference * (1 / LOG2E) + jnp.log(total)
+        if self.schedule.problem.mask is not None:
+            empty = total == 0
+            share, sum_of_all = jnp.where(empty, 0.0, share), jnp.where(empty, -jnp.inf, sum_of_all)
+        out[...] = (acc * mosaic.over_rows(share, acc.shape)).astype(out.dtype)
+        lse[...] = sum_of_all
         plgpu.commit_smem()
         Rows(self.arrays.out, batch, rows, head, columns).store(out)
 
@@ -426,8 +555,7 @@ class RowBlock:
 
     def load(self, source: Any, first_key: Any, columns: Any) -> Any:
         """Keys or values into the buffer of the output, once all of the warpgroup have left it."""
-        batch, head, _ = self.place
-        kv_head = mosaic.div(head, self.schedule.problem.group)
+        batch, kv_head = self.tile.place[0], self.tile.kv_head
         buffer, full = self.memory.out.at[self.me], self.memory.repeat_full(self.me)
         mosaic.meet(self.memory.repeat_met(self.me))
         rows = pl.ds(first_key, REPEAT_KV)
@@ -442,11 +570,11 @@ class RowBlock:
         scores that rise by 127 in base 2 within a block.
         """
         rows, config = self.shape[0], self.schedule.config
-        pieces = config.out_pieces
+        pieces, parts = config.out_pieces, config.block_kv // REPEAT_KV
 
         def scores(s_acc: Any, first_key: Any) -> jax.Array:
             for piece in pieces:
-                k = self.load(self.arrays.k, first_key, piece)
+                k = self.load(self.arrays.inputs.k, first_key, piece)
                 q = self.queries if len(pieces) == 1 else self.queries.at[:, piece]
                 plgpu.wgmma(s_acc, q, k.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
@@ -454,13 +582,19 @@ class RowBlock:
 
         def step(t: Any, state: tuple) -> tuple:
             acc, reference, total = state
-            first_key = t * REPEAT_KV
+            first_key = self.arrays.block(self.tile, mosaic.div(t, parts)) * config.block_kv
+            first_key += mosaic.rem(t, parts) * REPEAT_KV
             square = mosaic.accumulator(rows, REPEAT_KV)
             s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key), square)
-            s = self.hide(s, first_key) if self.masked else s
+            if (queries := self.query_side) is not None:
+                keys = pl.ds(first_key, REPEAT_KV)
+                key_data = self.arrays.inputs.data.k.at[self.tile.place[0], :, keys]
+                s = self.hide_unseen(s, queries, key_data)
+            elif self.masked:
+                s = self.hide_after(s, first_key)
             highest = jnp.maximum(reference, s.max(axis=1) * self.scale)
             factor, p = jnp.exp2(reference - highest), self.exponentials(s, highest)
-            v = self.load(self.arrays.v, first_key, columns)
+            v = self.load(self.arrays.inputs.v, first_key, columns)
 
             def update(o_acc: Any) -> jax.Array:
                 o_acc[...] = acc * mosaic.over_rows(factor, acc.shape)
@@ -476,6 +610,11 @@ class RowBlock:
             mosaic.constant(NO_MAXIMUM, (rows,), ROWS),
             mosaic.constant(0.0, (rows,), ROWS),
         )
-        state = lax.fori_loop(I32(0), self.visited * (config.block_kv // REPEAT_KV), step, state)
+        state = lax.fori_loop(I32(0), self.tile.visited * parts, step, state)
         mosaic.meet(self.memory.repeat_met(self.me))
         return state
+
+
+def _unless_empty(top: jax.Array) -> jax.Array:
+    """A row that has seen no key yet subtracts infinity: its exponentials are 0."""
+    return jnp.where(top == -jnp.inf, jnp.inf, top)

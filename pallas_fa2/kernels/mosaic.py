@@ -36,9 +36,9 @@ I32 = jnp.int32
 class Problem:
     """What a kernel must know of a call; one kernel is compiled for each.
 
-    A query row sees the keys up to its own index + `offset`, or all of them if `offset` is None.
-    Every row sees a key: rows and keys that take part in nothing are cut off before.
-    `q_len` and `kv_len` are the lengths of the arrays.
+    A query row sees the keys that `mask` lets it see, or those up to its own index + `offset`, or all of
+    them if both are None. Without a mask every row sees a key: rows and keys that take part in nothing
+    are cut off before. `q_len` and `kv_len` are the lengths of the arrays.
     """
 
     batch: int
@@ -48,6 +48,7 @@ class Problem:
     kv_heads: int
     scale: float
     offset: int | None
+    mask: Any = None  # token_data.TileMask
 
     @property
     def group(self) -> int:
@@ -260,33 +261,36 @@ def share(costs: Sequence[float] | np.ndarray, hands: int) -> tuple[list[list[in
 
 
 def deal(costs: Sequence[float] | np.ndarray, hands: int) -> np.ndarray:
-    """int32 `[hands, 2 + most]`, a row a CTA: how many tiles it takes, their numbers, and a zero."""
+    """int32 `[hands, 2 + most, 1]`, a row a CTA: how many tiles it takes, their numbers, and a zero."""
     dealt, _ = share(costs, hands)
-    table = np.zeros((hands, 2 + max(map(len, dealt))), np.int32)
-    for row, numbers in zip(table, dealt, strict=True):
+    table = np.zeros((hands, 2 + max(map(len, dealt)), 1), np.int32)
+    for row, numbers in zip(table[..., 0], dealt, strict=True):
         row[0] = len(numbers)
         row[1 : 1 + len(numbers)] = numbers
     return table
 
 
 def each_tile(
-    table: Any, body: Callable[[Any, Any, Any], Any], carry: Any, prefetch: bool = True
+    table: Any, body: Callable[[Any, list[Any], Any], Any], carry: Any, prefetch: bool = True
 ) -> Any:
-    """carry = body(k, number, carry) for the CTA's tiles.
+    """carry = body(k, entry, carry) for the CTA's tiles; an entry begins with a tile's number.
 
-    With `prefetch` a number is read a tile ahead, and held in a register.
+    With `prefetch` an entry is read a tile ahead, and held in registers.
     """
     cta = lax.axis_index("cta")
 
+    def entry(k: Any) -> list[Any]:
+        return [table[cta, k, i] for i in range(table.shape[2])]
+
     def step(k: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
-        number, carry = state
-        following = table[cta, k + 2]
-        return following, body(k, number, carry)
+        this, carry = state
+        following = entry(k + 2)
+        return following, body(k, this, carry)
 
     if prefetch:
-        return lax.fori_loop(I32(0), table[cta, 0], step, (table[cta, 1], carry))[1]
+        return lax.fori_loop(I32(0), table[cta, 0, 0], step, (entry(1), carry))[1]
     return lax.fori_loop(
-        I32(0), table[cta, 0], lambda k, carry: body(k, table[cta, k + 1], carry), carry
+        I32(0), table[cta, 0, 0], lambda k, carry: body(k, entry(k + 1), carry), carry
     )
 
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_fa2.kernels.mosaic import I32, ROWS, TILE
+from pallas_fa2.kernels.mosaic import COLUMNS, I32, ROWS, TILE
 
 # Of PTX's 16 named barriers, Mosaic has 0 and one for each of up to four warpgroups.
 FIRST_TURN = 5
@@ -303,6 +303,35 @@ def _hide(s: jax.Array, bound: jax.Array, kept: Any, name: str) -> jax.Array:
     hide.__name__ = name
     result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
     return plgpu.inline_mgpu(arg_types=(TILE, ROWS), return_type=result)(hide)(s, bound)
+
+
+def column_numbers(like: jax.Array, start: Any) -> jax.Array:
+    """start, start + 1, ... in the layout of `like`, one a column.
+
+    They are computed where this is called: LLVM would keep those of Pallas's iota in registers, all of
+    them, as they are the same in every tile but for the start.
+    """
+
+    def column_numbers(_: Any, like: Any, start: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+
+        def constant(value: int) -> Any:
+            return arith.constant(i32, value)
+
+        two_each = arith.shli(arith.andi(_thread(), constant(3)), constant(1))
+        first = arith.addi(start.registers[()], two_each)
+        numbers = np.empty_like(like.registers)
+        for i, at in enumerate(np.ndindex(*numbers.shape)):  # 8 columns each
+            pair = llvm.mlir_undef(ir.VectorType.get((2,), i32))
+            for e in range(2):
+                number = arith.addi(first, constant(8 * i + e))
+                pair = llvm.insertelement(pair, number, constant(e))
+            numbers[at] = pair
+        return mgpu.FragmentedArray(_registers=numbers, _layout=like.layout, _is_signed=True)
+
+    types = (COLUMNS, plgpu.Layout.WG_SPLAT)
+    result = plgpu.ShapeDtypeStruct(like.shape, I32, COLUMNS)
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(column_numbers)(like, start)
 
 
 def pin(positive: jax.Array) -> None:

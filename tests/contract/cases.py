@@ -89,6 +89,22 @@ def documents(case: Case) -> tuple[Any, np.ndarray]:
     return fa.Segments(jnp.asarray(q_ids), jnp.asarray(k_ids)), everywhere(case, dense)
 
 
+def packed(case: Case) -> tuple[Any, np.ndarray]:
+    """Causal documents, the same for queries and keys."""
+    ids, (q, k) = _ids(case, case.q_len, 0), positions(case)
+    same = (ids[:, :, None] == ids[:, None, :])[:, None]
+    return fa.Causal() & fa.Segments(jnp.asarray(ids)), everywhere(case, same & (k <= q))
+
+
+def reach(case: Case) -> tuple[Any, np.ndarray]:
+    """Every head sees as far back as its own number says."""
+    reach = 20.0 * np.arange(1, case.q_heads + 1)
+    mask = fa.mask_fn(lambda q, k, c: (q.index - k.index).astype(jnp.float32) < c.reach)
+    q, k = positions(case)
+    dense = q - k < reach[:, None, None]
+    return mask(heads={"reach": jnp.asarray(reach, jnp.float32)}), everywhere(case, dense[None])
+
+
 def lengths(case: Case) -> tuple[Any, np.ndarray]:
     """Rows and keys past the lengths; the first batch entry has no key at all."""
     q_n = np.linspace(case.q_len // 2, case.q_len, case.batch).astype(np.int32)
@@ -184,6 +200,22 @@ PLAIN = [
             (128, 130, bf16, causal_end),
             (256, 70, bf16, None),
         )
+    ),
+]
+
+# What the Hopper kernels run with masks. Some rows and keys take part in nothing.
+MASKED = [
+    *(Case(f"window_h{h}", 2, 200, 200, 2, 1, h, mask=window) for h in (64, 128)),
+    *(Case(f"packed_h{h}", 2, 300, 300, 2, 1, h, mask=packed) for h in (64, 96, 128, 256)),
+    Case("documents_h64", 2, 200, 330, 2, 1, 64, mask=documents),
+    Case("documents_h128", 2, 330, 139, 4, 2, 128, dtype=f16, mask=documents),
+    *(Case(f"lengths_h{h}", 2, 200, 330, 2, 1, h, mask=lengths) for h in (64, 128, 256)),
+    Case("dilated_h128", 1, 130, 330, 2, 2, 128, mask=dilated),
+    Case("reach_h64", 1, 300, 300, 4, 2, 64, mask=reach),
+    Case("reach_h128_multi_query", 1, 200, 200, 4, 1, 128, mask=reach),
+    *(
+        Case(f"rising_documents_h{h}", 1, 130, 260, 1, 1, h, mask=documents, rise=7)
+        for h in (64, 128, 256)
     ),
 ]
 

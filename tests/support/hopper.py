@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 from pallas_fa2 import plan
+from pallas_fa2.kernels import hopper
 from pallas_fa2.spec import Device
 from tests.contract.cases import Case, causal, causal_end
 
@@ -16,13 +17,17 @@ H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 def planned_for_h200(cores: int = H200.cores) -> Iterator[None]:
     """What is traced inside may be interpreted or compiled, not run."""
     device = H200._replace(cores=cores)
-    with mock.patch("pallas_fa2.api.device_of", lambda array: device):
+    with (
+        mock.patch("pallas_fa2.api.device_of", lambda array: device),
+        mock.patch.object(hopper, "MASKED_HEAD_DIMS", hopper.HEAD_DIMS),  # proven or not
+    ):
         yield
 
 
 def _forwards(case: Case) -> list[plan.Tuned]:
     kernels = plan.hopper_forwards(max(case.head_dim, case.value_dim or 0))
-    return [t for t in kernels if t.longest_causal is None or case.mask in CAUSAL]
+    causal, masked = case.mask in CAUSAL, case.mask not in (None, *CAUSAL)
+    return [t for t in kernels if t.masked == masked and (causal or t.longest_causal is None)]
 
 
 def is_first(case: Case, tuned: plan.Tuned) -> bool:

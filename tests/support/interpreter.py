@@ -544,6 +544,7 @@ INLINE: dict[str, Callable[..., Any]] = {
     "zeros": lambda *shape: jnp.zeros(tuple(map(int, shape)), "float32"),
     "_turn_sync": lambda _: None,
     "_turn_arrive": lambda _: None,
+    "column_numbers": lambda like, start: start + jnp.arange(like.shape[0], dtype="int32"),
     "hide_after": lambda s, last: jnp.where(_columns(s) <= last[:, None], s, -jnp.inf),
     "hide_before": lambda s, first: jnp.where(_columns(s) >= first[:, None], s, -jnp.inf),
 }

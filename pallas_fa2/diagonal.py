@@ -1,0 +1,102 @@
+"""Whether a mask lets every token see itself, by its code.
+
+If so, no query is without a key and no key without a query: there is nothing whose values a kernel must
+keep from spreading. The code is followed with one token in both places. What is computed twice from the
+same values has the same name, and is equal; for all else there are the intervals of `bounds`.
+"""
+
+import functools
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Literal
+
+from pallas_fa2 import bounds
+from pallas_fa2.bounds import Interval
+from pallas_fa2.spec import Spec
+from pallas_fa2.tokens import LEADING, Data
+
+SCALAR = (1,) * LEADING
+
+
+class Named(NamedTuple):
+    """A value's range, and a name that it shares with values that are surely equal to it."""
+
+    name: Any
+    range: Interval
+
+
+@functools.lru_cache(maxsize=512)
+def every_token_sees_itself(spec: Spec) -> bool:
+    """False where the code does not say so."""
+    if spec.mask is None or spec.positions or spec.q_len != spec.kv_len:
+        return False
+    code, names = spec.mask.jaxpr, _argument_names(spec)
+
+    def sees_itself() -> jax.Array:
+        args = [
+            Named(name, bounds.whole(SCALAR, aval.dtype))
+            for name, aval in zip(names, cast(list[ShapedArray], code.in_avals), strict=True)
+        ]
+        (out,) = _evaluate(code.jaxpr, code.consts, args)
+        return out.range.lo
+
+    return bool(bounds.evaluate_now(sees_itself).all())
+
+
+def _argument_names(spec: Spec) -> list[int]:
+    """Numbers; an index of a key is that of its query, and so are data that they share."""
+    assert spec.mask is not None
+    _, structure = spec.mask.key
+    q_index, k_index, data = jax.tree.unflatten(structure, range(structure.num_leaves))
+    same = {k_index: q_index}
+    nodes = jax.tree.leaves(data, is_leaf=lambda x: isinstance(x, Data))
+    for node in nodes:
+        if isinstance(node, Data):
+            same |= {node.k[name]: node.q[name] for name in node.shared}
+    return [same.get(i, i) for i in range(structure.num_leaves)]
+
+
+def _constant(x: Any) -> Named:
+    x = np.asarray(x)
+    return Named(_constant_name(x), Interval(*[jnp.asarray(x).reshape(SCALAR)] * 2))
+
+
+def _constant_name(x: np.ndarray) -> tuple:
+    return x.dtype.name, x.tobytes()
+
+
+def _evaluate(jaxpr: Any, consts: Any, args: list[Named]) -> list[Named]:
+    env: dict[Any, Named] = {}
+
+    def read(v: Any) -> Named:
+        aval = v.aval
+        return _constant(np.asarray(v.val, aval.dtype)) if isinstance(v, Literal) else env[v]
+
+    env.update(zip(jaxpr.constvars, map(_constant, consts), strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.eqns:
+        ins = [read(v) for v in eqn.invars]
+        env.update(zip(eqn.outvars, _apply(eqn, ins), strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _apply(eqn: Any, ins: list[Named]) -> list[Named]:
+    inner = eqn.params.get("jaxpr")
+    if hasattr(inner, "consts") and not bounds.is_jax_numpys(eqn):
+        return _evaluate(inner.jaxpr, inner.consts, ins)
+    operation, dtype = eqn.primitive.name, eqn.invars[0].aval.dtype
+    if len(ins) == 2 and jnp.issubdtype(dtype, jnp.integer):
+        a, b = (x.name for x in ins)
+        if operation in ("add", "sub") and b == _constant_name(np.zeros((), dtype)):
+            return [ins[0]]
+        if operation == "sub" and a == b:
+            return [_constant(np.zeros((), dtype))]
+        if operation in ("eq", "le", "ge") and a == b:
+            return [_constant(np.ones((), bool))]
+    name = operation, str(eqn.params), *(x.name for x in ins)
+    ranges = bounds.apply(eqn, [x.range for x in ins])
+    return [Named((*name, i), x) for i, x in enumerate(ranges)]

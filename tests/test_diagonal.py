@@ -1,0 +1,63 @@
+"""What a mask's code says about a token and itself; never more than is true."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa2 as fa
+from pallas_fa2.diagonal import every_token_sees_itself
+from pallas_fa2.spec import describe
+
+IDS = jnp.zeros((2, 24), jnp.int32)
+
+
+@fa.mask_fn
+def image_text(q, k):
+    return (q.index >= k.index) | ((q.image == k.image) & (q.image >= 0))
+
+
+def says(mask, kv_len=24, **options):
+    q = jax.ShapeDtypeStruct((2, 24, 4, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, kv_len, 4, 64), jnp.bfloat16)
+    return every_token_sees_itself(describe(q, k, k, mask=mask, **options)[0])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        fa.Causal(),
+        fa.Causal(align="end") & fa.Window(3),
+        fa.Causal() & fa.Segments(IDS),
+        fa.Prefix(10) | fa.Causal(),
+        fa.Chunked(5),
+        image_text(tokens={"image": IDS}),
+        fa.mask_fn(lambda q, k: abs(q.index - k.index) % 3 == 0),
+        fa.mask_fn(lambda q, k: (q.index + 0 == k.index - 0) & (q.index // 3 <= k.index // 3)),
+    ],
+    ids=str,
+)
+def test_every_token_sees_itself(mask):
+    assert says(mask)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        ~fa.Causal(),
+        fa.Lengths(jnp.array([3, 5])),
+        fa.Segments(IDS, IDS + 1),
+        fa.Window(jnp.int32(5)),
+        fa.Causal() & fa.Prefix(3),
+        fa.mask_fn(lambda q, k: q.index - k.index > 0),
+        fa.mask_fn(lambda q, k: q.a == k.a)(tokens={"a": np.full(24, np.nan, np.float32)}),
+    ],
+    ids=str,
+)
+def test_where_some_may_not_it_does_not_say_so(mask):
+    assert not says(mask)
+
+
+def test_other_lengths_and_given_positions_are_other_tokens():
+    assert not says(fa.Window(3), kv_len=30)
+    assert not says(fa.Window(3), q_positions=jnp.arange(24) + 5)
