@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import Literal
 
 from pallas_fa2.spec import Operands, Spec
-from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, Pointwise, alike
+from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, Pointwise, alike, called, follow
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -272,23 +271,13 @@ def _convert(a: Interval, dtype: Any) -> Interval:
 
 def evaluate(jaxpr: Any, consts: Any, args: list[Interval]) -> list[Interval]:
     """Runs a jaxpr of scalars on intervals whose arrays broadcast against each other."""
-    env: dict[Any, Interval] = {}
 
     def point(x: Any) -> Interval:
         x = jnp.asarray(x)
         x = x.reshape((1,) * LEADING) if x.ndim == 0 else x
         return Interval(x, x)
 
-    def read(v: Any) -> Interval:
-        aval = v.aval
-        return point(np.asarray(v.val, aval.dtype)) if isinstance(v, Literal) else env[v]
-
-    env.update(zip(jaxpr.constvars, map(point, consts), strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    for eqn in jaxpr.eqns:
-        ins = [read(v) for v in eqn.invars]
-        env.update(zip(eqn.outvars, apply(eqn, ins), strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return follow(jaxpr, consts, args, point, apply)
 
 
 def is_jax_numpys(eqn: Any) -> bool:
@@ -306,12 +295,10 @@ def is_jax_numpys(eqn: Any) -> bool:
 def apply(eqn: Any, ins: list[Interval]) -> list[Interval]:
     name = eqn.primitive.name
     scalar = all(v.aval.shape == () for v in (*eqn.invars, *eqn.outvars))
-    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     if scalar and name in ("pjit", "jit") and is_jax_numpys(eqn):
         return [NAMED_RULES[eqn.params["name"]](*ins)]
-    if scalar and name in ("pjit", "jit", "closed_call", "custom_jvp_call", "remat2", "checkpoint"):
-        closed = inner if hasattr(inner, "consts") else None
-        return evaluate(closed.jaxpr, closed.consts, ins) if closed else evaluate(inner, (), ins)
+    if scalar and (inner := called(eqn)) is not None:
+        return evaluate(*inner, ins)
     if scalar and name == "convert_element_type":
         return [_convert(ins[0], eqn.params["new_dtype"])]
     if scalar and name in RULES:

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Literal
 
 from pallas_fa2 import bounds
 from pallas_fa2.bounds import Interval
 from pallas_fa2.spec import Spec
-from pallas_fa2.tokens import LEADING, Data
+from pallas_fa2.tokens import LEADING, Data, called, follow
 
 SCALAR = (1,) * LEADING
 
@@ -41,7 +40,7 @@ def every_token_sees_itself(spec: Spec) -> bool:
             Named(name, bounds.whole(SCALAR, aval.dtype))
             for name, aval in zip(names, cast(list[ShapedArray], code.in_avals), strict=True)
         ]
-        (out,) = _evaluate(code.jaxpr, code.consts, args)
+        (out,) = follow(code.jaxpr, code.consts, args, _constant, _apply)
         return out.range.lo
 
     return bool(bounds.evaluate_now(sees_itself).all())
@@ -69,25 +68,10 @@ def _constant_name(x: np.ndarray) -> tuple:
     return x.dtype.name, x.tobytes()
 
 
-def _evaluate(jaxpr: Any, consts: Any, args: list[Named]) -> list[Named]:
-    env: dict[Any, Named] = {}
-
-    def read(v: Any) -> Named:
-        aval = v.aval
-        return _constant(np.asarray(v.val, aval.dtype)) if isinstance(v, Literal) else env[v]
-
-    env.update(zip(jaxpr.constvars, map(_constant, consts), strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    for eqn in jaxpr.eqns:
-        ins = [read(v) for v in eqn.invars]
-        env.update(zip(eqn.outvars, _apply(eqn, ins), strict=True))
-    return [read(v) for v in jaxpr.outvars]
-
-
 def _apply(eqn: Any, ins: list[Named]) -> list[Named]:
-    inner = eqn.params.get("jaxpr")
-    if hasattr(inner, "consts") and not bounds.is_jax_numpys(eqn):
-        return _evaluate(inner.jaxpr, inner.consts, ins)
+    inner = called(eqn)
+    if inner is not None and not bounds.is_jax_numpys(eqn):
+        return follow(*inner, ins, _constant, _apply)
     operation, dtype = eqn.primitive.name, eqn.invars[0].aval.dtype
     if len(ins) == 2 and jnp.issubdtype(dtype, jnp.integer):
         a, b = (x.name for x in ins)

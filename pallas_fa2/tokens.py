@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 LEADING = 5  # B, K, G, T, S
 Q_AXIS, K_AXIS = 3, 4
@@ -264,6 +264,34 @@ def _captured(jaxpr: ClosedJaxpr) -> list:
     """Arrays that a traced function captured, itself or in a function that it calls."""
     inner = (p for e in jaxpr.jaxpr.eqns for p in e.params.values() if isinstance(p, ClosedJaxpr))
     return [*jaxpr.consts, *(const for p in inner for const in _captured(p))]
+
+
+# Equations that do no more than call their jaxpr. (A loop has one too.)
+CALLS = {"pjit", "jit", "closed_call", "custom_jvp_call", "remat2", "checkpoint"}
+
+
+def called(eqn: Any) -> tuple[Any, Any] | None:
+    """The jaxpr that an equation calls, and its constants."""
+    if eqn.primitive.name not in CALLS:
+        return None
+    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+
+
+def follow(jaxpr: Any, consts: Any, args: list, constant: Callable, apply: Callable) -> list:
+    """Runs a jaxpr on what stands for its values: constant(array), and apply(eqn, ins) of an equation."""
+    env: dict[Any, Any] = {}
+
+    def read(v: Any) -> Any:
+        aval = v.aval
+        return constant(np.asarray(v.val, aval.dtype)) if isinstance(v, Literal) else env[v]
+
+    env.update(zip(jaxpr.constvars, map(constant, consts), strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.eqns:
+        ins = [read(v) for v in eqn.invars]
+        env.update(zip(eqn.outvars, apply(eqn, ins), strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
 def _varying(x: Any) -> frozenset:

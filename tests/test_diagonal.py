@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import pallas_fa2 as fa
 from pallas_fa2.diagonal import every_token_sees_itself
@@ -50,6 +51,7 @@ def test_every_token_sees_itself(mask):
         fa.Window(jnp.int32(5)),
         fa.Causal() & fa.Prefix(3),
         fa.mask_fn(lambda q, k: q.index - k.index > 0),
+        fa.mask_fn(lambda q, k: lax.fori_loop(0, 3, lambda i, x: x - 1, q.index - k.index) >= -1),
         fa.mask_fn(lambda q, k: q.a == k.a)(tokens={"a": np.full(24, np.nan, np.float32)}),
     ],
     ids=str,

@@ -84,6 +84,14 @@ REFUSED = {
         {"mask": lambda q, k: q.index.astype(jnp.float32) * 0.5 > k.index.astype(jnp.float32)},
         r"masks compute no mul of float32",
     ),
+    "loop": (
+        {"mask": lambda q, k: jax.lax.fori_loop(0, 3, lambda i, x: x + k.index, q.index) > 5},
+        r"masks compute no scan",
+    ),
+    "too many blocks": (
+        {"mask": fa.Window(3), "q_len": 1 << 19, "heads": (8, 2)},
+        r"its masks list 32767 blocks at most, and here are 32768",
+    ),
     "mask at H = 256": ({"mask": fa.Window(3), "dims": (64, 256)}, r"proven up to H = 128"),
     "score": ({"score": fa.soft_cap(5.0)}, r"no score functions"),
     "dropout": (DROPOUT, r"no dropout"),

@@ -42,6 +42,8 @@ def refuses(spec: Spec, device: Device) -> str | None:
         return f"its masks are proven up to H = {MASKED_HEAD_DIMS[-1]}"
     if spec.masked and (reason := token_data.refuses(spec)):
         return reason
+    if spec.masked and _listed_blocks(spec) > visits.MOST:
+        return f"its masks list {visits.MOST} blocks at most, and here are {_listed_blocks(spec)}"
     if spec.scale <= 0:
         return f"the scale must be positive, but it is {spec.scale:g}"
     if _entry_elements(spec) > MAX_ELEMENTS:
@@ -51,6 +53,11 @@ def refuses(spec: Spec, device: Device) -> str | None:
     if max(spec.q_len, spec.kv_len) > 64 * MAX_GRID:
         return f"its sequences have {64 * MAX_GRID} tokens at most"
     return None
+
+
+def _listed_blocks(spec: Spec) -> int:
+    """The most that a tile of a kernel may visit: 64 keys each, or 64 queries of each head of a group."""
+    return max(-(-spec.kv_len // 64), spec.group * -(-spec.q_len // 64))
 
 
 def kernel_dim(spec: Spec) -> int:

@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
-from pallas_fa2.tokens import Pointwise
+from pallas_fa2.tokens import Pointwise, called, follow
 
 # Exact, and the same in every context: a tile that was found to be empty or full must be. (The kernels
 # divide approximately, and a product with a sum may be rounded once or twice.)
@@ -35,18 +33,10 @@ class Value(NamedTuple):
     axes: tuple[int, ...] = ()  # of the tile, that it varies over
 
 
-def _inner(eqn: Any) -> tuple[Any, Any] | None:
-    """The jaxpr that an equation calls, and its constants."""
-    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if inner is None:
-        return None
-    return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
-
-
 def refuses(jaxpr: Any) -> str | None:
     """What of a mask's code no kernel runs."""
     for eqn in jaxpr.eqns:
-        if (inner := _inner(eqn)) is not None:
+        if (inner := called(eqn)) is not None:
             if reason := refuses(inner[0]):
                 return reason
             continue
@@ -60,29 +50,15 @@ def refuses(jaxpr: Any) -> str | None:
 
 
 def evaluate(code: Pointwise, args: list[Value], shape: tuple[int, int]) -> Value:
-    (out,) = _run(code.jaxpr.jaxpr, code.jaxpr.consts, args, shape)
+    def apply(eqn: Any, ins: list[Value]) -> list[Value]:
+        if (inner := called(eqn)) is not None:
+            return follow(*inner, ins, Value, apply)
+        axes = tuple(sorted({axis for x in ins for axis in x.axes}))
+        operands = [spread(x, axes, shape) for x in ins]
+        return [Value(eqn.primitive.bind(*operands, **eqn.params), axes)]
+
+    (out,) = follow(code.jaxpr.jaxpr, code.jaxpr.consts, args, Value, apply)
     return out
-
-
-def _run(jaxpr: Any, consts: Any, args: list[Value], shape: tuple[int, int]) -> list[Value]:
-    env: dict[Any, Value] = {}
-
-    def read(v: Any) -> Value:
-        aval = v.aval
-        return Value(np.asarray(v.val, aval.dtype)) if isinstance(v, Literal) else env[v]
-
-    env.update(zip(jaxpr.constvars, map(Value, consts), strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    for eqn in jaxpr.eqns:
-        ins = [read(v) for v in eqn.invars]
-        if (inner := _inner(eqn)) is not None:
-            outs = _run(*inner, ins, shape)
-        else:
-            axes = tuple(sorted({axis for x in ins for axis in x.axes}))
-            operands = [spread(x, axes, shape) for x in ins]
-            outs = [Value(eqn.primitive.bind(*operands, **eqn.params), axes)]
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
 
 
 def spread(x: Value, axes: tuple[int, ...], shape: tuple[int, int]) -> Any:

@@ -19,9 +19,9 @@ LEVELS = 32
 # with 2, the longest took 1.9 times the mean (packed documents), with 16 it takes 1.04 times.
 TURNS = 16
 
-# Where the number of full blocks begins in a tile's counts.
+# Where the number of full blocks begins in a tile's counts: both in an int32.
 FULL_BIT = 16
-MOST = (1 << FULL_BIT) - 1
+MOST = (1 << (FULL_BIT - 1)) - 1
 
 
 def decode(counts: Any) -> tuple[Any, Any]:
