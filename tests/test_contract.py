@@ -6,7 +6,6 @@ interpreted.
 
 import pytest
 
-from pallas_fa2.kernels import hopper
 from pallas_fa2.plan import Tuned
 from tests.contract import suite
 from tests.contract.cases import GENERAL, MASKED, PLAIN, Case
@@ -18,11 +17,8 @@ def test_contract_of_reference_and_blockwise(case: Case) -> None:
     suite.check(case, "reference", "blockwise")
 
 
-PROVEN = [case for case in MASKED if case.head_dim <= hopper.MASKED_HEAD_DIMS[-1]]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("case, tuned", each_variant(PLAIN + PROVEN), ids=name)
+@pytest.mark.parametrize("case, tuned", each_variant(PLAIN + MASKED), ids=name)
 def test_contract_of_hopper(case: Case, tuned: Tuned) -> None:
     gradients = is_first(case, tuned)
     with planned_with(tuned):

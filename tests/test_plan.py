@@ -92,7 +92,6 @@ REFUSED = {
         {"mask": fa.Window(3), "q_len": 1 << 19, "heads": (8, 2)},
         r"its masks list 32767 blocks at most, and here are 32768",
     ),
-    "mask at H = 256": ({"mask": fa.Window(3), "dims": (64, 256)}, r"proven up to H = 128"),
     "score": ({"score": fa.soft_cap(5.0)}, r"no score functions"),
     "dropout": (DROPOUT, r"no dropout"),
     "head dim 264": ({"dims": (264, 64)}, r"multiples of 8 up to 256, but H is 264"),

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from unittest import mock
 
 from pallas_fa2 import plan
-from pallas_fa2.kernels import hopper
 from pallas_fa2.spec import Device
 from tests.contract.cases import Case, causal, causal_end
 
@@ -17,10 +16,7 @@ H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 def planned_for_h200(cores: int = H200.cores) -> Iterator[None]:
     """What is traced inside may be interpreted or compiled, not run."""
     device = H200._replace(cores=cores)
-    with (
-        mock.patch("pallas_fa2.api.device_of", lambda array: device),
-        mock.patch.object(hopper, "MASKED_HEAD_DIMS", hopper.HEAD_DIMS),  # proven or not
-    ):
+    with mock.patch("pallas_fa2.api.device_of", lambda array: device):
         yield
 
 
