@@ -21,11 +21,11 @@ class Tuned(NamedTuple):
 
     config: Any
     longest_causal: int | None = None  # causal calls of up to so many queries; None: all calls
-    masked: bool = False  # under masks other than a causal one
+    general: bool = False  # under masks other than a causal one, and with score functions
 
     def serves(self, spec: Spec) -> bool:
-        if spec.masked or self.masked:
-            return spec.masked == self.masked
+        if self.general or not spec.plain:
+            return self.general and not spec.plain
         limit = self.longest_causal
         return limit is None or (spec.causal is not None and spec.q_len <= limit)
 
@@ -51,13 +51,13 @@ HOPPER_FORWARD = (
         )
     ),
     Tuned(hopper_forward.Config(256, 2, block_kv=64, stages=2, registers=(240, 24))),
-    # A mask takes registers: for Q, or of a third warpgroup.
+    # Functions take registers: for Q, or of a third warpgroup.
     *(
         Tuned(
             hopper_forward.Config(
                 dim, 2, block_kv=128 if dim < 256 else 64, stages=2, registers=(240, 24)
             ),
-            masked=True,
+            general=True,
         )
         for dim in (64, 96, 128, 256)
     ),

@@ -30,11 +30,10 @@ TOLD_APART = [
         "packed_h64",
         "packed_h256",
         "lengths_h128",
-        "reach_h64",
         "rising_documents_h128",
     )
 ]
-FORWARDS = [t for t in HOPPER_FORWARD if not t.masked]
+FORWARDS = [t for t in HOPPER_FORWARD if not t.general]
 
 
 @pytest.mark.parametrize("case, tuned", each_variant([*SHORT, *TOLD_APART]), ids=name)
@@ -155,7 +154,6 @@ def nobody_known(ids: Any) -> Any:
     "head_dim, make, length",
     [
         (64, packed, 4096),
-        (128, packed, 4096),
         (128, nobody_known, 4001),
         (256, packed, 4096),
     ],
@@ -176,6 +174,28 @@ def test_masks_compile_without_spills_in_loops(head_dim: int, make: Any, length:
     assert compile_gate.spills_while_multiplying(backward) <= (4 if head_dim == 64 else 0)
     for report, stores in ((forward, 136), (backward, 312)):  # once a tile
         assert report.spill_stores <= stores
+        compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
+
+
+@pytest.mark.parametrize("head_dim, score", [(128, fa.soft_cap(50.0)), (64, fa.alibi(4))])
+def test_scores_compile_without_spills_in_loops(head_dim: int, score: Any) -> None:
+    args = arrays(4096, 4096, head_dim)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return fa.flash_attention(q, k, v, mask=fa.Causal(), score=score, implementation="hopper")
+
+    def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(dout)
+
+    with planned_for_h200():
+        forward, backward = compile_gate.compile_for_h200(run, *args)
+    assert compile_gate.spills_while_multiplying(forward) == 0
+    assert forward.spill_stores <= 40
+    # At H = 64 a step has twice the queries, and a slope beside each probability.
+    assert compile_gate.spills_while_multiplying(backward) <= (130 if head_dim == 64 else 0)
+    assert backward.spill_stores <= (600 if head_dim == 64 else 16)
+    for report in (forward, backward):
         compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
 
 
@@ -297,8 +317,8 @@ def test_trim_keeps_what_takes_part(align: Any, t: int, s: int) -> None:
 
 def test_vmap_over_data_of_a_mask() -> None:
     """One q, k and v, two packings."""
-    q, k = (jax.random.normal(jax.random.key(i), (2, 150, 2, 64), jnp.bfloat16) for i in range(2))
-    ids = jnp.sort(jax.random.randint(jax.random.key(2), (3, 2, 150), 0, 4), -1)
+    q, k = (jax.random.normal(jax.random.key(i), (2, 90, 2, 64), jnp.bfloat16) for i in range(2))
+    ids = jnp.sort(jax.random.randint(jax.random.key(2), (2, 2, 90), 0, 4), -1)
 
     def loss(implementation: str) -> Any:
         def one(q: Any, ids: Any) -> Any:

@@ -57,6 +57,8 @@ SUPPORTED = {
             k_tokens={"a": np.zeros(63, np.int32)}, heads={"x": np.zeros(4, np.float32)}
         )
     },
+    "soft cap": {"score": fa.soft_cap(5.0)},
+    "alibi under a mask": {"score": fa.alibi(4), "mask": fa.Window(3)},
     "causal positions": {"mask": fa.Causal(), "q_positions": np.arange(111)},
 }
 
@@ -92,7 +94,18 @@ REFUSED = {
         {"mask": fa.Window(3), "q_len": 1 << 19, "heads": (8, 2)},
         r"its masks list 32767 blocks at most, and here are 32768",
     ),
-    "score": ({"score": fa.soft_cap(5.0)}, r"no score functions"),
+    "score of pairs": (
+        {"score": fa.bias(np.ones((111, 63), np.float32))},
+        r"scores read no data of pairs",
+    ),
+    "score with a loop": (
+        {"score": lambda s, q, k: jax.lax.fori_loop(0, 3, lambda i, x: x * 2.0, s)},
+        r"scores compute no scan",
+    ),
+    "score that rounds": (
+        {"score": lambda s, q, k: s.astype(jnp.bfloat16).astype(s.dtype)},
+        r"scores compute no convert_element_type of bfloat16",
+    ),
     "dropout": (DROPOUT, r"no dropout"),
     "head dim 264": ({"dims": (264, 64)}, r"multiples of 8 up to 256, but H is 264"),
     "head dim 20": ({"dims": (20, 64)}, r"multiples of 8 up to 256, but H is 20"),

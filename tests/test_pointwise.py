@@ -1,12 +1,13 @@
-"""A mask's code on a tile, with values that vary over rows, columns, both or neither."""
+"""A mask's or score's code on a tile, with values that vary over rows, columns, both or neither."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxpr_as_fun
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import pointwise
+from pallas_fa2.kernels import pointwise, tile_code, token_data
 from pallas_fa2.kernels.pointwise import Value
 from pallas_fa2.spec import describe
 
@@ -39,7 +40,7 @@ def test_a_tile_is_what_the_scalar_function_says_of_each_pair(see):
     args = [Value(jnp.asarray(rows), (0,)), Value(jnp.asarray(columns), (1,))]
     args += [Value(jnp.asarray(a_q), (0,)), Value(jnp.asarray(a_k), (1,))]
     args += [Value(jnp.asarray(n)), Value(jnp.asarray(x))]
-    found = pointwise.evaluate(spec.mask, args, (ROWS, COLUMNS))
+    (found,) = pointwise.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
     shape = (1, 1, 1, ROWS, 1), (1, 1, 1, 1, COLUMNS)
     expected = spec.mask.on_tile(rows.reshape(shape[0]), columns.reshape(shape[1]), operands.mask)
     tile = pointwise.spread(found, (0, 1), (ROWS, COLUMNS))
@@ -52,4 +53,74 @@ def test_what_depends_on_one_side_varies_over_it_alone():
     q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
     spec, _ = describe(q, q, q, mask=lambda q, k: (q.index % 2 == 0) & (q.index < 4))
     args = [Value(jnp.arange(ROWS), (0,)), Value(jnp.arange(ROWS), (1,))]
-    assert pointwise.evaluate(spec.mask, args, (ROWS, ROWS)).axes == (0,)
+    (found,) = pointwise.evaluate(spec.mask.jaxpr, args, (ROWS, ROWS))
+    assert found.axes == (0,)
+
+
+SCORES = np.linspace(-9.0, 9.0, ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
+
+
+@pytest.mark.parametrize("size", [0.02, 1.0, 30.0])
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda s, q, k, c: 50.0 * jnp.tanh(s / 50.0),
+        lambda s, q, k, c: jnp.tanh(s * q.a) * k.a - c.x * abs(q.index - k.index).astype(s.dtype),
+        lambda s, q, k, c: jax.nn.sigmoid(s) + jax.nn.softplus(s) - jnp.expm1(-abs(s)),
+        lambda s, q, k, c: jnp.sin(s * 40) + jnp.cos((q.index - 7 * k.index).astype(s.dtype)),
+        lambda s, q, k, c: s**3 - 1 / (1 + s**2) + jnp.sqrt(abs(s)) / c.x,
+        lambda s, q, k, c: -(-s * 2.0) * 0.25 + c.n.astype(s.dtype) - c.narrow.astype(s.dtype),
+        lambda s, q, k, c: (q.index * q.index + (k.index - 3)).astype(s.dtype) / 4.0 - s,
+        lambda s, q, k, c: jnp.log1p(jnp.exp(-abs(s))) + jnp.exp2(-abs(s)) * c.x,
+    ],
+)
+def test_a_score_and_its_slopes_are_those_of_the_scalar_function(score, size):
+    rng = np.random.default_rng(0)
+    a_q, a_k = rng.standard_normal(ROWS, np.float32), rng.standard_normal(COLUMNS, np.float32)
+    params = {"n": np.int32(4), "x": np.float32(0.7), "narrow": jnp.bfloat16(0.3)}
+    q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, COLUMNS, 2, 64), jnp.bfloat16)
+    tokens = {"q_tokens": {"a": a_q}, "k_tokens": {"a": a_k}}
+    spec, _ = describe(q, k, k, score=fa.score_fn(score)(params=params, **tokens))
+    assert token_data.refuses(spec) is None
+    rows, columns = np.arange(ROWS, dtype=np.int32), np.arange(COLUMNS, dtype=np.int32)
+    s = SCORES * np.float32(size)
+    args = [
+        Value(jnp.asarray(s / 0.5), (0, 1), factor=0.5),
+        Value.of_index(jnp.asarray(rows), 0),
+        Value.of_index(jnp.asarray(columns), 1),
+        Value(jnp.asarray(a_q), (0,)),
+        Value(jnp.asarray(a_k), (1,)),
+        *(Value(jnp.asarray(params[name], "float32")) if name != "n" else Value(jnp.int32(4))
+          for name in sorted(params)),
+    ]  # fmt: skip
+    wanted = [jnp.asarray(s), rows[:, None], columns, a_q[:, None], a_k]
+    wanted += [params[name] for name in sorted(params)]
+    for code in tile_code.combined(spec.scores):
+        found = pointwise.evaluate(code, args, s.shape)
+        pairs = [
+            jnp.asarray(np.broadcast_to(x, s.shape).reshape(-1), aval.dtype)
+            for x, aval in zip(wanted, code.in_avals, strict=True)
+        ]
+        expected = jax.vmap(jaxpr_as_fun(code))(*pairs)
+        for x, y in zip(found, expected, strict=True):
+            tile = pointwise.spread(x, (0, 1), s.shape)
+            tolerance = 1e-5 if y.dtype == jnp.float32 else 1e-2
+            y = y.astype("float32").reshape(s.shape)
+            np.testing.assert_allclose(tile, y, tolerance, 1e-5)
+
+
+def test_what_float32_would_round_stays_an_integer():
+    """2^24 + 1 is no float32."""
+    q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
+
+    def score(s, q, k):
+        return s + ((q.index + 2**24 + 1) - 2**24).astype(s.dtype)
+
+    spec, _ = describe(q, q, q, score=score)
+    value, _ = tile_code.combined(spec.scores)
+    rows = Value.of_index(jnp.arange(ROWS, dtype=jnp.int32), 0)
+    args = [Value(jnp.zeros((ROWS, ROWS)), (0, 1)), rows, rows]
+    (found,) = pointwise.evaluate(value, args, (ROWS, ROWS))
+    tile = pointwise.spread(found, (0, 1), (ROWS, ROWS))
+    np.testing.assert_array_equal(tile, np.broadcast_to(np.arange(ROWS)[:, None] + 1, tile.shape))

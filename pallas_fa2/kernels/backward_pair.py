@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import ptx
+from pallas_fa2.kernels.backward_columns import join
 from pallas_fa2.kernels.backward_roles import ColumnBlock, Loader
 from pallas_fa2.kernels.backward_schedule import DQ_TILE, PAIR, Step, Tile
 from pallas_fa2.kernels.mosaic import Ring
@@ -49,28 +50,32 @@ class Scores(ColumnBlock, Loader):
     def step(self, step: Step, _: Any) -> None:
         memory, t, square = self.memory, step.t, self.accumulator(self.config.block_q)
         (p_smem,), (ds_smem,) = memory.p_ring.at(t), memory.ds_ring.at(t)
-        [panel] = self.panels
-        keys = self.key_side(step)
-        q, lse = memory.queries.wait(t)
+        block = self.columns(step, *(ring.at(t)[1] for ring in memory.rings[:2]))
+        pieces = block.pieces(self.panels[0])
+        q, _ = memory.queries.wait(t)
 
         def load_next(load: Callable) -> None:
             pl.when(jnp.logical_not(step.last))(lambda: load(step.next))
 
-        def form_p(s_acc: Any) -> jax.Array:
+        def form_p(s_acc: Any) -> list[tuple[jax.Array, jax.Array]]:
             self.multiply_scores(s_acc, q, step.tile.k)
-            return self.probabilities(s_acc[...], lse, step, panel, keys)
+            scores = [piece.of(s_acc[...]) for piece in pieces]
+            return [(s, x.probabilities(s)) for s, x in zip(scores, pieces, strict=True)]
 
-        p = pl.run_scoped(form_p, square)
+        found = pl.run_scoped(form_p, square)
         memory.p_ring.acquire(t)
         memory.mail.expect(t)
-        p_smem.at[0][...] = p.astype(p_smem.dtype)
+        p_smem.at[0][...] = join([p for _, p in found]).astype(p_smem.dtype)
         load_next(self.load_queries)
-        dout, delta = memory.douts.wait(t)
+        dout, _ = memory.douts.wait(t)
         memory.p_ring.publish(t)  # and with P, dO
 
         def form_ds(dp_acc: Any) -> jax.Array:
             self.multiply_dp(dp_acc, dout)
-            return self.ds(p, dp_acc[...], delta, step, panel)
+            each = zip(found, pieces, strict=True)
+            parts = [piece.ds(p, s, piece.of(dp_acc[...])) for (s, p), piece in each]
+            block.add([gathered for _, gathered in parts])
+            return join([ds for ds, _ in parts])
 
         ds_smem.at[0][...] = pl.run_scoped(form_ds, square).astype(ds_smem.dtype)
         memory.ds_ring.publish(t)

@@ -11,10 +11,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels.backward_columns import Columns, join
 from pallas_fa2.kernels.backward_schedule import PAIR, PANEL, Config, Schedule, Step, Tile
-from pallas_fa2.kernels.mosaic import I32, LOG2E, Ring
+from pallas_fa2.kernels.mosaic import I32, Ring
+from pallas_fa2.kernels.tile_code import Side
 from pallas_fa2.kernels.tma import Rows
-from pallas_fa2.kernels.token_data import Side, load_row, load_rows
+from pallas_fa2.kernels.token_data import Sums
 
 
 class Inputs(NamedTuple):
@@ -27,15 +29,15 @@ class Inputs(NamedTuple):
     dout: Any
     lse: Any  # [B, N, T'], or with the data of queries [B, N, 1 + rows, T']
     delta: Any
-    # under a mask
-    lists: Any = None
-    data: Any = None
+    lists: Any = None  # under a mask
+    data: Any = None  # of masks and scores
 
 
 class Outputs(NamedTuple):
     dq: Any  # [blocks of queries, parts, a tile in the order of registers]
     dk: list[Any]  # an array for each number that a gradient is made of
     dv: list[Any]
+    scores: Sums | None = None
 
 
 class Memory(NamedTuple):
@@ -124,7 +126,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(config: Config, dtype: Any, row_data: tuple[int, ...] = ()) -> Memory:
-    """`row_data` is how many rows lie with lse, under a mask: what it reads of queries."""
+    """`row_data` is how many rows lie with lse: what masks and scores read of queries."""
     dim, block_q, kv_rows = config.head_dim, config.block_q, config.kv_rows
     (q_stages, do_stages), (k_stages, v_stages) = config.stages, config.kv_stages
     rings, warpgroups = q_stages + do_stages + k_stages + v_stages, len(config.registers)
@@ -278,11 +280,6 @@ class ColumnBlock(Role):
         """The queries of a block, so many at a time that their probabilities take 32 registers."""
         return [pl.ds(start, PANEL) for start in range(0, self.config.block_q, PANEL)]
 
-    def rows_of(self, row_data: Any, panel: Any) -> jax.Array:
-        """A value of each query, in every row."""
-        row = row_data.at[panel] if len(row_data.shape) == 1 else row_data.at[0, panel]
-        return mosaic.over_columns(load_row(1, row), (64, PANEL))
-
     def multiply_scores(self, s_acc: Any, q: Any, k: Any) -> None:
         """S^T."""
         s_acc[...] = ptx.zeros(self.shape)
@@ -294,65 +291,26 @@ class ColumnBlock(Role):
         v = self.memory.v.at[lax.optimization_barrier(I32(0))]
         plgpu.wgmma(dp_acc, v.at[self.keys], dout.transpose((1, 0)))
 
-    def probabilities(
-        self, s: jax.Array, lse: Any, step: Step, panel: Any, keys: Side | None
-    ) -> jax.Array:
-        """P^T in float32, from S^T of a panel."""
-        problem = self.schedule.problem
-        exponent = s * (problem.scale * LOG2E) + self.rows_of(lse, panel)
-        if keys is not None:
-            exponent = self.hide_unseen(exponent, keys, lse, step, panel)
-        elif step.masked:
-            exponent = self.hide(exponent, step, panel)
-        if problem.kv_len % self.config.block_kv:
-            # Keys past the end are zeros that nothing hides. Their part of dQ is 0 and their dK and
-            # dV are cut off, as long as p stays finite; a true p is at most 1.
-            exponent = jnp.minimum(exponent, 0.0)
-        return jnp.exp2(exponent)
-
-    def hide(self, s: jax.Array, step: Step, panel: Any) -> jax.Array:
-        """-inf where a query (column) comes before the first that sees a key (row)."""
+    def columns(self, step: Step, lse: Any, delta: Any) -> Columns:
+        """The queries of a step. What is read of the keys is to be loaded a while before it is needed."""
         first_key = self.first_row(step.tile) + self.keys.start
-        shift = first_key - step.first_query - panel.start - self.schedule.problem.offset
-        return ptx.hide_before(s, mosaic.index((64, PANEL), 0, shift))
-
-    def key_side(self, step: Step) -> Side | None:
-        """What a mask reads of the keys; to be loaded a while before it is needed."""
-        if not step.masked or self.schedule.problem.mask is None:
-            return None
-        first_key = lax.optimization_barrier(self.first_row(step.tile) + self.keys.start)
-        data = self.inputs.data.k.at[step.head[0], :, pl.ds(first_key, 64)]
-        return Side(0, mosaic.index((64, PANEL), 0, first_key), load_rows(0, data))
-
-    def hide_unseen(
-        self, s: jax.Array, k: Side, query_data: Any, step: Step, panel: Any
-    ) -> jax.Array:
-        """-inf where the mask lets a query (column) not see a key (row)."""
-        data, (batch, head) = self.inputs.data, step.head
-        if data.q is not None:
-            query_data = data.q.at[batch, :, pl.ds(step.first_query, self.config.block_q)]
-        first_query = step.first_query + panel.start
-
-        def sides(columns: Any) -> tuple[Side, Side]:
-            some = query_data.at[:, pl.ds(panel.start + columns.start, columns.size)]
-            rows = load_rows(1, some)
-            like = rows[0] if rows else load_row(1, some.at[0])
-            return Side(1, ptx.column_numbers(like, first_query + columns.start), rows), k
-
-        return self.schedule.problem.mask.hide(s, sides, data.numbers.at(batch, head))
-
-    def ds(self, p: jax.Array, dp: jax.Array, delta: Any, step: Step, panel: Any) -> jax.Array:
-        ds = p * (dp + self.rows_of(delta, panel))
-        mask = self.schedule.problem.mask
-        if step.masked and mask is not None and not mask.all_take_part:
-            ds = jnp.where(p == 0, 0.0, ds)  # of a hidden pair, dP may be NaN
-        return ds
+        problem, keys, numbers = self.schedule.problem, Side(0), {}
+        sources, indexed = problem.rows("k", step.masked), problem.reads_index("k", step.masked)
+        if sources or indexed:
+            first = lax.optimization_barrier(first_key)
+            data = self.inputs.data.k.at[step.head[0], :, pl.ds(first, 64)]
+            index = mosaic.index((64, PANEL), 0, first) if indexed else None
+            keys = Side.load(0, index, data, sources)
+        if found := problem.numbers(step.masked):
+            numbers = self.inputs.data.numbers.load(*step.head, found)
+        of_all = self.schedule, self.inputs.data, self.outputs.scores
+        return Columns(*of_all, step, first_key, keys, numbers, lse, delta)
 
     def scores(self, step: Step) -> list[tuple[jax.Array, jax.Array]]:
         """P^T and dS^T of a step, panel by panel, in the input dtype."""
-        keys = self.key_side(step)
-        q, lse = self.memory.queries.wait(step.t)
-        dout, delta = self.memory.douts.wait(step.t)
+        block = self.columns(step, *(ring.at(step.t)[1] for ring in self.memory.rings[:2]))
+        q, _ = self.memory.queries.wait(step.t)
+        dout, _ = self.memory.douts.wait(step.t)
 
         def products(s_acc: Any, dp_acc: Any) -> list:
             self.multiply_scores(s_acc, q, step.tile.k)
@@ -360,10 +318,16 @@ class ColumnBlock(Role):
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
             def of(panel: Any) -> tuple[jax.Array, jax.Array]:
-                columns = slice(panel.start, panel.start + PANEL)
-                p = self.probabilities(s[:, columns], lse, step, panel, keys)
-                ds = self.ds(p, dp_acc[...][:, columns], delta, step, panel)
-                return p.astype(dout.dtype), ds.astype(dout.dtype)
+                all_p, all_ds, gathered = [], [], []
+                for piece in block.pieces(panel):
+                    scores = piece.of(s)
+                    p = piece.probabilities(scores)
+                    ds, for_data = piece.ds(p, scores, piece.of(dp_acc[...]))
+                    all_p.append(p.astype(dout.dtype))
+                    all_ds.append(ds.astype(dout.dtype))
+                    gathered.append(for_data)
+                block.add(gathered)
+                return join(all_p), join(all_ds)
 
             return lax.optimization_barrier([of(panel) for panel in self.panels])
 

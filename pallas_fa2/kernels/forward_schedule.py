@@ -144,6 +144,18 @@ class Tile:
         """How many it sees a part of."""
         return self._blocks[1]
 
+    @property
+    def bare(self) -> Any:
+        """How many blocks, the first ones, come without data of their keys."""
+        return 0 if self.schedule.problem.scores_read_keys else self.full
+
+    def next_steps(self, before: tuple[Any, Any]) -> tuple[Any, Any]:
+        """With which the next tile begins: of the rings, and of that of key data."""
+        step, data = before
+        if self.schedule.problem.reads_key_data:
+            data = data + self.visited - self.bare
+        return step + self.visited, data
+
     def shifted(self, zero: Any) -> "Tile":
         counts = None if self.counts is None else self.counts + zero
         return dataclasses.replace(self, number=self.number + zero, counts=counts)

@@ -11,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from pallas_fa2 import bounds, diagonal
+from pallas_fa2 import bounds
 from pallas_fa2.kernels import hopper_backward, hopper_forward, token_data, visits
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
+from pallas_fa2.kernels.tile import split_floats
+from pallas_fa2.kernels.tile_code import TileMask, TileScore
 from pallas_fa2.kernels.token_data import TokenData
 from pallas_fa2.spec import Device, Operands, Spec
+from pallas_fa2.tokens import K_AXIS, Q_AXIS, cut
 
 HEAD_DIMS = (64, 128, 256)
 # TMA coordinates are 32-bit, and no launch on larger arrays has been tested.
@@ -29,14 +32,12 @@ def refuses(spec: Spec, device: Device) -> str | None:
         return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
     if spec.dtype.name not in ("bfloat16", "float16"):
         return f"its inputs are bfloat16 or float16, not {spec.dtype.name}"
-    if spec.scores:
-        return "it has no score functions"
     if spec.dropout_rate:
         return "it has no dropout"
     for name, dim in (("H", spec.head_dim), ("Hv", spec.value_dim)):
         if dim > HEAD_DIMS[-1] or dim % 8:
             return f"head dims are multiples of 8 up to {HEAD_DIMS[-1]}, but {name} is {dim}"
-    if spec.masked and (reason := token_data.refuses(spec)):
+    if reason := token_data.refuses(spec):
         return reason
     if spec.masked and _listed_blocks(spec) > visits.MOST:
         return f"its masks list {visits.MOST} blocks at most, and here are {_listed_blocks(spec)}"
@@ -90,12 +91,31 @@ class Trim:
     def keys(self, x: jax.Array) -> jax.Array:
         return x[:, : self.kv_len]
 
+    def spec(self, spec: Spec) -> Spec:
+        return dataclasses.replace(spec, q_len=self.q_len, kv_len=self.kv_len)
+
+    def operands(self, operands: Operands) -> Operands:
+        return jax.tree.map(
+            lambda x: cut(x, self.first_query, self.q_len, 0, self.kv_len), operands
+        )
+
     def restore_queries(self, x: jax.Array, fill: float = 0.0, axis: int = 1) -> jax.Array:
         """The whole length again, with `fill` for queries that take no part."""
         x = jax.lax.slice_in_dim(x, 0, self.q_len, axis=axis)
         pad = [(0, 0)] * x.ndim
         pad[axis] = (self.first_query, 0)
         return jnp.pad(x, pad, constant_values=fill)
+
+    def restore_data(self, x: jax.Array, like: jax.Array) -> jax.Array:
+        """The gradient of data of scores, `[B, K, G, T, S, ...]`: 0 for what takes no part."""
+        pad = [(0, 0)] * x.ndim
+        for axis, first in ((Q_AXIS, self.first_query), (K_AXIS, 0)):
+            pad[axis] = (
+                (first, like.shape[axis] - x.shape[axis] - first)
+                if x.shape[axis] != like.shape[axis]
+                else (0, 0)
+            )
+        return jnp.pad(x, pad)
 
     def restore_keys(self, x: jax.Array, kv_len: int) -> jax.Array:
         x = x[:, : self.kv_len]
@@ -111,43 +131,64 @@ def trim(spec: Spec) -> Trim:
     return Trim(first, spec.q_len - first, spec.kv_len, max(spec.kv_len - spec.q_len, 0))
 
 
-def _problem(spec: Spec, part: Trim, batch: int) -> Problem:
-    heads = spec.q_heads, spec.kv_heads
-    mask = token_data.describe(spec) if spec.masked else None
-    return Problem(batch, part.q_len, part.kv_len, *heads, spec.scale, part.offset, mask)
+class Extras(NamedTuple):
+    """What a call has beside q, k and v: a mask that is not causal, and score functions."""
 
-
-class MaskData(NamedTuple):
-    """What the kernels read for a mask.
-
-    The classes of tiles, `[B | 1, N | 1, T tiles, S tiles]`, are known when the call is traced, or an
-    array beside the data.
-    """
-
-    all_take_part: bool
-    classes: np.ndarray | None
-    traced: tuple
+    spec: Spec  # of the rows and keys that take part
+    part: Trim
+    mask: TileMask | None
+    score: TileScore | None
+    classes: np.ndarray | None  # of tiles, [B | 1, N | 1, T tiles, S tiles], if known when traced
+    traced: "Traced"
 
     @classmethod
-    def of(cls, spec: Spec, operands: Operands, block_q: int, block_kv: int) -> "MaskData | None":
-        if not spec.masked:
-            return None
-        classes = bounds.classify_each(spec, operands, block_q, block_kv)
-        classes = classes.reshape(classes.shape[0], -1, *classes.shape[3:])
-        data, all_take_part = (
-            token_data.pack(spec, operands),
-            diagonal.every_token_sees_itself(spec),
+    def of(
+        cls, spec: Spec, part: Trim, operands: Operands, block_q: int, block_kv: int
+    ) -> "Extras":
+        mask, score = token_data.describe_mask(spec), token_data.describe_score(spec)
+        spec = part.spec(spec)
+        data, classes = (
+            (None if mask is None and score is None else token_data.pack(spec, operands)),
+            None,
         )
-        if isinstance(classes, np.ndarray):
-            return cls(all_take_part, classes, (data,))
-        return cls(
-            all_take_part, None, (data, jnp.broadcast_to(classes, (spec.batch, *classes.shape[1:])))
+        if mask is not None:
+            classes = bounds.classify_each(spec, operands, block_q, block_kv)
+            classes = classes.reshape(classes.shape[0], -1, *classes.shape[3:])
+        if classes is None or isinstance(classes, np.ndarray):
+            return cls(spec, part, mask, score, classes, Traced(data, None))
+        classes = jnp.broadcast_to(classes, (spec.batch, *classes.shape[1:]))
+        return cls(spec, part, mask, score, None, Traced(data, classes))
+
+    @property
+    def tames(self) -> bool:
+        """Whether tokens that take part in nothing may be among those that do."""
+        return self.mask is not None and not self.mask.all_take_part
+
+    def problem(self, batch: int) -> Problem:
+        """Of a launch."""
+        spec, part = self.spec, self.part
+        return Problem(
+            batch=batch,
+            q_len=part.q_len,
+            kv_len=part.kv_len,
+            q_heads=spec.q_heads,
+            kv_heads=spec.kv_heads,
+            scale=spec.scale,
+            offset=part.offset,
+            mask=self.mask,
+            score=self.score,
+            first_query=part.first_query,
         )
 
-    def known_to(self, traced: tuple) -> tuple[Any, TokenData]:
-        """The classes and the data, of which `traced` is the part of a launch."""
-        data, *classes = traced
-        return (self.classes if self.classes is not None else classes[0]), data
+    def classes_of(self, traced: "Traced") -> Any:
+        return traced.classes if self.classes is None else self.classes
+
+
+class Traced(NamedTuple):
+    """Arrays with all batch entries, or with those of a launch."""
+
+    data: TokenData | None
+    classes: jax.Array | None
 
 
 def _finite(*arrays: jax.Array) -> jax.Array:
@@ -234,23 +275,22 @@ def forward(
     operands: Operands,
 ) -> tuple[jax.Array, jax.Array]:
     """`out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
-    part, mask = trim(spec), MaskData.of(spec, operands, *config.tile)
+    part = trim(spec)
+    extras = Extras.of(spec, part, part.operands(operands), *config.tile)
 
-    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, data: Any) -> tuple:
-        problem = _problem(spec, part, q.shape[0])
-        if mask is None:
-            return hopper_forward.attention(problem, config, q, k, v)
-        classes, data = mask.known_to(data)
-        if part.kv_len % config.block_kv:
-            classes = visits.cut_last(classes)
-        seen = visits.Visits.of(classes)
-        return hopper_forward.attention(problem, config, q, k, v, seen, data)
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, traced: Traced) -> tuple:
+        problem, seen, classes = extras.problem(q.shape[0]), None, extras.classes_of(traced)
+        if classes is not None:
+            if part.kv_len % config.block_kv:
+                classes = visits.cut_last(classes)
+            seen = visits.Visits.of(classes)
+        return hopper_forward.attention(problem, config, q, k, v, seen, traced.data)
 
-    if mask is not None and not mask.all_take_part:
+    if extras.tames:
         k, v = tame_keys(k, v)
     widen = functools.partial(_widen, dim=config.head_dim)
     arrays = widen(part.queries(q)), widen(part.keys(k)), widen(part.keys(v))
-    out, lse = over_batch(kernel, batch_limit(spec))(*arrays, mask and mask.traced)
+    out, lse = over_batch(kernel, batch_limit(spec))(*arrays, extras.traced)
     out = part.restore_queries(out)[..., : spec.value_dim]
     return out, part.restore_queries(lse, -jnp.inf, axis=2)
 
@@ -266,33 +306,40 @@ def backward(
     dout: jax.Array,
     operands: Operands,
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
-    """Gradients of q, k and v; there is no score data."""
-    part, mask = trim(spec), MaskData.of(spec, operands, *config.tile)
+    """Gradients of q, k, v and of the data of scores."""
+    part = trim(spec)
+    part_operands = part.operands(operands)
+    extras = Extras.of(spec, part, part_operands, *config.tile)
     q, k, v, lse, delta, dout = _first_order((q, k, v, lse, delta, dout))
 
-    def kernel(*args: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        *arrays, data = args
-        problem = _problem(spec, part, arrays[0].shape[0])
-        masked = () if mask is None else mask.known_to(data)
-        return hopper_backward.gradients(problem, config, *arrays, *masked)
+    def kernel(*args: Any) -> tuple:
+        *arrays, traced = args
+        problem = extras.problem(arrays[0].shape[0])
+        classes = extras.classes_of(traced)
+        return hopper_backward.gradients(
+            problem, config, *arrays, classes=classes, data=traced.data
+        )
 
     def rows(x: jax.Array, fill: float) -> jax.Array:
         extra = round_up(part.q_len, config.block_q) - part.q_len
         return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
-    if mask is not None and not mask.all_take_part:
+    if extras.tames:
         q, k, v, dout = tame_all(q, k, v, dout)
     widen = functools.partial(_widen, dim=config.head_dim)
-    dq, dk, dv = over_batch(kernel, batch_limit(spec))(
+    dq, dk, dv, sums = over_batch(kernel, batch_limit(spec))(
         widen(part.queries(q)),
         widen(part.keys(k)),
         widen(part.keys(v)),
         widen(part.queries(dout)),
         rows(jnp.where(lse == -jnp.inf, -jnp.inf, lse * -LOG2E), -jnp.inf),
         rows(-delta, 0.0),
-        mask and mask.traced,
+        extras.traced,
     )
     dq = part.restore_queries((dq * spec.scale).astype(spec.dtype))[..., : spec.head_dim]
     dk = part.restore_keys(dk, spec.kv_len)[..., : spec.head_dim]
     dv = part.restore_keys(dv, spec.kv_len)[..., : spec.value_dim]
-    return dq, dk, dv, ()
+    dscores = token_data.gradients(extras.spec, part_operands, sums)
+    floats, _ = split_floats(operands.scores)
+    dscores = [part.restore_data(dx, x) for dx, x in zip(dscores, floats, strict=True)]
+    return dq, dk, dv, tuple(dscores)

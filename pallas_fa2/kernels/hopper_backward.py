@@ -41,7 +41,7 @@ from pallas_fa2.kernels.backward_schedule import (
     Tile,
 )
 from pallas_fa2.kernels.mosaic import I32, Problem
-from pallas_fa2.kernels.token_data import TokenData
+from pallas_fa2.kernels.token_data import Sums, TokenData
 
 
 def gradients(
@@ -55,29 +55,43 @@ def gradients(
     delta: jax.Array,
     classes: Any = None,
     data: TokenData | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dQ / scale in float32 `[B, T, N, H]`, dK and dV `[B, S, K, H]` in the inputs' dtype.
+) -> tuple[jax.Array, jax.Array, jax.Array, Sums | None]:
+    """dQ / scale in float32 `[B, T, N, H]`, dK and dV `[B, S, K, H]` in the inputs' dtype, and what the
+    data of scores get.
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. The sums of dQ
     come in any order: it is not bitwise reproducible. Under a mask, `classes` are those of tiles,
-    `[B | 1, N | 1, T tiles, S tiles]`, and `data` is what the mask reads.
+    `[B | 1, N | 1, T tiles, S tiles]`; `data` is what masks and scores read.
     """
     schedule = Schedule.of(problem, config)
-    seen = None if data is None else schedule.seen(classes)
+    seen = None if classes is None else schedule.seen(classes)
     inputs = Inputs(jnp.asarray(schedule.table(seen)), q, k, v, dout, lse, delta)
-    if data is not None and seen is not None:
+    if seen is not None:
+        inputs = inputs._replace(lists=jnp.asarray(seen.lists))
+    if data is not None:
         data = data.with_places(config.block_q, config.block_kv)
         if not config.paired:  # where shared memory has room, queries bring their data
             inputs = inputs._replace(lse=_with_query_data(lse, data.q))
             data = data._replace(q=None)
-        inputs = inputs._replace(lists=jnp.asarray(seen.lists), data=data)
+        inputs = inputs._replace(data=data)
     flat, tree = jax.tree.flatten(inputs)
+    # Of a part of a group, a gradient leaves as two numbers whose sum is as good as in float32.
+    shape = (*k.shape[:2], schedule.heads, k.shape[3])
+    count = 1 if schedule.parts == 1 else 2
+    # one each: of one for all, XLA may let two share their memory
+    dk, dv = ([lax.empty(shape, k.dtype) for _ in range(count)] for _ in range(2))
+    sums = None
+    if problem.score is not None:
+        lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
+        sums = Sums.zeros(problem.score, problem.batch, problem.q_heads, lengths)
+    outputs = Outputs(jnp.zeros(schedule.dq_shape, jnp.float32), dk, dv, sums)
+    flat_outputs, output_tree = jax.tree.flatten(outputs)
 
     def run(refs: tuple, memory: Memory) -> None:
-        dq, *dkv = refs[len(flat) :]
         inputs = jax.tree.unflatten(tree, refs[: len(flat)])
-        _body(schedule, inputs, Outputs(dq, dkv[0::2], dkv[1::2]), memory)
+        outputs = jax.tree.unflatten(output_tree, refs[len(flat) :])
+        _body(schedule, inputs, outputs, memory)
 
     kernel = mosaic.launch(
         run,
@@ -87,15 +101,9 @@ def gradients(
         len(config.registers),
         {PAIR: 2} if config.paired else {},
     )
-    # Of a part of a group, a gradient leaves as two numbers whose sum is as good as in float32.
-    shape = (*k.shape[:2], schedule.heads, k.shape[3])
-    count = 2 if schedule.parts == 1 else 4
-    # one each: of one for all, XLA may let two share their memory
-    empty = (lax.empty(shape, k.dtype) for _ in range(count))
-    outputs = (jnp.zeros(schedule.dq_shape, jnp.float32), *empty)
-    dq, *dkv = pl.run_state(lambda refs: kernel(*flat, *refs))(outputs)
-    dk, dv = (schedule.join(dkv[i::2]) for i in range(2))
-    return schedule.assemble(dq)[:, : q.shape[1]], dk, dv
+    found = pl.run_state(lambda refs: kernel(*flat, *refs))(tuple(flat_outputs))
+    dq, dk, dv, sums = jax.tree.unflatten(output_tree, found)
+    return schedule.assemble(dq)[:, : q.shape[1]], schedule.join(dk), schedule.join(dv), sums
 
 
 def _with_query_data(lse: jax.Array, data: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ overflows, the tile is done again with true maxima (`RowBlock.repeat`).
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +27,9 @@ from pallas_fa2.kernels import mosaic, ptx, visits
 from pallas_fa2.kernels.forward_schedule import Config, Schedule, Tile
 from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE, Problem, Ring
 from pallas_fa2.kernels.ptx import Turns
+from pallas_fa2.kernels.tile_code import Pair, Side
 from pallas_fa2.kernels.tma import Rows
-from pallas_fa2.kernels.token_data import Side, TokenData, load_row, load_rows
+from pallas_fa2.kernels.token_data import TokenData
 from pallas_fa2.kernels.visits import Visits
 
 # Below any score, but finite: a row that has seen no key yet gives p = 0 rather than NaN.
@@ -53,7 +55,7 @@ class Memory(NamedTuple):
     v: Any
     out: Any  # [warpgroups, 64, columns of a piece]
     lse: Any  # [warpgroups, 64]
-    key_data: Any  # [stages, rows, block_kv], under a mask
+    key_data: Any  # [stages, rows, block_kv], if masks or scores read any
     full: Any  # all that complete by one arrival: each array costs a register for its phases
     q_free: Any
     kv_free: Any
@@ -77,15 +79,15 @@ class Memory(NamedTuple):
         return Ring((self.v,), self.full, self.kv_free, first, self.stages)
 
     @property
-    def cut_keys(self) -> Ring:
-        """The data of keys that some row sees and some row does not."""
+    def data_of_keys(self) -> Ring:
+        """Of those blocks whose data somebody reads."""
         first = self.warpgroups + 2 * self.stages
         return Ring((self.key_data,), self.full, self.kv_free, first, 2 * self.stages)
 
     @property
     def rings(self) -> list[Ring]:
         """Of the keys and what belongs to them."""
-        return [self.keys, self.values, *([] if self.key_data is None else [self.cut_keys])]
+        return [self.keys, self.values, *([] if self.key_data is None else [self.data_of_keys])]
 
     def repeat_full(self, warpgroup: Any) -> Any:
         """Where in `full`."""
@@ -111,12 +113,12 @@ def attention(
     """`out [B, T, N, H]` and natural `lse [B, N, T']`; T' is T rounded up to whole tiles.
 
     q is `[B, T, N, H]`, k and v `[B, S, K, H]`, bfloat16 or float16. Under a mask, `seen` lists the
-    blocks of keys of every tile, and `data` is what the mask reads.
+    blocks of keys of every tile; `data` is what masks and scores read.
     """
     schedule = Schedule(problem, config)
     dtype, dim, groups = q.dtype, config.head_dim, config.warpgroups
     rows, stages = config.rows, config.stages
-    rings = 2 if data is None else 3
+    rings = 3 if problem.reads_key_data else 2
     memory = Memory(
         q=mosaic.operand(groups, 1, rows, dim, dtype=dtype),
         k=mosaic.operand(stages, config.block_kv, dim, dtype=dtype),
@@ -129,15 +131,15 @@ def attention(
         kv_free=mosaic.barriers(rings * stages, groups),
         done=[plgpu.Barrier(num_arrivals=groups + 1) for _ in range(2)],
     )
-    tables = {"table": jnp.asarray(schedule.table(seen))}
+    inputs = Inputs(jnp.asarray(schedule.table(seen)), q, k, v)
+    if seen is not None:
+        inputs = inputs._replace(lists=jnp.asarray(seen.lists))
     if data is not None:
-        assert seen is not None
         data = data.with_places(config.block_q, config.block_kv)
-        memory = memory._replace(
-            key_data=plgpu.SMEM((stages, data.k.shape[1], config.block_kv), jnp.int32)
-        )
-        tables |= {"lists": jnp.asarray(seen.lists), "data": data}
-    inputs = Inputs(q=q, k=k, v=v, **tables)
+        inputs = inputs._replace(data=data)
+        if problem.reads_key_data:
+            buffers = plgpu.SMEM((stages, data.k.shape[1], config.block_kv), jnp.int32)
+            memory = memory._replace(key_data=buffers)
     flat, tree = jax.tree.flatten(inputs)
     lse_shape = (problem.batch, problem.q_heads, schedule.q_tiles * config.block_q)
 
@@ -163,9 +165,8 @@ class Inputs(NamedTuple):
     q: Any
     k: Any
     v: Any
-    # under a mask
-    lists: Any = None
-    data: Any = None
+    lists: Any = None  # under a mask
+    data: Any = None  # of masks and scores
 
 
 class Arrays(NamedTuple):
@@ -189,7 +190,7 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
 
     def visit(n: Any, entry: list[Any], before: tuple[Any, Any]) -> tuple[Any, Any]:
         tile = Tile(schedule, *entry)
-        (batch, head, _), (first_step, first_cut) = tile.place, before
+        (batch, head, _), (first_step, first_data) = tile.place, before
 
         def keys(t: Any) -> Any:
             return pl.ds(arrays.block(tile, t) * config.block_kv, config.block_kv)
@@ -201,25 +202,25 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
             memory.values.fill(first_step + t, Rows(inputs.v, batch, keys(t), tile.kv_head))
 
         def load_key_data(t: Any) -> None:
+            if memory.key_data is None:
+                return
             source = inputs.data.k.at[batch, :, keys(t)]
-            cut = t - tile.full
-            pl.when(cut >= 0)(lambda: memory.cut_keys.fill(first_cut + cut, source))
+            n = t - tile.bare
+            pl.when(n >= 0)(lambda: memory.data_of_keys.fill(first_data + n, source))
 
         def load(t: Any, _: Any) -> None:
             load_keys(t)
-            if inputs.data is not None:
-                load_key_data(t)
+            load_key_data(t)
             load_values(t - 1)
 
         load_keys(I32(0))
         for g in range(config.warpgroups):
             rows = pl.ds(tile.first_row + g * config.rows, config.rows)
             memory.queries(g).fill(n, Rows(inputs.q, batch, rows, head))
-        if inputs.data is not None:
-            load_key_data(I32(0))
+        load_key_data(I32(0))
         lax.fori_loop(I32(1), tile.visited, load, None)
         load_values(tile.visited - 1)
-        return first_step + tile.visited, _after(inputs, tile, first_cut)
+        return tile.next_steps(before)
 
     mosaic.each_tile(inputs.table, visit, (I32(0), I32(0)))
     for ring in memory.rings:
@@ -229,11 +230,6 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
     mosaic.leave_together(memory.done, 1)
 
 
-def _after(inputs: Inputs, tile: Tile, first_cut: Any) -> Any:
-    """The step of key data with which the next tile begins."""
-    return first_cut if inputs.data is None else first_cut + tile.cut
-
-
 def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any) -> None:
     """A multiplying warpgroup: 64 rows of one tile after another."""
     config, inputs = schedule.config, arrays.inputs
@@ -241,7 +237,7 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
     queries, turns = memory.queries(warpgroup), Turns(warpgroup, config.warpgroups)
 
     def visit(n: Any, entry: list[Any], before: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The CTA's n-th tile; the rings have been through some steps before it."""
+        """The CTA's n-th tile; the rings, and that of key data, have been through some steps before."""
         (q,) = queries.wait(n)
         if config.q_in_registers:
             q = plgpu.load(q, layout=TILE, optimized=False)
@@ -301,7 +297,7 @@ class RowBlock:
     q: Any  # [64, H], in shared memory or registers
     me: Any  # the warpgroup
     first_step: Any  # of this tile, in the rings of keys and values
-    first_cut: Any  # in that of key data
+    first_data: Any  # in that of key data
 
     @property
     def schedule(self) -> Schedule:
@@ -318,22 +314,22 @@ class RowBlock:
     @property
     def next_steps(self) -> tuple[Any, Any]:
         """With which the next tile begins, in the rings."""
-        first_step = self.first_step + self.tile.visited
-        return first_step, _after(self.arrays.inputs, self.tile, self.first_cut)
+        return self.tile.next_steps((self.first_step, self.first_data))
 
     def shifted(self, zero: Any) -> "RowBlock":
         """The same: `zero` is 0 wherever this is used, which ptxas does not know. What only the end
         of a tile needs is computed there, not before the loops, where it would hold 25 registers."""
-        me, first_step, first_cut = (x + zero for x in (self.me, self.first_step, self.first_cut))
+        me, first_step, first_data = (x + zero for x in (self.me, self.first_step, self.first_data))
         tile = self.tile.shifted(zero)
         return dataclasses.replace(
-            self, tile=tile, me=me, first_step=first_step, first_cut=first_cut
+            self, tile=tile, me=me, first_step=first_step, first_data=first_data
         )
 
     @property
     def scale(self) -> float:
-        """In base 2: the scores' factor in exp2."""
-        return self.schedule.problem.scale * LOG2E
+        """The scores' factor in exp2; what score functions give is in base 2."""
+        problem = self.schedule.problem
+        return 1.0 if problem.score is not None else problem.scale * LOG2E
 
     @property
     def dtype(self) -> Any:
@@ -372,7 +368,8 @@ class RowBlock:
 
         Its maximum is a reference for all that follow. (Without a mask every row sees its first key.)
         """
-        rows, keys, queries = self.shape[0], self.memory.keys, self.query_side
+        rows, keys, queries = self.shape[0], self.memory.keys, self.query_side(masked=self.masked)
+        problem = self.schedule.problem
         (k,) = keys.wait(self.first_step)
         self.turns.take()
 
@@ -383,16 +380,29 @@ class RowBlock:
 
         s = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
         keys.release(self.first_step)
-        if queries is not None:
-            s = lax.cond(self.tile.full == 0, lambda: self.hide(s, 0, queries), lambda: s)
+        key_data = self.wait_for_key_data(0, masked=False)
+        s = self.scored(s, self.first_key(0), queries, key_data)
+        if problem.mask is not None:
+
+            def hide() -> jax.Array:
+                data = self.wait_for_key_data(0, masked=True) if key_data is None else key_data
+                return self.hide_unseen(s, queries, data)
+
+            s = lax.cond(self.tile.full == 0, hide, lambda: s)
         elif self.masked:
             s = self.hide_after(s, 0)
         reference = mosaic.by_eights(jnp.maximum, s).max(axis=1) * self.scale
-        if self.schedule.problem.mask is not None:
-            reference = _unless_empty(reference)
+        if problem.mask is not None:
+            # A later block that is cut finds it, but no full one does.
+            lowest = jnp.where(self.tile.full == 0, jnp.inf, NO_MAXIMUM)
+            reference = jnp.where(reference == -jnp.inf, lowest, reference)
+        elif problem.score is not None:
+            reference = jnp.maximum(reference, NO_MAXIMUM)
         p = self.exponentials(s, reference)
         statistics = Statistics(reference, mosaic.by_eights(jnp.add, p))
-        if queries is not None:
+        if key_data is not None:
+            self.release_key_data(0, statistics)
+        elif problem.mask is not None:
             pl.when(self.tile.full == 0)(lambda: self.release_key_data(0, statistics))
         acc = mosaic.constant(0.0, (rows, self.schedule.config.head_dim), TILE)
         return acc, statistics, p.astype(self.dtype)
@@ -402,7 +412,7 @@ class RowBlock:
     ) -> tuple[jax.Array, Statistics, jax.Array]:
         """Scores of block t and output of block t - 1, multiplied together; softmax of block t."""
         keys, values, step = self.memory.keys, self.memory.values, self.first_step + t
-        queries = self.query_side if masked else None
+        queries = self.query_side(masked)
         (k,) = keys.wait(step)
         self.turns.take()
 
@@ -419,8 +429,10 @@ class RowBlock:
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 keys.release(step)
                 reference = before.reference
+                key_data = self.wait_for_key_data(t, masked)
+                s = self.scored(s, self.first_key(t), queries, key_data)
                 if masked:
-                    s = self.hide(s, t, queries)
+                    s = self.hide(s, t, queries, key_data)
                     reference = self.found_reference(s, reference)
                 p_next = self.exponentials(s, reference)
                 total = before.total + mosaic.by_eights(jnp.add, p_next)
@@ -431,7 +443,7 @@ class RowBlock:
 
         out, statistics, p = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
         values.release(step - 1)
-        if queries is not None:
+        if self.has_key_data(masked):
             self.release_key_data(t, statistics)
         out, statistics, p = self.raise_references(out, statistics, p)
         # P's conversion comes last: until here its registers were being read by P V.
@@ -481,22 +493,36 @@ class RowBlock:
         top = mosaic.by_eights(jnp.maximum, s).max(axis=1) * self.scale
         return jnp.where(reference == jnp.inf, _unless_empty(top), reference)
 
-    def hide(self, s: jax.Array, t: Any, queries: Side | None) -> jax.Array:
+    def hide(self, s: jax.Array, t: Any, queries: tuple[Side, Mapping], key_data: Any) -> jax.Array:
         """-inf where a row does not see a key of block t, which is cut."""
-        if queries is None:
+        if self.schedule.problem.mask is None:
             return self.hide_after(s, t * self.shape[1])
-        (key_data,) = self.memory.cut_keys.wait(self.cut_step(t))
         return self.hide_unseen(s, queries, key_data)
 
-    def cut_step(self, t: Any) -> Any:
+    def first_key(self, t: Any) -> Any:
+        return self.arrays.block(self.tile, t) * self.shape[1]
+
+    def has_key_data(self, masked: bool) -> bool:
+        """Whether somebody reads data of a block's keys."""
+        problem = self.schedule.problem
+        return problem.scores_read_keys or (masked and problem.mask is not None)
+
+    def wait_for_key_data(self, t: Any, masked: bool) -> Any:
+        """Of block t."""
+        if not self.has_key_data(masked):
+            return None
+        (key_data,) = self.memory.data_of_keys.wait(self.data_step(t))
+        return key_data
+
+    def data_step(self, t: Any) -> Any:
         """Of block t, in the ring of key data."""
-        return self.first_cut + t - self.tile.full
+        return self.first_data + t - self.tile.bare
 
     def release_key_data(self, t: Any, statistics: Statistics) -> None:
         """Once the statistics are known. An arrival may overtake what a warp still reads from shared
         memory, which WGMMA delays, and half of a warp's reads then find the next block's data."""
         ptx.pin(statistics.total)
-        self.memory.cut_keys.release(self.cut_step(t))
+        self.memory.data_of_keys.release(self.data_step(t))
 
     def hide_after(self, s: jax.Array, first_key: Any) -> jax.Array:
         problem, rows = self.schedule.problem, self.shape[:1]
@@ -507,29 +533,52 @@ class RowBlock:
             last = jnp.minimum(row, problem.kv_len - 1)
         return ptx.hide_after(s, last - first_key)
 
-    @property
-    def query_side(self) -> Side | None:
-        """What a mask reads of the rows; to be loaded a while before it is needed."""
-        if self.schedule.problem.mask is None:
-            return None
+    def query_side(self, masked: bool) -> tuple[Side, Mapping]:
+        """What masks and scores read of the rows, and of their head; to be loaded a while before it is
+        needed."""
+        problem = self.schedule.problem
+        sources, indexed = problem.rows("q", masked), problem.reads_index("q", masked)
+        numbers = problem.numbers(masked)
+        if not (sources or indexed or numbers):
+            return Side(0), {}
         # Where they lie is computed here: it would hold registers through the loops.
         tile = dataclasses.replace(self.tile, number=lax.optimization_barrier(self.tile.number))
+        (batch, head, _), data = tile.place, self.arrays.inputs.data
         first_row = dataclasses.replace(self, tile=tile).first_row
         rows = pl.ds(first_row, self.shape[0])
-        data = self.arrays.inputs.data.q.at[tile.place[0], :, rows]
-        return Side(0, mosaic.index(self.shape, 0, first_row), load_rows(0, data))
+        index = mosaic.index(self.shape, 0, first_row + problem.first_query) if indexed else None
+        side = Side.load(0, index, data.q.at[batch, :, rows], sources)
+        return side, data.numbers.load(batch, head, numbers)
 
-    def hide_unseen(self, s: jax.Array, q: Side, key_data: Any) -> jax.Array:
+    def scored(
+        self, s: jax.Array, first_key: Any, queries: tuple[Side, Mapping], key_data: Any
+    ) -> jax.Array:
+        """What score functions make of some keys' scores."""
+        problem = self.schedule.problem
+        if problem.score is None:
+            return s
+
+        def keys(columns: Any) -> Side:
+            index = None
+            if problem.score.value.reads_index("k"):
+                index = ptx.column_numbers(columns.size, first_key + columns.start)
+            if key_data is None:
+                return Side(1, index)
+            return Side.load(1, index, key_data.at[:, columns], problem.score.value.rows("k"))
+
+        return problem.score.apply(s, problem.scale, _pair_at(queries, keys))
+
+    def hide_unseen(self, s: jax.Array, queries: tuple[Side, Mapping], key_data: Any) -> jax.Array:
         """The mask itself; the first row of the data of keys is their index, or kv_len and more."""
-        problem, (batch, head, _) = self.schedule.problem, self.tile.place
+        problem = self.schedule.problem
 
-        def sides(columns: Any) -> tuple[Side, Side]:
+        def keys(columns: Any) -> Side:
             some = key_data.at[:, columns]
-            return q, Side(1, load_row(1, some.at[0]), load_rows(1, some))
+            index = ptx.load_row(1, some.at[0], I32)
+            return Side.load(1, index, some, problem.mask.visible.rows("k"))
 
         k_end = problem.kv_len if problem.kv_len % self.shape[1] else None
-        numbers = self.arrays.inputs.data.numbers.at(batch, head)
-        return problem.mask.hide(s, sides, numbers, k_end)
+        return problem.mask.hide(s, _pair_at(queries, keys), k_end)
 
     def store(self, columns: Any, acc: jax.Array, reference: jax.Array, total: jax.Array) -> None:
         """A piece of the output; with the first, lse."""
@@ -538,7 +587,7 @@ class RowBlock:
         out, lse = self.memory.out.at[self.me], self.memory.lse.at[self.me]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored before has left them
         share, sum_of_all = 1 / total, reference * (1 / LOG2E) + jnp.log(total)
-        if self.schedule.problem.mask is not None:
+        if not self.schedule.problem.plain:
             empty = total == 0
             share, sum_of_all = jnp.where(empty, 0.0, share), jnp.where(empty, -jnp.inf, sum_of_all)
         out[...] = (acc * mosaic.over_rows(share, acc.shape)).astype(out.dtype)
@@ -586,9 +635,13 @@ class RowBlock:
             first_key += mosaic.rem(t, parts) * REPEAT_KV
             square = mosaic.accumulator(rows, REPEAT_KV)
             s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key), square)
-            if (queries := self.query_side) is not None:
+            queries, problem = self.query_side(masked=True), self.schedule.problem
+            key_data = None
+            if self.has_key_data(masked=True):
                 keys = pl.ds(first_key, REPEAT_KV)
                 key_data = self.arrays.inputs.data.k.at[self.tile.place[0], :, keys]
+            s = self.scored(s, first_key, queries, key_data)
+            if problem.mask is not None:
                 s = self.hide_unseen(s, queries, key_data)
             elif self.masked:
                 s = self.hide_after(s, first_key)
@@ -613,6 +666,12 @@ class RowBlock:
         state = lax.fori_loop(I32(0), self.tile.visited * parts, step, state)
         mosaic.meet(self.memory.repeat_met(self.me))
         return state
+
+
+def _pair_at(queries: tuple[Side, Mapping], keys: Callable[[Any], Side]) -> Callable[[Any], Pair]:
+    """Of some columns."""
+    q, numbers = queries
+    return lambda columns: Pair(q, keys(columns), numbers)
 
 
 def _unless_empty(top: jax.Array) -> jax.Array:

@@ -48,7 +48,9 @@ class Problem:
     kv_heads: int
     scale: float
     offset: int | None
-    mask: Any = None  # token_data.TileMask
+    mask: Any = None  # tile_code.TileMask
+    score: Any = None  # tile_code.TileScore
+    first_query: int = 0  # the index of the first row
 
     @property
     def group(self) -> int:
@@ -57,6 +59,35 @@ class Problem:
     @property
     def causal(self) -> bool:
         return self.offset is not None
+
+    @property
+    def plain(self) -> bool:
+        """No mask but a causal one, and no score function."""
+        return self.mask is None and self.score is None
+
+    def _functions(self, masked: bool) -> list[Any]:
+        functions = [] if self.score is None else [self.score.value]
+        return [*functions, self.mask.visible] if masked and self.mask is not None else functions
+
+    def rows(self, side: str, masked: bool) -> set[Any]:
+        """What masks and scores read of q's or k's tokens, but for their index."""
+        return {source for f in self._functions(masked) for source in f.rows(side)}
+
+    def numbers(self, masked: bool) -> set[Any]:
+        """What they read of what a head's tokens share."""
+        return {source for f in self._functions(masked) for source in f.numbers}
+
+    def reads_index(self, side: str, masked: bool) -> bool:
+        return any(f.reads_index(side) for f in self._functions(masked))
+
+    @property
+    def scores_read_keys(self) -> bool:
+        return bool(self.rows("k", masked=False))
+
+    @property
+    def reads_key_data(self) -> bool:
+        """Whether the forward does: for a mask, their index as well."""
+        return self.mask is not None or self.scores_read_keys
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -94,7 +125,7 @@ def barriers(count: int, arrivals: int = 1) -> Any:
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
-def index(shape: tuple[int, int], axis: int, start: Any) -> jax.Array:
+def index(shape: tuple[int, ...], axis: int, start: Any) -> jax.Array:
     """Row or column numbers of a tile, as a vector: a whole tile of them would hold 64 registers."""
     layout = ROWS if axis == 0 else COLUMNS
     return plgpu.broadcasted_iota(I32, (shape[axis],), 0, layout=layout) + start
@@ -102,11 +133,22 @@ def index(shape: tuple[int, int], axis: int, start: Any) -> jax.Array:
 
 def over_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A value a row, broadcast over the columns of a tile."""
-    return lax.broadcast_in_dim(x, shape, [0])
+    return over(x, 0, shape)
 
 
 def over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(x, shape, [1])
+    return over(x, 1, shape)
+
+
+def over(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
+    """`lax.broadcast_in_dim` with layouts that are known: Mosaic searches for them, and takes seconds."""
+
+    def broadcast(_: Any, x: Any) -> Any:
+        return x.broadcast_in_dim(shape, (axis,), TILE.to_mgpu())
+
+    broadcast.__name__ = f"over {axis} {shape[0]} {shape[1]}"
+    result = plgpu.ShapeDtypeStruct(shape, x.dtype, TILE)
+    return plgpu.inline_mgpu(arg_types=((ROWS, COLUMNS)[axis],), return_type=result)(broadcast)(x)
 
 
 def constant(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:

@@ -4,26 +4,55 @@ A tile's rows are the tokens of one side, its columns those of the other. What d
 is computed once a row or a column; only what depends on both takes a value for each element.
 """
 
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from pallas_fa2.tokens import Pointwise, called, follow
+from pallas_fa2.kernels.mosaic import LOG2E
+from pallas_fa2.tokens import called, follow
 
-# Exact, and the same in every context: a tile that was found to be empty or full must be. (The kernels
-# divide approximately, and a product with a sum may be rounded once or twice.)
+# Exact, and the same in every context, as masks want: a tile that was found to be empty or full must be.
+# (The kernels divide approximately, and a product with a sum may be rounded once or twice.)
 INTEGER = {
     *("add", "sub", "mul", "neg", "abs", "sign", "div", "rem", "max", "min", "clamp"),
     *("and", "or", "xor", "not", "shift_left", "shift_right_arithmetic", "shift_right_logical"),
     *("eq", "ne", "lt", "le", "gt", "ge", "select_n", "convert_element_type"),
 }
-FLOAT = {
+EXACT = {
     *("add", "sub", "neg", "abs", "max", "min", "clamp"),
     *("eq", "ne", "lt", "le", "gt", "ge", "select_n", "convert_element_type"),
 }
+# What scores may compute besides.
+REAL = EXACT | {
+    *(
+        "mul",
+        "div",
+        "sign",
+        "integer_pow",
+        "square",
+        "sqrt",
+        "rsqrt",
+        "one_minus_square",
+        "add_any",
+        "stop_gradient",
+        "copy",
+    ),
+    *("exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "sin", "cos"),
+}
 DTYPES = ("bool", "int32", "uint32", "float32")
+# That float32 holds.
+EXACT_INTEGERS = 2.0**24
+# Held as float32: what scores read and widen. Its gradient is not rounded, either.
+NARROW = ("bfloat16", "float16")
 
 
 class Value(NamedTuple):
@@ -31,39 +60,231 @@ class Value(NamedTuple):
 
     array: Any
     axes: tuple[int, ...] = ()  # of the tile, that it varies over
+    factor: float = 1.0  # of it all: multiplications by constants are put off, and done at once
+    # An integer as a float, and the most that its size can be: rows and columns are converted, rather
+    # than all elements.
+    real: "Value | None" = None
+    most: float = math.inf
+
+    @classmethod
+    def of_index(cls, array: Any, axis: int) -> "Value":
+        """Of tokens; no launch has 2^23 of them."""
+        return cls(array, (axis,), real=cls(array.astype(jnp.float32), (axis,)), most=2.0**23)
+
+    def with_real(self, primitive: Any, tile: "_Tile", ins: "list[Value]") -> "Value":
+        """The float as well, if it is exact."""
+        most = sum(x.most for x in ins)
+        if primitive.name not in ("add", "sub", "neg", "abs") or most > EXACT_INTEGERS:
+            return self
+        reals = [tile.times(x.real) for x in ins if x.real is not None]
+        if len(reals) < len(ins):
+            return self
+        return self._replace(real=Value(primitive.bind(*reals), self.axes), most=most)
 
 
-def refuses(jaxpr: Any) -> str | None:
-    """What of a mask's code no kernel runs."""
+class Language(NamedTuple):
+    """Which primitives may read and write float32, and floats of 16 bits."""
+
+    real: set[str]
+    reads_narrow: set[str]
+    writes_narrow: set[str]
+
+
+_OF_NARROW = {"convert_element_type", "add_any", "neg", "select_n", "mul"}
+MASK = Language(EXACT, set(), set())
+SCORE = Language(REAL, {"convert_element_type"}, set())
+GRADIENT = Language(REAL, _OF_NARROW, _OF_NARROW)
+
+
+def refuses(jaxpr: Any, language: Language, owner: str) -> str | None:
+    """What of a mask's or score's code no kernel runs."""
     for eqn in jaxpr.eqns:
         if (inner := called(eqn)) is not None:
-            if reason := refuses(inner[0]):
+            if reason := refuses(inner[0], language, owner):
                 return reason
             continue
         name = eqn.primitive.name
         for v in (*eqn.invars, *eqn.outvars):
             dtype = v.aval.dtype.name
-            allowed = FLOAT if dtype == "float32" else INTEGER
-            if v.aval.shape != () or dtype not in DTYPES or name not in allowed:
-                return f"its masks compute no {name} of {dtype}{list(v.aval.shape)}"
+            if dtype in NARROW:
+                written = v in eqn.outvars
+                allowed = language.writes_narrow if written else language.reads_narrow
+            else:
+                allowed = language.real if dtype == "float32" else INTEGER
+            if v.aval.shape != () or dtype not in DTYPES + NARROW or name not in allowed:
+                return f"{owner} compute no {name} of {dtype}{list(v.aval.shape)}"
     return None
 
 
-def evaluate(code: Pointwise, args: list[Value], shape: tuple[int, int]) -> Value:
+class Functions(NamedTuple):
+    """Of a whole tile in registers."""
+
+    reciprocal: Callable = jnp.reciprocal
+    # A value of each row or column (axis 0 or 1) as a tile of that shape.
+    over: Callable = lambda array, axis, shape: lax.broadcast_in_dim(array, shape, [axis])
+    # Whether some |x| is 2 or more; None where it is not worth asking.
+    any_from_two: Callable | None = lambda tile: jnp.any(~(jnp.abs(tile) < 2))
+
+
+PLAIN = Functions()
+
+
+def evaluate(
+    code: ClosedJaxpr,
+    args: Sequence[Value],
+    shape: tuple[int, ...],
+    functions: Functions = PLAIN,
+) -> list[Value]:
+    """The results of the code."""
+
     def apply(eqn: Any, ins: list[Value]) -> list[Value]:
         if (inner := called(eqn)) is not None:
-            return follow(*inner, ins, Value, apply)
+            return follow(*inner, ins, _constant, apply)
         axes = tuple(sorted({axis for x in ins for axis in x.axes}))
-        operands = [spread(x, axes, shape) for x in ins]
-        return [Value(eqn.primitive.bind(*operands, **eqn.params), axes)]
+        dtypes = {v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)}
+        rule = _RULES.get(eqn.primitive.name) if dtypes <= {"float32", *NARROW} else None
+        if ins[0].real is not None and _becomes_real(eqn):
+            return [ins[0].real]
+        if rule is not None:
+            found = rule(_Tile(shape, axes, functions), *ins, **eqn.params)
+            return [found if isinstance(found, Value) else Value(found, axes)]
+        operands = [spread(x, axes, shape, functions) for x in ins]
+        found = Value(eqn.primitive.bind(*operands, **eqn.params), axes)
+        if eqn.outvars[0].aval.dtype == jnp.int32:
+            found = found.with_real(eqn.primitive, _Tile(shape, axes, functions), ins)
+        return [found]
 
-    (out,) = follow(code.jaxpr.jaxpr, code.jaxpr.consts, args, Value, apply)
-    return out
+    return follow(code.jaxpr, code.consts, list(args), _constant, apply)
 
 
-def spread(x: Value, axes: tuple[int, ...], shape: tuple[int, int]) -> Any:
+def _becomes_real(eqn: Any) -> bool:
+    return eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.float32
+
+
+def _constant(x: np.ndarray) -> Value:
+    if x.dtype == np.int32:
+        return Value(x, real=Value(x.astype(np.float32)), most=abs(float(x)))
+    return Value(x.astype(np.float32) if x.dtype.name in NARROW else x)
+
+
+class _Tile(NamedTuple):
+    """Of which a rule computes a value."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    functions: Functions
+
+    def times(self, x: Value, factor: float = 1.0) -> Any:
+        factor *= x.factor
+        array = spread(x._replace(factor=1.0), self.axes, self.shape, self.functions)
+        return array if factor == 1.0 else array * factor
+
+    def invert(self, array: Any) -> Any:
+        return self.functions.reciprocal(array) if self.axes == (0, 1) else 1 / array
+
+    def mul(self, x: Value, y: Value) -> Value:
+        for constant, other in ((x, y), (y, x)):
+            if constant.axes == () and isinstance(constant.array, np.ndarray):
+                factor = constant.factor * float(constant.array)
+                return other._replace(factor=other.factor * factor)
+        factor = x.factor * y.factor
+        x, y = x._replace(factor=1.0), y._replace(factor=1.0)
+        return Value(self.times(x) * self.times(y), self.axes, factor)
+
+    def div(self, x: Value, y: Value) -> Value:
+        if y.axes == () and isinstance(y.array, np.ndarray):
+            return self.mul(x, Value(np.float32(1.0) / (y.array * np.float32(y.factor))))
+        of_y = self._replace(axes=y.axes)
+        return self.mul(x, Value(of_y.invert(of_y.times(y)), y.axes))
+
+    def tanh(self, x: Value, scale: float = 1.0) -> Any:
+        """tanh(scale x). tanh.approx.f32 is off by 5e-4, which a cap of 50 makes 2.5 % of a probability.
+
+        By its exponential it takes two results of the multi-function unit, whose speed bounds attention;
+        so near 0, where scores that are capped mostly are, it is a polynomial, as precise.
+        """
+
+        def by_exponential(array: Any, factor: float) -> Any:
+            return 1 - 2 * self.invert(1 + jnp.exp2(array * (factor * 2 * LOG2E)))
+
+        if self.axes != (0, 1) or self.functions.any_from_two is None:
+            return by_exponential(self.times(x, scale), 1.0)
+        array = self.times(x, scale * 2 / NEAR)
+
+        def by_polynomial() -> Any:
+            square = array * array
+            powers = [c * (NEAR / 2) ** (2 * i + 1) for i, c in enumerate(NEAR_TANH)]
+            return array * functools.reduce(lambda sum, c: sum * square + c, reversed(powers))
+
+        far = self.functions.any_from_two(array)
+        return lax.cond(far, lambda: by_exponential(array, NEAR / 2), by_polynomial)
+
+    def logistic(self, x: Value) -> Any:
+        return 0.5 + 0.5 * self.tanh(x, 0.5)
+
+    def exp(self, x: Value) -> Any:
+        return jnp.exp2(self.times(x, LOG2E))
+
+    def integer_pow(self, x: Value, y: int) -> Any:
+        powers, array, n = [], self.times(x), abs(y)
+        while n:
+            powers += [array] if n % 2 else []
+            array, n = array * array, n // 2
+        result = functools.reduce(operator.mul, powers) if powers else jnp.ones_like(array)
+        return self.invert(result) if y < 0 else result
+
+    def turned(self, x: Value, function: Callable) -> Any:
+        """Of an angle near 0, as sin.approx.f32 wants it; 2 pi in two parts (Cody and Waite)."""
+        high = 6.28125  # of 8 bits: its product with a number of turns up to 65,536 is exact
+        low = 2 * math.pi - high
+        angle = self.times(x)
+        turns = lax.round(angle * (0.5 / math.pi), lax.RoundingMethod.TO_NEAREST_EVEN)
+        return function(angle - turns * high - turns * low)
+
+
+# tanh(x) / x by powers of x^2, fitted: relative error 6e-7 up to |x| = NEAR.
+NEAR = 0.5
+NEAR_TANH = (0.9999995, -0.33326313, 0.13190280, -0.04440216)
+
+# What Mosaic computes too roughly or slowly, or not at all.
+_RULES: dict[str, Callable] = {
+    "mul": lambda tile, x, y, **_: tile.mul(x, y),
+    "div": lambda tile, x, y, **_: tile.div(x, y),
+    "neg": lambda tile, x, **_: x._replace(factor=-x.factor),
+    "tanh": lambda tile, x, **_: tile.tanh(x),
+    "logistic": lambda tile, x, **_: tile.logistic(x),
+    "exp": lambda tile, x, **_: tile.exp(x),
+    "exp2": lambda tile, x, **_: jnp.exp2(tile.times(x)),
+    "expm1": lambda tile, x, **_: tile.exp(x) - 1,
+    "log1p": lambda tile, x, **_: jnp.log(1 + tile.times(x)),
+    "sin": lambda tile, x, **_: tile.turned(x, lax.sin),
+    "cos": lambda tile, x, **_: tile.turned(x, lax.cos),
+    "square": lambda tile, x, **_: tile.integer_pow(x, 2),
+    "one_minus_square": lambda tile, x, **_: 1 - tile.integer_pow(x, 2),
+    "integer_pow": lambda tile, x, y, **_: tile.integer_pow(x, y),
+    "add_any": lambda tile, x, y, **_: tile.times(x) + tile.times(y),
+    "convert_element_type": lambda tile, x, **_: x,
+    "stop_gradient": lambda tile, x, **_: x,
+    "copy": lambda tile, x, **_: x,
+}
+
+
+def spread(
+    x: Value, axes: tuple[int, ...], shape: tuple[int, ...], functions: Functions = PLAIN
+) -> Any:
     """As an array over these axes of the tile."""
+    array = x.array if isinstance(x.array, jax.Array) else jnp.asarray(x.array)
+    if x.factor != 1.0:
+        array = array * x.factor
     if x.axes == axes:
-        return x.array if isinstance(x.array, jax.Array) else jnp.asarray(x.array)
+        return array
+    if len(x.axes) == 1:
+        return functions.over(array, x.axes[0], shape)
     sizes = tuple(shape[axis] for axis in axes)
-    return lax.broadcast_in_dim(x.array, sizes, [axes.index(axis) for axis in x.axes])
+    return lax.broadcast_in_dim(array, sizes, ())
+
+
+def lean(code: ClosedJaxpr) -> tuple[ClosedJaxpr, list[bool]]:
+    """Without what its results do not need, and which arguments are left."""
+    jaxpr, used = dce_jaxpr(code.jaxpr, [True] * len(code.jaxpr.outvars))
+    return ClosedJaxpr(jaxpr, code.consts), used

@@ -6,7 +6,7 @@ None of it orders memory. The interpreter in the tests knows each inner function
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -83,14 +83,29 @@ def any_above(tile: jax.Array, limit: float) -> jax.Array:
     return _answer(TILE)(any_above)(tile) != 0
 
 
-def any_infinite(rows: jax.Array, warpgroup: Any) -> jax.Array:
-    """1 if a value is infinite or NaN in any row of a warpgroup, else 0; all of it must ask."""
-    return _any_infinite(rows, FIRST_QUESTION + warpgroup)  # pyright: ignore[reportCallIssue]
-
-
 def _answer(*layouts: Any) -> Any:
     splat = plgpu.ShapeDtypeStruct((), I32, plgpu.Layout.WG_SPLAT(shape=()))
     return plgpu.inline_mgpu(arg_types=layouts, return_type=splat)
+
+
+def any_from_two(tile: jax.Array) -> jax.Array:
+    """Whether |x| >= 2, or NaN, anywhere in a warp's own 16 rows: bit 30 is set then, and half an
+    instruction a value finds out. Each warp gets its own answer."""
+    return _any_from_two(tile) != 0  # pyright: ignore[reportCallIssue]
+
+
+@_answer(TILE)
+def _any_from_two(_: Any, tile: Any) -> Any:
+    i32 = ir.IntegerType.get_signless(32)
+    bits = functools.reduce(arith.ori, [arith.bitcast(i32, x) for x in _scalars(tile)])
+    exponent = arith.andi(bits, arith.constant(i32, 1 << 30))
+    above = arith.cmpi(arith.CmpIPredicate.ne, exponent, arith.constant(i32, 0))
+    return _splat(_ask([above], "vote.sync.any.pred p, p, -1;", []))
+
+
+def any_infinite(rows: jax.Array, warpgroup: Any) -> jax.Array:
+    """1 if a value is infinite or NaN in any row of a warpgroup, else 0; all of it must ask."""
+    return _any_infinite(rows, FIRST_QUESTION + warpgroup)  # pyright: ignore[reportCallIssue]
 
 
 @_answer(ROWS, plgpu.Layout.WG_SPLAT)
@@ -149,6 +164,25 @@ def zeros(shape: tuple[int, int]) -> jax.Array:
     return plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, TILE))(zeros)()
 
 
+def reciprocal(tile: jax.Array) -> jax.Array:
+    """1 / x, off by one unit in the last place and flushing denormal numbers."""
+
+    def reciprocal(_: Any, tile: Any) -> Any:
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        inverses = np.empty_like(tile.registers)
+        for at, pair in np.ndenumerate(tile.registers):
+            for e, x in enumerate(_elements(pair)):
+                inverse = llvm.inline_asm(f32, [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
+                pair = llvm.insertelement(pair, inverse, arith.constant(i32, e))
+            inverses[at] = pair
+        return mgpu.FragmentedArray(
+            _registers=inverses, _layout=tile.layout, _is_signed=tile.is_signed
+        )
+
+    result = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, TILE)
+    return plgpu.inline_mgpu(arg_types=(TILE,), return_type=result)(reciprocal)(tile)
+
+
 def add_fragments(target: Any, tile: jax.Array) -> None:
     """Adds a float32 `[64, 64]` tile to device memory, as it lies in registers, 16 bytes at a time.
 
@@ -171,6 +205,74 @@ def _add_fragments(_: Any, target: Any, tile: Any) -> None:
         code = f"red.relaxed.gpu.global.add.v4.f32 [$0 + {512 * i}], {{$1, $2, $3, $4}};"
         void, operands = ir.Type.parse("!llvm.void"), [start, *values[i : i + 4]]
         llvm.inline_asm(void, operands, code, "l,f,f,f,f", has_side_effects=True)
+
+
+def add_row_sums(target: Any, tile: jax.Array) -> None:
+    """Adds the sums of a float32 tile's rows to device memory, `[64]`."""
+    _add_row_sums(target, tile)  # pyright: ignore[reportCallIssue]
+
+
+def add_column_sums(target: Any, tile: jax.Array) -> None:
+    """Adds the sums of a float32 tile's columns to device memory."""
+    _add_column_sums(target, tile)  # pyright: ignore[reportCallIssue]
+
+
+def _sums(parts: dict[int, list[Any]]) -> dict[int, Any]:
+    return {place: functools.reduce(arith.addf, values) for place, values in parts.items()}
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+def _add_row_sums(_: Any, target: Any, tile: Any) -> None:
+    """Of PTX's accumulator fragments, a thread has rows r and r + 8, the same as three neighbours."""
+    halves: dict[int, list[Any]] = {0: [], 8: []}
+    for at, pair in np.ndenumerate(tile.registers):
+        halves[8 * sum(at[2:])] += _elements(pair)
+    i32 = ir.IntegerType.get_signless(32)
+    thread = _thread()
+    warp, lane = (arith.andi(thread, arith.constant(i32, mask)) for mask in (96, 31))
+    row = arith.addi(
+        arith.shrui(warp, arith.constant(i32, 1)), arith.shrui(lane, arith.constant(i32, 2))
+    )
+    _add_among(target, row, _sums(halves), lanes=(1, 2), leaders=3)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+def _add_column_sums(_: Any, target: Any, tile: Any) -> None:
+    """A thread has two of each eight columns, the same as seven others of its warp."""
+    columns: dict[int, list[Any]] = {}
+    for at, pair in np.ndenumerate(tile.registers):
+        for e, value in enumerate(_elements(pair)):
+            columns.setdefault(8 * at[1] + e, []).append(value)
+    i32 = ir.IntegerType.get_signless(32)
+    column = arith.shli(arith.andi(_thread(), arith.constant(i32, 3)), arith.constant(i32, 1))
+    _add_among(target, column, _sums(columns), lanes=(4, 8, 16), leaders=28)
+
+
+def _elements(pair: Any) -> list[Any]:
+    i32 = ir.IntegerType.get_signless(32)
+    return [llvm.extractelement(pair, arith.constant(i32, e)) for e in range(2)]
+
+
+def _add_among(
+    target: Any, first: Any, values: dict[int, Any], lanes: tuple[int, ...], leaders: int
+) -> None:
+    """Adds values up over lanes that differ in these bits; those without the bits `leaders` then add them
+    to `target`, at the distance from `first` that each has as its key."""
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
+    start = arith.addi(start, arith.extui(i64, arith.shli(first, arith.constant(i32, 2))))
+    lane = arith.andi(_thread(), arith.constant(i32, leaders))
+    for place, value in values.items():
+        for bit in lanes:
+            code = f"shfl.sync.bfly.b32 $0, $1, {bit}, 31, -1;"
+            other = llvm.inline_asm(value.type, [value], code, "=f,f", has_side_effects=True)
+            value = arith.addf(value, other)
+        code = (
+            "{ .reg .pred p; setp.eq.s32 p, $2, 0; "
+            f"@p red.relaxed.gpu.global.add.f32 [$0 + {4 * place}], $1; }}"
+        )
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [start, value, lane], code, "l,f,r", has_side_effects=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,14 +407,36 @@ def _hide(s: jax.Array, bound: jax.Array, kept: Any, name: str) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(TILE, ROWS), return_type=result)(hide)(s, bound)
 
 
-def column_numbers(like: jax.Array, start: Any) -> jax.Array:
-    """start, start + 1, ... in the layout of `like`, one a column.
+def load_row(axis: int, row: Any, dtype: Any) -> jax.Array:
+    """One number for each row of a tile, or for each column, from 32 bits each.
+
+    Mosaic could load them, but would search the layout of each, which takes seconds for a mask.
+    """
+    layout, name = (ROWS, COLUMNS)[axis], jnp.dtype(dtype).name
+
+    def load_row(_: Any, row: Any) -> Any:
+        element = ir.MemRefType(row.type).element_type
+        signed = True if isinstance(element, ir.IntegerType) else None
+        found = mgpu.FragmentedArray.load_untiled(
+            row, layout=cast(Any, layout.to_mgpu()), is_signed=signed, optimized=False
+        )
+        kind = jnp.dtype(dtype)
+        signed = kind == jnp.int32 if kind.kind in "iu" else None
+        return found.bitcast(mgpu.utils.dtype_to_ir_type(kind), output_is_signed=signed)
+
+    load_row.__name__ = f"load_row {name}"
+    result = plgpu.ShapeDtypeStruct(row.shape, dtype, layout)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)(load_row)(row)
+
+
+def column_numbers(count: int, start: Any) -> jax.Array:
+    """start, start + 1, ..., one a column.
 
     They are computed where this is called: LLVM would keep those of Pallas's iota in registers, all of
     them, as they are the same in every tile but for the start.
     """
 
-    def column_numbers(_: Any, like: Any, start: Any) -> Any:
+    def column_numbers(_: Any, start: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
 
         def constant(value: int) -> Any:
@@ -320,18 +444,21 @@ def column_numbers(like: jax.Array, start: Any) -> jax.Array:
 
         two_each = arith.shli(arith.andi(_thread(), constant(3)), constant(1))
         first = arith.addi(start.registers[()], two_each)
-        numbers = np.empty_like(like.registers)
+        layout = COLUMNS.to_mgpu()
+        numbers = np.empty(layout.registers_shape((count,)), object)
         for i, at in enumerate(np.ndindex(*numbers.shape)):  # 8 columns each
             pair = llvm.mlir_undef(ir.VectorType.get((2,), i32))
             for e in range(2):
                 number = arith.addi(first, constant(8 * i + e))
                 pair = llvm.insertelement(pair, number, constant(e))
             numbers[at] = pair
-        return mgpu.FragmentedArray(_registers=numbers, _layout=like.layout, _is_signed=True)
+        return mgpu.FragmentedArray(_registers=numbers, _layout=layout, _is_signed=True)
 
-    types = (COLUMNS, plgpu.Layout.WG_SPLAT)
-    result = plgpu.ShapeDtypeStruct(like.shape, I32, COLUMNS)
-    return plgpu.inline_mgpu(arg_types=types, return_type=result)(column_numbers)(like, start)
+    column_numbers.__name__ = f"column_numbers {count}"
+    result = plgpu.ShapeDtypeStruct((count,), I32, COLUMNS)
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,), return_type=result)(
+        column_numbers
+    )(start)
 
 
 def pin(positive: jax.Array) -> None:

@@ -1,108 +1,26 @@
-"""A mask's code and the data that it reads, as the Hopper kernels take them.
+"""What masks and scores read, as the Hopper kernels take it, and what comes back as its gradient.
 
 Data that rides with the tokens lies in rows of 32 bits, one a token; what is shared by a head's tokens
 are numbers.
 """
 
-import dataclasses
-from typing import Any, Literal, NamedTuple, cast
+import collections
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import ShapedArray
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Literal
 
 from pallas_fa2 import diagonal
-from pallas_fa2.kernels import pointwise
-from pallas_fa2.kernels.mosaic import COLUMNS, I32, ROWS, over_columns
-from pallas_fa2.kernels.pointwise import Value
+from pallas_fa2.kernels import pointwise, tile_code
+from pallas_fa2.kernels.mosaic import I32
+from pallas_fa2.kernels.tile_code import Source, TileFunction, TileMask, TileScore, as_dtype
 from pallas_fa2.spec import Operands, Spec
-from pallas_fa2.tokens import Pointwise
-
-# Columns of scores that pass through a mask together.
-COLUMNS_AT_ONCE = 16
-
-
-class Source(NamedTuple):
-    """Where an argument of the code comes from: a row of q's or k's data, or a number."""
-
-    side: Literal["q", "k", "integer", "real"]
-    place: int | None  # among those of its side; None is the token's index
-    dtype: str
-
-
-@dataclasses.dataclass(frozen=True)
-class TileMask:
-    """Static: the code, and where its arguments come from."""
-
-    code: Pointwise
-    sources: tuple[Source, ...]
-    # Whether it is known that every query sees a key and every key is seen. Where it is not, what
-    # nobody sees may be NaN.
-    all_take_part: bool
-
-    def on_tile(self, q: "Side", k: "Side", numbers: Any, shape: tuple[int, int]) -> jax.Array:
-        """True where the mask lets a pair of tokens see each other."""
-        sides = {"q": q, "k": k}
-
-        def value(source: Source) -> Value:
-            if source.place is None:
-                side = sides[source.side]
-                return Value(side.index, (side.axis,))
-            if source.side == "real":
-                return Value(numbers.reals[source.place + 1])
-            if source.side == "integer":
-                number = numbers.integers[source.place + 1]
-                return Value(number != 0 if source.dtype == "bool" else number.astype(source.dtype))
-            side = sides[source.side]
-            return Value(_from_bits(side.rows[source.place], source.dtype), (side.axis,))
-
-        out = pointwise.evaluate(self.code, [value(s) for s in self.sources], shape)
-        return pointwise.spread(out, (0, 1), shape)
-
-    def hide(self, s: jax.Array, sides: Any, numbers: Any, k_end: int | None = None) -> jax.Array:
-        """-inf where a pair is not seen, or a key is the `k_end`-th or a later one.
-
-        `sides` gives q and k for some columns of the tile.
-        """
-
-        def some(start: int) -> jax.Array:
-            q, k = sides(pl.ds(start, COLUMNS_AT_ONCE))
-            # only when these scores are there: it would hold registers before
-            piece = s[:, start : start + COLUMNS_AT_ONCE]
-            piece, *index = lax.optimization_barrier((piece, q.index, k.index))
-            q, k = (
-                dataclasses.replace(side, index=i) for side, i in zip((q, k), index, strict=True)
-            )
-            keep = self.on_tile(q, k, numbers, piece.shape)
-            if k_end is not None:
-                keep &= over_columns(k.index < k_end, piece.shape)
-            return lax.optimization_barrier(jnp.where(keep, piece, -jnp.inf))
-
-        starts = range(0, s.shape[1], COLUMNS_AT_ONCE)
-        return jnp.concatenate([some(start) for start in starts], 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """The tokens along one axis of a tile: their indices, and their data, one row a field."""
-
-    axis: int
-    index: jax.Array
-    rows: list[jax.Array]
-
-
-def load_row(axis: int, row: Any) -> jax.Array:
-    """One number for each row of a tile, or for each column."""
-    return plgpu.load(row, layout=ROWS if axis == 0 else COLUMNS, optimized=False)
-
-
-def load_rows(axis: int, data: Any) -> list[jax.Array]:
-    """All but the first, from `[1 + rows, tokens]`."""
-    return [load_row(axis, data.at[i]) for i in range(1, data.shape[0])]
+from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, Pointwise
 
 
 class Numbers(NamedTuple):
@@ -111,9 +29,15 @@ class Numbers(NamedTuple):
     integers: jax.Array  # int32 [B, N, 1 + numbers]
     reals: jax.Array  # float32
 
-    def at(self, batch: Any, head: Any) -> "Numbers":
-        integers, reals = (x.at[batch, head] for x in self)
-        return Numbers(cast(Any, integers), cast(Any, reals))
+    def load(self, batch: Any, head: Any, sources: Iterable[Source]) -> dict[Source, jax.Array]:
+        def number(source: Source) -> jax.Array:
+            assert source.place is not None
+            if source.side == "real":
+                return self.reals[batch, head, source.place + 1]
+            found = self.integers[batch, head, source.place + 1]
+            return found != 0 if source.dtype == "bool" else found.astype(source.dtype)
+
+        return {source: number(source) for source in sources}
 
 
 class TokenData(NamedTuple):
@@ -135,51 +59,136 @@ class TokenData(NamedTuple):
         return TokenData(widen(self.q, block_q), widen(self.k, block_kv), self.numbers)
 
 
+class Sums(NamedTuple):
+    """Float32 gradients of the data that scores read, before what is shared is added up."""
+
+    q: jax.Array  # [B, fields, T']
+    k: jax.Array  # [B, fields, S']
+    numbers: jax.Array  # [B, N, fields, 64]
+
+    @classmethod
+    def zeros(
+        cls, score: TileScore, batch: int, heads: int, lengths: tuple[int, int]
+    ) -> "Sums | None":
+        """None where nothing has a gradient."""
+        if not score.floats:
+            return None
+        q, k, numbers = (len(score.floats_of(side)) for side in ("q", "k", "real"))
+        shapes = (batch, q, lengths[0]), (batch, k, lengths[1]), (batch, heads, numbers, 64)
+        # An empty array is no memory for a kernel.
+        return cls(*(jnp.zeros([max(n, 1) for n in shape], jnp.float32) for shape in shapes))
+
+
 def refuses(spec: Spec) -> str | None:
-    """What of a mask no kernel runs."""
-    assert spec.mask is not None
-    for aval, kind in zip(_avals(spec), _kinds(spec), strict=True):
-        if kind == "pairs":
-            return "its masks read no data of pairs of tokens"
-        if aval.shape != ():
-            return f"its masks read single numbers, not arrays of shape {aval.shape}"
-        if aval.dtype.name not in pointwise.DTYPES:
-            return f"its masks read {', '.join(pointwise.DTYPES)}, not {aval.dtype.name}"
-    return pointwise.refuses(spec.mask.jaxpr.jaxpr)
+    """What of a mask or score no kernel runs."""
+    for owner, code in _functions(spec):
+        for kind, aval in _data(code):
+            if kind == "pairs":
+                return f"its {owner} read no data of pairs of tokens"
+            if aval.shape != ():
+                return f"its {owner} read single numbers, not arrays of shape {aval.shape}"
+            known = pointwise.DTYPES + (pointwise.NARROW if owner == "scores" else ())
+            if aval.dtype.name not in known:
+                return f"its {owner} read {', '.join(known)}, not {aval.dtype.name}"
+    codes = []
+    if spec.masked:
+        assert spec.mask is not None
+        codes.append((spec.mask.jaxpr, pointwise.MASK, "its masks"))
+    if spec.scores:
+        value, derivative = tile_code.combined(spec.scores)
+        codes.append((value, pointwise.SCORE, "its scores"))
+        codes.append((derivative, pointwise.GRADIENT, "gradients of its scores"))
+    reasons = (pointwise.refuses(code.jaxpr, *language) for code, *language in codes)
+    return next(filter(None, reasons), None)
 
 
-def _avals(spec: Spec) -> list[ShapedArray]:
-    assert spec.mask is not None
-    return cast(list[ShapedArray], spec.mask.jaxpr.in_avals)
+def _functions(spec: Spec) -> Iterator[tuple[str, Pointwise]]:
+    if spec.masked:
+        yield "masks", cast(Pointwise, spec.mask)
+    for score in spec.scores:
+        yield "scores", score
 
 
-def _kinds(spec: Spec) -> list[str]:
-    """Of each argument of the mask's code: q, k, heads, params or pairs."""
-    assert spec.mask is not None
-    _, structure = spec.mask.key
-    leaves = jax.tree.unflatten(structure, range(structure.num_leaves))
-    paths, _ = jax.tree.flatten_with_path(leaves[2:])
-    return ["q", "k", *(path[-2].name for path, _ in paths)]
+def _data(code: Pointwise) -> list[tuple[str, ShapedArray]]:
+    """Of each array that a mask or score reads: q, k, heads, params or pairs, and what it holds."""
+    _, structure = code.key
+    args = jax.tree.unflatten(structure, range(structure.num_leaves))
+    paths, _ = jax.tree.flatten_with_path(args[-1])
+    avals = cast(list[ShapedArray], code.jaxpr.in_avals)[-len(paths) :] if paths else []
+    return [(path[-2].name, aval) for (path, _), aval in zip(paths, avals, strict=True)]
 
 
-def describe(spec: Spec) -> TileMask:
-    assert spec.mask is not None
-    sources = []
-    for i, (kind, aval) in enumerate(zip(_kinds(spec), _avals(spec), strict=True)):
-        number = "real" if aval.dtype == jnp.float32 else "integer"
+class _Sources(NamedTuple):
+    q: Source  # of the tokens' positions
+    k: Source
+    mask: list[Source]
+    scores: list[Source]  # of all, one after another
+
+
+@functools.lru_cache(maxsize=512)
+def _sources(spec: Spec) -> _Sources:
+    counts = collections.Counter()
+
+    def next_of(kind: str, dtype: Any) -> Source:
+        number = "real" if jnp.issubdtype(dtype, jnp.floating) else "integer"
         side = kind if kind in ("q", "k") else number
-        before = sum(s.side == side and s.place is not None for s in sources)
-        counted = i < 2 and not spec.positions
-        sources.append(Source(side, None if counted else before, aval.dtype.name))
-    return TileMask(spec.mask, tuple(sources), diagonal.every_token_sees_itself(spec))
+        counts[side] += 1
+        return Source(side, counts[side] - 1, dtype.name)
+
+    int32 = jnp.dtype("int32")
+    q, k = (
+        next_of(side, int32) if spec.positions else Source(side, None, "int32")
+        for side in ("q", "k")
+    )
+    found = {"masks": [], "scores": []}
+    for owner, code in _functions(spec):
+        found[owner] += [next_of(kind, aval.dtype) for kind, aval in _data(code)]
+    return _Sources(q, k, found["masks"], found["scores"])
+
+
+def describe_mask(spec: Spec) -> TileMask | None:
+    if not spec.masked:
+        return None
+    assert spec.mask is not None
+    sources = _sources(spec)
+    visible = TileFunction.of(spec.mask.jaxpr, [sources.q, sources.k, *sources.mask])
+    return TileMask(visible, diagonal.every_token_sees_itself(spec))
+
+
+def describe_score(spec: Spec) -> TileScore | None:
+    if not spec.scores:
+        return None
+    sources = _sources(spec)
+    value, derivative = tile_code.combined(spec.scores)
+    args = [Source("score", None, "float32"), sources.q, sources.k, *sources.scores]
+    slope, *others = derivative.jaxpr.outvars
+    floats = [s for s in sources.scores if jnp.issubdtype(s.dtype, jnp.floating)]
+    kept = [(v, s) for v, s in zip(others, floats, strict=True) if not _is_zero(v)]
+    outvars = [slope, *(v for v, _ in kept)]
+    derivative = derivative.replace(jaxpr=derivative.jaxpr.replace(outvars=outvars))
+    return TileScore(
+        TileFunction.of(value, args), TileFunction.of(derivative, args), tuple(s for _, s in kept)
+    )
+
+
+def _is_zero(v: Any) -> bool:
+    return isinstance(v, Literal) and v.val == 0
 
 
 def pack(spec: Spec, operands: Operands) -> TokenData:
     found: dict[str, list] = {"q": [], "k": [], "integer": [], "real": []}
-    leaves = [operands.q_index, operands.k_index, *jax.tree.leaves(operands.mask)]
-    for source, leaf in zip(describe(spec).sources, leaves, strict=True):
-        if source.place is not None:
-            found[source.side].append(leaf if source.side == "real" else _bits(leaf))
+    sources = _sources(spec)
+    given = [(sources.q, operands.q_index), (sources.k, operands.k_index)]
+    if spec.masked:
+        given += zip(sources.mask, jax.tree.leaves(operands.mask), strict=True)
+    given += zip(sources.scores, jax.tree.leaves(operands.scores), strict=True)
+    for source, leaf in given:
+        if source.place is None:
+            continue
+        assert leaf is not None
+        if source.dtype in pointwise.NARROW:
+            leaf = leaf.astype(jnp.float32)
+        found[source.side].append(leaf if source.side == "real" else _bits(leaf))
     batch, heads = spec.batch, (spec.kv_heads, spec.group)
 
     def rows(side: str, length: int) -> jax.Array:
@@ -197,12 +206,34 @@ def pack(spec: Spec, operands: Operands) -> TokenData:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    return x.astype(I32) if x.dtype == jnp.bool_ else _as(x, jnp.int32)
+    return x.astype(I32) if x.dtype == jnp.bool_ else as_dtype(x, jnp.int32)
 
 
-def _as(x: jax.Array, dtype: Any) -> jax.Array:
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+def gradients(spec: Spec, operands: Operands, sums: Sums | None) -> tuple[jax.Array, ...]:
+    """Of the floats that scores read, in the shapes and dtypes that they have."""
+    score = describe_score(spec)
+    if score is None:
+        return ()
 
+    def of(source: Source, x: jax.Array) -> jax.Array:
+        if sums is None or source not in score.floats:
+            return jnp.zeros(x.shape, x.dtype)
+        field = score.floats_of(source.side).index(source)
+        if source.side == "real":
+            shape = (spec.batch, spec.kv_heads, spec.group, 1, 1)
+            total = sums.numbers[:, :, field].sum(-1).reshape(shape)
+        else:
+            axis, length = (Q_AXIS, spec.q_len) if source.side == "q" else (K_AXIS, spec.kv_len)
+            shape = [spec.batch, 1, 1, 1, 1]
+            shape[axis] = length
+            total = (sums.q if source.side == "q" else sums.k)[:, field, :length].reshape(shape)
+        shared = tuple(i for i in range(LEADING) if x.shape[i] == 1)
+        return total.sum(shared, keepdims=True).astype(x.dtype)
 
-def _from_bits(x: jax.Array, dtype: str) -> jax.Array:
-    return _as(x, I32) != np.int32(0) if dtype == "bool" else _as(x, jnp.dtype(dtype))
+    leaves = jax.tree.leaves(operands.scores)
+    sources = _sources(spec).scores
+    return tuple(
+        of(source, x)
+        for source, x in zip(sources, leaves, strict=True)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    )

@@ -22,8 +22,9 @@ def planned_for_h200(cores: int = H200.cores) -> Iterator[None]:
 
 def _forwards(case: Case) -> list[plan.Tuned]:
     kernels = plan.hopper_forwards(max(case.head_dim, case.value_dim or 0))
-    causal, masked = case.mask in CAUSAL, case.mask not in (None, *CAUSAL)
-    return [t for t in kernels if t.masked == masked and (causal or t.longest_causal is None)]
+    causal = case.mask in CAUSAL
+    general = case.score is not None or not (causal or case.mask is None)
+    return [t for t in kernels if t.general == general and (causal or t.longest_causal is None)]
 
 
 def is_first(case: Case, tuned: plan.Tuned) -> bool:

@@ -436,8 +436,10 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
     def _inline(self, eqn, token, values):
         """What the library's inline code means, by its name and the parameters after it."""
         name, *parameters = eqn.params["mgpu_fn"].__name__.split()
-        if name == "_add_fragments":
-            return self._add_fragments(eqn, token, *values), []
+        if name == "load_row":
+            return self._load_row(eqn, token, *parameters, *values)
+        if name in ADDED:
+            return self._add(eqn, token, ADDED[name], *values), []
         if name == "_send_mail":
             return self._mail(_send_mail, eqn, token, values, block=values[3]), []
         if name == "_wait_for_mail":
@@ -447,11 +449,25 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         out = INLINE[name](*values, *parameters)
         return token, [] if out is None else [out]
 
-    def _add_fragments(self, eqn, token, target, tile, *leaves):
+    def _load_row(self, eqn, token, dtype, ref, *leaves):
+        aval = eqn.invars[0].aval
+        (transforms,) = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
+        ref, transforms = jaxpr_interpret.resolve_ref(aval, ref, transforms)
+        (out,) = eqn.outvars
+        token, row = gpu_callbacks.call_get(
+            token=token,
+            result_shape_and_dtype=jax.ShapeDtypeStruct(out.aval.shape, aval.dtype),
+            mesh_location=self.mesh_location,
+            thread=self.thread,
+            allocation_key_as_array=ref,
+            transforms=transforms,
+            source_info=eqn.source_info,
+        )
+        return token, [jax.lax.bitcast_convert_type(row, dtype)]
+
+    def _add(self, eqn, token, meaning, target, tile, *leaves):
         transforms, _ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
         target, transforms = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, target, transforms)
-        # (warp, half, group) x (eight, thread, element) -> the order of a thread's registers
-        fragments = tile.reshape(4, 2, 8, 8, 4, 2).transpose(3, 0, 2, 4, 1, 5).reshape(-1)
         function = functools.partial(_add_to_gmem, source_info=eqn.source_info)
         return callback.io_callback(
             function,
@@ -460,7 +476,7 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             thread=self.thread,
             target=target,
             transforms=transforms,
-            value=fragments,
+            value=meaning(tile),
         )
 
     def _mail(self, function, eqn, token, values, **others):
@@ -534,17 +550,34 @@ def _columns(tile: jax.Array) -> jax.Array:
     return jnp.arange(tile.shape[1])[None]
 
 
+def _fragments(tile: jax.Array) -> jax.Array:
+    """(warp, half, group) x (eight, thread, element) -> the order of a thread's registers."""
+    return tile.reshape(4, 2, 8, 8, 4, 2).transpose(3, 0, 2, 4, 1, 5).reshape(-1)
+
+
+# What is added to device memory from registers.
+ADDED: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "_add_fragments": _fragments,
+    "_add_row_sums": lambda tile: tile.sum(1),
+    "_add_column_sums": lambda tile: tile.sum(0),
+}
+
 # A warpgroup is one thread here: its four warps share their answers.
 INLINE: dict[str, Callable[..., Any]] = {
     "any_above": lambda tile, limit: jnp.any(tile > float(limit)).astype("int32"),
+    "_any_from_two": lambda tile: jnp.any(~(jnp.abs(tile) < 2)).astype("int32"),
     "_any_infinite": lambda rows, _: jnp.any(~(rows < jnp.inf)).astype("int32"),
     "_pin": lambda _: None,
     "_open_mail": lambda *_: None,
     "_expect_mail": lambda *_: None,
+    "over": lambda x, axis, *shape: jax.lax.broadcast_in_dim(
+        x, tuple(map(int, shape)), [int(axis)]
+    ),
+    "reciprocal": jnp.reciprocal,
     "zeros": lambda *shape: jnp.zeros(tuple(map(int, shape)), "float32"),
     "_turn_sync": lambda _: None,
     "_turn_arrive": lambda _: None,
-    "column_numbers": lambda like, start: start + jnp.arange(like.shape[0], dtype="int32"),
+    "column_numbers": lambda start, count: start + jnp.arange(int(count), dtype="int32"),
     "hide_after": lambda s, last: jnp.where(_columns(s) <= last[:, None], s, -jnp.inf),
     "hide_before": lambda s, first: jnp.where(_columns(s) >= first[:, None], s, -jnp.inf),
 }

@@ -1,0 +1,166 @@
+"""P^T and dS^T of some queries of a step, in registers: masks, scores and their gradients."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_fa2.kernels import mosaic, pointwise, ptx
+from pallas_fa2.kernels.backward_schedule import PANEL, Schedule, Step
+from pallas_fa2.kernels.mosaic import LOG2E, Problem
+from pallas_fa2.kernels.pointwise import Value
+from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, FUNCTIONS, Pair, Side, Source
+from pallas_fa2.kernels.token_data import Sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Queries (columns) against a warpgroup's 64 keys (rows)."""
+
+    schedule: Schedule
+    data: Any  # token_data.TokenData, of masks and scores
+    sums: Sums | None  # of the gradients of the data of scores
+    step: Step
+    first_key: Any
+    keys: Side
+    numbers: Mapping[Source, jax.Array]
+    lse: Any  # [block_q], or [1 + rows, block_q] with what masks and scores read of queries
+    delta: Any
+    place: Any = None  # in the step's block of queries
+
+    def at(self, place: Any) -> "Columns":
+        return dataclasses.replace(self, place=place)
+
+    def pieces(self, panel: Any) -> list["Columns"]:
+        """Of a panel, as many columns at a time as a score function takes."""
+        size = PANEL if self.problem.score is None else COLUMNS_AT_ONCE
+        return [self.at(pl.ds(panel.start + start, size)) for start in range(0, PANEL, size)]
+
+    @property
+    def problem(self) -> Problem:
+        return self.schedule.problem
+
+    def of(self, tile: jax.Array) -> jax.Array:
+        """Of a tile of the whole block."""
+        return tile[:, self.place.start : self.place.start + self.place.size]
+
+    def row(self, row_data: Any) -> jax.Array:
+        """A value of each query."""
+        return ptx.load_row(1, row_data.at[self._every(row_data)], jnp.float32)
+
+    def _every(self, row_data: Any) -> Any:
+        return self.place if len(row_data.shape) == 1 else (0, self.place)
+
+    def pair_at(self, columns: Any) -> Pair:
+        """What masks and scores read, of some columns of these."""
+        q = self.query_side(pl.ds(self.place.start + columns.start, columns.size))
+        return Pair(q, self.keys, self.numbers)
+
+    def query_side(self, place: Any) -> Side:
+        problem, step, query_data = self.problem, self.step, self.lse
+        sources, index = problem.rows("q", step.masked), None
+        if problem.reads_index("q", step.masked):
+            first = problem.first_query + step.first_query + place.start
+            index = ptx.column_numbers(place.size, first)
+        if not sources:
+            return Side(1, index)
+        if self.data.q is not None:
+            block = pl.ds(step.first_query, self.schedule.config.block_q)
+            query_data = self.data.q.at[step.head[0], :, block]
+        return Side.load(1, index, query_data.at[:, place], sources)
+
+    @property
+    def pair(self) -> Pair:
+        return self.pair_at(pl.ds(0, self.place.size))
+
+    def probabilities(self, s: jax.Array) -> jax.Array:
+        """P^T in float32, from S^T."""
+        problem, config = self.problem, self.schedule.config
+        lse = self.row(self.lse)
+        of_rows = mosaic.over_columns(lse, s.shape)
+        if problem.score is None:
+            exponent = s * (problem.scale * LOG2E) + of_rows
+        else:
+            exponent = problem.score.on_tile(s, problem.scale, self.pair) + of_rows
+            exponent = self.hide_what_is_not_there(exponent, lse)
+        if self.step.masked:
+            exponent = self.hide_unseen(exponent)
+        if problem.score is None and problem.kv_len % config.block_kv:
+            # Keys past the end are zeros that nothing hides. Their part of dQ is 0 and their dK and
+            # dV are cut off, as long as p stays finite; a true p is at most 1.
+            exponent = jnp.minimum(exponent, 0.0)
+        return jnp.exp2(exponent)
+
+    def hide_what_is_not_there(self, exponent: jax.Array, lse: jax.Array) -> jax.Array:
+        """-inf for keys and queries past the end, where a score may be anything."""
+        problem, config, shape = self.problem, self.schedule.config, exponent.shape
+        if problem.kv_len % config.block_kv:
+            number = mosaic.index(shape, 0, self.first_key)
+            there = mosaic.over_rows(number < problem.kv_len, shape)
+            exponent = jnp.where(there, exponent, -jnp.inf)
+        if problem.q_len % config.block_q:
+            there = mosaic.over_columns(lse != -jnp.inf, shape)
+            exponent = jnp.where(there, exponent, -jnp.inf)
+        return exponent
+
+    def hide_unseen(self, exponent: jax.Array) -> jax.Array:
+        """-inf where a query does not see a key."""
+        problem, step = self.problem, self.step
+        if problem.mask is not None:
+            return problem.mask.hide(exponent, self.pair_at)
+        # where a query comes before the first that sees a key
+        shift = self.first_key - step.first_query - self.place.start - problem.offset
+        return ptx.hide_before(exponent, mosaic.index(exponent.shape, 0, shift))
+
+    def ds(
+        self, p: jax.Array, s: jax.Array, dp: jax.Array
+    ) -> tuple[jax.Array, dict[Source, jax.Array]]:
+        """dS^T, and the gradients of what scores read of keys and heads, to be added up."""
+        ds = p * (dp + mosaic.over_columns(self.row(self.delta), p.shape))
+        mask, score = self.problem.mask, self.problem.score
+        if score is None:
+            if self.step.masked and mask is not None and not mask.all_take_part:
+                ds = jnp.where(p == 0, 0.0, ds)  # of a hidden pair, dP may be NaN
+            return ds, {}
+        slope, others = score.slopes(s, self.problem.scale, self.pair)
+        alive = p != 0  # and slopes infinite
+
+        def times(slope: Value) -> jax.Array:
+            slopes = pointwise.spread(slope, (0, 1), ds.shape, FUNCTIONS)
+            return jnp.where(alive, ds * slopes, 0.0)
+
+        gathered = {}
+        for source, slope_of_it in others.items():
+            if source.side == "q":
+                self._add_to_queries(source, times(slope_of_it))
+            else:
+                gathered[source] = mosaic.by_eights(jnp.add, times(slope_of_it))
+        return times(slope), gathered
+
+    def _add_to_queries(self, source: Source, gradient: jax.Array) -> None:
+        assert self.sums is not None
+        queries = pl.ds(self.step.first_query + self.place.start, self.place.size)
+        field = self.problem.score.floats_of("q").index(source)
+        ptx.add_column_sums(self.sums.q.at[self.step.head[0], field, queries], gradient)
+
+    def add(self, gathered: list[dict[Source, jax.Array]]) -> None:
+        """The gradients of some pieces."""
+        batch, head = self.step.head
+        for source in gathered[0]:
+            assert self.sums is not None
+            field = self.problem.score.floats_of(source.side).index(source)
+            if source.side == "k":
+                rows = self.sums.k.at[batch, field, pl.ds(self.first_key, 64)]
+            else:
+                rows = self.sums.numbers.at[batch, head, field]
+            ptx.add_row_sums(rows, functools.reduce(jnp.add, (x[source] for x in gathered)))
+
+
+def join(pieces: list[jax.Array]) -> jax.Array:
+    """Side by side."""
+    return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, 1)

@@ -1,0 +1,231 @@
+"""A mask's and a score's code, on tiles of scores in registers."""
+
+import dataclasses
+import functools
+import itertools
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.experimental import pallas as pl
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from pallas_fa2.kernels import mosaic, pointwise, ptx
+from pallas_fa2.kernels.mosaic import LOG2E, over_columns
+from pallas_fa2.kernels.pointwise import Functions, Value
+from pallas_fa2.tokens import Pointwise
+
+FUNCTIONS = Functions(ptx.reciprocal, mosaic.over, ptx.any_from_two)
+# Code in branches is not shared by a score and its slope.
+WITHOUT_BRANCHES = FUNCTIONS._replace(any_from_two=None)
+# Columns of scores that pass through a function together.
+COLUMNS_AT_ONCE = 16
+
+
+class Source(NamedTuple):
+    """Where an argument of the code comes from: the score, a row of q's or k's data, or a number."""
+
+    side: Literal["score", "q", "k", "integer", "real"]
+    place: int | None  # among those of its side; None is the score, or the token's index
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """The tokens along one axis of a tile: their indices, and their data."""
+
+    axis: int
+    index: jax.Array | None = None  # unless the code reads none
+    rows: Mapping[Source, jax.Array] = types.MappingProxyType({})
+
+    @classmethod
+    def load(
+        cls, axis: int, index: jax.Array | None, data: Any, sources: Iterable[Source]
+    ) -> "Side":
+        """`data` is `[1 + rows, tokens]`, of 32 bits each."""
+
+        def row(source: Source) -> jax.Array:
+            assert source.place is not None
+            bits = data.at[source.place + 1]
+            if source.dtype == "bool":
+                return ptx.load_row(axis, bits, jnp.int32) != 0
+            narrow = source.dtype in pointwise.NARROW
+            return ptx.load_row(axis, bits, "float32" if narrow else source.dtype)
+
+        return cls(axis, index, {s: row(s) for s in sources})
+
+
+class Pair(NamedTuple):
+    """The two sides of a tile, and what all tokens of a head share."""
+
+    q: Side
+    k: Side
+    numbers: Mapping[Source, jax.Array]
+
+
+NO_SCORE = Value(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileFunction:
+    """A jaxpr, and where its arguments come from."""
+
+    code: ClosedJaxpr
+    sources: tuple[Source, ...]
+
+    @classmethod
+    def of(cls, code: ClosedJaxpr, sources: Sequence[Source]) -> "TileFunction":
+        """Of the arguments, those that it reads."""
+        code, read = pointwise.lean(code)
+        return cls(code, tuple(itertools.compress(sources, read)))
+
+    def rows(self, side: str) -> list[Source]:
+        """What it reads of q's or k's tokens, but for their index."""
+        return [s for s in self.sources if s.side == side and s.place is not None]
+
+    @property
+    def numbers(self) -> list[Source]:
+        return [s for s in self.sources if s.side in ("integer", "real")]
+
+    def reads_index(self, side: str) -> bool:
+        return any(s.side == side and s.place is None for s in self.sources)
+
+    def on_tile(
+        self,
+        pair: Pair,
+        shape: tuple[int, ...],
+        score: Value = NO_SCORE,
+        functions: Functions = WITHOUT_BRANCHES,
+    ) -> list[Value]:
+        sides = {"q": pair.q, "k": pair.k}
+
+        def value(source: Source) -> Value:
+            if source.side == "score":
+                return score
+            if source.place is None:
+                side = sides[source.side]
+                return Value.of_index(side.index, side.axis)
+            if source.side not in sides:
+                return Value(pair.numbers[source])
+            side = sides[source.side]
+            return Value(side.rows[source], (side.axis,))
+
+        args = [value(s) for s in self.sources]
+        return pointwise.evaluate(self.code, args, shape, functions)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileMask:
+    """Which pairs of tokens see each other."""
+
+    visible: TileFunction
+    # Whether it is known that every query sees a key and every key is seen. Where it is not, what
+    # nobody sees may be NaN.
+    all_take_part: bool
+
+    def hide(self, s: jax.Array, pair_at: Callable, k_end: int | None = None) -> jax.Array:
+        """-inf where a pair is not seen, or a key is the `k_end`-th or a later one."""
+
+        def some(piece: jax.Array, pair: Pair) -> jax.Array:
+            (keep,) = self.visible.on_tile(pair, piece.shape)
+            keep = pointwise.spread(keep, (0, 1), piece.shape, FUNCTIONS)
+            if k_end is not None:
+                keep &= over_columns(cast(Any, pair.k.index) < k_end, piece.shape)
+            return jnp.where(keep, piece, -jnp.inf)
+
+        return by_columns(some, s, pair_at)
+
+
+def by_columns(some: Callable, s: jax.Array, pair_at: Callable) -> jax.Array:
+    """some(columns of a tile, their `Pair`) for a few columns after another.
+
+    `pair_at` gives the pair of some columns.
+    """
+
+    def of(start: int) -> jax.Array:
+        pair = pair_at(pl.ds(start, COLUMNS_AT_ONCE))
+        # only when these scores are there: it would hold registers before
+        piece = s[:, start : start + COLUMNS_AT_ONCE]
+        piece, *index = lax.optimization_barrier((piece, pair.q.index, pair.k.index))
+        q, k = (
+            dataclasses.replace(side, index=i)
+            for side, i in zip((pair.q, pair.k), index, strict=True)
+        )
+        return lax.optimization_barrier(some(piece, Pair(q, k, pair.numbers)))
+
+    return jnp.concatenate([of(start) for start in range(0, s.shape[1], COLUMNS_AT_ONCE)], 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileScore:
+    """What becomes of a scaled score, and the derivative of that."""
+
+    value: TileFunction
+    # (d value / d score, and by each of the `floats`)
+    derivative: TileFunction
+    floats: tuple[Source, ...]  # the data that have a gradient
+
+    def apply(self, s: jax.Array, scale: float, pair_at: Callable) -> jax.Array:
+        """To scores that are not scaled yet; the result is in base 2."""
+
+        def some(piece: jax.Array, pair: Pair) -> jax.Array:
+            return self.on_tile(piece, scale, pair, FUNCTIONS)
+
+        if self.value.rows("k"):
+            return by_columns(some, s, pair_at)
+        return some(s, pair_at(pl.ds(0, s.shape[1])))
+
+    def floats_of(self, side: str) -> list[Source]:
+        return [source for source in self.floats if source.side == side]
+
+    def on_tile(
+        self, s: jax.Array, scale: float, pair: Pair, functions: Functions = WITHOUT_BRANCHES
+    ) -> jax.Array:
+        """Of scores that are not scaled yet; the result is in base 2."""
+        (value,) = self.value.on_tile(pair, s.shape, Value(s, (0, 1), scale), functions)
+        value = value._replace(factor=value.factor * LOG2E)
+        return pointwise.spread(value, (0, 1), s.shape, FUNCTIONS)
+
+    def slopes(self, s: jax.Array, scale: float, pair: Pair) -> tuple[Value, dict[Source, Value]]:
+        """Of the value, by the scaled score and by the data that have a gradient."""
+        found = self.derivative.on_tile(pair, s.shape, Value(s, (0, 1), scale))
+        return found[0], dict(zip(self.floats, found[1:], strict=True))
+
+
+@functools.lru_cache(maxsize=512)
+def combined(scores: tuple[Pointwise, ...]) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """All scores as one function of (score, q's index, k's index, the data of each), and its derivative
+    by the score and by the data that are floats."""
+    avals = [cast(list[ShapedArray], s.jaxpr.in_avals) for s in scores]
+    args = [*avals[0][:3], *(x for of_one in avals for x in of_one[3:])]
+
+    def value(s: Any, q_index: Any, k_index: Any, *data: Any) -> Any:
+        rest = list(data)
+        for score, of_one in zip(scores, avals, strict=True):
+            own, rest = rest[: len(of_one) - 3], rest[len(of_one) - 3 :]
+            (s,) = jaxpr_as_fun(score.jaxpr)(s, q_index, k_index, *own)
+        return s
+
+    floats = [i for i, x in enumerate(args) if i == 0 or jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def derivative(*all_args: Any) -> Any:
+        def of(*given: Any) -> Any:
+            merged = list(all_args)
+            for i, x in zip(floats, given, strict=True):
+                merged[i] = x
+            return value(*merged)
+
+        out, pull = jax.vjp(of, *(all_args[i] for i in floats))
+        return pull(jnp.ones((), out.dtype))
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+    return jax.make_jaxpr(value)(*shapes), jax.make_jaxpr(derivative)(*shapes)
+
+
+def as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
+    """The same bits."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
