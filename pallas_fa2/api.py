@@ -17,7 +17,7 @@ from pallas_fa2.masks import Causal, Lengths, Mask, Window, as_mask
 from pallas_fa2.plan import Plan, block_sizes, device_of, make_plan
 from pallas_fa2.scores import Score, as_scores
 from pallas_fa2.scores import bias as add_bias
-from pallas_fa2.spec import Device, Operands, Spec, check_arrays, describe
+from pallas_fa2.spec import Device, Operands, Spec, as_sinks, check_arrays, describe
 
 Implementation = Literal["reference", "blockwise", "hopper"]
 Scores = Score | tuple[Score, ...]
@@ -31,6 +31,7 @@ def flash_attention(
     mask: Mask | Bool[Array, "..."] | None = None,
     score: Scores | None = None,
     scale: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: PRNGKeyArray | None = None,
     q_positions: Int[Array, "*B T"] | None = None,
@@ -45,7 +46,7 @@ def flash_attention(
     $$O_i = \sum_j P_{ij} V_j, \quad P_{ij} = e^{S_{ij} - L_i}, \quad
       S_{ij} = f(\mathrm{scale}\; q_i \cdot k_j), \quad L_i = \log \sum_{j \in M_i} e^{S_{ij}}.$$
 
-    FlashAttention-2 (arXiv:2307.08691), Algorithms 1 and 2. Differentiable in query, key, value
+    FlashAttention-2 (arXiv:2307.08691), Algorithms 1 and 2. Differentiable in query, key, value, sinks
     and the floating-point data of the score functions, in reverse mode; for `jax.jvp`, `jax.jacfwd`
     and `jax.hessian` ask for `implementation="reference"` (the others raise JAX's TypeError about
     forward-mode autodiff).
@@ -59,6 +60,8 @@ def flash_attention(
         sees no key gets output 0, lse -inf and no gradient.
       score: a score function or a tuple of them, applied in order to the scaled scores in float32.
       scale: a Python number; `1 / sqrt(H)` by default.
+      sinks: a logit for each query head, to which a query attends as well, and which has no value
+        (gpt-oss, arXiv:2508.10925): $L_i = \log (e^{sink} + \sum_j e^{S_{ij}})$.
       dropout_rate: the share of probabilities that are dropped, in [0, 1).
       dropout_rng: one PRNG key; needed where `dropout_rate` is not 0.
       q_positions, kv_positions: what masks and scores see as `q.index` and `k.index`; 0, 1, 2, ...
@@ -96,7 +99,19 @@ def flash_attention(
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     plan = make_plan(spec, device_of(query), implementation)
     out, lse = _attend_merged(spec, plan, query, key, value, operands)
+    if sinks is not None:
+        out, lse = _with_sinks(out, lse, as_sinks(sinks, spec.q_heads))
     return (out, lse) if return_lse else out
+
+
+def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One more logit in each row's sum: what was all of a row's probability is now a part of it."""
+    sinks = sinks.astype(lse.dtype).reshape(*[1] * (lse.ndim - 2), -1, 1)
+    total = jnp.logaddexp(lse, jnp.broadcast_to(sinks, lse.shape))
+    empty = lse == -jnp.inf  # and perhaps the sink as well
+    share = jnp.where(empty, 0.0, jnp.exp(jnp.where(empty, 0.0, lse - total)))
+    share = jnp.moveaxis(share, -1, -2)[..., None]
+    return (out.astype(lse.dtype) * share).astype(out.dtype), total
 
 
 def _attend_merged(

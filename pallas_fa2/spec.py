@@ -282,6 +282,16 @@ def _xor_words(words: jax.Array) -> jax.Array:
     return functools.reduce(jnp.bitwise_xor, [words[i] for i in range(words.shape[0])])
 
 
+def as_sinks(sinks: Any, heads: int) -> jax.Array:
+    sinks = jnp.asarray(sinks)
+    if sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ValueError(
+            f"sinks must be floats of shape [N], one for each of {heads} query heads, but has shape "
+            f"{sinks.shape} and dtype {sinks.dtype}; broadcast or cast it"
+        )
+    return sinks
+
+
 def _check_positions(name: str, x: Any, dims: Dims, axis: int) -> jax.Array | None:
     if x is None:
         return None

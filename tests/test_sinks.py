@@ -1,0 +1,82 @@
+"""Attention sinks: a logit a head that has no value."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa2 as fa
+
+B, T, S, N, K, H = 2, 20, 13, 4, 2, 8
+SINKS = np.array([-3.0, 0.0, 1.5, 6.0], np.float32)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+Q, KEY, V = normal(B, T, N, H), normal(B, S, K, H, seed=1), normal(B, S, K, H, seed=2)
+WEIGHT = normal(B, T, N, H, seed=3)
+
+
+def dense(q, k, v, sinks, mask):
+    """With a column more, for the sink, that is cut off again."""
+    k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
+    s = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * H**-0.5
+    s = jnp.where(mask[None, None], s, -jnp.inf)
+    sink = jnp.broadcast_to(sinks[None, :, None, None], (B, N, T, 1))
+    s = jnp.concatenate([s, sink], -1)
+    p = jax.nn.softmax(s, -1)[..., :-1]
+    return jnp.einsum("bnts,bsnh->btnh", p, v, precision="highest"), jax.nn.logsumexp(s, -1)
+
+
+I, J = np.arange(T)[:, None], np.arange(S)[None]
+MASKS = {
+    "none": (None, np.full((T, S), True)),
+    "causal": (fa.Causal(), J <= I),
+    "rows without keys": (fa.Causal() & fa.Window(2), (J <= I) & (J >= I - 2)),
+}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_values_and_gradients_are_those_of_one_column_more(mask, implementation):
+    ours, visible = MASKS[mask]
+
+    def loss(attend):
+        def of(*args):
+            out, lse = attend(*args)
+            return jnp.sum(out * WEIGHT) + jnp.sum(jnp.sin(lse)), (out, lse)
+
+        return jax.value_and_grad(of, (0, 1, 2, 3), has_aux=True)
+
+    def flash(q, k, v, sinks):
+        return fa.flash_attention(
+            q, k, v, sinks=sinks, mask=ours, return_lse=True, implementation=implementation
+        )
+
+    args = [jnp.asarray(x) for x in (Q, KEY, V, SINKS)]
+    got = loss(flash)(*args)
+    chex.assert_trees_all_close(
+        got, loss(lambda *x: dense(*x, visible))(*args), rtol=2e-5, atol=5e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_no_sink_is_minus_infinity(dtype):
+    q, k, v = (jnp.asarray(x, dtype) for x in (Q, KEY, V))
+    none = jnp.full(N, -jnp.inf, dtype)
+    mask = fa.Window(2) & fa.Causal()
+    without = fa.flash_attention(q, k, v, mask=mask, return_lse=True)
+    chex.assert_trees_all_equal(
+        fa.flash_attention(q, k, v, mask=mask, sinks=none, return_lse=True), without
+    )
+
+
+@pytest.mark.parametrize(
+    "sinks", [np.zeros(3, np.float32), np.zeros((N, 1)), np.zeros(N, np.int32)]
+)
+def test_sinks_are_a_float_a_head(sinks):
+    with pytest.raises(ValueError, match=r"sinks must be floats of shape \[N\], one for each of 4"):
+        fa.flash_attention(Q, KEY, V, sinks=sinks)
