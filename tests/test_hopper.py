@@ -27,9 +27,8 @@ TOLD_APART = [
     for case in MASKED
     if case.name
     in (
-        "packed_h64",
         "packed_h256",
-        "lengths_h128",
+        "lengths_h64",
         "rising_documents_h128",
     )
 ]
@@ -70,8 +69,10 @@ def compile_forward(tuned: Tuned, mask: str, length: int) -> KernelReport:
     return report
 
 
-@pytest.mark.parametrize("length", [4096, 4000], ids=["aligned", "ragged"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "mask, length",
+    [("full", 4096), ("full", 4000), ("start", 4096), ("start", 4000), ("end", 4000)],
+)
 @pytest.mark.parametrize("tuned", FORWARDS, ids=lambda t: f"h{t.config.head_dim}_{name(t)}")
 def test_every_forward_compiles_clean(tuned: Tuned, mask: str, length: int) -> None:
     """Nothing spills or is serialized, and all exponentials come before the wait for P V."""
@@ -155,7 +156,6 @@ def nobody_known(ids: Any) -> Any:
     [
         (64, packed, 4096),
         (128, nobody_known, 4001),
-        (256, packed, 4096),
     ],
 )
 def test_masks_compile_without_spills_in_loops(head_dim: int, make: Any, length: int) -> None:

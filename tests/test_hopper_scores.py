@@ -138,7 +138,7 @@ def check(name: str, t: int, s: int, head_dim: int, run: Callable = lambda fn, *
     "name, t, s, head_dim",
     [
         ("learned_cap_causal_end", 150, 75, 64),
-        ("learned_cap_documents", 100, 100, 128),
+        ("learned_cap_documents", 75, 75, 128),
         ("infinite_in_the_padding", 70, 101, 256),
     ],
 )

@@ -18,7 +18,7 @@ from pallas_fa2.kernels.tile import split_floats
 from pallas_fa2.kernels.tile_code import TileMask, TileScore
 from pallas_fa2.kernels.token_data import TokenData
 from pallas_fa2.spec import Device, Operands, Spec
-from pallas_fa2.tokens import K_AXIS, Q_AXIS, cut
+from pallas_fa2.tokens import Q_AXIS, cut
 
 HEAD_DIMS = (64, 128, 256)
 # TMA coordinates are 32-bit, and no launch on larger arrays has been tested.
@@ -108,14 +108,9 @@ class Trim:
 
     def restore_data(self, x: jax.Array, like: jax.Array) -> jax.Array:
         """The gradient of data of scores, `[B, K, G, T, S, ...]`: 0 for what takes no part."""
-        pad = [(0, 0)] * x.ndim
-        for axis, first in ((Q_AXIS, self.first_query), (K_AXIS, 0)):
-            pad[axis] = (
-                (first, like.shape[axis] - x.shape[axis] - first)
-                if x.shape[axis] != like.shape[axis]
-                else (0, 0)
-            )
-        return jnp.pad(x, pad)
+        missing = [whole - size for whole, size in zip(like.shape, x.shape, strict=True)]
+        first = [min(self.first_query, n) if i == Q_AXIS else 0 for i, n in enumerate(missing)]
+        return jnp.pad(x, [(a, n - a) for a, n in zip(first, missing, strict=True)])
 
     def restore_keys(self, x: jax.Array, kv_len: int) -> jax.Array:
         x = x[:, : self.kv_len]
@@ -147,10 +142,9 @@ class Extras(NamedTuple):
     ) -> "Extras":
         mask, score = token_data.describe_mask(spec), token_data.describe_score(spec)
         spec = part.spec(spec)
-        data, classes = (
-            (None if mask is None and score is None else token_data.pack(spec, operands)),
-            None,
-        )
+        data = classes = None
+        if mask is not None or score is not None:
+            data = token_data.pack(spec, operands)
         if mask is not None:
             classes = bounds.classify_each(spec, operands, block_q, block_kv)
             classes = classes.reshape(classes.shape[0], -1, *classes.shape[3:])

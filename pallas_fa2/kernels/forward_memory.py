@@ -1,0 +1,86 @@
+"""What the warpgroups of the Hopper forward share."""
+
+from typing import Any, NamedTuple
+
+from pallas_fa2.kernels import visits
+from pallas_fa2.kernels.forward_schedule import Tile
+from pallas_fa2.kernels.mosaic import Ring
+
+
+class Memory(NamedTuple):
+    """Shared memory and barriers of a CTA."""
+
+    q: Any  # [warpgroups, 1, 64, H]
+    k: Any  # [stages, block_kv, H]
+    v: Any
+    out: Any  # [warpgroups, 64, columns of a piece]
+    lse: Any  # [warpgroups, 64]
+    key_data: Any  # [stages, rows, block_kv], if masks or scores read any
+    full: Any  # all that complete by one arrival: each array costs a register for its phases
+    q_free: Any
+    kv_free: Any
+    done: list[Any]
+
+    @property
+    def warpgroups(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def stages(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def keys(self) -> Ring:
+        return Ring((self.k,), self.full, self.kv_free, self.warpgroups)
+
+    @property
+    def values(self) -> Ring:
+        first = self.warpgroups + self.stages
+        return Ring((self.v,), self.full, self.kv_free, first, self.stages)
+
+    @property
+    def data_of_keys(self) -> Ring:
+        """Of those blocks whose data somebody reads."""
+        first = self.warpgroups + 2 * self.stages
+        return Ring((self.key_data,), self.full, self.kv_free, first, 2 * self.stages)
+
+    @property
+    def rings(self) -> list[Ring]:
+        """Of the keys and what belongs to them."""
+        return [self.keys, self.values, *([] if self.key_data is None else [self.data_of_keys])]
+
+    def repeat_full(self, warpgroup: Any) -> Any:
+        """Where in `full`."""
+        return self.full.shape[0] - 2 * self.warpgroups + warpgroup
+
+    def repeat_met(self, warpgroup: Any) -> Any:
+        """Where the warps of one warpgroup wait for each other."""
+        return self.full.at[self.full.shape[0] - self.warpgroups + warpgroup]
+
+    def queries(self, warpgroup: Any) -> Ring:
+        return Ring((self.q.at[warpgroup],), self.full, self.q_free, warpgroup, warpgroup)
+
+
+class Inputs(NamedTuple):
+    """In device memory."""
+
+    table: Any
+    q: Any
+    k: Any
+    v: Any
+    lists: Any = None  # under a mask
+    data: Any = None  # of masks and scores
+
+
+class Arrays(NamedTuple):
+    """In device memory."""
+
+    inputs: Inputs
+    out: Any
+    lse: Any
+
+    def block(self, tile: Tile, t: Any) -> Any:
+        """Which keys the tile visits as its t-th."""
+        if self.inputs.lists is None:
+            return t
+        return visits.at(self.inputs.lists, *tile.place)[t]

@@ -1,0 +1,433 @@
+"""64 query rows of the Hopper forward, against all the keys that they see."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels.forward_memory import Arrays, Memory
+from pallas_fa2.kernels.forward_schedule import Schedule, Tile
+from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE
+from pallas_fa2.kernels.ptx import Turns
+from pallas_fa2.kernels.tile_code import Pair, Side
+from pallas_fa2.kernels.tma import Rows
+
+# Below any score, but finite: a row that has seen no key yet gives p = 0 rather than NaN.
+NO_MAXIMUM = -1e30
+
+# References rise when a thread's part of a row's sum exceeds this: probabilities stay within float16
+# (65504), and rows of 100,000 keys with like scores raise nothing.
+LARGE_SUM = 2.0**14
+
+# Above this, a sum may have overflowed and a reciprocal may underflow: the row becomes NaN, and its
+# tile is repeated.
+OVERFLOW = 2.0**120
+
+# Key blocks of a repeated tile.
+REPEAT_KV = 64
+
+
+class Statistics(NamedTuple):
+    """Of the softmax of 64 rows so far."""
+
+    reference: jax.Array  # [64], subtracted from the scores in base 2
+    total: jax.Array  # [64, 8], the sum of each thread's columns
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBlock:
+    """64 query rows against all the key blocks that they see, by one warpgroup."""
+
+    tile: Tile
+    arrays: Arrays
+    memory: Memory
+    turns: Turns
+    q: Any  # [64, H], in shared memory or registers
+    me: Any  # the warpgroup
+    first_step: Any  # of this tile, in the rings of keys and values
+    first_data: Any  # in that of key data
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.tile.schedule
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return mosaic.ROWS_PER_WARPGROUP, self.schedule.config.block_kv
+
+    @property
+    def first_row(self) -> Any:
+        return self.tile.first_row + self.me * self.schedule.config.rows
+
+    @property
+    def next_steps(self) -> tuple[Any, Any]:
+        """With which the next tile begins, in the rings."""
+        return self.tile.next_steps((self.first_step, self.first_data))
+
+    def shifted(self, zero: Any) -> "RowBlock":
+        """The same: `zero` is 0 wherever this is used, which ptxas does not know. What only the end
+        of a tile needs is computed there, not before the loops, where it would hold 25 registers."""
+        me, first_step, first_data = (x + zero for x in (self.me, self.first_step, self.first_data))
+        tile = self.tile.shifted(zero)
+        return dataclasses.replace(
+            self, tile=tile, me=me, first_step=first_step, first_data=first_data
+        )
+
+    @property
+    def scale(self) -> float:
+        """The scores' factor in exp2; what score functions give is in base 2."""
+        problem = self.schedule.problem
+        return 1.0 if problem.score is not None else problem.scale * LOG2E
+
+    @property
+    def dtype(self) -> Any:
+        return self.q.dtype
+
+    @property
+    def queries(self) -> Any:
+        if self.schedule.config.q_in_registers:
+            return self.q
+        # Descriptors of Q are computed where they are used: 32 registers less outside the loops.
+        return self.memory.q.at[lax.optimization_barrier(self.me), 0]
+
+    def attend(self) -> tuple[jax.Array, Statistics]:
+        """The unnormalized output and the statistics."""
+        visited, full = self.tile.visited, self.tile.full
+        state = self.first_block()
+
+        def step(masked: bool) -> Any:
+            return lambda t, state: self.next_block(t, masked, *state)
+
+        state = lax.fori_loop(I32(1), full, step(False), state)
+        if self.masked:
+            state = lax.fori_loop(jnp.maximum(full, 1), visited, step(True), state)
+        acc, statistics, p = state
+        return self.last_output(visited - 1, acc, p), statistics
+
+    @property
+    def masked(self) -> bool:
+        """Whether there are blocks that some row sees only a part of: the last ones."""
+        problem = self.schedule.problem
+        cut = problem.causal or problem.kv_len % self.shape[1] != 0
+        return cut or problem.mask is not None
+
+    def first_block(self) -> tuple[jax.Array, Statistics, jax.Array]:
+        """Scores and softmax of the first block; there is no output to update yet.
+
+        Its maximum is a reference for all that follow. (Without a mask every row sees its first key.)
+        """
+        rows, keys, queries = self.shape[0], self.memory.keys, self.query_side(masked=self.masked)
+        problem = self.schedule.problem
+        (k,) = keys.wait(self.first_step)
+        self.turns.take()
+
+        def multiply(s_acc: Any) -> Any:
+            plgpu.wgmma(s_acc, self.queries, k.transpose((1, 0)))
+            self.turns.give()
+            return s_acc[...]
+
+        s = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
+        keys.release(self.first_step)
+        key_data = self.wait_for_key_data(0, masked=False)
+        s = self.scored(s, self.first_key(0), queries, key_data)
+        if problem.mask is not None:
+
+            def hide() -> jax.Array:
+                data = self.wait_for_key_data(0, masked=True) if key_data is None else key_data
+                return self.hide_unseen(s, queries, data)
+
+            s = lax.cond(self.tile.full == 0, hide, lambda: s)
+        elif self.masked:
+            s = self.hide_after(s, 0)
+        reference = mosaic.by_eights(jnp.maximum, s).max(axis=1) * self.scale
+        if problem.mask is not None:
+            # A later block that is cut finds it, but no full one does.
+            lowest = jnp.where(self.tile.full == 0, jnp.inf, NO_MAXIMUM)
+            reference = jnp.where(reference == -jnp.inf, lowest, reference)
+        elif problem.score is not None:
+            reference = jnp.maximum(reference, NO_MAXIMUM)
+        p = self.exponentials(s, reference)
+        statistics = Statistics(reference, mosaic.by_eights(jnp.add, p))
+        if key_data is not None:
+            self.release_key_data(0, statistics)
+        elif problem.mask is not None:
+            pl.when(self.tile.full == 0)(lambda: self.release_key_data(0, statistics))
+        acc = mosaic.constant(0.0, (rows, self.schedule.config.head_dim), TILE)
+        return acc, statistics, p.astype(self.dtype)
+
+    def next_block(
+        self, t: Any, masked: bool, acc: Any, before: Statistics, p: Any
+    ) -> tuple[jax.Array, Statistics, jax.Array]:
+        """Scores of block t and output of block t - 1, multiplied together; softmax of block t."""
+        keys, values, step = self.memory.keys, self.memory.values, self.first_step + t
+        queries = self.query_side(masked)
+        (k,) = keys.wait(step)
+        self.turns.take()
+
+        # The scores' accumulator is allocated just before its first product, so that ptxas starts
+        # it from zero in the instruction itself and not by 64 moves.
+        def multiply(s_acc: Any) -> tuple:
+            plgpu.wgmma(s_acc, self.queries, k.transpose((1, 0)))
+            (v,) = values.wait(step - 1)
+
+            def update(o_acc: Any) -> tuple:
+                o_acc[...] = acc
+                plgpu.wgmma(o_acc, p, v)
+                self.turns.give()
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                keys.release(step)
+                reference = before.reference
+                key_data = self.wait_for_key_data(t, masked)
+                s = self.scored(s, self.first_key(t), queries, key_data)
+                if masked:
+                    s = self.hide(s, t, queries, key_data)
+                    reference = self.found_reference(s, reference)
+                p_next = self.exponentials(s, reference)
+                total = before.total + mosaic.by_eights(jnp.add, p_next)
+                ptx.pin(total)
+                return o_acc[...], Statistics(reference, total), p_next
+
+            return pl.run_scoped(update, mosaic.accumulator(*acc.shape))
+
+        out, statistics, p = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
+        values.release(step - 1)
+        if self.has_key_data(masked):
+            self.release_key_data(t, statistics)
+        out, statistics, p = self.raise_references(out, statistics, p)
+        # P's conversion comes last: until here its registers were being read by P V.
+        return out, statistics, p.astype(self.dtype)
+
+    def exponentials(self, s: jax.Array, reference: jax.Array) -> jax.Array:
+        """One multiply-add a score: exp2(s * scale - reference)."""
+        return jnp.exp2(s * self.scale - mosaic.over_rows(reference, s.shape))
+
+    def raise_references(
+        self, out: jax.Array, before: Statistics, p: jax.Array
+    ) -> tuple[jax.Array, Statistics, jax.Array]:
+        """In a warp where a sum has grown large, lets the largest p of each row be 1."""
+
+        def rescale() -> tuple[jax.Array, Statistics, jax.Array]:
+            highest = jnp.maximum(mosaic.by_eights(jnp.maximum, p).max(axis=1), 1.0)
+            factor = jnp.where(highest < OVERFLOW, 1 / highest, jnp.nan)
+
+            def scaled(x: jax.Array) -> jax.Array:
+                return x * mosaic.over_rows(factor, x.shape)
+
+            after = Statistics(before.reference + jnp.log2(highest), scaled(before.total))
+            return scaled(out), after, scaled(p)
+
+        grew = ptx.any_above(before.total, LARGE_SUM)
+        return lax.cond(grew, rescale, lambda: (out, before, p))
+
+    def last_output(self, t: Any, acc: jax.Array, p: jax.Array) -> jax.Array:
+        values, step = self.memory.values, self.first_step + t
+        (v,) = values.wait(step)
+        self.turns.take()
+
+        def update(o_acc: Any) -> jax.Array:
+            o_acc[...] = acc
+            plgpu.wgmma(o_acc, p, v)
+            self.turns.give()
+            return o_acc[...]
+
+        acc = pl.run_scoped(update, mosaic.accumulator(*acc.shape))
+        values.release(step)
+        return acc
+
+    def found_reference(self, s: jax.Array, reference: jax.Array) -> jax.Array:
+        """With those of rows that see their first key in this block."""
+        if self.schedule.problem.mask is None:
+            return reference
+        top = mosaic.by_eights(jnp.maximum, s).max(axis=1) * self.scale
+        return jnp.where(reference == jnp.inf, _unless_empty(top), reference)
+
+    def hide(self, s: jax.Array, t: Any, queries: tuple[Side, Mapping], key_data: Any) -> jax.Array:
+        """-inf where a row does not see a key of block t, which is cut."""
+        if self.schedule.problem.mask is None:
+            return self.hide_after(s, t * self.shape[1])
+        return self.hide_unseen(s, queries, key_data)
+
+    def first_key(self, t: Any) -> Any:
+        return self.arrays.block(self.tile, t) * self.shape[1]
+
+    def has_key_data(self, masked: bool) -> bool:
+        """Whether somebody reads data of a block's keys."""
+        problem = self.schedule.problem
+        return problem.scores_read_keys or (masked and problem.mask is not None)
+
+    def wait_for_key_data(self, t: Any, masked: bool) -> Any:
+        """Of block t."""
+        if not self.has_key_data(masked):
+            return None
+        (key_data,) = self.memory.data_of_keys.wait(self.data_step(t))
+        return key_data
+
+    def data_step(self, t: Any) -> Any:
+        """Of block t, in the ring of key data."""
+        return self.first_data + t - self.tile.bare
+
+    def release_key_data(self, t: Any, statistics: Statistics) -> None:
+        """Once the statistics are known. An arrival may overtake what a warp still reads from shared
+        memory, which WGMMA delays, and half of a warp's reads then find the next block's data."""
+        ptx.pin(statistics.total)
+        self.memory.data_of_keys.release(self.data_step(t))
+
+    def hide_after(self, s: jax.Array, first_key: Any) -> jax.Array:
+        problem, rows = self.schedule.problem, self.shape[:1]
+        if problem.offset is None:
+            last = plgpu.layout_cast(jnp.full(rows, problem.kv_len - 1), ROWS)
+        else:
+            row = mosaic.index(self.shape, 0, self.first_row + problem.offset)
+            last = jnp.minimum(row, problem.kv_len - 1)
+        return ptx.hide_after(s, last - first_key)
+
+    def query_side(self, masked: bool) -> tuple[Side, Mapping]:
+        """What masks and scores read of the rows, and of their head; to be loaded a while before it is
+        needed."""
+        problem = self.schedule.problem
+        sources, indexed = problem.rows("q", masked), problem.reads_index("q", masked)
+        numbers = problem.numbers(masked)
+        if not (sources or indexed or numbers):
+            return Side(0), {}
+        # Where they lie is computed here: it would hold registers through the loops.
+        tile = dataclasses.replace(self.tile, number=lax.optimization_barrier(self.tile.number))
+        (batch, head, _), data = tile.place, self.arrays.inputs.data
+        first_row = dataclasses.replace(self, tile=tile).first_row
+        rows = pl.ds(first_row, self.shape[0])
+        index = mosaic.index(self.shape, 0, first_row + problem.first_query) if indexed else None
+        side = Side.load(0, index, data.q.at[batch, :, rows], sources)
+        return side, data.numbers.load(batch, head, numbers)
+
+    def scored(
+        self, s: jax.Array, first_key: Any, queries: tuple[Side, Mapping], key_data: Any
+    ) -> jax.Array:
+        """What score functions make of some keys' scores."""
+        problem = self.schedule.problem
+        if problem.score is None:
+            return s
+
+        def keys(columns: Any) -> Side:
+            index = None
+            if problem.score.value.reads_index("k"):
+                index = ptx.column_numbers(columns.size, first_key + columns.start)
+            if key_data is None:
+                return Side(1, index)
+            return Side.load(1, index, key_data.at[:, columns], problem.score.value.rows("k"))
+
+        return problem.score.apply(s, problem.scale, _pair_at(queries, keys))
+
+    def hide_unseen(self, s: jax.Array, queries: tuple[Side, Mapping], key_data: Any) -> jax.Array:
+        """The mask itself; the first row of the data of keys is their index, or kv_len and more."""
+        problem = self.schedule.problem
+
+        def keys(columns: Any) -> Side:
+            some = key_data.at[:, columns]
+            index = ptx.load_row(1, some.at[0], I32)
+            return Side.load(1, index, some, problem.mask.visible.rows("k"))
+
+        k_end = problem.kv_len if problem.kv_len % self.shape[1] else None
+        return problem.mask.hide(s, _pair_at(queries, keys), k_end)
+
+    def store(self, columns: Any, acc: jax.Array, reference: jax.Array, total: jax.Array) -> None:
+        """A piece of the output; with the first, lse."""
+        batch, head, _ = self.tile.place
+        rows = pl.ds(self.first_row, self.shape[0])
+        out, lse = self.memory.out.at[self.me], self.memory.lse.at[self.me]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored before has left them
+        share, sum_of_all = 1 / total, reference * (1 / LOG2E) + jnp.log(total)
+        if not self.schedule.problem.plain:
+            empty = total == 0
+            share, sum_of_all = jnp.where(empty, 0.0, share), jnp.where(empty, -jnp.inf, sum_of_all)
+        out[...] = (acc * mosaic.over_rows(share, acc.shape)).astype(out.dtype)
+        lse[...] = sum_of_all
+        plgpu.commit_smem()
+        Rows(self.arrays.out, batch, rows, head, columns).store(out)
+
+        @pl.when(columns.start == 0)
+        def _() -> None:
+            target = self.arrays.lse.at[batch, head, rows]
+            plgpu.copy_smem_to_gmem(lse, target, commit_group=False)
+
+        plgpu.commit_smem_to_gmem_group()
+
+    def load(self, source: Any, first_key: Any, columns: Any) -> Any:
+        """Keys or values into the buffer of the output, once all of the warpgroup have left it."""
+        batch, kv_head = self.tile.place[0], self.tile.kv_head
+        buffer, full = self.memory.out.at[self.me], self.memory.repeat_full(self.me)
+        mosaic.meet(self.memory.repeat_met(self.me))
+        rows = pl.ds(first_key, REPEAT_KV)
+        Rows(source, batch, rows, kv_head, columns).load(buffer, self.memory.full, full)
+        plgpu.barrier_wait(self.memory.full.at[full])
+        return buffer
+
+    def repeat(self, columns: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Some columns of the output, and the statistics, with the true maximum of each row so far.
+
+        FlashAttention-2 step by step, one buffer for keys and values, as it runs next to never: for
+        scores that rise by 127 in base 2 within a block.
+        """
+        rows, config = self.shape[0], self.schedule.config
+        pieces, parts = config.out_pieces, config.block_kv // REPEAT_KV
+
+        def scores(s_acc: Any, first_key: Any) -> jax.Array:
+            for piece in pieces:
+                k = self.load(self.arrays.inputs.k, first_key, piece)
+                q = self.queries if len(pieces) == 1 else self.queries.at[:, piece]
+                plgpu.wgmma(s_acc, q, k.transpose((1, 0)))
+                plgpu.wgmma_wait(0)
+            return s_acc[...]
+
+        def step(t: Any, state: tuple) -> tuple:
+            acc, reference, total = state
+            first_key = self.arrays.block(self.tile, mosaic.div(t, parts)) * config.block_kv
+            first_key += mosaic.rem(t, parts) * REPEAT_KV
+            square = mosaic.accumulator(rows, REPEAT_KV)
+            s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key), square)
+            queries, problem = self.query_side(masked=True), self.schedule.problem
+            key_data = None
+            if self.has_key_data(masked=True):
+                keys = pl.ds(first_key, REPEAT_KV)
+                key_data = self.arrays.inputs.data.k.at[self.tile.place[0], :, keys]
+            s = self.scored(s, first_key, queries, key_data)
+            if problem.mask is not None:
+                s = self.hide_unseen(s, queries, key_data)
+            elif self.masked:
+                s = self.hide_after(s, first_key)
+            highest = jnp.maximum(reference, s.max(axis=1) * self.scale)
+            factor, p = jnp.exp2(reference - highest), self.exponentials(s, highest)
+            v = self.load(self.arrays.inputs.v, first_key, columns)
+
+            def update(o_acc: Any) -> jax.Array:
+                o_acc[...] = acc * mosaic.over_rows(factor, acc.shape)
+                plgpu.wgmma(o_acc, p.astype(self.dtype), v)
+                return o_acc[...]
+
+            acc = pl.run_scoped(update, mosaic.accumulator(*acc.shape))
+            return acc, highest, total * factor + p.sum(axis=1)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the output stored before has left
+        state = (
+            mosaic.constant(0.0, (rows, columns.size), TILE),
+            mosaic.constant(NO_MAXIMUM, (rows,), ROWS),
+            mosaic.constant(0.0, (rows,), ROWS),
+        )
+        state = lax.fori_loop(I32(0), self.tile.visited * parts, step, state)
+        mosaic.meet(self.memory.repeat_met(self.me))
+        return state
+
+
+def _pair_at(queries: tuple[Side, Mapping], keys: Callable[[Any], Side]) -> Callable[[Any], Pair]:
+    """Of some columns."""
+    q, numbers = queries
+    return lambda columns: Pair(q, keys(columns), numbers)
+
+
+def _unless_empty(top: jax.Array) -> jax.Array:
+    """A row that has seen no key yet subtracts infinity: its exponentials are 0."""
+    return jnp.where(top == -jnp.inf, jnp.inf, top)
