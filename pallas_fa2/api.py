@@ -97,10 +97,11 @@ def flash_attention(
         kv_positions=kv_positions,
     )
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    sinks = None if sinks is None else as_sinks(sinks, spec.q_heads)
     plan = make_plan(spec, device_of(query), implementation)
     out, lse = _attend_merged(spec, plan, query, key, value, operands)
     if sinks is not None:
-        out, lse = _with_sinks(out, lse, as_sinks(sinks, spec.q_heads))
+        out, lse = _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -301,17 +302,19 @@ def explain(
     device = device_of(query) if device is None else device
     found: list = []
 
-    def classify(options: dict) -> None:
+    def classify(sinks: Any = None, **options: Any) -> None:
         spec, operands = describe(query, key, value, **options)
+        if sinks is not None:
+            as_sinks(sinks, spec.q_heads)
         plan = make_plan(spec, device, implementation)
         tiles = _tiles(spec, plan)
         found.extend((spec, plan, tiles, bounds.classify(spec, operands, *tiles)))
 
-    data = {n: options.pop(n) for n in ("mask", "score") if n in options}
+    data = {n: options.pop(n) for n in ("mask", "score", "sinks") if n in options}
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(data)):
-        jax.eval_shape(lambda data: classify({**data, **options}), data)
+        jax.eval_shape(lambda data: classify(**data, **options), data)
     else:
-        classify({**data, **options})
+        classify(**data, **options)
     spec, plan, tiles, table = found
     share = float((table != bounds.EMPTY).mean()) if isinstance(table, np.ndarray) else None
     pairs = spec.batch * spec.q_heads * spec.q_len * spec.kv_len

@@ -80,3 +80,9 @@ def test_no_sink_is_minus_infinity(dtype):
 def test_sinks_are_a_float_a_head(sinks):
     with pytest.raises(ValueError, match=r"sinks must be floats of shape \[N\], one for each of 4"):
         fa.flash_attention(Q, KEY, V, sinks=sinks)
+    with pytest.raises(ValueError, match=r"sinks must be floats of shape \[N\]"):
+        fa.explain(Q, KEY, V, sinks=sinks)
+
+
+def test_sinks_are_explained_by_their_shape():
+    assert fa.explain(Q, KEY, V, sinks=jax.ShapeDtypeStruct((N,), jnp.bfloat16)).spec.q_heads == N
