@@ -145,20 +145,20 @@ class Columns:
     def _add_to_queries(self, source: Source, gradient: jax.Array) -> None:
         assert self.sums is not None
         queries = pl.ds(self.step.first_query + self.place.start, self.place.size)
-        field = self.problem.score.floats_of("q").index(source)
-        ptx.add_column_sums(self.sums.q.at[self.step.head[0], field, queries], gradient)
+        array, field = self.sums.place(self.problem.score, source)
+        ptx.add_column_sums(array.at[self.step.head[0], field, queries], gradient)
 
     def add(self, gathered: list[dict[Source, jax.Array]]) -> None:
         """The gradients of some pieces."""
         batch, head = self.step.head
         for source in gathered[0]:
             assert self.sums is not None
-            field = self.problem.score.floats_of(source.side).index(source)
-            if source.side == "k":
-                rows = self.sums.k.at[batch, field, pl.ds(self.first_key, 64)]
-            else:
-                rows = self.sums.numbers.at[batch, head, field]
-            ptx.add_row_sums(rows, functools.reduce(jnp.add, (x[source] for x in gathered)))
+            array, field = self.sums.place(self.problem.score, source)
+            rows = pl.ds(self.first_key, 64) if source.side == "k" else head
+            ptx.add_row_sums(
+                array.at[batch, field, rows],
+                functools.reduce(jnp.add, (x[source] for x in gathered)),
+            )
 
 
 def join(pieces: list[jax.Array]) -> jax.Array:

@@ -148,7 +148,7 @@ class Schedule:
     def seen(self, classes: Any) -> Visits:
         """The blocks of queries that each block of keys visits, of all heads of a group's part, by their
         distance from the first; from the classes `[B | 1, N | 1, T tiles, S tiles]`."""
-        xp: Any = np if isinstance(classes, np.ndarray) else jnp
+        xp = visits.module_of(classes)
         batch, each, q_tiles, kv_tiles = classes.shape
         heads = 1 if each == 1 else self.heads
         shape = (batch, heads, self.group, q_tiles, kv_tiles)
@@ -335,9 +335,8 @@ class Step(NamedTuple):
     @property
     def first_query(self) -> Any:
         schedule, tile = self.tile.schedule, self.tile
-        if (
-            schedule.group == 1 and tile.lists is None
-        ):  # no division, whose numbers would hold registers
+        if schedule.group == 1 and tile.lists is None:
+            # no division, whose numbers would hold registers
             block = self.t - tile.first_step + schedule.first_q_block(tile.place[2])
         else:
             block = mosaic.rem(lax.optimization_barrier(self.row), schedule.q_blocks)

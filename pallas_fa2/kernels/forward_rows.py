@@ -140,12 +140,12 @@ class RowBlock:
 
             def hide() -> jax.Array:
                 data = self.wait_for_key_data(0, masked=True) if key_data is None else key_data
-                return self.hide_unseen(s, queries, data)
+                return self.hide(s, self.first_key(0), queries, data)
 
             s = lax.cond(self.tile.full == 0, hide, lambda: s)
         elif self.masked:
-            s = self.hide_after(s, 0)
-        reference = mosaic.by_eights(jnp.maximum, s).max(axis=1) * self.scale
+            s = self.hide(s, self.first_key(0), queries, key_data)
+        reference = self.highest(s)
         if problem.mask is not None:
             # A later block that is cut finds it, but no full one does.
             lowest = jnp.where(self.tile.full == 0, jnp.inf, NO_MAXIMUM)
@@ -186,7 +186,7 @@ class RowBlock:
                 key_data = self.wait_for_key_data(t, masked)
                 s = self.scored(s, self.first_key(t), queries, key_data)
                 if masked:
-                    s = self.hide(s, t, queries, key_data)
+                    s = self.hide(s, self.first_key(t), queries, key_data)
                     reference = self.found_reference(s, reference)
                 p_next = self.exponentials(s, reference)
                 total = before.total + mosaic.by_eights(jnp.add, p_next)
@@ -244,13 +244,21 @@ class RowBlock:
         """With those of rows that see their first key in this block."""
         if self.schedule.problem.mask is None:
             return reference
-        top = mosaic.by_eights(jnp.maximum, s).max(axis=1) * self.scale
-        return jnp.where(reference == jnp.inf, _unless_empty(top), reference)
+        highest = self.highest(s)
+        # A row that has seen no key yet subtracts infinity: its exponentials are 0.
+        found = jnp.where(highest == -jnp.inf, jnp.inf, highest)
+        return jnp.where(reference == jnp.inf, found, reference)
 
-    def hide(self, s: jax.Array, t: Any, queries: tuple[Side, Mapping], key_data: Any) -> jax.Array:
-        """-inf where a row does not see a key of block t, which is cut."""
+    def highest(self, s: jax.Array) -> jax.Array:
+        """The largest score of each row, in base 2."""
+        return mosaic.by_eights(jnp.maximum, s).max(axis=1) * self.scale
+
+    def hide(
+        self, s: jax.Array, first_key: Any, queries: tuple[Side, Mapping], key_data: Any
+    ) -> jax.Array:
+        """-inf where a row does not see a key."""
         if self.schedule.problem.mask is None:
-            return self.hide_after(s, t * self.shape[1])
+            return self.hide_after(s, first_key)
         return self.hide_unseen(s, queries, key_data)
 
     def first_key(self, t: Any) -> Any:
@@ -389,16 +397,13 @@ class RowBlock:
             first_key += mosaic.rem(t, parts) * REPEAT_KV
             square = mosaic.accumulator(rows, REPEAT_KV)
             s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key), square)
-            queries, problem = self.query_side(masked=True), self.schedule.problem
-            key_data = None
+            queries, key_data = self.query_side(masked=True), None
             if self.has_key_data(masked=True):
                 keys = pl.ds(first_key, REPEAT_KV)
                 key_data = self.arrays.inputs.data.k.at[self.tile.place[0], :, keys]
             s = self.scored(s, first_key, queries, key_data)
-            if problem.mask is not None:
-                s = self.hide_unseen(s, queries, key_data)
-            elif self.masked:
-                s = self.hide_after(s, first_key)
+            if self.masked:
+                s = self.hide(s, first_key, queries, key_data)
             highest = jnp.maximum(reference, s.max(axis=1) * self.scale)
             factor, p = jnp.exp2(reference - highest), self.exponentials(s, highest)
             v = self.load(self.arrays.inputs.v, first_key, columns)
@@ -426,8 +431,3 @@ def _pair_at(queries: tuple[Side, Mapping], keys: Callable[[Any], Side]) -> Call
     """Of some columns."""
     q, numbers = queries
     return lambda columns: Pair(q, keys(columns), numbers)
-
-
-def _unless_empty(top: jax.Array) -> jax.Array:
-    """A row that has seen no key yet subtracts infinity: its exponentials are 0."""
-    return jnp.where(top == -jnp.inf, jnp.inf, top)

@@ -333,7 +333,7 @@ def backward(
     dq = part.restore_queries((dq * spec.scale).astype(spec.dtype))[..., : spec.head_dim]
     dk = part.restore_keys(dk, spec.kv_len)[..., : spec.head_dim]
     dv = part.restore_keys(dv, spec.kv_len)[..., : spec.value_dim]
-    dscores = token_data.gradients(extras.spec, part_operands, sums)
-    floats, _ = split_floats(operands.scores)
+    floats, part_floats = (split_floats(x.scores)[0] for x in (operands, part_operands))
+    dscores = token_data.gradients(extras.spec, extras.score, sums, part_floats)
     dscores = [part.restore_data(dx, x) for dx, x in zip(dscores, floats, strict=True)]
     return dq, dk, dv, tuple(dscores)

@@ -146,9 +146,17 @@ def over(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
     def broadcast(_: Any, x: Any) -> Any:
         return x.broadcast_in_dim(shape, (axis,), TILE.to_mgpu())
 
-    broadcast.__name__ = f"over {axis} {shape[0]} {shape[1]}"
-    result = plgpu.ShapeDtypeStruct(shape, x.dtype, TILE)
-    return plgpu.inline_mgpu(arg_types=((ROWS, COLUMNS)[axis],), return_type=result)(broadcast)(x)
+    name, result = (
+        f"over {axis} {shape[0]} {shape[1]}",
+        plgpu.ShapeDtypeStruct(shape, x.dtype, TILE),
+    )
+    return inline(name, broadcast, result, (ROWS, COLUMNS)[axis])(x)
+
+
+def inline(name: str, code: Callable, result: Any, *arg_types: Any) -> Callable:
+    """An operation that Mosaic's own code writes; the interpreter in the tests knows it by its name."""
+    code.__name__ = name
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=result)(code)
 
 
 def constant(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:

@@ -6,6 +6,7 @@ None of it orders memory. The interpreter in the tests knows each inner function
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -17,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_fa2.kernels.mosaic import COLUMNS, I32, ROWS, TILE
+from pallas_fa2.kernels.mosaic import COLUMNS, I32, ROWS, TILE, inline
 
 # Of PTX's 16 named barriers, Mosaic has 0 and one for each of up to four warpgroups.
 FIRST_TURN = 5
@@ -73,19 +74,16 @@ def any_above(tile: jax.Array, limit: float) -> jax.Array:
     Each warp gets its own answer, so a branch on it must not synchronize.
     """
 
-    def any_above(_: Any, tile: Any) -> Any:
+    def found(_: Any, tile: Any) -> Any:
         bound = arith.constant(ir.F32Type.get(), limit)
         above = [arith.cmpf(arith.CmpFPredicate.OGT, x, bound) for x in _scalars(tile)]
         vote = "vote.sync.any.pred p, p, -1;"
         return _splat(_ask(above, vote, []))
 
-    any_above.__name__ = f"any_above {limit}"
-    return _answer(TILE)(any_above)(tile) != 0
+    return inline(f"any_above {limit}", found, _ANSWER, TILE)(tile) != 0
 
 
-def _answer(*layouts: Any) -> Any:
-    splat = plgpu.ShapeDtypeStruct((), I32, plgpu.Layout.WG_SPLAT(shape=()))
-    return plgpu.inline_mgpu(arg_types=layouts, return_type=splat)
+_ANSWER = plgpu.ShapeDtypeStruct((), I32, plgpu.Layout.WG_SPLAT(shape=()))
 
 
 def any_from_two(tile: jax.Array) -> jax.Array:
@@ -94,12 +92,12 @@ def any_from_two(tile: jax.Array) -> jax.Array:
     return _any_from_two(tile) != 0  # pyright: ignore[reportCallIssue]
 
 
-@_answer(TILE)
+@plgpu.inline_mgpu(arg_types=(TILE,), return_type=_ANSWER)
 def _any_from_two(_: Any, tile: Any) -> Any:
     i32 = ir.IntegerType.get_signless(32)
     bits = functools.reduce(arith.ori, [arith.bitcast(i32, x) for x in _scalars(tile)])
-    exponent = arith.andi(bits, arith.constant(i32, 1 << 30))
-    above = arith.cmpi(arith.CmpIPredicate.ne, exponent, arith.constant(i32, 0))
+    exponent = arith.andi(bits, _constant(1 << 30))
+    above = arith.cmpi(arith.CmpIPredicate.ne, exponent, _constant(0))
     return _splat(_ask([above], "vote.sync.any.pred p, p, -1;", []))
 
 
@@ -108,7 +106,7 @@ def any_infinite(rows: jax.Array, warpgroup: Any) -> jax.Array:
     return _any_infinite(rows, FIRST_QUESTION + warpgroup)  # pyright: ignore[reportCallIssue]
 
 
-@_answer(ROWS, plgpu.Layout.WG_SPLAT)
+@plgpu.inline_mgpu(arg_types=(ROWS, plgpu.Layout.WG_SPLAT), return_type=_ANSWER)
 def _any_infinite(_: Any, rows: Any, barrier: Any) -> Any:
     infinity = arith.constant(ir.F32Type.get(), math.inf)
     not_below = arith.CmpFPredicate.UGE  # holds for NaN
@@ -143,12 +141,26 @@ def _splat(answer: Any) -> Any:
 
 def _scalars(array: Any) -> list[Any]:
     """A thread's own values of an array."""
-    i32 = ir.IntegerType.get_signless(32)
-    return [
-        llvm.extractelement(register, arith.constant(i32, e))
-        for register in array.registers.flat
-        for e in range(ir.VectorType(register.type).shape[0])
-    ]
+    return [x for register in array.registers.flat for x in _elements(register)]
+
+
+def _elements(register: Any) -> list[Any]:
+    count = ir.VectorType(register.type).shape[0]
+    return [llvm.extractelement(register, _constant(e)) for e in range(count)]
+
+
+def _constant(value: int) -> Any:
+    return arith.constant(ir.IntegerType.get_signless(32), value)
+
+
+def _each(tile: Any, function: Callable) -> Any:
+    """function(a thread's value, the place of its register, its place there) of each."""
+    results = np.empty_like(tile.registers)
+    for at, register in np.ndenumerate(tile.registers):
+        for e, x in enumerate(_elements(register)):
+            register = llvm.insertelement(register, function(x, at, e), _constant(e))
+        results[at] = register
+    return mgpu.FragmentedArray(_registers=results, _layout=tile.layout, _is_signed=tile.is_signed)
 
 
 def zeros(shape: tuple[int, int]) -> jax.Array:
@@ -160,27 +172,18 @@ def zeros(shape: tuple[int, int]) -> jax.Array:
         zero = llvm.inline_asm(f32, [], "mov.f32 $0, 0f00000000;", "=f", has_side_effects=True)
         return mgpu.FragmentedArray.splat(zero, shape, mgpu.WGMMA_LAYOUT)
 
-    zeros.__name__ = f"zeros {shape[0]} {shape[1]}"
-    return plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, TILE))(zeros)()
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, TILE)
+    return inline(f"zeros {shape[0]} {shape[1]}", zeros, result)()
 
 
 def reciprocal(tile: jax.Array) -> jax.Array:
     """1 / x, off by one unit in the last place and flushing denormal numbers."""
 
-    def reciprocal(_: Any, tile: Any) -> Any:
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        inverses = np.empty_like(tile.registers)
-        for at, pair in np.ndenumerate(tile.registers):
-            for e, x in enumerate(_elements(pair)):
-                inverse = llvm.inline_asm(f32, [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
-                pair = llvm.insertelement(pair, inverse, arith.constant(i32, e))
-            inverses[at] = pair
-        return mgpu.FragmentedArray(
-            _registers=inverses, _layout=tile.layout, _is_signed=tile.is_signed
-        )
+    def one(x: Any, *_: Any) -> Any:
+        return llvm.inline_asm(x.type, [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
 
     result = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, TILE)
-    return plgpu.inline_mgpu(arg_types=(TILE,), return_type=result)(reciprocal)(tile)
+    return inline("reciprocal", lambda _, tile: _each(tile, one), result, TILE)(tile)
 
 
 def add_fragments(target: Any, tile: jax.Array) -> None:
@@ -195,10 +198,10 @@ def add_fragments(target: Any, tile: jax.Array) -> None:
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
 def _add_fragments(_: Any, target: Any, tile: Any) -> None:
-    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-    thread = arith.andi(_thread(), arith.constant(i32, 127))
+    i64 = ir.IntegerType.get_signless(64)
+    thread = arith.andi(_thread(), _constant(127))
     start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
-    start = arith.addi(start, arith.extui(i64, arith.shli(thread, arith.constant(i32, 4))))
+    start = arith.addi(start, arith.extui(i64, arith.shli(thread, _constant(4))))
     values = _scalars(tile)
     for i in range(0, len(values), 4):
         # 128 threads add 2048 bytes
@@ -217,23 +220,16 @@ def add_column_sums(target: Any, tile: jax.Array) -> None:
     _add_column_sums(target, tile)  # pyright: ignore[reportCallIssue]
 
 
-def _sums(parts: dict[int, list[Any]]) -> dict[int, Any]:
-    return {place: functools.reduce(arith.addf, values) for place, values in parts.items()}
-
-
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
 def _add_row_sums(_: Any, target: Any, tile: Any) -> None:
     """Of PTX's accumulator fragments, a thread has rows r and r + 8, the same as three neighbours."""
     halves: dict[int, list[Any]] = {0: [], 8: []}
     for at, pair in np.ndenumerate(tile.registers):
         halves[8 * sum(at[2:])] += _elements(pair)
-    i32 = ir.IntegerType.get_signless(32)
     thread = _thread()
-    warp, lane = (arith.andi(thread, arith.constant(i32, mask)) for mask in (96, 31))
-    row = arith.addi(
-        arith.shrui(warp, arith.constant(i32, 1)), arith.shrui(lane, arith.constant(i32, 2))
-    )
-    _add_among(target, row, _sums(halves), lanes=(1, 2), leaders=3)
+    warp, lane = (arith.andi(thread, _constant(mask)) for mask in (96, 31))
+    row = arith.addi(arith.shrui(warp, _constant(1)), arith.shrui(lane, _constant(2)))
+    _add_among(target, row, halves, lanes=(1, 2), leaders=3)
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
@@ -243,26 +239,21 @@ def _add_column_sums(_: Any, target: Any, tile: Any) -> None:
     for at, pair in np.ndenumerate(tile.registers):
         for e, value in enumerate(_elements(pair)):
             columns.setdefault(8 * at[1] + e, []).append(value)
-    i32 = ir.IntegerType.get_signless(32)
-    column = arith.shli(arith.andi(_thread(), arith.constant(i32, 3)), arith.constant(i32, 1))
-    _add_among(target, column, _sums(columns), lanes=(4, 8, 16), leaders=28)
-
-
-def _elements(pair: Any) -> list[Any]:
-    i32 = ir.IntegerType.get_signless(32)
-    return [llvm.extractelement(pair, arith.constant(i32, e)) for e in range(2)]
+    column = arith.shli(arith.andi(_thread(), _constant(3)), _constant(1))
+    _add_among(target, column, columns, lanes=(4, 8, 16), leaders=28)
 
 
 def _add_among(
-    target: Any, first: Any, values: dict[int, Any], lanes: tuple[int, ...], leaders: int
+    target: Any, first: Any, parts: dict[int, list[Any]], lanes: tuple[int, ...], leaders: int
 ) -> None:
-    """Adds values up over lanes that differ in these bits; those without the bits `leaders` then add them
-    to `target`, at the distance from `first` that each has as its key."""
-    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    """Adds a thread's parts of each sum up, and over lanes that differ in these bits; those without the
+    bits `leaders` then add them to `target`, at the distance from `first` that each has as its key."""
+    i64 = ir.IntegerType.get_signless(64)
     start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
-    start = arith.addi(start, arith.extui(i64, arith.shli(first, arith.constant(i32, 2))))
-    lane = arith.andi(_thread(), arith.constant(i32, leaders))
-    for place, value in values.items():
+    start = arith.addi(start, arith.extui(i64, arith.shli(first, _constant(2))))
+    lane = arith.andi(_thread(), _constant(leaders))
+    sums = {place: functools.reduce(arith.addf, values) for place, values in parts.items()}
+    for place, value in sums.items():
         for bit in lanes:
             code = f"shfl.sync.bfly.b32 $0, $1, {bit}, 31, -1;"
             other = llvm.inline_asm(value.type, [value], code, "=f,f", has_side_effects=True)
@@ -321,8 +312,7 @@ def _shared_address(ref: Any) -> Any:
 
 def _by_one_thread(code: str, *operands: Any) -> None:
     """`code` uses the operands from $1 on, and the registers a and b."""
-    i32 = ir.IntegerType.get_signless(32)
-    thread = arith.andi(_thread(), arith.constant(i32, 127))
+    thread = arith.andi(_thread(), _constant(127))
     code = f"{{ .reg .pred p; .reg .b32 a, b; setp.eq.s32 p, $0, 0; {code} }}"
     constraints = ",".join(["r"] * (1 + len(operands)))
     void = ir.Type.parse("!llvm.void")
@@ -381,30 +371,19 @@ def _hide(s: jax.Array, bound: jax.Array, kept: Any, name: str) -> jax.Array:
     constants: an index for every column would hold 32 registers, as it is the same in every tile."""
 
     def hide(_: Any, tile: Any, bound: Any) -> Any:
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-
-        def constant(value: int) -> Any:
-            return arith.constant(i32, value)
-
-        first_column = arith.shli(arith.andi(_thread(), constant(3)), constant(1))
+        first_column = arith.shli(arith.andi(_thread(), _constant(3)), _constant(1))
         bounds = [arith.subi(x, first_column) for x in _scalars(bound)]
-        minus_infinity = arith.constant(f32, -math.inf)
-        hidden = np.empty_like(tile.registers)
-        for at, pair in np.ndenumerate(tile.registers):
-            columns, half = at[1], sum(at[2:])  # 8 columns each; rows r and r + 8 of a warp's 16
-            for e in range(2):
-                column = constant(8 * columns + e)
-                keep = arith.cmpi(kept, bounds[half], column)
-                value = arith.select(keep, llvm.extractelement(pair, constant(e)), minus_infinity)
-                pair = llvm.insertelement(pair, value, constant(e))
-            hidden[at] = pair
-        return mgpu.FragmentedArray(
-            _registers=hidden, _layout=tile.layout, _is_signed=tile.is_signed
-        )
+        minus_infinity = arith.constant(ir.F32Type.get(), -math.inf)
 
-    hide.__name__ = name
+        def hidden(x: Any, at: tuple[int, ...], e: int) -> Any:
+            columns, half = at[1], sum(at[2:])  # 8 columns each; rows r and r + 8 of a warp's 16
+            keep = arith.cmpi(kept, bounds[half], _constant(8 * columns + e))
+            return arith.select(keep, x, minus_infinity)
+
+        return _each(tile, hidden)
+
     result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
-    return plgpu.inline_mgpu(arg_types=(TILE, ROWS), return_type=result)(hide)(s, bound)
+    return inline(name, hide, result, TILE, ROWS)(s, bound)
 
 
 def load_row(axis: int, row: Any, dtype: Any) -> jax.Array:
@@ -414,7 +393,7 @@ def load_row(axis: int, row: Any, dtype: Any) -> jax.Array:
     """
     layout, name = (ROWS, COLUMNS)[axis], jnp.dtype(dtype).name
 
-    def load_row(_: Any, row: Any) -> Any:
+    def load(_: Any, row: Any) -> Any:
         element = ir.MemRefType(row.type).element_type
         signed = True if isinstance(element, ir.IntegerType) else None
         found = mgpu.FragmentedArray.load_untiled(
@@ -424,9 +403,8 @@ def load_row(axis: int, row: Any, dtype: Any) -> jax.Array:
         signed = kind == jnp.int32 if kind.kind in "iu" else None
         return found.bitcast(mgpu.utils.dtype_to_ir_type(kind), output_is_signed=signed)
 
-    load_row.__name__ = f"load_row {name}"
     result = plgpu.ShapeDtypeStruct(row.shape, dtype, layout)
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)(load_row)(row)
+    return inline(f"load_row {name}", load, result, plgpu.RefType())(row)
 
 
 def column_numbers(count: int, start: Any) -> jax.Array:
@@ -436,29 +414,22 @@ def column_numbers(count: int, start: Any) -> jax.Array:
     them, as they are the same in every tile but for the start.
     """
 
-    def column_numbers(_: Any, start: Any) -> Any:
+    def numbers_of(_: Any, start: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
-
-        def constant(value: int) -> Any:
-            return arith.constant(i32, value)
-
-        two_each = arith.shli(arith.andi(_thread(), constant(3)), constant(1))
+        two_each = arith.shli(arith.andi(_thread(), _constant(3)), _constant(1))
         first = arith.addi(start.registers[()], two_each)
         layout = COLUMNS.to_mgpu()
         numbers = np.empty(layout.registers_shape((count,)), object)
         for i, at in enumerate(np.ndindex(*numbers.shape)):  # 8 columns each
             pair = llvm.mlir_undef(ir.VectorType.get((2,), i32))
             for e in range(2):
-                number = arith.addi(first, constant(8 * i + e))
-                pair = llvm.insertelement(pair, number, constant(e))
+                number = arith.addi(first, _constant(8 * i + e))
+                pair = llvm.insertelement(pair, number, _constant(e))
             numbers[at] = pair
         return mgpu.FragmentedArray(_registers=numbers, _layout=layout, _is_signed=True)
 
-    column_numbers.__name__ = f"column_numbers {count}"
     result = plgpu.ShapeDtypeStruct((count,), I32, COLUMNS)
-    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,), return_type=result)(
-        column_numbers
-    )(start)
+    return inline(f"column_numbers {count}", numbers_of, result, plgpu.Layout.WG_SPLAT)(start)
 
 
 def pin(positive: jax.Array) -> None:

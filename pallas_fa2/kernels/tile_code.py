@@ -224,8 +224,3 @@ def combined(scores: tuple[Pointwise, ...]) -> tuple[ClosedJaxpr, ClosedJaxpr]:
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
     return jax.make_jaxpr(value)(*shapes), jax.make_jaxpr(derivative)(*shapes)
-
-
-def as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
-    """The same bits."""
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

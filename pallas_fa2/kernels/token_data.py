@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from pallas_fa2 import diagonal
 from pallas_fa2.kernels import pointwise, tile_code
 from pallas_fa2.kernels.mosaic import I32
-from pallas_fa2.kernels.tile_code import Source, TileFunction, TileMask, TileScore, as_dtype
+from pallas_fa2.kernels.tile_code import Source, TileFunction, TileMask, TileScore
 from pallas_fa2.spec import Operands, Spec
 from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, Pointwise
 
@@ -64,7 +64,7 @@ class Sums(NamedTuple):
 
     q: jax.Array  # [B, fields, T']
     k: jax.Array  # [B, fields, S']
-    numbers: jax.Array  # [B, N, fields, 64]
+    numbers: jax.Array  # [B, fields, N, 64]
 
     @classmethod
     def zeros(
@@ -74,9 +74,14 @@ class Sums(NamedTuple):
         if not score.floats:
             return None
         q, k, numbers = (len(score.floats_of(side)) for side in ("q", "k", "real"))
-        shapes = (batch, q, lengths[0]), (batch, k, lengths[1]), (batch, heads, numbers, 64)
+        shapes = (batch, q, lengths[0]), (batch, k, lengths[1]), (batch, numbers, heads, 64)
         # An empty array is no memory for a kernel.
         return cls(*(jnp.zeros([max(n, 1) for n in shape], jnp.float32) for shape in shapes))
+
+    def place(self, score: TileScore, source: Source) -> tuple[Any, int]:
+        """The array, and the field."""
+        arrays = {"q": self.q, "k": self.k, "real": self.numbers}
+        return arrays[source.side], score.floats_of(source.side).index(source)
 
 
 def refuses(spec: Spec) -> str | None:
@@ -162,8 +167,7 @@ def describe_score(spec: Spec) -> TileScore | None:
     value, derivative = tile_code.combined(spec.scores)
     args = [Source("score", None, "float32"), sources.q, sources.k, *sources.scores]
     slope, *others = derivative.jaxpr.outvars
-    floats = [s for s in sources.scores if jnp.issubdtype(s.dtype, jnp.floating)]
-    kept = [(v, s) for v, s in zip(others, floats, strict=True) if not _is_zero(v)]
+    kept = [(v, s) for v, s in zip(others, _floats(spec), strict=True) if not _is_zero(v)]
     outvars = [slope, *(v for v, _ in kept)]
     derivative = derivative.replace(jaxpr=derivative.jaxpr.replace(outvars=outvars))
     return TileScore(
@@ -206,34 +210,31 @@ def pack(spec: Spec, operands: Operands) -> TokenData:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    return x.astype(I32) if x.dtype == jnp.bool_ else as_dtype(x, jnp.int32)
+    return x.astype(I32) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, I32)
 
 
-def gradients(spec: Spec, operands: Operands, sums: Sums | None) -> tuple[jax.Array, ...]:
+def gradients(
+    spec: Spec, score: TileScore | None, sums: Sums | None, floats: list[jax.Array]
+) -> list[jax.Array]:
     """Of the floats that scores read, in the shapes and dtypes that they have."""
-    score = describe_score(spec)
-    if score is None:
-        return ()
 
     def of(source: Source, x: jax.Array) -> jax.Array:
-        if sums is None or source not in score.floats:
+        if sums is None or score is None or source not in score.floats:
             return jnp.zeros(x.shape, x.dtype)
-        field = score.floats_of(source.side).index(source)
+        array, field = sums.place(score, source)
         if source.side == "real":
             shape = (spec.batch, spec.kv_heads, spec.group, 1, 1)
-            total = sums.numbers[:, :, field].sum(-1).reshape(shape)
+            total = array[:, field].sum(-1).reshape(shape)
         else:
             axis, length = (Q_AXIS, spec.q_len) if source.side == "q" else (K_AXIS, spec.kv_len)
             shape = [spec.batch, 1, 1, 1, 1]
             shape[axis] = length
-            total = (sums.q if source.side == "q" else sums.k)[:, field, :length].reshape(shape)
+            total = array[:, field, :length].reshape(shape)
         shared = tuple(i for i in range(LEADING) if x.shape[i] == 1)
         return total.sum(shared, keepdims=True).astype(x.dtype)
 
-    leaves = jax.tree.leaves(operands.scores)
-    sources = _sources(spec).scores
-    return tuple(
-        of(source, x)
-        for source, x in zip(sources, leaves, strict=True)
-        if jnp.issubdtype(x.dtype, jnp.floating)
-    )
+    return [of(source, x) for source, x in zip(_floats(spec), floats, strict=True)]
+
+
+def _floats(spec: Spec) -> list[Source]:
+    return [s for s in _sources(spec).scores if jnp.issubdtype(s.dtype, jnp.floating)]

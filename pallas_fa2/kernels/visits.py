@@ -35,7 +35,7 @@ def at(lists: Any, batch: Any, head: Any, tile: Any) -> Any:
     return lists.at[batch if lists.shape[0] > 1 else 0, head if lists.shape[1] > 1 else 0, tile]
 
 
-def _module(x: Any) -> Any:
+def module_of(x: Any) -> Any:
     return np if isinstance(x, np.ndarray) else jnp
 
 
@@ -56,7 +56,7 @@ class Visits(NamedTuple):
     @classmethod
     def of(cls, classes: Any) -> "Visits":
         """From the classes of tiles, `[B | 1, heads | 1, tiles, blocks]`."""
-        xp, n = _module(classes), classes.shape[-1]
+        xp, n = module_of(classes), classes.shape[-1]
         assert EMPTY < PARTIAL < FULL
         rank = np.int32(FULL) - classes
         lists = xp.sort(rank * np.int32(n) + _count(classes), -1) % np.int32(n)
@@ -71,7 +71,7 @@ class Visits(NamedTuple):
         Tile `t` of head h of batch entry b has the number (b heads + h) tiles + t. Heads of a section
         (of their number, a divisor) follow each other, and its tiles go from the longest to the shortest.
         """
-        xp, tiles = _module(self.counts), self.counts.shape[-1]
+        xp, tiles = module_of(self.counts), self.counts.shape[-1]
         if xp is jnp:
             enough = [n for n in range(section, heads) if heads % n == 0]
             even = (n for n in enough if n * batch * tiles >= TURNS * hands)
@@ -93,7 +93,7 @@ class Visits(NamedTuple):
 
 
 def _longest_first(costs: Any) -> Any:
-    xp, n = _module(costs), costs.shape[-1]
+    xp, n = module_of(costs), costs.shape[-1]
     top = xp.maximum(xp.max(costs, -1, keepdims=True), np.int32(1))
     level = np.int32(LEVELS) - (costs * np.int32(LEVELS) + top - np.int32(1)) // top
     return xp.sort(level * np.int32(n) + _count(costs), -1) % np.int32(n)
@@ -126,6 +126,6 @@ def _in_turns(entries: jax.Array, hands: int) -> jax.Array:
 
 def cut_last(classes: Any) -> Any:
     """The last block as cut, if it was full: it reaches past the end."""
-    xp = _module(classes)
+    xp = module_of(classes)
     last = _count(classes) == classes.shape[-1] - 1
     return xp.where(last & (classes == FULL), np.int32(PARTIAL), classes)
