@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from pallas_fa2.kernels import REGISTRY, hopper, hopper_backward, hopper_forward
+from pallas_fa2.kernels import REGISTRY, hopper, hopper_backward, hopper_forward, token_data
 from pallas_fa2.kernels.mosaic import round_up
 from pallas_fa2.spec import Device, Spec
 
@@ -25,9 +25,14 @@ class Tuned(NamedTuple):
 
     def serves(self, spec: Spec) -> bool:
         if self.general or not spec.plain:
-            return self.general and not spec.plain
+            return self.general and not spec.plain and self._fits(spec)
         limit = self.longest_causal
         return limit is None or (spec.causal is not None and spec.q_len <= limit)
+
+    def _fits(self, spec: Spec) -> bool:
+        """Shared memory, with the data of pairs; one row more of keys is their places."""
+        size, rows = token_data.pair_bytes(spec), token_data.token_rows(spec, "k") + 1
+        return size == 0 or self.config.pair_stages(size, rows) >= 1
 
 
 # Of a head dim, the first that serves a call, as measured on an H200 (docs/performance.md). Registers:
@@ -60,6 +65,13 @@ HOPPER_FORWARD = (
             general=True,
         )
         for dim in (64, 96, 128, 256)
+    ),
+    # Of data of pairs, a block of keys brings 2 to 8 bytes for each of a CTA's rows.
+    *(
+        Tuned(
+            hopper_forward.Config(dim, 2, block_kv=64, stages=2, registers=(240, 24)), general=True
+        )
+        for dim in (64, 96, 128)
     ),
 )
 

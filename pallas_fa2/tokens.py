@@ -75,7 +75,8 @@ class Data:
     """Arrays of one mask or score, by how they vary.
 
     `q` and `k`: `[*B, T]` and `[*B, S]` (a last axis of 1 is shared by all tokens);
-    `heads`: `[N, ...]`; `params`: any shape; `pairs`: broadcasts to `[*B, N, T, S]`.
+    `heads`: `[N, ...]`; `params`: any shape; `pairs`: broadcasts to `[*B, N, T, S]`. Of those, what
+    varies over one side's tokens alone, and not over heads, is `of_q` or `of_k` once it is placed.
     `shared` names the token data that were one array for queries and keys when they were placed.
     """
 
@@ -84,6 +85,8 @@ class Data:
     heads: Arrays = dataclasses.field(default_factory=dict)
     params: Arrays = dataclasses.field(default_factory=dict)
     pairs: Arrays = dataclasses.field(default_factory=dict)
+    of_q: Arrays = dataclasses.field(default_factory=dict)
+    of_k: Arrays = dataclasses.field(default_factory=dict)
     shared: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def views(self, q_index: Any, k_index: Any, dims: Dims) -> tuple[Token, Token, Context]:
@@ -91,7 +94,7 @@ class Data:
         return (
             Token("q", q_index, dims.q_len, self.q),
             Token("k", k_index, dims.kv_len, self.k),
-            Context({**self.heads, **self.params, **self.pairs}),
+            Context({**self.heads, **self.params, **self.pairs, **self.of_q, **self.of_k}),
         )
 
     def _check_names(self, owner: str) -> None:
@@ -115,12 +118,20 @@ class Data:
             named = {n: (f"{owner}: {kind}[{n!r}]", x) for n, x in arrays.items()}
             return {n: put(name, as_array(name, x)) for n, (name, x) in named.items()}
 
+        pairs = each(self.pairs, "pairs", lambda n, x: _place_pairs(n, x, dims))
+
+        def of_kind(kind: str) -> dict[str, jax.Array]:
+            return {n: x for n, x in pairs.items() if _kind_of(x) == kind}
+
         return Data(
             q=each(self.q, "q_tokens", lambda n, x: place_tokens(n, x, dims, Q_AXIS)),
             k=each(self.k, "k_tokens", lambda n, x: place_tokens(n, x, dims, K_AXIS)),
-            heads=each(self.heads, "heads", lambda n, x: _place_heads(n, x, dims)),
+            heads=each(self.heads, "heads", lambda n, x: _place_heads(n, x, dims))
+            | of_kind("heads"),
             params=each(self.params, "params", lambda _, x: x.reshape((1,) * LEADING + x.shape)),
-            pairs=each(self.pairs, "pairs", lambda n, x: _place_pairs(n, x, dims)),
+            pairs=of_kind("pairs"),
+            of_q=of_kind("of_q"),
+            of_k=of_kind("of_k"),
             shared=tuple(n for n, x in self.q.items() if self.k.get(n) is x),
         )
 
@@ -192,6 +203,16 @@ def _place_pairs(name: str, x: jax.Array, dims: Dims) -> jax.Array:
     x = _merge_batch(name, x, dims, 3, shape)
     split = (1, 1) if x.shape[1] == 1 else (dims.kv_heads, dims.group)
     return x.reshape(x.shape[0], *split, *x.shape[2:])
+
+
+def _kind_of(pairs: jax.Array) -> str:
+    """What an array of pairs is, by the axes over which it varies."""
+    _, *heads, queries, keys = [size > 1 for size in pairs.shape]
+    if not queries and not keys:
+        return "heads"
+    if any(heads) or (queries and keys):
+        return "pairs"
+    return "of_q" if queries else "of_k"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

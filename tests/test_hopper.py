@@ -177,15 +177,23 @@ def test_masks_compile_without_spills_in_loops(head_dim: int, make: Any, length:
         compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
 
 
-@pytest.mark.parametrize("head_dim, score", [(128, fa.soft_cap(50.0)), (64, fa.alibi(4))])
-def test_scores_compile_without_spills_in_loops(head_dim: int, score: Any) -> None:
-    args = arrays(4096, 4096, head_dim)
+@pytest.mark.parametrize(
+    "head_dim, make, data",
+    [
+        (128, lambda _: fa.soft_cap(50.0), ()),
+        (64, fa.alibi, (4,)),
+        (128, fa.bias, (1, 4, 4096, 4096)),
+    ],
+)
+def test_scores_compile_without_spills_in_loops(head_dim: int, make: Any, data: Any) -> None:
+    args = *arrays(4096, 4096, head_dim), jax.ShapeDtypeStruct(data, jnp.float32)
 
-    def attend(q: Any, k: Any, v: Any) -> Any:
+    def attend(q: Any, k: Any, v: Any, data: Any) -> Any:
+        score = make(data)
         return fa.flash_attention(q, k, v, mask=fa.Causal(), score=score, implementation="hopper")
 
-    def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, pull = jax.vjp(attend, q, k, v)
+    def run(q: Any, k: Any, v: Any, dout: Any, data: Any) -> Any:
+        out, pull = jax.vjp(attend, q, k, v, data)
         return out, pull(dout)
 
     with planned_for_h200():
@@ -194,7 +202,7 @@ def test_scores_compile_without_spills_in_loops(head_dim: int, score: Any) -> No
     assert forward.spill_stores <= 40
     # At H = 64 a step has twice the queries, and a slope beside each probability.
     assert compile_gate.spills_while_multiplying(backward) <= (130 if head_dim == 64 else 0)
-    assert backward.spill_stores <= (600 if head_dim == 64 else 16)
+    assert backward.spill_stores <= (600 if head_dim == 64 else 64 if data else 16)
     for report in (forward, backward):
         compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
 

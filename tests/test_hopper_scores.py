@@ -19,7 +19,7 @@ B, N, K = 2, 4, 2
 class Case(NamedTuple):
     make: Callable  # data -> score
     data: tuple[str, ...] = ()
-    mask: Any = None
+    mask: Callable = lambda data: None  # data -> mask
 
 
 def learned_cap(d: dict) -> Any:
@@ -58,26 +58,62 @@ def infinite_in_the_padding(d: dict) -> Any:
     )
 
 
-def documents(q: Any, k: Any) -> Any:
-    return q.index // 70 == k.index // 70
+def scaled_by_pairs(d: dict) -> Any:
+    """Pairs of every width: floats of 32 and 16 bits, and integers."""
+    fn = fa.score_fn(
+        lambda s, q, k, c: (
+            s * (1 + 0.1 * c.wide) + c.narrow.astype(s.dtype) + (c.n % 3).astype(s.dtype)
+        )
+    )
+    return fn(pairs={"wide": d["wide"], "narrow": d["narrow"], "n": d["number"]})
+
+
+def biased_by_tokens(d: dict) -> Any:
+    """Biases that vary with keys alone, with queries and heads, and with heads."""
+    return tuple(fa.bias(d[name]) for name in ("of_keys", "of_queries", "of_heads"))
+
+
+def documents(_: dict) -> Any:
+    return fa.mask_fn(lambda q, k: q.index // 70 == k.index // 70)
+
+
+def holes(d: dict) -> Any:
+    return fa.Dense(d["number"] % 5 < 2)
+
+
+def causal(_: dict) -> Any:
+    return fa.Causal()
+
+
+def causal_end(_: dict) -> Any:
+    return fa.Causal(align="end")
 
 
 ALL = "cap", "scale", "a", "b"
 CASES = {
     "cap": Case(lambda d: fa.soft_cap(2.0)),
-    "cap_causal": Case(lambda d: fa.soft_cap(2.0), mask=fa.Causal()),
+    "cap_causal": Case(lambda d: fa.soft_cap(2.0), mask=causal),
     "learned_cap": Case(learned_cap, ALL),
-    "learned_cap_causal_end": Case(learned_cap, ALL, fa.Causal(align="end")),
-    "learned_cap_documents": Case(learned_cap, ALL, fa.mask_fn(documents)),
-    "relative": Case(relative, ("scale", "b", "slope"), fa.Causal()),
+    "learned_cap_causal_end": Case(learned_cap, ALL, causal_end),
+    "learned_cap_documents": Case(learned_cap, ALL, documents),
+    "relative": Case(relative, ("scale", "b", "slope"), causal),
     "elementary": Case(elementary),
-    "elementary_documents": Case(elementary, mask=fa.mask_fn(lambda q, k: k.index <= q.index + 90)),
+    "elementary_ahead": Case(
+        elementary, mask=lambda _: fa.mask_fn(lambda q, k: k.index <= q.index + 90)
+    ),
+    "biased": Case(lambda d: fa.bias(d["wide"]), ("wide",)),
+    "biased_causal_end": Case(lambda d: fa.bias(d["wide"]), ("wide",), causal_end),
+    "biased_and_capped_holes": Case(
+        lambda d: (fa.bias(d["narrow"]), fa.soft_cap(3.0)), ("narrow", "number"), holes
+    ),
+    "biased_by_tokens": Case(biased_by_tokens, ("of_keys", "of_queries", "of_heads"), documents),
+    "scaled_by_pairs": Case(scaled_by_pairs, ("wide", "narrow", "number")),
     "infinite_in_the_padding": Case(infinite_in_the_padding, ("a", "b")),
 }
 
 
 def inputs(t: int, s: int, head_dim: int) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-    keys = jax.random.split(jax.random.key(0), 7)
+    keys = jax.random.split(jax.random.key(0), 12)
     shapes = ((B, t, N), (B, s, K), (B, s, K), (B, t, N))
     arrays = [
         jax.random.normal(key, (*shape, head_dim), jnp.bfloat16)
@@ -89,6 +125,12 @@ def inputs(t: int, s: int, head_dim: int) -> tuple[list[jax.Array], dict[str, ja
         "slope": jnp.linspace(0.01, 0.2, N),
         "a": jax.random.normal(keys[4], (B, t)),
         "b": jax.random.normal(keys[5], (s,)),
+        "wide": jax.random.normal(keys[6], (1, N, t, s)),
+        "narrow": jax.random.normal(keys[7], (B, 1, t, s), jnp.bfloat16),
+        "number": jax.random.randint(keys[8], (t, s), 0, 1000),
+        "of_keys": jax.random.normal(keys[9], (B, 1, 1, s)),
+        "of_queries": jax.random.normal(keys[10], (N, t, 1)),
+        "of_heads": jax.random.normal(keys[11], (B, N, 1, 1), jnp.bfloat16),
     }
     return arrays, data
 
@@ -101,13 +143,15 @@ def check(name: str, t: int, s: int, head_dim: int, run: Callable = lambda fn, *
     """
     case = CASES[name]
     arrays, data = inputs(t, s, head_dim)
-    data = {field: data[field] for field in case.data}
+    integers = {field: x for field, x in data.items() if jnp.issubdtype(x.dtype, jnp.integer)}
+    data = {field: data[field] for field in case.data if field not in integers}
 
     def attend(implementation: str) -> Callable:
         def of(q: Any, k: Any, v: Any, dout: Any, data: Any) -> Any:
             def forward(q: Any, k: Any, v: Any, data: Any) -> Any:
+                data = data | integers
                 return fa.flash_attention(
-                    q, k, v, mask=case.mask, score=case.make(data), return_lse=True,
+                    q, k, v, mask=case.mask(data), score=case.make(data), return_lse=True,
                     implementation=implementation,
                 )  # fmt: skip
 
@@ -140,6 +184,8 @@ def check(name: str, t: int, s: int, head_dim: int, run: Callable = lambda fn, *
         ("learned_cap_causal_end", 150, 75, 64),
         ("learned_cap_documents", 75, 75, 128),
         ("infinite_in_the_padding", 70, 101, 256),
+        ("biased_and_capped_holes", 70, 139, 64),
+        ("biased_causal_end", 70, 75, 128),
     ],
 )
 def test_scores_interpreted(name: str, t: int, s: int, head_dim: int) -> None:
@@ -152,6 +198,8 @@ ON_A_GPU = [
     *((name, head_dim) for name in ("cap_causal", "elementary") for head_dim in (64, 256)),
     ("learned_cap", 64),
     ("learned_cap_documents", 256),
+    *((name, 64) for name in ("biased_causal_end", "biased_and_capped_holes", "scaled_by_pairs")),
+    ("biased", 80),
 ]
 
 

@@ -73,7 +73,10 @@ def test_hopper_runs_what_it_supports(name):
 DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
 REFUSED = {
     "float32": ({"dtype": jnp.float32}, r"bfloat16 or float16, not float32"),
-    "dense mask": ({"mask": np.ones((111, 63), bool)}, r"masks read no data of pairs"),
+    "dense mask of large heads": (
+        {"mask": np.ones((111, 63), bool), "dims": (160, 64)},
+        r"data of pairs of tokens, head dims are at most 128, but here 256 is needed",
+    ),
     "table": (
         {"mask": fa.mask_fn(lambda q, k, c: c.t[0] > q.index)(params={"t": np.arange(3)})},
         r"single numbers, not arrays of shape \(3,\)",
@@ -94,9 +97,9 @@ REFUSED = {
         {"mask": fa.Window(3), "q_len": 1 << 19, "heads": (8, 2)},
         r"its masks list 32767 blocks at most, and here are 32768",
     ),
-    "score of pairs": (
-        {"score": fa.bias(np.ones((111, 63), np.float32))},
-        r"scores read no data of pairs",
+    "three numbers a pair": (
+        {"score": tuple(fa.bias(np.ones((111, 63), np.float32)) for _ in range(3))},
+        r"too many for shared memory \(12 bytes a pair\)",
     ),
     "score with a loop": (
         {"score": lambda s, q, k: jax.lax.fori_loop(0, 3, lambda i, x: x * 2.0, s)},

@@ -24,7 +24,8 @@ def numbers(*shape, seed=0):
 
 
 def place(kind, x, batch=(2,)):
-    return getattr(Data(**{kind: {"x": x}}).place("owner", dims(batch)), kind)["x"]
+    (placed,) = jax.tree.leaves(Data(**{kind: {"x": x}}).place("owner", dims(batch)))
+    return placed
 
 
 def everywhere(x, batch, *axes):
@@ -71,6 +72,24 @@ def test_pair_data_without_heads_broadcast(shape):
     x = numbers(*shape)
     expected = np.broadcast_to(x, (2, N, T, S))
     check_placed(place("pairs", x), expected)
+
+
+@pytest.mark.parametrize(
+    "shape, kind",
+    [
+        ((1, T, S), "pairs"),
+        ((N, 1, S), "pairs"),
+        ((2, 1, 1, S), "of_k"),
+        ((T, 1), "of_q"),
+        ((2, N, 1, 1), "heads"),
+        ((), "heads"),
+    ],
+    ids=str,
+)
+def test_pair_data_belong_to_what_they_vary_with(shape, kind):
+    data = Data(pairs={"x": numbers(*shape)}).place("owner", dims())
+    assert list(getattr(data, kind)) == ["x"] and len(jax.tree.leaves(data)) == 1
+    assert data.views(0, 0, dims())[2].x is getattr(data, kind)["x"]
 
 
 @pytest.mark.parametrize("trailing", [(), (4,), (4, 2)], ids=str)

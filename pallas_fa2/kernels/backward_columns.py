@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,8 @@ from jax.experimental import pallas as pl
 
 from pallas_fa2.kernels import mosaic, pointwise, ptx
 from pallas_fa2.kernels.backward_schedule import PANEL, Schedule, Step
-from pallas_fa2.kernels.mosaic import LOG2E, Problem
+from pallas_fa2.kernels.mosaic import LOG2E, Problem, Ring
+from pallas_fa2.kernels.pair_tile import PairTile
 from pallas_fa2.kernels.pointwise import Value
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, FUNCTIONS, Pair, Side, Source
 from pallas_fa2.kernels.token_data import Sums
@@ -31,14 +33,17 @@ class Columns:
     numbers: Mapping[Source, jax.Array]
     lse: Any  # [block_q], or [1 + rows, block_q] with what masks and scores read of queries
     delta: Any
+    rings: list[Ring]  # of the data of pairs
+    me: int  # the warpgroup
     place: Any = None  # in the step's block of queries
+    pairs: Mapping[Source, jax.Array] = types.MappingProxyType({})
 
     def at(self, place: Any) -> "Columns":
         return dataclasses.replace(self, place=place)
 
     def pieces(self, panel: Any) -> list["Columns"]:
         """Of a panel, as many columns at a time as a score function takes."""
-        size = PANEL if self.problem.score is None else COLUMNS_AT_ONCE
+        size = COLUMNS_AT_ONCE if self.problem.score is not None or self.rings else PANEL
         return [self.at(pl.ds(panel.start + start, size)) for start in range(0, PANEL, size)]
 
     @property
@@ -56,10 +61,31 @@ class Columns:
     def _every(self, row_data: Any) -> Any:
         return self.place if len(row_data.shape) == 1 else (0, self.place)
 
+    def with_pairs(self) -> "Columns":
+        """With the data of pairs, once they have landed."""
+        problem, found = self.problem, {}
+        for ring, source in zip(self.rings, problem.pairs(), strict=True):
+            tile = PairTile(ring.wait(self.pair_step)[self.me], keys_are_rows=True)
+            if source in problem.pairs(self.step.masked):
+                found[source] = tile.load(0, COLUMNS_AT_ONCE, source.dtype)
+        return dataclasses.replace(self, pairs=found)
+
+    @property
+    def pair_step(self) -> Any:
+        """In the rings of pairs."""
+        return self.step.t * self.schedule.config.pieces + self.place.start // COLUMNS_AT_ONCE
+
+    def release_pairs(self, p: jax.Array) -> None:
+        """Once P is known: an arrival may overtake reads (as in `RowBlock.release_data`)."""
+        if self.rings:
+            ptx.pin(p)
+        for ring in self.rings:
+            ring.release(self.pair_step)
+
     def pair_at(self, columns: Any) -> Pair:
-        """What masks and scores read, of some columns of these."""
+        """What masks and scores read, of some columns of these; of pairs, of all."""
         q = self.query_side(pl.ds(self.place.start + columns.start, columns.size))
-        return Pair(q, self.keys, self.numbers)
+        return Pair(q, self.keys, self.numbers, self.pairs)
 
     def query_side(self, place: Any) -> Side:
         problem, step, query_data = self.problem, self.step, self.lse
@@ -138,6 +164,8 @@ class Columns:
         for source, slope_of_it in others.items():
             if source.side == "q":
                 self._add_to_queries(source, times(slope_of_it))
+            elif source.side == "pair":
+                self._add_to_pairs(source, times(slope_of_it))
             else:
                 gathered[source] = mosaic.by_eights(jnp.add, times(slope_of_it))
         return times(slope), gathered
@@ -147,6 +175,13 @@ class Columns:
         queries = pl.ds(self.step.first_query + self.place.start, self.place.size)
         array, field = self.sums.place(self.problem.score, source)
         ptx.add_column_sums(array.at[self.step.head[0], field, queries], gradient)
+
+    def _add_to_pairs(self, source: Source, gradient: jax.Array) -> None:
+        assert self.sums is not None
+        query = self.step.first_query + self.place.start
+        place = mosaic.div(query, COLUMNS_AT_ONCE), mosaic.div(self.first_key, 64)
+        array = self.sums.of_pairs(self.problem.score, source)
+        ptx.add_fragments(mosaic.shared_at(array, *self.step.head, *place), gradient)
 
     def add(self, gathered: list[dict[Source, jax.Array]]) -> None:
         """The gradients of some pieces."""

@@ -1,7 +1,8 @@
 """What the warpgroups of the Hopper backward share: their memory, loads, scores and stores."""
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from pallas_fa2.kernels import mosaic, ptx
 from pallas_fa2.kernels.backward_columns import Columns, join
 from pallas_fa2.kernels.backward_schedule import PAIR, PANEL, Config, Schedule, Step, Tile
 from pallas_fa2.kernels.mosaic import I32, Ring
-from pallas_fa2.kernels.tile_code import Side
+from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, Side
 from pallas_fa2.kernels.tma import Rows
 from pallas_fa2.kernels.token_data import Sums
 
@@ -63,6 +64,8 @@ class Memory(NamedTuple):
     arrived: Any = None
     once: Any = None
     used: Any = None
+    # [stages, 2, 16, 64] of each array of pairs: a piece of the queries, and half of the keys each
+    pairs: tuple[Any, ...] = ()
 
     @property
     def queries(self) -> Ring:
@@ -91,8 +94,22 @@ class Memory(NamedTuple):
         return Ring(_halves(self.v), self.full, self.free, first, first)
 
     @property
-    def rings(self) -> list[Ring]:
+    def pieces(self) -> list[Ring]:
+        """Of each array of pairs, for some queries after another."""
+        first = sum(ring.stages for ring in self._of_operands)
+        starts = [first + i * array.shape[0] for i, array in enumerate(self.pairs)]
+        return [
+            Ring((array.at[:, 0], array.at[:, 1]), self.full, self.free, start, start)
+            for array, start in zip(self.pairs, starts, strict=True)
+        ]
+
+    @property
+    def _of_operands(self) -> list[Ring]:
         return [self.queries, self.douts, self.keys, self.values]
+
+    @property
+    def rings(self) -> list[Ring]:
+        return [*self._of_operands, *self.pieces]
 
     @property
     def p_ring(self) -> Ring:
@@ -125,8 +142,11 @@ class Memory(NamedTuple):
         return self.barrier(1)
 
 
-def memory_of(config: Config, dtype: Any, row_data: tuple[int, ...] = ()) -> Memory:
-    """`row_data` is how many rows lie with lse: what masks and scores read of queries."""
+def memory_of(
+    config: Config, dtype: Any, row_data: tuple[int, ...] = (), pairs: Sequence[Any] = ()
+) -> Memory:
+    """`row_data` is how many rows lie with lse: what masks and scores read of queries. `pairs` are the
+    dtypes of what they read of pairs."""
     dim, block_q, kv_rows = config.head_dim, config.block_q, config.kv_rows
     (q_stages, do_stages), (k_stages, v_stages) = config.stages, config.kv_stages
     rings, warpgroups = q_stages + do_stages + k_stages + v_stages, len(config.registers)
@@ -135,6 +155,13 @@ def memory_of(config: Config, dtype: Any, row_data: tuple[int, ...] = ()) -> Mem
         shape = config.ds_stages, columns // PANEL, kv_rows, PANEL
         return mosaic.operand(*shape, dtype=dtype)
 
+    pieces = ()
+    if pairs:
+        extra = math.prod(row_data) - 1
+        stages = config.pair_stages(sum(kind.itemsize for kind in pairs), extra)
+        shape = stages, 2, COLUMNS_AT_ONCE, kv_rows // 2
+        pieces = tuple(mosaic.operand(*shape, dtype=kind) for kind in pairs)
+        rings += stages * len(pairs)
     memory = Memory(
         k=mosaic.operand(k_stages, kv_rows, dim, dtype=dtype),
         v=mosaic.operand(v_stages, kv_rows, dim, dtype=dtype),
@@ -148,6 +175,7 @@ def memory_of(config: Config, dtype: Any, row_data: tuple[int, ...] = ()) -> Mem
         full=mosaic.barriers(rings + 2, 2),
         free=mosaic.barriers(rings, 2),
         done=[plgpu.Barrier(num_arrivals=warpgroups) for _ in range(warpgroups)],
+        pairs=pieces,
     )
     if not config.paired:
         return memory
@@ -210,6 +238,7 @@ class Loader(Role):
             self.load_queries(step)
             pl.when(step.first)(lambda: self.load_values(tile))
             self.load_douts(step)
+            self.load_pairs(step)
 
         tile.each_step(load)
         return dq_row
@@ -223,6 +252,16 @@ class Loader(Role):
 
     def load_douts(self, step: Step) -> None:
         self._load_rows(self.memory.douts, step, self.inputs.dout, self.inputs.delta)
+
+    def load_pairs(self, step: Step) -> None:
+        (batch, head), first_key = step.head, self.first_row(step.tile)
+        halves = [pl.ds(first_key + i * 64, 64) for i in range(2)]
+        for piece in range(self.config.pieces if self.memory.pairs else 0):
+            queries = pl.ds(step.first_query + piece * COLUMNS_AT_ONCE, COLUMNS_AT_ONCE)
+            for ring, source in zip(self.memory.pieces, self.schedule.problem.pairs(), strict=True):
+                array = self.inputs.data.pairs[source.place]
+                parts = [mosaic.shared_at(array, batch, head, queries, keys) for keys in halves]
+                ring.fill(step.t * self.config.pieces + piece, *parts)
 
     def load_keys(self, tile: Tile) -> None:
         self._load_halves(self.memory.keys, tile, self.inputs.k)
@@ -304,7 +343,8 @@ class ColumnBlock(Role):
         if found := problem.numbers(step.masked):
             numbers = self.inputs.data.numbers.load(*step.head, found)
         of_all = self.schedule, self.inputs.data, self.outputs.scores
-        return Columns(*of_all, step, first_key, keys, numbers, lse, delta)
+        rings = self.memory.pieces
+        return Columns(*of_all, step, first_key, keys, numbers, lse, delta, rings, self.me)
 
     def scores(self, step: Step) -> list[tuple[jax.Array, jax.Array]]:
         """P^T and dS^T of a step, panel by panel, in the input dtype."""
@@ -320,8 +360,9 @@ class ColumnBlock(Role):
             def of(panel: Any) -> tuple[jax.Array, jax.Array]:
                 all_p, all_ds, gathered = [], [], []
                 for piece in block.pieces(panel):
-                    scores = piece.of(s)
+                    scores, piece = piece.of(s), piece.with_pairs()
                     p = piece.probabilities(scores)
+                    piece.release_pairs(p)
                     ds, for_data = piece.ds(p, scores, piece.of(dp_acc[...]))
                     all_p.append(p.astype(dout.dtype))
                     all_ds.append(ds.astype(dout.dtype))

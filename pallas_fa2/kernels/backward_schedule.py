@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_fa2.kernels import mosaic, visits
 from pallas_fa2.kernels.mosaic import Problem
+from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE
 from pallas_fa2.kernels.visits import Visits
 
 # A block's dQ is formed and added in tiles of 64 x 64: an accumulator of 32 registers.
@@ -68,6 +69,21 @@ class Config:
         """One to be written, one to be read by this warpgroup and one by the other; at H = 256 each
         is read by others than its writer."""
         return 2 if self.paired else 3
+
+    @property
+    def pieces(self) -> int:
+        """Of a step's queries, as many as a score function takes at a time."""
+        return self.block_q // COLUMNS_AT_ONCE
+
+    def pair_stages(self, pair_bytes: int, row_data: int) -> int:
+        """How many pieces of queries fit, with the data of pairs, beside what attention takes: up to those
+        of a step. There are so many rows of other data of queries; 2 KB are for all else."""
+        (q, do), (k, v), dim, block_q = self.stages, self.kv_stages, self.head_dim, self.block_q
+        operands = (k + v) * self.kv_rows * dim + (q + do) * block_q * dim
+        operands += self.ds_stages * self.kv_rows * block_q
+        row_bytes = (q * (1 + row_data) + do) * block_q * 4
+        left = mosaic.SHARED_MEMORY_BYTES - 2 * operands - row_bytes - 2048
+        return min(self.pieces, left // (COLUMNS_AT_ONCE * self.kv_rows * pair_bytes))
 
     @property
     def dq_parts(self) -> int:
@@ -260,7 +276,7 @@ class Tile:
 
     def _listed_row(self, t: Any) -> Any:
         """Of step t, which may be the one after the last."""
-        return self._row_of(0, visits.at(self.lists, *self.place)[t - self.first_step])
+        return self._row_of(0, mosaic.shared_at(self.lists, *self.place)[t - self.first_step])
 
     @property
     def first_row(self) -> Any:

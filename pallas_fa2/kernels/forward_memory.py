@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from pallas_fa2.kernels import visits
+from pallas_fa2.kernels import mosaic
 from pallas_fa2.kernels.forward_schedule import Tile
 from pallas_fa2.kernels.mosaic import Ring
 
@@ -20,6 +20,7 @@ class Memory(NamedTuple):
     q_free: Any
     kv_free: Any
     done: list[Any]
+    pairs: list[Any]  # [warpgroups, pair_stages, 64, block_kv] of each array of pairs
 
     @property
     def warpgroups(self) -> int:
@@ -48,6 +49,18 @@ class Memory(NamedTuple):
     def rings(self) -> list[Ring]:
         """Of the keys and what belongs to them."""
         return [self.keys, self.values, *([] if self.key_data is None else [self.data_of_keys])]
+
+    def pairs_of(self, warpgroup: Any) -> list[Ring]:
+        """Of the blocks that come with data: those of this warpgroup's rows."""
+
+        def ring(i: int, array: Any) -> Ring:
+            stages = array.shape[1]
+            place = (i * self.warpgroups + warpgroup) * stages
+            first = self.warpgroups + len(self.rings) * self.stages
+            free = self.warpgroups + place
+            return Ring((array.at[warpgroup],), self.full, self.q_free, first + place, free)
+
+        return [ring(i, array) for i, array in enumerate(self.pairs)]
 
     def repeat_full(self, warpgroup: Any) -> Any:
         """Where in `full`."""
@@ -83,4 +96,4 @@ class Arrays(NamedTuple):
         """Which keys the tile visits as its t-th."""
         if self.inputs.lists is None:
             return t
-        return visits.at(self.inputs.lists, *tile.place)[t]
+        return mosaic.shared_at(self.inputs.lists, *tile.place)[t]

@@ -1,7 +1,7 @@
 """64 query rows of the Hopper forward, against all the keys that they see."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2.kernels import mosaic, ptx
 from pallas_fa2.kernels.forward_memory import Arrays, Memory
 from pallas_fa2.kernels.forward_schedule import Schedule, Tile
-from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE
+from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE, Ring
+from pallas_fa2.kernels.pair_tile import PairTile
 from pallas_fa2.kernels.ptx import Turns
-from pallas_fa2.kernels.tile_code import Pair, Side
+from pallas_fa2.kernels.tile_code import Pair, Side, Source, TileFunction
 from pallas_fa2.kernels.tma import Rows
 
 # Below any score, but finite: a row that has seen no key yet gives p = 0 rather than NaN.
@@ -40,6 +41,17 @@ class Statistics(NamedTuple):
     total: jax.Array  # [64, 8], the sum of each thread's columns
 
 
+class BlockData(NamedTuple):
+    """What masks and scores read of a block of keys."""
+
+    keys: Any  # [1 + rows, keys], or None
+    pairs: Mapping[Source, PairTile]
+
+    def load_pairs(self, function: TileFunction, columns: Any) -> dict[Source, jax.Array]:
+        """Of some columns, what the function reads."""
+        return {s: self.pairs[s].load(columns.start, columns.size, s.dtype) for s in function.pairs}
+
+
 @dataclasses.dataclass(frozen=True)
 class RowBlock:
     """64 query rows against all the key blocks that they see, by one warpgroup."""
@@ -51,7 +63,7 @@ class RowBlock:
     q: Any  # [64, H], in shared memory or registers
     me: Any  # the warpgroup
     first_step: Any  # of this tile, in the rings of keys and values
-    first_data: Any  # in that of key data
+    first_data: Any  # in those of data
 
     @property
     def schedule(self) -> Schedule:
@@ -78,12 +90,6 @@ class RowBlock:
         return dataclasses.replace(
             self, tile=tile, me=me, first_step=first_step, first_data=first_data
         )
-
-    @property
-    def scale(self) -> float:
-        """The scores' factor in exp2; what score functions give is in base 2."""
-        problem = self.schedule.problem
-        return 1.0 if problem.score is not None else problem.scale * LOG2E
 
     @property
     def dtype(self) -> Any:
@@ -134,30 +140,30 @@ class RowBlock:
 
         s = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
         keys.release(self.first_step)
-        key_data = self.wait_for_key_data(0, masked=False)
-        s = self.scored(s, self.first_key(0), queries, key_data)
+        data = self.wait_for_data(0, masked=False)
+        s, scale = self.scored(s, self.first_key(0), queries, data)
         if problem.mask is not None:
 
             def hide() -> jax.Array:
-                data = self.wait_for_key_data(0, masked=True) if key_data is None else key_data
-                return self.hide(s, self.first_key(0), queries, data)
+                found = self.wait_for_data(0, masked=True) if data is None else data
+                return self.hide(s, self.first_key(0), queries, found)
 
             s = lax.cond(self.tile.full == 0, hide, lambda: s)
         elif self.masked:
-            s = self.hide(s, self.first_key(0), queries, key_data)
-        reference = self.highest(s)
+            s = self.hide(s, self.first_key(0), queries, data)
+        reference = _highest(s) * scale
         if problem.mask is not None:
             # A later block that is cut finds it, but no full one does.
             lowest = jnp.where(self.tile.full == 0, jnp.inf, NO_MAXIMUM)
             reference = jnp.where(reference == -jnp.inf, lowest, reference)
         elif problem.score is not None:
             reference = jnp.maximum(reference, NO_MAXIMUM)
-        p = self.exponentials(s, reference)
+        p = _exponentials(s, scale, reference)
         statistics = Statistics(reference, mosaic.by_eights(jnp.add, p))
-        if key_data is not None:
-            self.release_key_data(0, statistics)
+        if data is not None:
+            self.release_data(0, statistics)
         elif problem.mask is not None:
-            pl.when(self.tile.full == 0)(lambda: self.release_key_data(0, statistics))
+            pl.when(self.tile.full == 0)(lambda: self.release_data(0, statistics))
         acc = mosaic.constant(0.0, (rows, self.schedule.config.head_dim), TILE)
         return acc, statistics, p.astype(self.dtype)
 
@@ -183,12 +189,12 @@ class RowBlock:
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 keys.release(step)
                 reference = before.reference
-                key_data = self.wait_for_key_data(t, masked)
-                s = self.scored(s, self.first_key(t), queries, key_data)
+                data = self.wait_for_data(t, masked)
+                s, scale = self.scored(s, self.first_key(t), queries, data)
                 if masked:
-                    s = self.hide(s, self.first_key(t), queries, key_data)
-                    reference = self.found_reference(s, reference)
-                p_next = self.exponentials(s, reference)
+                    s = self.hide(s, self.first_key(t), queries, data)
+                    reference = self.found_reference(s, scale, reference)
+                p_next = _exponentials(s, scale, reference)
                 total = before.total + mosaic.by_eights(jnp.add, p_next)
                 ptx.pin(total)
                 return o_acc[...], Statistics(reference, total), p_next
@@ -197,15 +203,11 @@ class RowBlock:
 
         out, statistics, p = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
         values.release(step - 1)
-        if self.has_key_data(masked):
-            self.release_key_data(t, statistics)
+        if self.schedule.problem.reads_block(masked):
+            self.release_data(t, statistics)
         out, statistics, p = self.raise_references(out, statistics, p)
         # P's conversion comes last: until here its registers were being read by P V.
         return out, statistics, p.astype(self.dtype)
-
-    def exponentials(self, s: jax.Array, reference: jax.Array) -> jax.Array:
-        """One multiply-add a score: exp2(s * scale - reference)."""
-        return jnp.exp2(s * self.scale - mosaic.over_rows(reference, s.shape))
 
     def raise_references(
         self, out: jax.Array, before: Statistics, p: jax.Array
@@ -240,51 +242,70 @@ class RowBlock:
         values.release(step)
         return acc
 
-    def found_reference(self, s: jax.Array, reference: jax.Array) -> jax.Array:
+    def found_reference(self, s: jax.Array, scale: float, reference: jax.Array) -> jax.Array:
         """With those of rows that see their first key in this block."""
         if self.schedule.problem.mask is None:
             return reference
-        highest = self.highest(s)
+        highest = _highest(s) * scale
         # A row that has seen no key yet subtracts infinity: its exponentials are 0.
         found = jnp.where(highest == -jnp.inf, jnp.inf, highest)
         return jnp.where(reference == jnp.inf, found, reference)
 
-    def highest(self, s: jax.Array) -> jax.Array:
-        """The largest score of each row, in base 2."""
-        return mosaic.by_eights(jnp.maximum, s).max(axis=1) * self.scale
-
     def hide(
-        self, s: jax.Array, first_key: Any, queries: tuple[Side, Mapping], key_data: Any
+        self,
+        s: jax.Array,
+        first_key: Any,
+        queries: tuple[Side, Mapping],
+        data: BlockData | None,
     ) -> jax.Array:
         """-inf where a row does not see a key."""
         if self.schedule.problem.mask is None:
             return self.hide_after(s, first_key)
-        return self.hide_unseen(s, queries, key_data)
+        assert data is not None
+        return self.hide_unseen(s, queries, data)
 
     def first_key(self, t: Any) -> Any:
         return self.arrays.block(self.tile, t) * self.shape[1]
 
-    def has_key_data(self, masked: bool) -> bool:
-        """Whether somebody reads data of a block's keys."""
-        problem = self.schedule.problem
-        return problem.scores_read_keys or (masked and problem.mask is not None)
-
-    def wait_for_key_data(self, t: Any, masked: bool) -> Any:
-        """Of block t."""
-        if not self.has_key_data(masked):
-            return None
-        (key_data,) = self.memory.data_of_keys.wait(self.data_step(t))
-        return key_data
+    @property
+    def data_rings(self) -> list[Ring]:
+        """Of data of keys, if there are any, and of pairs."""
+        keys = [] if self.memory.key_data is None else [self.memory.data_of_keys]
+        return [*keys, *self.memory.pairs_of(self.me)]
 
     def data_step(self, t: Any) -> Any:
-        """Of block t, in the ring of key data."""
+        """Of block t, in these rings."""
         return self.first_data + t - self.tile.bare
 
-    def release_key_data(self, t: Any, statistics: Statistics) -> None:
+    def wait_for_data(self, t: Any, masked: bool) -> BlockData | None:
+        """Of block t."""
+        problem = self.schedule.problem
+        if not problem.reads_block(masked):
+            return None
+        found = [array for ring in self.data_rings for array in ring.wait(self.data_step(t))]
+        keys = None if self.memory.key_data is None else found.pop(0)
+        return BlockData(keys, dict(zip(problem.pairs(), map(PairTile, found), strict=True)))
+
+    def release_data(self, t: Any, statistics: Statistics) -> None:
         """Once the statistics are known. An arrival may overtake what a warp still reads from shared
         memory, which WGMMA delays, and half of a warp's reads then find the next block's data."""
         ptx.pin(statistics.total)
-        self.memory.data_of_keys.release(self.data_step(t))
+        for ring in self.data_rings:
+            ring.release(self.data_step(t))
+
+    def data_in_device_memory(self, first_key: Any) -> BlockData | None:
+        """Of keys of a repeated tile."""
+        problem, data = self.schedule.problem, self.arrays.inputs.data
+        if not problem.reads_block():
+            return None
+        (batch, head, _), keys = self.tile.place, pl.ds(first_key, REPEAT_KV)
+        rows = pl.ds(self.first_row, self.shape[0])
+
+        def pairs(source: Source) -> PairTile:
+            array = mosaic.shared_at(data.pairs[source.place], batch, head, rows, keys)
+            return PairTile(array, in_panels=False)
+
+        return BlockData(data.k.at[batch, :, keys], {s: pairs(s) for s in problem.pairs()})
 
     def hide_after(self, s: jax.Array, first_key: Any) -> jax.Array:
         problem, rows = self.schedule.problem, self.shape[:1]
@@ -313,34 +334,47 @@ class RowBlock:
         return side, data.numbers.load(batch, head, numbers)
 
     def scored(
-        self, s: jax.Array, first_key: Any, queries: tuple[Side, Mapping], key_data: Any
-    ) -> jax.Array:
-        """What score functions make of some keys' scores."""
+        self,
+        s: jax.Array,
+        first_key: Any,
+        queries: tuple[Side, Mapping],
+        data: BlockData | None,
+    ) -> tuple[jax.Array, float]:
+        """What score functions make of some keys' scores, and the factor that brings it to base 2."""
         problem = self.schedule.problem
         if problem.score is None:
-            return s
+            return s, problem.scale * LOG2E
 
-        def keys(columns: Any) -> Side:
-            index = None
-            if problem.score.value.reads_index("k"):
-                index = ptx.column_numbers(columns.size, first_key + columns.start)
-            if key_data is None:
-                return Side(1, index)
-            return Side.load(1, index, key_data.at[:, columns], problem.score.value.rows("k"))
+        (side, numbers), value = queries, problem.score.value
 
-        return problem.score.apply(s, problem.scale, _pair_at(queries, keys))
+        def pair_at(columns: Any) -> Pair:
+            keys, pairs = Side(1), {}
+            if value.reads_index("k"):
+                keys = Side(1, ptx.column_numbers(columns.size, first_key + columns.start))
+            if rows := value.rows("k"):
+                assert data is not None
+                keys = Side.load(1, keys.index, data.keys.at[:, columns], rows)
+            if data is not None:
+                pairs = data.load_pairs(value, columns)
+            return Pair(side, keys, numbers, pairs)
 
-    def hide_unseen(self, s: jax.Array, queries: tuple[Side, Mapping], key_data: Any) -> jax.Array:
+        return problem.score.apply(s, problem.scale, pair_at)
+
+    def hide_unseen(
+        self, s: jax.Array, queries: tuple[Side, Mapping], data: BlockData
+    ) -> jax.Array:
         """The mask itself; the first row of the data of keys is their index, or kv_len and more."""
         problem = self.schedule.problem
+        (side, numbers), visible = queries, problem.mask.visible
 
-        def keys(columns: Any) -> Side:
-            some = key_data.at[:, columns]
+        def pair_at(columns: Any) -> Pair:
+            some = data.keys.at[:, columns]
             index = ptx.load_row(1, some.at[0], I32)
-            return Side.load(1, index, some, problem.mask.visible.rows("k"))
+            keys = Side.load(1, index, some, visible.rows("k"))
+            return Pair(side, keys, numbers, data.load_pairs(visible, columns))
 
         k_end = problem.kv_len if problem.kv_len % self.shape[1] else None
-        return problem.mask.hide(s, _pair_at(queries, keys), k_end)
+        return problem.mask.hide(s, pair_at, k_end)
 
     def store(self, columns: Any, acc: jax.Array, reference: jax.Array, total: jax.Array) -> None:
         """A piece of the output; with the first, lse."""
@@ -397,15 +431,12 @@ class RowBlock:
             first_key += mosaic.rem(t, parts) * REPEAT_KV
             square = mosaic.accumulator(rows, REPEAT_KV)
             s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key), square)
-            queries, key_data = self.query_side(masked=True), None
-            if self.has_key_data(masked=True):
-                keys = pl.ds(first_key, REPEAT_KV)
-                key_data = self.arrays.inputs.data.k.at[self.tile.place[0], :, keys]
-            s = self.scored(s, first_key, queries, key_data)
+            queries, data = self.query_side(masked=True), self.data_in_device_memory(first_key)
+            s, scale = self.scored(s, first_key, queries, data)
             if self.masked:
-                s = self.hide(s, first_key, queries, key_data)
-            highest = jnp.maximum(reference, s.max(axis=1) * self.scale)
-            factor, p = jnp.exp2(reference - highest), self.exponentials(s, highest)
+                s = self.hide(s, first_key, queries, data)
+            highest = jnp.maximum(reference, s.max(axis=1) * scale)
+            factor, p = jnp.exp2(reference - highest), _exponentials(s, scale, highest)
             v = self.load(self.arrays.inputs.v, first_key, columns)
 
             def update(o_acc: Any) -> jax.Array:
@@ -427,7 +458,11 @@ class RowBlock:
         return state
 
 
-def _pair_at(queries: tuple[Side, Mapping], keys: Callable[[Any], Side]) -> Callable[[Any], Pair]:
-    """Of some columns."""
-    q, numbers = queries
-    return lambda columns: Pair(q, keys(columns), numbers)
+def _highest(s: jax.Array) -> jax.Array:
+    """The largest of each row."""
+    return mosaic.by_eights(jnp.maximum, s).max(axis=1)
+
+
+def _exponentials(s: jax.Array, scale: float, reference: jax.Array) -> jax.Array:
+    """One multiply-add a score."""
+    return jnp.exp2(s * scale - mosaic.over_rows(reference, s.shape))

@@ -42,6 +42,16 @@ class Config:
     def block_q(self) -> int:
         return self.warpgroups * self.rows
 
+    def pair_stages(self, pair_bytes: int, key_rows: int) -> int:
+        """How many blocks' data of pairs fit beside what attention takes: keys and values and so many rows
+        of their data, queries, the output and 1 KB of all else."""
+        kv_bytes = 2 * self.stages * self.block_kv * self.head_dim * 2
+        rows_bytes = self.block_q * (self.head_dim + self.out_pieces[0].size) * 2
+        data_bytes = self.stages * key_rows * self.block_kv * 4
+        taken = kv_bytes + rows_bytes + data_bytes + 1024
+        left = mosaic.SHARED_MEMORY_BYTES - taken
+        return min(2, left // (self.block_q * self.block_kv * pair_bytes))
+
     @property
     def tile(self) -> tuple[int, int]:
         return self.block_q, self.block_kv
@@ -146,13 +156,13 @@ class Tile:
 
     @property
     def bare(self) -> Any:
-        """How many blocks, the first ones, come without data of their keys."""
-        return 0 if self.schedule.problem.scores_read_keys else self.full
+        """How many blocks, the first ones, come without data."""
+        return 0 if self.schedule.problem.reads_block(masked=False) else self.full
 
     def next_steps(self, before: tuple[Any, Any]) -> tuple[Any, Any]:
-        """With which the next tile begins: of the rings, and of that of key data."""
+        """With which the next tile begins: of the rings, and of those of data."""
         step, data = before
-        if self.schedule.problem.reads_key_data:
+        if self.schedule.problem.reads_block():
             data = data + self.visited - self.bare
         return step + self.visited, data
 

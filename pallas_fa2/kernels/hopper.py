@@ -37,7 +37,7 @@ def refuses(spec: Spec, device: Device) -> str | None:
     for name, dim in (("H", spec.head_dim), ("Hv", spec.value_dim)):
         if dim > HEAD_DIMS[-1] or dim % 8:
             return f"head dims are multiples of 8 up to {HEAD_DIMS[-1]}, but {name} is {dim}"
-    if reason := token_data.refuses(spec):
+    if reason := token_data.refuses(spec) or _refuses_pairs(spec):
         return reason
     if spec.masked and _listed_blocks(spec) > visits.MOST:
         return f"its masks list {visits.MOST} blocks at most, and here are {_listed_blocks(spec)}"
@@ -49,6 +49,15 @@ def refuses(spec: Spec, device: Device) -> str | None:
         return f"it has {MAX_GRID} heads at most, and here are {spec.q_heads}"
     if max(spec.q_len, spec.kv_len) > 64 * MAX_GRID:
         return f"its sequences have {64 * MAX_GRID} tokens at most"
+    return None
+
+
+def _refuses_pairs(spec: Spec) -> str | None:
+    size, dim = token_data.pair_bytes(spec), kernel_dim(spec)
+    if size and dim > 128:
+        return f"with data of pairs of tokens, head dims are at most 128, but here {dim} is needed"
+    if size and hopper_backward.Config(dim).pair_stages(size, token_data.token_rows(spec, "q")) < 1:
+        return f"its data of pairs of tokens are too many for shared memory ({size} bytes a pair)"
     return None
 
 
@@ -222,7 +231,8 @@ def _widen(x: jax.Array, dim: int) -> jax.Array:
 def over_batch(kernel: Callable, limit: int) -> Callable:
     """A kernel for any batch, the first axis of every array, and under vmap, which adds to it.
 
-    A launch takes up to `limit` batch entries.
+    A launch takes up to `limit` batch entries. An array that they share has a first axis of 1, unless
+    there are several launches.
     """
 
     @custom_vmap
@@ -231,14 +241,17 @@ def over_batch(kernel: Callable, limit: int) -> Callable:
         if batch <= limit:
             return kernel(*args)
         parts = [slice(i, i + limit) for i in range(0, batch, limit)]
+        args = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), args)
         found = [kernel(*jax.tree.map(operator.itemgetter(part), args)) for part in parts]
         return jax.tree.map(lambda *x: jnp.concatenate(x), *found)
 
     @call.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
+        batch = jax.tree.leaves(args)[0].shape[1 if jax.tree.leaves(batched)[0] else 0]
+
         def join(x: jax.Array, batched: bool) -> jax.Array:
-            full = x if batched else jnp.broadcast_to(x, (size, *x.shape))
-            return full.reshape(-1, *full.shape[2:])
+            x = x if batched else x[None]
+            return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(-1, *x.shape[2:])
 
         out = call(*jax.tree.map(join, args, tuple(batched)))
         out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)

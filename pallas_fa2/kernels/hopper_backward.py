@@ -41,7 +41,7 @@ from pallas_fa2.kernels.backward_schedule import (
     Tile,
 )
 from pallas_fa2.kernels.mosaic import I32, Problem
-from pallas_fa2.kernels.token_data import Sums, TokenData
+from pallas_fa2.kernels.token_data import Sums, TokenData, stored
 
 
 def gradients(
@@ -84,7 +84,8 @@ def gradients(
     sums = None
     if problem.score is not None:
         lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
-        sums = Sums.zeros(problem.score, problem.batch, problem.q_heads, lengths)
+        assert data is not None
+        sums = Sums.zeros(problem.score, problem.batch, problem.q_heads, lengths, data)
     outputs = Outputs(jnp.zeros(schedule.dq_shape, jnp.float32), dk, dv, sums)
     flat_outputs, output_tree = jax.tree.flatten(outputs)
 
@@ -95,7 +96,9 @@ def gradients(
 
     kernel = mosaic.launch(
         run,
-        memory_of(config, q.dtype, inputs.lse.shape[2:-1]),
+        memory_of(
+            config, q.dtype, inputs.lse.shape[2:-1], [stored(s.dtype) for s in problem.pairs()]
+        ),
         (),
         {"cta": inputs.table.shape[0]},
         len(config.registers),

@@ -28,7 +28,7 @@ from pallas_fa2.kernels.forward_schedule import Config, Schedule, Tile
 from pallas_fa2.kernels.mosaic import I32, TILE, Problem
 from pallas_fa2.kernels.ptx import Turns
 from pallas_fa2.kernels.tma import Rows
-from pallas_fa2.kernels.token_data import TokenData
+from pallas_fa2.kernels.token_data import TokenData, stored
 from pallas_fa2.kernels.visits import Visits
 
 
@@ -49,7 +49,10 @@ def attention(
     schedule = Schedule(problem, config)
     dtype, dim, groups = q.dtype, config.head_dim, config.warpgroups
     rows, stages = config.rows, config.stages
-    rings = 3 if problem.reads_key_data else 2
+    rings = 3 if problem.reads_keys() else 2
+    key_rows = data.k.shape[1] + 1 if data is not None and problem.reads_keys() else 0
+    pairs = _pair_buffers(config, problem, key_rows)
+    pair_slots = sum(buffer.shape[1] for buffer in pairs) * groups
     memory = Memory(
         q=mosaic.operand(groups, 1, rows, dim, dtype=dtype),
         k=mosaic.operand(stages, config.block_kv, dim, dtype=dtype),
@@ -57,10 +60,11 @@ def attention(
         out=mosaic.operand(groups, rows, config.out_pieces[0].size, dtype=dtype),
         lse=plgpu.SMEM((groups, rows), jnp.float32),
         key_data=None,
-        full=mosaic.barriers(3 * groups + rings * stages),
-        q_free=mosaic.barriers(groups),
+        full=mosaic.barriers(3 * groups + rings * stages + pair_slots),
+        q_free=mosaic.barriers(groups + pair_slots),
         kv_free=mosaic.barriers(rings * stages, groups),
         done=[plgpu.Barrier(num_arrivals=groups + 1) for _ in range(2)],
+        pairs=pairs,
     )
     inputs = Inputs(jnp.asarray(schedule.table(seen)), q, k, v)
     if seen is not None:
@@ -68,7 +72,7 @@ def attention(
     if data is not None:
         data = data.with_places(config.block_q, config.block_kv)
         inputs = inputs._replace(data=data)
-        if problem.reads_key_data:
+        if problem.reads_keys():
             buffers = plgpu.SMEM((stages, data.k.shape[1], config.block_kv), jnp.int32)
             memory = memory._replace(key_data=buffers)
     flat, tree = jax.tree.flatten(inputs)
@@ -89,9 +93,19 @@ def attention(
     return mosaic.launch(run, memory, out_type, {"cta": ctas}, groups + 1)(*flat)
 
 
+def _pair_buffers(config: Config, problem: Problem, key_rows: int) -> list[Any]:
+    """A warpgroup's rows against a block of keys, for each array of pairs."""
+    dtypes = [stored(source.dtype) for source in problem.pairs()]
+    if not dtypes:
+        return []
+    shape = config.warpgroups, config.rows, config.block_kv
+    stages = config.pair_stages(sum(dtype.itemsize for dtype in dtypes), key_rows)
+    return [mosaic.operand(shape[0], stages, *shape[1:], dtype=dtype) for dtype in dtypes]
+
+
 def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
     """The loading warpgroup: queries, keys and values of one tile after another."""
-    config, inputs = schedule.config, arrays.inputs
+    problem, config, inputs = schedule.problem, schedule.config, arrays.inputs
     mosaic.set_registers(config.shares, -1)
 
     def visit(n: Any, entry: list[Any], before: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -107,6 +121,9 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
         def load_values(t: Any) -> None:
             memory.values.fill(first_step + t, Rows(inputs.v, batch, keys(t), tile.kv_head))
 
+        def rows(g: int) -> Any:
+            return pl.ds(tile.first_row + g * config.rows, config.rows)
+
         def load_key_data(t: Any) -> None:
             if memory.key_data is None:
                 return
@@ -114,16 +131,30 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
             n = t - tile.bare
             pl.when(n >= 0)(lambda: memory.data_of_keys.fill(first_data + n, source))
 
+        def load_pairs(t: Any) -> None:
+            if not memory.pairs:
+                return
+
+            def fill() -> None:
+                for g in range(config.warpgroups):
+                    for ring, source in zip(memory.pairs_of(g), problem.pairs(), strict=True):
+                        array, place = inputs.data.pairs[source.place], (rows(g), keys(t))
+                        step = first_data + t - tile.bare
+                        ring.fill(step, mosaic.shared_at(array, batch, head, *place))
+
+            pl.when(t >= tile.bare)(fill)
+
         def load(t: Any, _: Any) -> None:
             load_keys(t)
             load_key_data(t)
             load_values(t - 1)
+            load_pairs(t)  # which have fewer buffers: values do not wait for them
 
         load_keys(I32(0))
         for g in range(config.warpgroups):
-            rows = pl.ds(tile.first_row + g * config.rows, config.rows)
-            memory.queries(g).fill(n, Rows(inputs.q, batch, rows, head))
+            memory.queries(g).fill(n, Rows(inputs.q, batch, rows(g), head))
         load_key_data(I32(0))
+        load_pairs(I32(0))
         lax.fori_loop(I32(1), tile.visited, load, None)
         load_values(tile.visited - 1)
         return tile.next_steps(before)
@@ -132,7 +163,8 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
     for ring in memory.rings:
         ring.drain()
     for g in range(config.warpgroups):
-        memory.queries(g).drain()
+        for ring in (memory.queries(g), *memory.pairs_of(g)):
+            ring.drain()
     mosaic.leave_together(memory.done, 1)
 
 
@@ -177,7 +209,8 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
 
     for ring in memory.rings:
         ring.open()
-    queries.open()
+    for ring in (queries, *memory.pairs_of(warpgroup)):
+        ring.open()
     turns.open()
     mosaic.each_tile(inputs.table, visit, (I32(0), I32(0)))
     turns.close()

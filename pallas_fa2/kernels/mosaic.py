@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import heapq
 import math
+import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -73,6 +74,11 @@ class Problem:
         """What masks and scores read of q's or k's tokens, but for their index."""
         return {source for f in self._functions(masked) for source in f.rows(side)}
 
+    def pairs(self, masked: bool = True) -> list[Any]:
+        """What they read of pairs of tokens."""
+        found = {source for f in self._functions(masked) for source in f.pairs}
+        return sorted(found, key=operator.attrgetter("place"))
+
     def numbers(self, masked: bool) -> set[Any]:
         """What they read of what a head's tokens share."""
         return {source for f in self._functions(masked) for source in f.numbers}
@@ -80,14 +86,13 @@ class Problem:
     def reads_index(self, side: str, masked: bool) -> bool:
         return any(f.reads_index(side) for f in self._functions(masked))
 
-    @property
-    def scores_read_keys(self) -> bool:
-        return bool(self.rows("k", masked=False))
+    def reads_keys(self, masked: bool = True) -> bool:
+        """Whether the forward reads data of keys: for a mask, their index as well."""
+        return (masked and self.mask is not None) or bool(self.rows("k", masked))
 
-    @property
-    def reads_key_data(self) -> bool:
-        """Whether the forward does: for a mask, their index as well."""
-        return self.mask is not None or self.scores_read_keys
+    def reads_block(self, masked: bool = True) -> bool:
+        """Whether the forward reads data that come with a block of keys."""
+        return self.reads_keys(masked) or bool(self.pairs(masked))
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -157,6 +162,11 @@ def inline(name: str, code: Callable, result: Any, *arg_types: Any) -> Callable:
     """An operation that Mosaic's own code writes; the interpreter in the tests knows it by its name."""
     code.__name__ = name
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=result)(code)
+
+
+def shared_at(array: Any, batch: Any, head: Any, *rest: Any) -> Any:
+    """Of an array that all batch entries or heads share, or not."""
+    return array.at[(batch if array.shape[0] > 1 else 0, head if array.shape[1] > 1 else 0, *rest)]
 
 
 def constant(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:

@@ -94,10 +94,10 @@ def any_from_two(tile: jax.Array) -> jax.Array:
 
 @plgpu.inline_mgpu(arg_types=(TILE,), return_type=_ANSWER)
 def _any_from_two(_: Any, tile: Any) -> Any:
-    i32 = ir.IntegerType.get_signless(32)
-    bits = functools.reduce(arith.ori, [arith.bitcast(i32, x) for x in _scalars(tile)])
-    exponent = arith.andi(bits, _constant(1 << 30))
-    above = arith.cmpi(arith.CmpIPredicate.ne, exponent, _constant(0))
+    word = ir.IntegerType.get_signless(32)
+    bits = functools.reduce(arith.ori, [arith.bitcast(word, x) for x in _scalars(tile)])
+    exponent = arith.andi(bits, i32(1 << 30))
+    above = arith.cmpi(arith.CmpIPredicate.ne, exponent, i32(0))
     return _splat(_ask([above], "vote.sync.any.pred p, p, -1;", []))
 
 
@@ -121,14 +121,14 @@ def _any_infinite(_: Any, rows: Any, barrier: Any) -> Any:
 
 def _ask(mine: list[Any], question: str, operands: list[Any]) -> Any:
     """1 if `question`, PTX on the predicate p, answers yes; p is whether any of `mine` holds."""
-    i32 = ir.IntegerType.get_signless(32)
-    any_of_mine = arith.extui(i32, functools.reduce(arith.ori, mine))
+    word = ir.IntegerType.get_signless(32)
+    any_of_mine = arith.extui(word, functools.reduce(arith.ori, mine))
     code = f"{{ .reg .pred p; setp.ne.s32 p, $1, 0; {question} selp.s32 $0, 1, 0, p; }}"
     constraints = ",".join(["=r", "r", *["r"] * len(operands)])
-    return llvm.inline_asm(i32, [any_of_mine, *operands], code, constraints, has_side_effects=True)
+    return llvm.inline_asm(word, [any_of_mine, *operands], code, constraints, has_side_effects=True)
 
 
-def _thread() -> Any:
+def thread_number() -> Any:
     """The thread's number in its CTA. It is read once, outside all loops, as that takes 350 clocks;
     but what follows from it is computed where it is used, and holds no registers elsewhere."""
     thread = mgpu.utils.thread_idx()
@@ -146,10 +146,10 @@ def _scalars(array: Any) -> list[Any]:
 
 def _elements(register: Any) -> list[Any]:
     count = ir.VectorType(register.type).shape[0]
-    return [llvm.extractelement(register, _constant(e)) for e in range(count)]
+    return [llvm.extractelement(register, i32(e)) for e in range(count)]
 
 
-def _constant(value: int) -> Any:
+def i32(value: int) -> Any:
     return arith.constant(ir.IntegerType.get_signless(32), value)
 
 
@@ -158,7 +158,7 @@ def _each(tile: Any, function: Callable) -> Any:
     results = np.empty_like(tile.registers)
     for at, register in np.ndenumerate(tile.registers):
         for e, x in enumerate(_elements(register)):
-            register = llvm.insertelement(register, function(x, at, e), _constant(e))
+            register = llvm.insertelement(register, function(x, at, e), i32(e))
         results[at] = register
     return mgpu.FragmentedArray(_registers=results, _layout=tile.layout, _is_signed=tile.is_signed)
 
@@ -187,9 +187,9 @@ def reciprocal(tile: jax.Array) -> jax.Array:
 
 
 def add_fragments(target: Any, tile: jax.Array) -> None:
-    """Adds a float32 `[64, 64]` tile to device memory, as it lies in registers, 16 bytes at a time.
+    """Adds a float32 tile of 64 rows to device memory, as it lies in registers, 16 bytes at a time.
 
-    `target` is `[4096]`, in the order (eight columns, warp, group, thread, half, element) of
+    `target` is as large, `[4096]` for 64 columns, in the order (eight columns, warp, group, thread, half, element) of
     PTX's accumulators (PTX ISA, wgmma's D fragment): row 16 warp + 8 half + group of the tile, column
     8 eight + 2 thread + element. A warp then adds 512 bytes side by side.
     """
@@ -199,9 +199,9 @@ def add_fragments(target: Any, tile: jax.Array) -> None:
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
 def _add_fragments(_: Any, target: Any, tile: Any) -> None:
     i64 = ir.IntegerType.get_signless(64)
-    thread = arith.andi(_thread(), _constant(127))
+    thread = arith.andi(thread_number(), i32(127))
     start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
-    start = arith.addi(start, arith.extui(i64, arith.shli(thread, _constant(4))))
+    start = arith.addi(start, arith.extui(i64, arith.shli(thread, i32(4))))
     values = _scalars(tile)
     for i in range(0, len(values), 4):
         # 128 threads add 2048 bytes
@@ -226,9 +226,9 @@ def _add_row_sums(_: Any, target: Any, tile: Any) -> None:
     halves: dict[int, list[Any]] = {0: [], 8: []}
     for at, pair in np.ndenumerate(tile.registers):
         halves[8 * sum(at[2:])] += _elements(pair)
-    thread = _thread()
-    warp, lane = (arith.andi(thread, _constant(mask)) for mask in (96, 31))
-    row = arith.addi(arith.shrui(warp, _constant(1)), arith.shrui(lane, _constant(2)))
+    thread = thread_number()
+    warp, lane = (arith.andi(thread, i32(mask)) for mask in (96, 31))
+    row = arith.addi(arith.shrui(warp, i32(1)), arith.shrui(lane, i32(2)))
     _add_among(target, row, halves, lanes=(1, 2), leaders=3)
 
 
@@ -239,7 +239,7 @@ def _add_column_sums(_: Any, target: Any, tile: Any) -> None:
     for at, pair in np.ndenumerate(tile.registers):
         for e, value in enumerate(_elements(pair)):
             columns.setdefault(8 * at[1] + e, []).append(value)
-    column = arith.shli(arith.andi(_thread(), _constant(3)), _constant(1))
+    column = arith.shli(arith.andi(thread_number(), i32(3)), i32(1))
     _add_among(target, column, columns, lanes=(4, 8, 16), leaders=28)
 
 
@@ -250,8 +250,8 @@ def _add_among(
     bits `leaders` then add them to `target`, at the distance from `first` that each has as its key."""
     i64 = ir.IntegerType.get_signless(64)
     start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
-    start = arith.addi(start, arith.extui(i64, arith.shli(first, _constant(2))))
-    lane = arith.andi(_thread(), _constant(leaders))
+    start = arith.addi(start, arith.extui(i64, arith.shli(first, i32(2))))
+    lane = arith.andi(thread_number(), i32(leaders))
     sums = {place: functools.reduce(arith.addf, values) for place, values in parts.items()}
     for place, value in sums.items():
         for bit in lanes:
@@ -312,7 +312,7 @@ def _shared_address(ref: Any) -> Any:
 
 def _by_one_thread(code: str, *operands: Any) -> None:
     """`code` uses the operands from $1 on, and the registers a and b."""
-    thread = arith.andi(_thread(), _constant(127))
+    thread = arith.andi(thread_number(), i32(127))
     code = f"{{ .reg .pred p; .reg .b32 a, b; setp.eq.s32 p, $0, 0; {code} }}"
     constraints = ",".join(["r"] * (1 + len(operands)))
     void = ir.Type.parse("!llvm.void")
@@ -371,13 +371,13 @@ def _hide(s: jax.Array, bound: jax.Array, kept: Any, name: str) -> jax.Array:
     constants: an index for every column would hold 32 registers, as it is the same in every tile."""
 
     def hide(_: Any, tile: Any, bound: Any) -> Any:
-        first_column = arith.shli(arith.andi(_thread(), _constant(3)), _constant(1))
+        first_column = arith.shli(arith.andi(thread_number(), i32(3)), i32(1))
         bounds = [arith.subi(x, first_column) for x in _scalars(bound)]
         minus_infinity = arith.constant(ir.F32Type.get(), -math.inf)
 
         def hidden(x: Any, at: tuple[int, ...], e: int) -> Any:
             columns, half = at[1], sum(at[2:])  # 8 columns each; rows r and r + 8 of a warp's 16
-            keep = arith.cmpi(kept, bounds[half], _constant(8 * columns + e))
+            keep = arith.cmpi(kept, bounds[half], i32(8 * columns + e))
             return arith.select(keep, x, minus_infinity)
 
         return _each(tile, hidden)
@@ -415,16 +415,15 @@ def column_numbers(count: int, start: Any) -> jax.Array:
     """
 
     def numbers_of(_: Any, start: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        two_each = arith.shli(arith.andi(_thread(), _constant(3)), _constant(1))
+        two_each = arith.shli(arith.andi(thread_number(), i32(3)), i32(1))
         first = arith.addi(start.registers[()], two_each)
         layout = COLUMNS.to_mgpu()
         numbers = np.empty(layout.registers_shape((count,)), object)
         for i, at in enumerate(np.ndindex(*numbers.shape)):  # 8 columns each
-            pair = llvm.mlir_undef(ir.VectorType.get((2,), i32))
+            pair = llvm.mlir_undef(ir.VectorType.get((2,), first.type))
             for e in range(2):
-                number = arith.addi(first, _constant(8 * i + e))
-                pair = llvm.insertelement(pair, number, _constant(e))
+                number = arith.addi(first, i32(8 * i + e))
+                pair = llvm.insertelement(pair, number, i32(e))
             numbers[at] = pair
         return mgpu.FragmentedArray(_registers=numbers, _layout=layout, _is_signed=True)
 

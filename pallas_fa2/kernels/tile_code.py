@@ -27,9 +27,10 @@ COLUMNS_AT_ONCE = 16
 
 
 class Source(NamedTuple):
-    """Where an argument of the code comes from: the score, a row of q's or k's data, or a number."""
+    """Where an argument of the code comes from: the score, a row of q's or k's data, an array of pairs,
+    or a number."""
 
-    side: Literal["score", "q", "k", "integer", "real"]
+    side: Literal["score", "q", "k", "pair", "integer", "real"]
     place: int | None  # among those of its side; None is the score, or the token's index
     dtype: str
 
@@ -60,11 +61,12 @@ class Side:
 
 
 class Pair(NamedTuple):
-    """The two sides of a tile, and what all tokens of a head share."""
+    """The two sides of a tile, what is there for each pair, and what all tokens of a head share."""
 
     q: Side
     k: Side
     numbers: Mapping[Source, jax.Array]
+    pairs: Mapping[Source, jax.Array] = types.MappingProxyType({})
 
 
 NO_SCORE = Value(None)
@@ -88,6 +90,10 @@ class TileFunction:
         return [s for s in self.sources if s.side == side and s.place is not None]
 
     @property
+    def pairs(self) -> list[Source]:
+        return [s for s in self.sources if s.side == "pair"]
+
+    @property
     def numbers(self) -> list[Source]:
         return [s for s in self.sources if s.side in ("integer", "real")]
 
@@ -109,6 +115,8 @@ class TileFunction:
             if source.place is None:
                 side = sides[source.side]
                 return Value.of_index(side.index, side.axis)
+            if source.side == "pair":
+                return Value(pair.pairs[source], (0, 1))
             if source.side not in sides:
                 return Value(pair.numbers[source])
             side = sides[source.side]
@@ -155,7 +163,7 @@ def by_columns(some: Callable, s: jax.Array, pair_at: Callable) -> jax.Array:
             dataclasses.replace(side, index=i)
             for side, i in zip((pair.q, pair.k), index, strict=True)
         )
-        return lax.optimization_barrier(some(piece, Pair(q, k, pair.numbers)))
+        return lax.optimization_barrier(some(piece, pair._replace(q=q, k=k)))
 
     return jnp.concatenate([of(start) for start in range(0, s.shape[1], COLUMNS_AT_ONCE)], 1)
 
@@ -169,24 +177,28 @@ class TileScore:
     derivative: TileFunction
     floats: tuple[Source, ...]  # the data that have a gradient
 
-    def apply(self, s: jax.Array, scale: float, pair_at: Callable) -> jax.Array:
-        """To scores that are not scaled yet; the result is in base 2."""
+    def apply(self, s: jax.Array, scale: float, pair_at: Callable) -> tuple[jax.Array, float]:
+        """To scores that are not scaled yet; the result, times the positive factor, is in base 2."""
+        factors = []
 
         def some(piece: jax.Array, pair: Pair) -> jax.Array:
-            return self.on_tile(piece, scale, pair, FUNCTIONS)
+            (value,) = self.value.on_tile(pair, piece.shape, Value(piece, (0, 1), scale), FUNCTIONS)
+            factors.append(value.factor if value.factor > 0 else 1.0)
+            value = value._replace(factor=value.factor / factors[-1])
+            return pointwise.spread(value, (0, 1), piece.shape, FUNCTIONS)
 
-        if self.value.rows("k"):
-            return by_columns(some, s, pair_at)
-        return some(s, pair_at(pl.ds(0, s.shape[1])))
+        if self.value.rows("k") or self.value.pairs:
+            found = by_columns(some, s, pair_at)
+        else:
+            found = some(s, pair_at(pl.ds(0, s.shape[1])))
+        return found, factors[0] * LOG2E
 
     def floats_of(self, side: str) -> list[Source]:
         return [source for source in self.floats if source.side == side]
 
-    def on_tile(
-        self, s: jax.Array, scale: float, pair: Pair, functions: Functions = WITHOUT_BRANCHES
-    ) -> jax.Array:
+    def on_tile(self, s: jax.Array, scale: float, pair: Pair) -> jax.Array:
         """Of scores that are not scaled yet; the result is in base 2."""
-        (value,) = self.value.on_tile(pair, s.shape, Value(s, (0, 1), scale), functions)
+        (value,) = self.value.on_tile(pair, s.shape, Value(s, (0, 1), scale))
         value = value._replace(factor=value.factor * LOG2E)
         return pointwise.spread(value, (0, 1), s.shape, FUNCTIONS)
 

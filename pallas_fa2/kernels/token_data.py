@@ -18,9 +18,12 @@ from jax.extend.core import Literal
 from pallas_fa2 import diagonal
 from pallas_fa2.kernels import pointwise, tile_code
 from pallas_fa2.kernels.mosaic import I32
-from pallas_fa2.kernels.tile_code import Source, TileFunction, TileMask, TileScore
+from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, Source, TileFunction, TileMask, TileScore
 from pallas_fa2.spec import Operands, Spec
 from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, Pointwise
+
+# Every tile's length divides it.
+WHOLE = 128
 
 
 class Numbers(NamedTuple):
@@ -46,6 +49,7 @@ class TokenData(NamedTuple):
     q: jax.Array  # [B, rows, T]
     k: jax.Array  # [B, rows, S]
     numbers: "Numbers"
+    pairs: tuple[jax.Array, ...]  # [B | 1, N | 1, T', S'] each, T' and S' whole tiles
 
     def with_places(self, block_q: int, block_kv: int) -> "TokenData":
         """With the tokens' places as the first row; up to whole tiles, where all other data are 0."""
@@ -56,7 +60,7 @@ class TokenData(NamedTuple):
             place = lax.broadcasted_iota(I32, (batch, 1, x.shape[2]), 2)
             return jnp.concatenate([place, x], 1)
 
-        return TokenData(widen(self.q, block_q), widen(self.k, block_kv), self.numbers)
+        return self._replace(q=widen(self.q, block_q), k=widen(self.k, block_kv))
 
 
 class Sums(NamedTuple):
@@ -65,18 +69,37 @@ class Sums(NamedTuple):
     q: jax.Array  # [B, fields, T']
     k: jax.Array  # [B, fields, S']
     numbers: jax.Array  # [B, fields, N, 64]
+    # Of each array of pairs, [B | 1, N | 1, T' / 16, S' / 64, 1024]: a piece of a tile as it lies in
+    # registers.
+    pairs: tuple[jax.Array, ...]
 
     @classmethod
     def zeros(
-        cls, score: TileScore, batch: int, heads: int, lengths: tuple[int, int]
+        cls,
+        score: TileScore,
+        batch: int,
+        heads: int,
+        lengths: tuple[int, int],
+        data: TokenData,
     ) -> "Sums | None":
         """None where nothing has a gradient."""
         if not score.floats:
             return None
+
+        def of_pairs(x: jax.Array) -> jax.Array:
+            rows, columns = x.shape[2] // COLUMNS_AT_ONCE, x.shape[3] // 64
+            shape = *x.shape[:2], rows, columns, COLUMNS_AT_ONCE * 64
+            return jnp.zeros(shape, jnp.float32)
+
         q, k, numbers = (len(score.floats_of(side)) for side in ("q", "k", "real"))
         shapes = (batch, q, lengths[0]), (batch, k, lengths[1]), (batch, numbers, heads, 64)
         # An empty array is no memory for a kernel.
-        return cls(*(jnp.zeros([max(n, 1) for n in shape], jnp.float32) for shape in shapes))
+        arrays = [jnp.zeros([max(n, 1) for n in shape], jnp.float32) for shape in shapes]
+        pairs = [of_pairs(data.pairs[cast(int, s.place)]) for s in score.floats_of("pair")]
+        return cls(*arrays, pairs=tuple(pairs))
+
+    def of_pairs(self, score: TileScore, source: Source) -> Any:
+        return self.pairs[score.floats_of("pair").index(source)]
 
     def place(self, score: TileScore, source: Source) -> tuple[Any, int]:
         """The array, and the field."""
@@ -87,9 +110,7 @@ class Sums(NamedTuple):
 def refuses(spec: Spec) -> str | None:
     """What of a mask or score no kernel runs."""
     for owner, code in _functions(spec):
-        for kind, aval in _data(code):
-            if kind == "pairs":
-                return f"its {owner} read no data of pairs of tokens"
+        for _, aval in _data(code):
             if aval.shape != ():
                 return f"its {owner} read single numbers, not arrays of shape {aval.shape}"
             known = pointwise.DTYPES + (pointwise.NARROW if owner == "scores" else ())
@@ -115,12 +136,15 @@ def _functions(spec: Spec) -> Iterator[tuple[str, Pointwise]]:
 
 
 def _data(code: Pointwise) -> list[tuple[str, ShapedArray]]:
-    """Of each array that a mask or score reads: q, k, heads, params or pairs, and what it holds."""
+    """Of each array that a mask or score reads: its kind (a field of `tokens.Data`), and what it holds."""
     _, structure = code.key
     args = jax.tree.unflatten(structure, range(structure.num_leaves))
     paths, _ = jax.tree.flatten_with_path(args[-1])
     avals = cast(list[ShapedArray], code.jaxpr.in_avals)[-len(paths) :] if paths else []
     return [(path[-2].name, aval) for (path, _), aval in zip(paths, avals, strict=True)]
+
+
+_SIDES: dict[str, Any] = {"q": "q", "of_q": "q", "k": "k", "of_k": "k", "pairs": "pair"}
 
 
 class _Sources(NamedTuple):
@@ -136,7 +160,7 @@ def _sources(spec: Spec) -> _Sources:
 
     def next_of(kind: str, dtype: Any) -> Source:
         number = "real" if jnp.issubdtype(dtype, jnp.floating) else "integer"
-        side = kind if kind in ("q", "k") else number
+        side = _SIDES.get(kind, number)
         counts[side] += 1
         return Source(side, counts[side] - 1, dtype.name)
 
@@ -180,7 +204,7 @@ def _is_zero(v: Any) -> bool:
 
 
 def pack(spec: Spec, operands: Operands) -> TokenData:
-    found: dict[str, list] = {"q": [], "k": [], "integer": [], "real": []}
+    found: dict[str, list] = {"q": [], "k": [], "pair": [], "integer": [], "real": []}
     sources = _sources(spec)
     given = [(sources.q, operands.q_index), (sources.k, operands.k_index)]
     if spec.masked:
@@ -190,6 +214,9 @@ def pack(spec: Spec, operands: Operands) -> TokenData:
         if source.place is None:
             continue
         assert leaf is not None
+        if source.side == "pair":
+            found["pair"].append(_whole_tiles(spec, leaf))
+            continue
         if source.dtype in pointwise.NARROW:
             leaf = leaf.astype(jnp.float32)
         found[source.side].append(leaf if source.side == "real" else _bits(leaf))
@@ -206,7 +233,35 @@ def pack(spec: Spec, operands: Operands) -> TokenData:
         return jnp.concatenate([jnp.zeros(shape, dtype), *(x.reshape(shape) for x in arrays)], 2)
 
     numbers = Numbers(each_head("integer", I32), each_head("real", jnp.float32))
-    return TokenData(rows("q", spec.q_len), rows("k", spec.kv_len), numbers)
+    pairs = tuple(found["pair"])
+    return TokenData(rows("q", spec.q_len), rows("k", spec.kv_len), numbers, pairs)
+
+
+def stored(dtype: str) -> Any:
+    """What pairs of this dtype are in memory: booleans as 0 and 1 in 16 bits."""
+    return jnp.dtype("bfloat16" if dtype == "bool" else dtype)
+
+
+def pair_bytes(spec: Spec) -> int:
+    """Of all the data that a pair of tokens has."""
+    sources = _sources(spec)
+    pairs = [s for s in (*sources.mask, *sources.scores) if s.side == "pair"]
+    return sum(stored(s.dtype).itemsize for s in pairs)
+
+
+def token_rows(spec: Spec, side: str) -> int:
+    """How many rows of data queries or keys have."""
+    sources = _sources(spec)
+    of_all = (sources.q, sources.k, *sources.mask, *sources.scores)
+    return sum(s.side == side and s.place is not None for s in of_all)
+
+
+def _whole_tiles(spec: Spec, x: jax.Array) -> jax.Array:
+    """`[B | 1, N | 1, T', S']`, whose lengths are multiples of every tile's."""
+    heads = (1, 1) if x.shape[1:3] == (1, 1) else (spec.kv_heads, spec.group)
+    x = jnp.broadcast_to(x, (x.shape[0], *heads, spec.q_len, spec.kv_len))
+    x = x.reshape(x.shape[0], -1, *x.shape[3:]).astype(stored(x.dtype.name))
+    return jnp.pad(x, [(0, 0), (0, 0), *((0, -n % WHOLE) for n in x.shape[2:])])
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -221,6 +276,8 @@ def gradients(
     def of(source: Source, x: jax.Array) -> jax.Array:
         if sums is None or score is None or source not in score.floats:
             return jnp.zeros(x.shape, x.dtype)
+        if source.side == "pair":
+            return _of_pairs(spec, sums.of_pairs(score, source), x)
         array, field = sums.place(score, source)
         if source.side == "real":
             shape = (spec.batch, spec.kv_heads, spec.group, 1, 1)
@@ -234,6 +291,20 @@ def gradients(
         return total.sum(shared, keepdims=True).astype(x.dtype)
 
     return [of(source, x) for source, x in zip(_floats(spec), floats, strict=True)]
+
+
+def _of_pairs(spec: Spec, sums: jax.Array, x: jax.Array) -> jax.Array:
+    """From pieces of 64 keys (rows) and 16 queries, in the order of PTX's accumulators (see
+    `ptx.add_fragments`)."""
+    batch, heads, queries, keys, _ = sums.shape
+    axes = "batch", "head", "q", "k", "eight", "warp", "group", "thread", "half", "element"
+    order = "batch", "head", "q", "eight", "thread", "element", "k", "warp", "half", "group"
+    pieces = sums.reshape(batch, heads, queries, keys, 2, 4, 8, 4, 2, 2)
+    total = pieces.transpose([axes.index(name) for name in order])
+    total = total.reshape(batch, heads, 16 * queries, 64 * keys)[..., : spec.q_len, : spec.kv_len]
+    total = total.reshape(batch, *(x.shape[1:3] if heads > 1 else (1, 1)), *total.shape[2:])
+    shared = tuple(i for i in range(LEADING) if x.shape[i] == 1)
+    return total.sum(shared, keepdims=True).astype(x.dtype)
 
 
 def _floats(spec: Spec) -> list[Source]:

@@ -30,11 +30,6 @@ def decode(counts: Any) -> tuple[Any, Any]:
     return visited, visited - full
 
 
-def at(lists: Any, batch: Any, head: Any, tile: Any) -> Any:
-    """A tile's list, where one is shared by all batch entries or heads or not."""
-    return lists.at[batch if lists.shape[0] > 1 else 0, head if lists.shape[1] > 1 else 0, tile]
-
-
 def module_of(x: Any) -> Any:
     return np if isinstance(x, np.ndarray) else jnp
 

@@ -211,6 +211,8 @@ MASKED = [
     Case("documents_h128", 2, 330, 139, 4, 2, 128, dtype=f16, mask=documents),
     *(Case(f"lengths_h{h}", 2, 200, 330, 2, 1, h, mask=lengths) for h in (64, 128, 256)),
     Case("dilated_h128", 1, 130, 330, 2, 2, 128, mask=dilated),
+    *(Case(f"holes_h{h}", 2, 130, 330, 4, 2, h, mask=holes) for h in (64, 128)),
+    Case("rising_holes_h64", 1, 130, 260, 1, 1, 64, mask=holes, rise=7),
     Case("reach_h64", 1, 300, 300, 4, 2, 64, mask=reach),
     Case("reach_h128_multi_query", 1, 200, 200, 4, 1, 128, mask=reach),
     *(

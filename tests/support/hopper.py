@@ -24,7 +24,8 @@ def _forwards(case: Case) -> list[plan.Tuned]:
     kernels = plan.hopper_forwards(max(case.head_dim, case.value_dim or 0))
     causal = case.mask in CAUSAL
     general = case.score is not None or not (causal or case.mask is None)
-    return [t for t in kernels if t.general == general and (causal or t.longest_causal is None)]
+    found = [t for t in kernels if t.general == general and (causal or t.longest_causal is None)]
+    return found[:1] if general else found  # the others are for wide data of pairs
 
 
 def is_first(case: Case, tuned: plan.Tuned) -> bool:

@@ -436,8 +436,9 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
     def _inline(self, eqn, token, values):
         """What the library's inline code means, by its name and the parameters after it."""
         name, *parameters = eqn.params["mgpu_fn"].__name__.split()
-        if name == "load_row":
-            return self._load_row(eqn, token, *parameters, *values)
+        if name in LOADED:
+            meaning = functools.partial(LOADED[name], parameters)
+            return self._load(eqn, token, meaning, *values)
         if name in ADDED:
             return self._add(eqn, token, ADDED[name], *values), []
         if name == "_send_mail":
@@ -449,21 +450,21 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         out = INLINE[name](*values, *parameters)
         return token, [] if out is None else [out]
 
-    def _load_row(self, eqn, token, dtype, ref, *leaves):
-        aval = eqn.invars[0].aval
+    def _load(self, eqn, token, meaning, ref, *leaves):
+        aval, (out,) = eqn.invars[0].aval, eqn.outvars
         (transforms,) = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
         ref, transforms = jaxpr_interpret.resolve_ref(aval, ref, transforms)
-        (out,) = eqn.outvars
-        token, row = gpu_callbacks.call_get(
+        shape, convert = meaning(out.aval.shape)
+        token, found = gpu_callbacks.call_get(
             token=token,
-            result_shape_and_dtype=jax.ShapeDtypeStruct(out.aval.shape, aval.dtype),
+            result_shape_and_dtype=jax.ShapeDtypeStruct(shape, aval.dtype),
             mesh_location=self.mesh_location,
             thread=self.thread,
             allocation_key_as_array=ref,
             transforms=transforms,
             source_info=eqn.source_info,
         )
-        return token, [jax.lax.bitcast_convert_type(row, dtype)]
+        return token, [convert(found)]
 
     def _add(self, eqn, token, meaning, target, tile, *leaves):
         transforms, _ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
@@ -552,8 +553,28 @@ def _columns(tile: jax.Array) -> jax.Array:
 
 def _fragments(tile: jax.Array) -> jax.Array:
     """(warp, half, group) x (eight, thread, element) -> the order of a thread's registers."""
-    return tile.reshape(4, 2, 8, 8, 4, 2).transpose(3, 0, 2, 4, 1, 5).reshape(-1)
+    return tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5).reshape(-1)
 
+
+def _row(parameters, shape):
+    (dtype,) = parameters
+    return shape, lambda row: jax.lax.bitcast_convert_type(row, dtype)
+
+
+def _pairs(parameters, _):
+    orientation, queries, keys, start, count, dtype = parameters
+    columns = slice(int(start), int(start) + int(count))
+
+    def convert(tile):
+        tile = tile.T if orientation == "transposed" else tile
+        return tile[:, columns].astype(dtype)
+
+    return (int(queries), int(keys)), convert
+
+
+# What is loaded: of the operation's parameters and the result's shape, the shape of what lies in memory
+# and what becomes of it.
+LOADED: dict[str, Callable] = {"load_row": _row, "load_pairs": _pairs}
 
 # What is added to device memory from registers.
 ADDED: dict[str, Callable[[jax.Array], jax.Array]] = {
