@@ -62,7 +62,8 @@ def flash_attention(
       scale: a Python number; `1 / sqrt(H)` by default.
       sinks: a logit for each query head, to which a query attends as well, and which has no value
         (gpt-oss, arXiv:2508.10925): $L_i = \log (e^{sink} + \sum_j e^{S_{ij}})$.
-      dropout_rate: the share of probabilities that are dropped, in [0, 1).
+      dropout_rate: the share of probabilities that are dropped, in [0, 1), rounded to a multiple of
+        2^-16. Which ones follows from the key, the head and both positions alone.
       dropout_rng: one PRNG key; needed where `dropout_rate` is not 0.
       q_positions, kv_positions: what masks and scores see as `q.index` and `k.index`; 0, 1, 2, ...
         by default.

@@ -24,6 +24,7 @@ from pallas_fa2.tokens import (
     Dims,
     Pointwise,
     as_array,
+    cut,
     place_tokens,
     trace,
 )
@@ -39,6 +40,12 @@ class Operands(NamedTuple):
     q_index: jax.Array | None = None
     k_index: jax.Array | None = None
     seed: jax.Array | None = None  # uint32[2], for dropout
+
+    def cut(self, q_start: Any, q_size: int, k_start: Any, k_size: int) -> "Operands":
+        """Of some queries and keys."""
+        of_tokens = self._replace(seed=None)
+        part = jax.tree.map(lambda x: cut(x, q_start, q_size, k_start, k_size), of_tokens)
+        return part._replace(seed=self.seed)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -318,13 +318,12 @@ def test_explain_takes_shapes_of_the_data_too():
 
 
 def test_explain_says_what_runs_and_why_nothing_faster():
-    dropout = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
-    call = {"mask": fa.Window(9), **dropout, "device": H200}
+    call = {"mask": fa.Window(9), "score": lambda s, q, k: jnp.floor(s), "device": H200}
     lines = str(fa.explain(*shapes(2048), **call)).splitlines()
     assert lines[0].startswith("bfloat16 [B 2, T 2048, S 2048, N 4, K 4, H 64, Hv 64], scale 0.125")
     assert "mask Window(left=9)" in lines[0]
     assert lines[1] == "implementation  blockwise on NVIDIA H200"
-    assert lines[2] == "  not hopper: it has no dropout"
+    assert lines[2] == "  not hopper: its scores compute no floor of float32[]"
     names = [line.split("  ")[0] for line in lines[3:]]
     assert names == ["tiles", "computed", "work", "memory"]
 

@@ -12,7 +12,7 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2 import autodiff, spec
-from pallas_fa2.kernels import blockwise, tile
+from pallas_fa2.kernels import blockwise, dropout, tile
 from tests.fuzz.case import Case, draw, parse, simpler
 from tests.fuzz.check import Wrong, check, implementations
 from tests.fuzz.masks import Causal, Lengths, Not, Or, Window
@@ -47,7 +47,7 @@ def with_zeros(x: jax.Array, axis: int, block: int) -> jax.Array:
     return jax.numpy.pad(x, pad)
 
 
-row_delta, dropout_bits = autodiff.row_delta, tile.dropout_bits
+row_delta, dropout_bits = autodiff.row_delta, dropout.bits
 SMALL = {"q_len": 33, "kv_len": 31, "blocks": (16, 16)}
 BUGS = {
     "the cotangent of lse": (autodiff, "row_delta", drop_dlse, Case(seed=1, **SMALL)),
@@ -66,9 +66,9 @@ BUGS = {
         Case(mask=Lengths(k=11), scores=(Bias(), SoftCap(2.5)), **SMALL),
     ),
     "dropout": (
-        tile,
-        "dropout_bits",
-        lambda seed, head, row, column: dropout_bits(seed, head, row, column % 16),
+        dropout,
+        "bits",
+        lambda keys, column: dropout_bits(keys, column % 16),
         Case(dropout=0.25, **SMALL),
     ),
     "the sum over a group": (

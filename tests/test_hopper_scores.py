@@ -20,6 +20,8 @@ class Case(NamedTuple):
     make: Callable  # data -> score
     data: tuple[str, ...] = ()
     mask: Callable = lambda data: None  # data -> mask
+    drops: float = 0.0
+    places: tuple[int, int] | None = None  # strides of the positions of queries and keys
 
 
 def learned_cap(d: dict) -> Any:
@@ -107,6 +109,10 @@ CASES = {
         lambda d: (fa.bias(d["narrow"]), fa.soft_cap(3.0)), ("narrow", "number"), holes
     ),
     "biased_by_tokens": Case(biased_by_tokens, ("of_keys", "of_queries", "of_heads"), documents),
+    "dropped": Case(lambda _: None, drops=0.25),
+    "dropped_capped_causal_end": Case(lambda _: fa.soft_cap(2.0), mask=causal_end, drops=0.5),
+    "dropped_at_places": Case(learned_cap, ALL, documents, drops=0.1, places=(5, 3)),
+    "dropped_biased": Case(lambda d: fa.bias(d["narrow"]), ("narrow",), causal, drops=0.25),
     "scaled_by_pairs": Case(scaled_by_pairs, ("wide", "narrow", "number")),
     "infinite_in_the_padding": Case(infinite_in_the_padding, ("a", "b")),
 }
@@ -143,6 +149,13 @@ def check(name: str, t: int, s: int, head_dim: int, run: Callable = lambda fn, *
     """
     case = CASES[name]
     arrays, data = inputs(t, s, head_dim)
+    places = case.places and [
+        jnp.arange(n, dtype=jnp.int32) * stride
+        for n, stride in zip((t, s), case.places, strict=True)
+    ]
+    options = {"dropout_rate": case.drops, "dropout_rng": jax.random.key(1)}
+    if places:
+        options |= {"q_positions": places[0], "kv_positions": places[1]}
     integers = {field: x for field, x in data.items() if jnp.issubdtype(x.dtype, jnp.integer)}
     data = {field: data[field] for field in case.data if field not in integers}
 
@@ -152,7 +165,7 @@ def check(name: str, t: int, s: int, head_dim: int, run: Callable = lambda fn, *
                 data = data | integers
                 return fa.flash_attention(
                     q, k, v, mask=case.mask(data), score=case.make(data), return_lse=True,
-                    implementation=implementation,
+                    implementation=implementation, **options,
                 )  # fmt: skip
 
             (out, lse), pull = jax.vjp(forward, q, k, v, data)
@@ -186,6 +199,9 @@ def check(name: str, t: int, s: int, head_dim: int, run: Callable = lambda fn, *
         ("infinite_in_the_padding", 70, 101, 256),
         ("biased_and_capped_holes", 70, 139, 64),
         ("biased_causal_end", 70, 75, 128),
+        ("dropped_capped_causal_end", 70, 75, 128),
+        ("dropped_at_places", 70, 75, 64),
+        ("dropped", 70, 75, 256),
     ],
 )
 def test_scores_interpreted(name: str, t: int, s: int, head_dim: int) -> None:
@@ -200,6 +216,7 @@ ON_A_GPU = [
     ("learned_cap_documents", 256),
     *((name, 64) for name in ("biased_causal_end", "biased_and_capped_holes", "scaled_by_pairs")),
     ("biased", 80),
+    *((name, head_dim) for name in ("dropped", "dropped_at_places") for head_dim in (64, 256)),
 ]
 
 

@@ -70,7 +70,6 @@ def test_hopper_runs_what_it_supports(name):
     assert plan.passed_over == ()
 
 
-DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
 REFUSED = {
     "float32": ({"dtype": jnp.float32}, r"bfloat16 or float16, not float32"),
     "dense mask of large heads": (
@@ -109,7 +108,6 @@ REFUSED = {
         {"score": lambda s, q, k: s.astype(jnp.bfloat16).astype(s.dtype)},
         r"scores compute no convert_element_type of bfloat16",
     ),
-    "dropout": (DROPOUT, r"no dropout"),
     "head dim 264": ({"dims": (264, 64)}, r"multiples of 8 up to 256, but H is 264"),
     "head dim 20": ({"dims": (20, 64)}, r"multiples of 8 up to 256, but H is 20"),
     "value dim 12": ({"dims": (64, 12)}, r"multiples of 8 up to 256, but Hv is 12"),

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_fa2.kernels import mosaic, pointwise, ptx
 from pallas_fa2.kernels.backward_schedule import PANEL, Schedule, Step
+from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, Ring
 from pallas_fa2.kernels.pair_tile import PairTile
 from pallas_fa2.kernels.pointwise import Value
@@ -122,6 +123,25 @@ class Columns:
             exponent = jnp.minimum(exponent, 0.0)
         return jnp.exp2(exponent)
 
+    def drop(self, p: jax.Array) -> jax.Array:
+        """-P^T where it is dropped."""
+        dropped = self.problem.dropout
+        if dropped is None:
+            return p
+        query_data, (batch, head), first = self.lse, self.step.head, self.lse.shape[0] - 2
+        if self.data.row_keys is not None:
+            block = pl.ds(self.step.first_query, self.schedule.config.block_q)
+            query_data, first = self.data.row_keys.at[batch, head, :, block], 0
+        words = (query_data.at[first + i, self.place] for i in range(2))
+        row_keys = RowKeys(*(ptx.load_row(1, x, jnp.int32) for x in words))
+        given = dropped.key.place is not None
+        positions = self.keys.rows[dropped.key] if given else self.keys.index
+        return dropped.negate(p, row_keys, positions, 0)
+
+    def kept(self, p: jax.Array) -> jax.Array:
+        """P^T with 0 where it is dropped."""
+        return p if self.problem.dropout is None else jnp.maximum(p, 0.0)
+
     def hide_what_is_not_there(self, exponent: jax.Array, lse: jax.Array) -> jax.Array:
         """-inf for keys and queries past the end, where a score may be anything."""
         problem, config, shape = self.problem, self.schedule.config, exponent.shape
@@ -146,7 +166,12 @@ class Columns:
     def ds(
         self, p: jax.Array, s: jax.Array, dp: jax.Array
     ) -> tuple[jax.Array, dict[Source, jax.Array]]:
-        """dS^T, and the gradients of what scores read of keys and heads, to be added up."""
+        """dS^T, and the gradients of what scores read of keys and heads, to be added up.
+
+        P^T is negative where it is dropped."""
+        if self.problem.dropout is not None:
+            dp = jnp.where(p > 0, dp * self.problem.kept_scale, 0.0)
+            p = abs(p)
         ds = p * (dp + mosaic.over_columns(self.row(self.delta), p.shape))
         mask, score = self.problem.mask, self.problem.score
         if score is None:

@@ -60,12 +60,12 @@ class Scores(ColumnBlock, Loader):
         def form_p(s_acc: Any) -> list[tuple[jax.Array, jax.Array]]:
             self.multiply_scores(s_acc, q, step.tile.k)
             scores = [piece.of(s_acc[...]) for piece in pieces]
-            return [(s, x.probabilities(s)) for s, x in zip(scores, pieces, strict=True)]
+            return [(s, x.drop(x.probabilities(s))) for s, x in zip(scores, pieces, strict=True)]
 
         found = pl.run_scoped(form_p, square)
         memory.p_ring.acquire(t)
         memory.mail.expect(t)
-        p_smem.at[0][...] = join([p for _, p in found]).astype(p_smem.dtype)
+        p_smem.at[0][...] = block.kept(join([p for _, p in found])).astype(p_smem.dtype)
         load_next(self.load_queries)
         dout, _ = memory.douts.wait(t)
         memory.p_ring.publish(t)  # and with P, dO
@@ -167,5 +167,5 @@ class ValueGradient(WideGradient):
         return self.memory.p_ring
 
     def visit(self, tile: Tile, dq_row: Any) -> Any:
-        self.store(tile, (self.outputs.dv, self.gradient(tile)))
+        self.store(tile, (self.outputs.dv, self.scaled(self.gradient(tile))))
         return dq_row

@@ -300,6 +300,11 @@ class ColumnBlock(Role):
     def scale(self) -> float:
         return self.schedule.problem.scale
 
+    def scaled(self, dv: jax.Array) -> jax.Array:
+        """As if each probability had been, that dropout has left."""
+        scale = self.schedule.problem.kept_scale
+        return dv if scale == 1.0 else dv * scale
+
     def accumulator(self, columns: int) -> Any:
         return mosaic.accumulator(64, columns)
 
@@ -363,8 +368,9 @@ class ColumnBlock(Role):
                     scores, piece = piece.of(s), piece.with_pairs()
                     p = piece.probabilities(scores)
                     piece.release_pairs(p)
+                    p = piece.drop(p)
                     ds, for_data = piece.ds(p, scores, piece.of(dp_acc[...]))
-                    all_p.append(p.astype(dout.dtype))
+                    all_p.append(piece.kept(p).astype(dout.dtype))
                     all_ds.append(ds.astype(dout.dtype))
                     gathered.append(for_data)
                 block.add(gathered)

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.forward_memory import Arrays, Memory
 from pallas_fa2.kernels.forward_schedule import Schedule, Tile
 from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE, Ring
@@ -39,6 +40,14 @@ class Statistics(NamedTuple):
 
     reference: jax.Array  # [64], subtracted from the scores in base 2
     total: jax.Array  # [64, 8], the sum of each thread's columns
+
+
+class QueryData(NamedTuple):
+    """What masks, scores and dropout read of the rows, and of their head."""
+
+    side: Side
+    numbers: Mapping[Source, jax.Array]
+    row_keys: RowKeys | None
 
 
 class BlockData(NamedTuple):
@@ -128,7 +137,7 @@ class RowBlock:
 
         Its maximum is a reference for all that follow. (Without a mask every row sees its first key.)
         """
-        rows, keys, queries = self.shape[0], self.memory.keys, self.query_side(masked=self.masked)
+        rows, keys, queries = self.shape[0], self.memory.keys, self.query_data(masked=self.masked)
         problem = self.schedule.problem
         (k,) = keys.wait(self.first_step)
         self.turns.take()
@@ -160,6 +169,7 @@ class RowBlock:
             reference = jnp.maximum(reference, NO_MAXIMUM)
         p = _exponentials(s, scale, reference)
         statistics = Statistics(reference, mosaic.by_eights(jnp.add, p))
+        p = self.drop(p, self.first_key(0), queries, data)
         if data is not None:
             self.release_data(0, statistics)
         elif problem.mask is not None:
@@ -172,7 +182,7 @@ class RowBlock:
     ) -> tuple[jax.Array, Statistics, jax.Array]:
         """Scores of block t and output of block t - 1, multiplied together; softmax of block t."""
         keys, values, step = self.memory.keys, self.memory.values, self.first_step + t
-        queries = self.query_side(masked)
+        queries = self.query_data(masked)
         (k,) = keys.wait(step)
         self.turns.take()
 
@@ -197,6 +207,7 @@ class RowBlock:
                 p_next = _exponentials(s, scale, reference)
                 total = before.total + mosaic.by_eights(jnp.add, p_next)
                 ptx.pin(total)
+                p_next = self.drop(p_next, self.first_key(t), queries, data)
                 return o_acc[...], Statistics(reference, total), p_next
 
             return pl.run_scoped(update, mosaic.accumulator(*acc.shape))
@@ -255,7 +266,7 @@ class RowBlock:
         self,
         s: jax.Array,
         first_key: Any,
-        queries: tuple[Side, Mapping],
+        queries: QueryData,
         data: BlockData | None,
     ) -> jax.Array:
         """-inf where a row does not see a key."""
@@ -316,14 +327,13 @@ class RowBlock:
             last = jnp.minimum(row, problem.kv_len - 1)
         return ptx.hide_after(s, last - first_key)
 
-    def query_side(self, masked: bool) -> tuple[Side, Mapping]:
-        """What masks and scores read of the rows, and of their head; to be loaded a while before it is
-        needed."""
+    def query_data(self, masked: bool) -> QueryData:
+        """To be loaded a while before it is needed."""
         problem = self.schedule.problem
         sources, indexed = problem.rows("q", masked), problem.reads_index("q", masked)
         numbers = problem.numbers(masked)
-        if not (sources or indexed or numbers):
-            return Side(0), {}
+        if not (sources or indexed or numbers or problem.dropout):
+            return QueryData(Side(0), {}, None)
         # Where they lie is computed here: it would hold registers through the loops.
         tile = dataclasses.replace(self.tile, number=lax.optimization_barrier(self.tile.number))
         (batch, head, _), data = tile.place, self.arrays.inputs.data
@@ -331,13 +341,17 @@ class RowBlock:
         rows = pl.ds(first_row, self.shape[0])
         index = mosaic.index(self.shape, 0, first_row + problem.first_query) if indexed else None
         side = Side.load(0, index, data.q.at[batch, :, rows], sources)
-        return side, data.numbers.load(batch, head, numbers)
+        row_keys = None
+        if problem.dropout is not None:
+            words = (data.row_keys.at[batch, head, i, rows] for i in range(2))
+            row_keys = RowKeys(*(ptx.load_row(0, x, I32) for x in words))
+        return QueryData(side, data.numbers.load(batch, head, numbers), row_keys)
 
     def scored(
         self,
         s: jax.Array,
         first_key: Any,
-        queries: tuple[Side, Mapping],
+        queries: QueryData,
         data: BlockData | None,
     ) -> tuple[jax.Array, float]:
         """What score functions make of some keys' scores, and the factor that brings it to base 2."""
@@ -345,7 +359,7 @@ class RowBlock:
         if problem.score is None:
             return s, problem.scale * LOG2E
 
-        (side, numbers), value = queries, problem.score.value
+        value = problem.score.value
 
         def pair_at(columns: Any) -> Pair:
             keys, pairs = Side(1), {}
@@ -356,22 +370,39 @@ class RowBlock:
                 keys = Side.load(1, keys.index, data.keys.at[:, columns], rows)
             if data is not None:
                 pairs = data.load_pairs(value, columns)
-            return Pair(side, keys, numbers, pairs)
+            return Pair(queries.side, keys, queries.numbers, pairs)
 
         return problem.score.apply(s, problem.scale, pair_at)
 
-    def hide_unseen(
-        self, s: jax.Array, queries: tuple[Side, Mapping], data: BlockData
+    def drop(
+        self, p: jax.Array, first_key: Any, queries: QueryData, data: BlockData | None
     ) -> jax.Array:
+        """With 0 for what is dropped; the output makes up for the rest."""
+        dropped = self.schedule.problem.dropout
+        if dropped is None:
+            return p
+        if dropped.key.place is None:
+            return jnp.maximum(
+                dropped.negate(p, queries.row_keys, ptx.column_numbers(p.shape[1], first_key), 1),
+                0.0,
+            )
+        assert data is not None
+        columns = ptx.load_row(1, data.keys.at[dropped.key.place + 1], I32)
+        p = jnp.maximum(dropped.negate(p, queries.row_keys, columns, 1), 0.0)
+        ptx.pin(mosaic.by_eights(jnp.add, p))  # before the positions are released
+        return p
+
+    def hide_unseen(self, s: jax.Array, queries: QueryData, data: BlockData) -> jax.Array:
         """The mask itself; the first row of the data of keys is their index, or kv_len and more."""
         problem = self.schedule.problem
-        (side, numbers), visible = queries, problem.mask.visible
+        visible = problem.mask.visible
 
         def pair_at(columns: Any) -> Pair:
             some = data.keys.at[:, columns]
             index = ptx.load_row(1, some.at[0], I32)
             keys = Side.load(1, index, some, visible.rows("k"))
-            return Pair(side, keys, numbers, data.load_pairs(visible, columns))
+            pairs = data.load_pairs(visible, columns)
+            return Pair(queries.side, keys, queries.numbers, pairs)
 
         k_end = problem.kv_len if problem.kv_len % self.shape[1] else None
         return problem.mask.hide(s, pair_at, k_end)
@@ -382,8 +413,9 @@ class RowBlock:
         rows = pl.ds(self.first_row, self.shape[0])
         out, lse = self.memory.out.at[self.me], self.memory.lse.at[self.me]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored before has left them
-        share, sum_of_all = 1 / total, reference * (1 / LOG2E) + jnp.log(total)
-        if not self.schedule.problem.plain:
+        problem = self.schedule.problem
+        share, sum_of_all = problem.kept_scale / total, reference * (1 / LOG2E) + jnp.log(total)
+        if not problem.plain:
             empty = total == 0
             share, sum_of_all = jnp.where(empty, 0.0, share), jnp.where(empty, -jnp.inf, sum_of_all)
         out[...] = (acc * mosaic.over_rows(share, acc.shape)).astype(out.dtype)
@@ -431,12 +463,14 @@ class RowBlock:
             first_key += mosaic.rem(t, parts) * REPEAT_KV
             square = mosaic.accumulator(rows, REPEAT_KV)
             s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key), square)
-            queries, data = self.query_side(masked=True), self.data_in_device_memory(first_key)
+            queries, data = self.query_data(masked=True), self.data_in_device_memory(first_key)
             s, scale = self.scored(s, first_key, queries, data)
             if self.masked:
                 s = self.hide(s, first_key, queries, data)
             highest = jnp.maximum(reference, s.max(axis=1) * scale)
             factor, p = jnp.exp2(reference - highest), _exponentials(s, scale, highest)
+            summed = p.sum(axis=1)
+            p = self.drop(p, first_key, queries, data)
             v = self.load(self.arrays.inputs.v, first_key, columns)
 
             def update(o_acc: Any) -> jax.Array:
@@ -445,7 +479,7 @@ class RowBlock:
                 return o_acc[...]
 
             acc = pl.run_scoped(update, mosaic.accumulator(*acc.shape))
-            return acc, highest, total * factor + p.sum(axis=1)
+            return acc, highest, total * factor + summed
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the output stored before has left
         state = (

@@ -15,10 +15,10 @@ from pallas_fa2 import bounds
 from pallas_fa2.kernels import hopper_backward, hopper_forward, token_data, visits
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
 from pallas_fa2.kernels.tile import split_floats
-from pallas_fa2.kernels.tile_code import TileMask, TileScore
+from pallas_fa2.kernels.tile_code import TileDropout, TileMask, TileScore
 from pallas_fa2.kernels.token_data import TokenData
 from pallas_fa2.spec import Device, Operands, Spec
-from pallas_fa2.tokens import Q_AXIS, cut
+from pallas_fa2.tokens import Q_AXIS
 
 HEAD_DIMS = (64, 128, 256)
 # TMA coordinates are 32-bit, and no launch on larger arrays has been tested.
@@ -32,8 +32,6 @@ def refuses(spec: Spec, device: Device) -> str | None:
         return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
     if spec.dtype.name not in ("bfloat16", "float16"):
         return f"its inputs are bfloat16 or float16, not {spec.dtype.name}"
-    if spec.dropout_rate:
-        return "it has no dropout"
     for name, dim in (("H", spec.head_dim), ("Hv", spec.value_dim)):
         if dim > HEAD_DIMS[-1] or dim % 8:
             return f"head dims are multiples of 8 up to {HEAD_DIMS[-1]}, but {name} is {dim}"
@@ -56,7 +54,8 @@ def _refuses_pairs(spec: Spec) -> str | None:
     size, dim = token_data.pair_bytes(spec), kernel_dim(spec)
     if size and dim > 128:
         return f"with data of pairs of tokens, head dims are at most 128, but here {dim} is needed"
-    if size and hopper_backward.Config(dim).pair_stages(size, token_data.token_rows(spec, "q")) < 1:
+    rows = token_data.token_rows(spec, "q") + (2 if spec.dropout_rate else 0)
+    if size and hopper_backward.Config(dim).pair_stages(size, rows) < 1:
         return f"its data of pairs of tokens are too many for shared memory ({size} bytes a pair)"
     return None
 
@@ -104,9 +103,7 @@ class Trim:
         return dataclasses.replace(spec, q_len=self.q_len, kv_len=self.kv_len)
 
     def operands(self, operands: Operands) -> Operands:
-        return jax.tree.map(
-            lambda x: cut(x, self.first_query, self.q_len, 0, self.kv_len), operands
-        )
+        return operands.cut(self.first_query, self.q_len, 0, self.kv_len)
 
     def restore_queries(self, x: jax.Array, fill: float = 0.0, axis: int = 1) -> jax.Array:
         """The whole length again, with `fill` for queries that take no part."""
@@ -136,12 +133,13 @@ def trim(spec: Spec) -> Trim:
 
 
 class Extras(NamedTuple):
-    """What a call has beside q, k and v: a mask that is not causal, and score functions."""
+    """What a call has beside q, k and v: a mask that is not causal, score functions, and dropout."""
 
     spec: Spec  # of the rows and keys that take part
     part: Trim
     mask: TileMask | None
     score: TileScore | None
+    dropout: TileDropout | None
     classes: np.ndarray | None  # of tiles, [B | 1, N | 1, T tiles, S tiles], if known when traced
     traced: "Traced"
 
@@ -150,17 +148,18 @@ class Extras(NamedTuple):
         cls, spec: Spec, part: Trim, operands: Operands, block_q: int, block_kv: int
     ) -> "Extras":
         mask, score = token_data.describe_mask(spec), token_data.describe_score(spec)
+        functions = mask, score, token_data.describe_dropout(spec)
         spec = part.spec(spec)
         data = classes = None
-        if mask is not None or score is not None:
-            data = token_data.pack(spec, operands)
+        if functions != (None, None, None):
+            data = token_data.pack(spec, operands, part.first_query)
         if mask is not None:
             classes = bounds.classify_each(spec, operands, block_q, block_kv)
             classes = classes.reshape(classes.shape[0], -1, *classes.shape[3:])
         if classes is None or isinstance(classes, np.ndarray):
-            return cls(spec, part, mask, score, classes, Traced(data, None))
+            return cls(spec, part, *functions, classes, Traced(data, None))
         classes = jnp.broadcast_to(classes, (spec.batch, *classes.shape[1:]))
-        return cls(spec, part, mask, score, None, Traced(data, classes))
+        return cls(spec, part, *functions, None, Traced(data, classes))
 
     @property
     def tames(self) -> bool:
@@ -180,6 +179,7 @@ class Extras(NamedTuple):
             offset=part.offset,
             mask=self.mask,
             score=self.score,
+            dropout=self.dropout,
             first_query=part.first_query,
         )
 

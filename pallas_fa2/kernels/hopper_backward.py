@@ -72,8 +72,8 @@ def gradients(
     if data is not None:
         data = data.with_places(config.block_q, config.block_kv)
         if not config.paired:  # where shared memory has room, queries bring their data
-            inputs = inputs._replace(lse=_with_query_data(lse, data.q))
-            data = data._replace(q=None)
+            inputs = inputs._replace(lse=_with_query_data(lse, data))
+            data = data._replace(q=None, row_keys=None)
         inputs = inputs._replace(data=data)
     flat, tree = jax.tree.flatten(inputs)
     # Of a part of a group, a gradient leaves as two numbers whose sum is as good as in float32.
@@ -109,12 +109,16 @@ def gradients(
     return schedule.assemble(dq)[:, : q.shape[1]], schedule.join(dk), schedule.join(dv), sums
 
 
-def _with_query_data(lse: jax.Array, data: jax.Array) -> jax.Array:
-    """`[B, N, 1 + rows, T']`: data of queries, `[B, 1 + rows, T']`, with lse for their places."""
+def _with_query_data(lse: jax.Array, data: TokenData) -> jax.Array:
+    """`[B, N, 1 + rows, T']`: data of queries, `[B, 1 + rows, T']`, with lse for their places; then what
+    dropout reads."""
     batch, heads, length = lse.shape
-    shape = (batch, heads, data.shape[1] - 1, length)
-    rows = jnp.broadcast_to(data[:, None, 1:], shape)
-    return jnp.concatenate([lse[:, :, None], lax.bitcast_convert_type(rows, jnp.float32)], 2)
+    shape = (batch, heads, data.q.shape[1] - 1, length)
+    rows = [jnp.broadcast_to(data.q[:, None, 1:], shape)]
+    if data.row_keys is not None:
+        rows.append(data.row_keys)
+    rows = [lax.bitcast_convert_type(x, jnp.float32) for x in rows]
+    return jnp.concatenate([lse[:, :, None], *rows], 2)
 
 
 def _body(schedule: Schedule, inputs: Inputs, outputs: Outputs, memory: Memory) -> None:
@@ -161,7 +165,7 @@ class KeyHalf(ColumnBlock):
         wide = self.accumulator(self.config.head_dim)
         dk, dv, last = pl.run_scoped(accumulate, wide, wide)
         self.memory.values.release(tile.k)
-        self.store(tile, (self.outputs.dv, dv), (self.outputs.dk, dk * self.scale))
+        self.store(tile, (self.outputs.dv, self.scaled(dv)), (self.outputs.dk, dk * self.scale))
         return last
 
     def step(self, dk_acc: Any, dv_acc: Any, step: Step, dq_row: Any) -> Any:

@@ -51,6 +51,7 @@ class Problem:
     offset: int | None
     mask: Any = None  # tile_code.TileMask
     score: Any = None  # tile_code.TileScore
+    dropout: Any = None  # tile_code.TileDropout
     first_query: int = 0  # the index of the first row
 
     @property
@@ -66,13 +67,21 @@ class Problem:
         """No mask but a causal one, and no score function."""
         return self.mask is None and self.score is None
 
+    @property
+    def kept_scale(self) -> float:
+        """Of probabilities that dropout has left."""
+        return 1.0 if self.dropout is None else self.dropout.scale
+
     def _functions(self, masked: bool) -> list[Any]:
         functions = [] if self.score is None else [self.score.value]
         return [*functions, self.mask.visible] if masked and self.mask is not None else functions
 
     def rows(self, side: str, masked: bool) -> set[Any]:
-        """What masks and scores read of q's or k's tokens, but for their index."""
-        return {source for f in self._functions(masked) for source in f.rows(side)}
+        """What masks and scores read of q's or k's tokens, but for their index; and dropout of k's."""
+        found = {source for f in self._functions(masked) for source in f.rows(side)}
+        if side == "k" and self.dropout is not None and self.dropout.key.place is not None:
+            found.add(self.dropout.key)
+        return found
 
     def pairs(self, masked: bool = True) -> list[Any]:
         """What they read of pairs of tokens."""
@@ -84,6 +93,8 @@ class Problem:
         return {source for f in self._functions(masked) for source in f.numbers}
 
     def reads_index(self, side: str, masked: bool) -> bool:
+        if side == "k" and self.dropout is not None and self.dropout.key.place is None:
+            return True
         return any(f.reads_index(side) for f in self._functions(masked))
 
     def reads_keys(self, masked: bool = True) -> bool:

@@ -18,6 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_fa2.kernels import dropout
+from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.mosaic import COLUMNS, I32, ROWS, TILE, inline
 
 # Of PTX's 16 named barriers, Mosaic has 0 and one for each of up to four warpgroups.
@@ -384,6 +386,53 @@ def _hide(s: jax.Array, bound: jax.Array, kept: Any, name: str) -> jax.Array:
 
     result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
     return inline(name, hide, result, TILE, ROWS)(s, bound)
+
+
+def negate_dropped(
+    p: jax.Array, keys: RowKeys, columns: jax.Array, key_axis: int, threshold: int, shared: bool
+) -> jax.Array:
+    """-p where the bits of a pair (`dropout.bits`) are below the threshold.
+
+    `keys` are int32 vectors over the tile's queries, `columns` one over its keys, on `key_axis`: their
+    positions. If words are `shared`, these are 16 in a row or more, and start at a multiple of 16.
+    """
+
+    def negate(_: Any, p: Any, first: Any, second: Any, columns: Any) -> Any:
+        first, second, columns = map(_scalars, (first, second, columns))
+
+        @functools.cache
+        def word(query: int, key: int) -> Any:
+            x = arith.xori(first[query], arith.andi(columns[key], i32(~dropout.SHARED)))
+            x = arith.muli(_shifted(x, 16), i32(dropout.FIRST))
+            x = arith.addi(x, second[query])
+            x = arith.muli(_shifted(x, 15), i32(dropout.SECOND - 2**32))
+            return _shifted(x, 16)
+
+        def negated(x: Any, at: tuple[int, ...], e: int) -> Any:
+            mine = sum(at[2:]), 2 * at[1] + e  # the row and the column, of the thread's own
+            query, key = mine[1 - key_axis], mine[key_axis]
+            if (
+                shared
+            ):  # with the key eight before: the thread's row before, or the column two before
+                lower = key & ~(1 + key_axis)
+                bits, shift = word(query, lower), i32(16 if lower != key else 0)
+            else:
+                half = arith.andi(columns[key], i32(dropout.SHARED))
+                bits, shift = word(query, key), arith.shli(half, i32(1))
+            bits = arith.andi(arith.shrui(bits, shift), i32(0xFFFF))
+            keep = arith.cmpi(arith.CmpIPredicate.uge, bits, i32(threshold))
+            return arith.select(keep, x, arith.negf(x))
+
+        return _each(p, negated)
+
+    name = f"negate_dropped {key_axis} {threshold} {int(shared)}"
+    vectors = ((ROWS, COLUMNS)[axis] for axis in (1 - key_axis, 1 - key_axis, key_axis))
+    result = plgpu.ShapeDtypeStruct(p.shape, jnp.float32, TILE)
+    return inline(name, negate, result, TILE, *vectors)(p, *keys, columns)
+
+
+def _shifted(x: Any, bits: int) -> Any:
+    return arith.xori(x, arith.shrui(x, i32(bits)))
 
 
 def load_row(axis: int, row: Any, dtype: Any) -> jax.Array:

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_fa2.kernels import dropout
 from pallas_fa2.spec import Operands, Spec
-from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, cut
+from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS
 
 LOG2E = math.log2(math.e)
 
@@ -49,12 +50,8 @@ class Tile(NamedTuple):
 def tile_at(
     spec: Spec, operands: Operands, q_start: Any, k_start: Any, q_size: int, k_size: int
 ) -> Tile:
-    def part(x: jax.Array) -> jax.Array:
-        return cut(x, q_start, q_size, k_start, k_size)
-
-    seed = operands.seed
-    cut_operands = jax.tree.map(part, operands._replace(seed=None))._replace(seed=seed)
-    return Tile(spec, q_start, k_start, q_size, k_size, cut_operands)
+    part = operands.cut(q_start, q_size, k_start, k_size)
+    return Tile(spec, q_start, k_start, q_size, k_size, part)
 
 
 def product(letters: str, a: jax.Array, b: jax.Array, accumulator: Any) -> jax.Array:
@@ -225,32 +222,16 @@ def split_floats(data: tuple) -> tuple[list, Any]:
     return [x for x, f in zip(leaves, is_float, strict=True) if f], rebuild
 
 
-def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 with full avalanche (C. Wellons, "hash prospector", lowbias32)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
-
-
-def dropout_bits(seed: jax.Array, head: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
-    """32 random bits for a pair of tokens, from counters alone: no tile size enters.
-
-    A row has two keys; two rows share a stream only if both collide.
-    """
-    first = _mix(_mix(head ^ seed[0]) ^ row)
-    second = _mix(_mix(head + seed[1]) + row * jnp.uint32(0x9E3779B9))
-    return _mix(_mix(column ^ first) + second)
-
-
 def dropout_factor(tile: Tile) -> jax.Array:
     """0 where a probability is dropped, 1 / (1 - rate) where it is kept: `[B, K, G, t, s]`."""
     spec = tile.spec
-    assert tile.operands.seed is not None
+    keys = row_keys(spec, tile.operands.seed, tile.q_index)
+    return dropout.factor(spec.dropout_rate, keys, tile.k_index).astype(spec.accumulator)
+
+
+def row_keys(spec: Spec, seed: jax.Array | None, q_index: jax.Array) -> dropout.RowKeys:
+    """Of queries whose positions are `[B | 1, 1, 1, t, 1]`: `[B, K, G, t, 1]`."""
+    assert seed is not None
     heads = (spec.batch, spec.kv_heads, spec.group)
     number = lax.iota(jnp.uint32, math.prod(heads)).reshape(*heads, 1, 1)
-    row, column = tile.q_index.astype(jnp.uint32), tile.k_index.astype(jnp.uint32)
-    bits = dropout_bits(tile.operands.seed, number, row, column)
-    threshold = jnp.uint32(min(round(spec.dropout_rate * 2**32), 2**32 - 1))
-    return jnp.where(bits < threshold, 0.0, 1.0 / (1.0 - spec.dropout_rate)).astype(
-        spec.accumulator
-    )
+    return dropout.row_keys(seed, number, q_index)

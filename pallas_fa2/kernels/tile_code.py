@@ -14,7 +14,8 @@ from jax.core import ShapedArray
 from jax.experimental import pallas as pl
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from pallas_fa2.kernels import mosaic, pointwise, ptx
+from pallas_fa2.kernels import dropout, mosaic, pointwise, ptx
+from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.mosaic import LOG2E, over_columns
 from pallas_fa2.kernels.pointwise import Functions, Value
 from pallas_fa2.tokens import Pointwise
@@ -206,6 +207,25 @@ class TileScore:
         """Of the value, by the scaled score and by the data that have a gradient."""
         found = self.derivative.on_tile(pair, s.shape, Value(s, (0, 1), scale))
         return found[0], dict(zip(self.floats, found[1:], strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class TileDropout:
+    """Which probabilities of a tile are dropped."""
+
+    threshold: int  # see `dropout`
+    key: Source  # of the keys' positions
+
+    @property
+    def scale(self) -> float:
+        """What makes up for it."""
+        return dropout.scale(self.threshold)
+
+    def negate(self, p: jax.Array, keys: RowKeys, columns: jax.Array, key_axis: int) -> jax.Array:
+        """-p where it is dropped. `columns` are positions of the tokens on `key_axis`."""
+        # Of positions that a user gave, nothing is known.
+        shared = self.key.place is None
+        return ptx.negate_dropped(p, keys, columns, key_axis, self.threshold, shared)
 
 
 @functools.lru_cache(maxsize=512)

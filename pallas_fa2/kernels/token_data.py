@@ -16,9 +16,16 @@ from jax.core import ShapedArray
 from jax.extend.core import Literal
 
 from pallas_fa2 import diagonal
-from pallas_fa2.kernels import pointwise, tile_code
+from pallas_fa2.kernels import dropout, pointwise, tile, tile_code
 from pallas_fa2.kernels.mosaic import I32
-from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, Source, TileFunction, TileMask, TileScore
+from pallas_fa2.kernels.tile_code import (
+    COLUMNS_AT_ONCE,
+    Source,
+    TileDropout,
+    TileFunction,
+    TileMask,
+    TileScore,
+)
 from pallas_fa2.spec import Operands, Spec
 from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, Pointwise
 
@@ -49,18 +56,24 @@ class TokenData(NamedTuple):
     q: jax.Array  # [B, rows, T]
     k: jax.Array  # [B, rows, S]
     numbers: "Numbers"
+    row_keys: jax.Array | None  # int32 [B, N, 2, T], for dropout
     pairs: tuple[jax.Array, ...]  # [B | 1, N | 1, T', S'] each, T' and S' whole tiles
 
     def with_places(self, block_q: int, block_kv: int) -> "TokenData":
         """With the tokens' places as the first row; up to whole tiles, where all other data are 0."""
 
         def widen(x: jax.Array, block: int) -> jax.Array:
-            batch, _, length = x.shape
-            x = jnp.pad(x, ((0, 0), (0, 0), (0, -length % block)))
-            place = lax.broadcasted_iota(I32, (batch, 1, x.shape[2]), 2)
+            x = _pad_last(x, block)
+            place = lax.broadcasted_iota(I32, (x.shape[0], 1, x.shape[2]), 2)
             return jnp.concatenate([place, x], 1)
 
-        return self._replace(q=widen(self.q, block_q), k=widen(self.k, block_kv))
+        row_keys = None if self.row_keys is None else _pad_last(self.row_keys, block_q)
+        q, k = widen(self.q, block_q), widen(self.k, block_kv)
+        return self._replace(q=q, k=k, row_keys=row_keys)
+
+
+def _pad_last(x: jax.Array, multiple: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % multiple)])
 
 
 class Sums(NamedTuple):
@@ -199,11 +212,16 @@ def describe_score(spec: Spec) -> TileScore | None:
     )
 
 
+def describe_dropout(spec: Spec) -> TileDropout | None:
+    threshold = dropout.threshold(spec.dropout_rate)
+    return TileDropout(threshold, _sources(spec).k) if threshold else None
+
+
 def _is_zero(v: Any) -> bool:
     return isinstance(v, Literal) and v.val == 0
 
 
-def pack(spec: Spec, operands: Operands) -> TokenData:
+def pack(spec: Spec, operands: Operands, first_query: int) -> TokenData:
     found: dict[str, list] = {"q": [], "k": [], "pair": [], "integer": [], "real": []}
     sources = _sources(spec)
     given = [(sources.q, operands.q_index), (sources.k, operands.k_index)]
@@ -234,7 +252,16 @@ def pack(spec: Spec, operands: Operands) -> TokenData:
 
     numbers = Numbers(each_head("integer", I32), each_head("real", jnp.float32))
     pairs = tuple(found["pair"])
-    return TokenData(rows("q", spec.q_len), rows("k", spec.kv_len), numbers, pairs)
+    keys = _row_keys(spec, operands, first_query) if spec.dropout_rate else None
+    return TokenData(rows("q", spec.q_len), rows("k", spec.kv_len), numbers, keys, pairs)
+
+
+def _row_keys(spec: Spec, operands: Operands, first_query: int) -> jax.Array:
+    q_index = operands.q_index
+    if q_index is None:
+        q_index = (first_query + jnp.arange(spec.q_len, dtype=I32)).reshape(1, 1, 1, -1, 1)
+    words = jnp.stack(tile.row_keys(spec, operands.seed, q_index), 3)  # [B, K, G, 2, T, 1]
+    return lax.bitcast_convert_type(words, I32).reshape(spec.batch, spec.q_heads, 2, spec.q_len)
 
 
 def stored(dtype: str) -> Any:

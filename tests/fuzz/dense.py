@@ -175,8 +175,8 @@ def default_scale(head_dim: int) -> float:
     return 1 / math.sqrt(head_dim)
 
 
-def _mixed(x: Any) -> Any:
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+def _mixed(x: Any, between: Any = 0) -> Any:
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D) + between
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))
 
@@ -192,5 +192,8 @@ def dropout(rate: float, words: Any, shape: Shape, i: Any, j: Any) -> Any:
     row, column = (np.asarray(x).astype(np.uint32) for x in (i, j))
     first = _mixed(_mixed(head ^ words[0]) ^ row)
     second = _mixed(_mixed(head + words[1]) + row * np.uint32(0x9E3779B9))
-    bits = _mixed(_mixed(column ^ first) + second)
-    return np.where(bits < round(rate * 2**32), 0.0, 1 / (1 - rate))
+    high = column // 8 % 2  # which half of a word, that two keys share
+    words = _mixed(column - 8 * high ^ first, second)
+    bits = np.where(high == 1, words // 2**16, words % 2**16)
+    dropped = round(rate * 2**16)
+    return np.where(bits < dropped, 0.0, 2**16 / (2**16 - dropped))

@@ -35,7 +35,7 @@ from jax._src.state import discharge
 from jax._src.state import types as state
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import tma
+from pallas_fa2.kernels import dropout, tma
 from tests.support import shared
 
 # A warpgroup that waits holds a thread of XLA's CPU pool. When all are held, the warpgroups that
@@ -583,6 +583,13 @@ ADDED: dict[str, Callable[[jax.Array], jax.Array]] = {
     "_add_column_sums": lambda tile: tile.sum(0),
 }
 
+
+def _negate_dropped(p, first, second, columns, key_axis, threshold, _):
+    keys = dropout.RowKeys(*(x.astype("uint32")[:, None] for x in (first, second)))
+    bits = dropout.bits(keys, columns[None])
+    return jnp.where((bits if key_axis == "1" else bits.T) < int(threshold), -p, p)
+
+
 # A warpgroup is one thread here: its four warps share their answers.
 INLINE: dict[str, Callable[..., Any]] = {
     "any_above": lambda tile, limit: jnp.any(tile > float(limit)).astype("int32"),
@@ -599,6 +606,7 @@ INLINE: dict[str, Callable[..., Any]] = {
     "_turn_sync": lambda _: None,
     "_turn_arrive": lambda _: None,
     "column_numbers": lambda start, count: start + jnp.arange(int(count), dtype="int32"),
+    "negate_dropped": _negate_dropped,
     "hide_after": lambda s, last: jnp.where(_columns(s) <= last[:, None], s, -jnp.inf),
     "hide_before": lambda s, first: jnp.where(_columns(s) >= first[:, None], s, -jnp.inf),
 }
