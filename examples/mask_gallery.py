@@ -116,8 +116,9 @@ def score_cells(took: Times, causal: Times) -> str:
 def show(title: str, columns: str, found: dict[str, Tiles], cells: Callable | None) -> None:
     """Prints a table; `cells(name)` are what is measured, under `columns` for each of the parts."""
     head = f"{title:17}{'computed':>9}"
+    print()
     if cells is not None:
-        print(f"\n{'':26}" + "".join(f"{part:>{len(columns)}}" for part in PARTS))
+        print(f"{'':26}" + "".join(f"{part:>{len(columns)}}" for part in PARTS))
         head += columns * len(PARTS)
     print(head)
     for name, tiles in found.items():
@@ -138,6 +139,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if unknown := set(args.names) - {*MASKS, *SCORES}:
         parser.error(f"{sorted(unknown)} not among {[*MASKS, *SCORES]}")
+    if args.length < 128 or args.heads < 1:  # the masks are of fractions of the length
+        parser.error(
+            f"--length {args.length} --heads {args.heads}, but at least 128 and 1 are needed"
+        )
 
     shape = (1, args.length, args.heads, HEAD_DIM)
     query = jax.ShapeDtypeStruct(shape, jnp.bfloat16)

@@ -188,7 +188,10 @@ def test_the_gallery_on_a_gpu(tmp_path, capsys, monkeypatch):
     assert not set(lines) & {"causal", "full", "alibi"}
 
 
-def test_unknown_names_are_refused(capsys):
+def test_unknown_names_and_short_lengths_are_refused(capsys):
     with pytest.raises(SystemExit):
         mask_gallery.main(["casual"])
     assert "['casual'] not among ['full', 'causal'," in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        mask_gallery.main(["--length", "100"])
+    assert "--length 100 --heads 16, but at least 128" in capsys.readouterr().err
