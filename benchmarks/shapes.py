@@ -41,7 +41,7 @@ class Shape:
     @property
     def general(self) -> bool:
         """Whether there is a mask other than a causal one, or a score function."""
-        return any((self.window, self.documents, self.soft_cap, self.bias))
+        return self.window is not None or any((self.documents, self.soft_cap, self.bias))
 
     @property
     def forward_flops(self) -> float:

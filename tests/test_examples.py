@@ -9,6 +9,7 @@ import pytest
 import pallas_fa2 as fa
 from examples import char_gpt, mask_gallery, masks_and_scores
 from examples.masks_and_scores import MASKS, SCORES
+from pallas_fa2 import plan
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL, classify_each
 from pallas_fa2.spec import describe
 from tests.support.hopper import H200, planned_for_h200
@@ -92,17 +93,14 @@ def dense(mask, tokens):
 def test_tiles_of_the_gallery_are_what_its_masks_say(name):
     x = jax.ShapeDtypeStruct((1, TOKENS, HEADS, 8), jnp.float32)
     mask = MASKS[name](TOKENS, HEADS)
-    visible = dense(mask, TOKENS)
-    for block_q, block_kv in ((8, 8), (32, 16)):
-        tiles = visible.reshape(HEADS, TOKENS // block_q, block_q, -1, block_kv)
-        every, some = tiles.all((2, 4)), tiles.any((2, 4))
-        want = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
-        found = classify_each(*describe(x, x, x, mask=mask), block_q, block_kv)
-        got = np.broadcast_to(found, (1, HEADS, 1, *want.shape[1:]))[0, :, 0]
-        assert not np.any((got == EMPTY) & some), "a tile with visible pairs is skipped"
-        assert not np.any((got == FULL) & ~every), "a tile with hidden pairs is not masked"
-        if (block_q, block_kv) == (8, 8):
-            assert np.array_equal(got, want) == (name not in NOT_EXACT)
+    tiles = dense(mask, TOKENS).reshape(HEADS, TOKENS // 8, 8, TOKENS // 8, 8)
+    every, some = tiles.all((2, 4)), tiles.any((2, 4))
+    want = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
+    found = classify_each(*describe(x, x, x, mask=mask), 8, 8)
+    got = np.broadcast_to(found, (1, HEADS, 1, *want.shape[1:]))[0, :, 0]
+    assert not np.any((got == EMPTY) & some), "a tile with visible pairs is skipped"
+    assert not np.any((got == FULL) & ~every), "a tile with hidden pairs is not masked"
+    assert np.array_equal(got, want) == (name not in NOT_EXACT)
 
 
 def test_a_token_of_the_tree_sees_what_its_parent_sees_and_itself():
@@ -113,17 +111,19 @@ def test_a_token_of_the_tree_sees_what_its_parent_sees_and_itself():
         assert np.array_equal(visible[i], visible[parent] | (np.arange(TOKENS) == i))
 
 
-def qkv(tokens=TOKENS):
-    """Two query heads a key head."""
-    return (
-        jax.random.normal(jax.random.key(i), (1, tokens, heads, 8))
+@pytest.fixture
+def qkv(monkeypatch):
+    """Two query heads a key head, and four tiles."""
+    monkeypatch.setattr(plan, "TILE_BYTES", 0)
+    return [
+        jax.random.normal(jax.random.key(i), (1, TOKENS, heads, 8))
         for i, heads in enumerate((HEADS, HEADS // 2, HEADS // 2))
-    )
+    ]
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_values_under_the_masks_of_the_gallery(name):
-    q, k, v = qkv()
+def test_values_under_the_masks_of_the_gallery(name, qkv):
+    q, k, v = qkv
     mask = MASKS[name](TOKENS, HEADS)
     got, want = (
         fa.flash_attention(q, k, v, mask=mask, implementation=implementation)
@@ -133,8 +133,8 @@ def test_values_under_the_masks_of_the_gallery(name):
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_values_and_gradients_of_the_scores_of_the_gallery(name):
-    q, k, v = qkv(48)
+def test_values_and_gradients_of_the_scores_of_the_gallery(name, qkv):
+    q, k, v = qkv
 
     def loss(implementation):
         def of(score, q):
@@ -145,7 +145,7 @@ def test_values_and_gradients_of_the_scores_of_the_gallery(name):
 
         return jax.value_and_grad(of, (0, 1), has_aux=True)
 
-    score = SCORES[name](48, HEADS)
+    score = SCORES[name](TOKENS, HEADS)
     got, want = loss("blockwise")(score, q), loss("reference")(score, q)
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-4)
     plain = fa.flash_attention(q, k, v, mask=fa.Causal(), implementation="reference")
