@@ -4,9 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test fuzz lint
+.PHONY: demo gallery test fuzz lint
 demo: $(VENV)/examples
 	$(BIN)/python examples/char_gpt.py
+
+gallery: $(VENV)/examples
+	$(BIN)/python -m examples.mask_gallery
 
 test: $(VENV)/tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout 300

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import pallas_fa2 as fa
-from benchmarks.rivals import Implementation, mask_of
+from benchmarks.rivals import XLA_SCORES, Implementation, mask_of, score_of
 from benchmarks.shapes import BOTH, Shape
 from pallas_fa2.tuning import milliseconds
 
@@ -19,43 +20,57 @@ FACTOR = 2.0
 
 
 def inputs(shape: Shape, seed: int = 0) -> tuple[jax.Array, ...]:
-    """query, key, value and the cotangent of the output."""
-    keys = jax.random.split(jax.random.key(seed), 4)
+    """query, key, value, the cotangent of the output, and the `data` that a shape may have."""
+    keys = jax.random.split(jax.random.key(seed), 5)
     sizes = (
         (shape.q_len, shape.q_heads),
         (shape.kv_len, shape.kv_heads),
         (shape.kv_len, shape.kv_heads),
         (shape.q_len, shape.q_heads),
     )
-    return tuple(
+    arrays = tuple(
         jax.random.normal(key, (shape.batch, length, heads, shape.head_dim), jnp.bfloat16)
-        for key, (length, heads) in zip(keys, sizes, strict=True)
+        for key, (length, heads) in zip(keys, sizes, strict=False)
     )
+    if shape.bias:
+        pairs = (1, shape.q_heads, shape.q_len, shape.kv_len)
+        return (*arrays, jax.random.normal(keys[4], pairs, jnp.bfloat16))
+    if shape.documents:
+        numbers = np.repeat(np.arange(len(shape.documents), dtype=np.int32), shape.documents)
+        return (*arrays, jnp.asarray(numbers)[None])
+    return arrays
 
 
 def with_gradients(attention: Callable) -> Callable:
-    """(q, k, v, dout) -> out, dq, dk, dv."""
+    """(q, k, v, dout, *data) -> out, dq, dk, dv and the gradients of data that are floats."""
 
-    def run(q: Any, k: Any, v: Any, dout: Any) -> tuple:
-        out, pull = jax.vjp(attention, q, k, v)
-        return (out, *pull(dout))
+    def run(q: Any, k: Any, v: Any, dout: Any, *data: Any) -> tuple:
+        out, pull = jax.vjp(attention, q, k, v, *data)
+        gradients = jax.tree.leaves(pull(dout))
+        return (out, *(x for x in gradients if x.dtype != jax.dtypes.float0))
 
     return run
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def corners(x: jax.Array, shape: Shape) -> jax.Array:
-    """The heads of the first key head in the first batch entry, and of the last in the last.
+def corners(arrays: tuple, shape: Shape) -> tuple:
+    """The heads of the first key head and of the last, of what `inputs` or `with_gradients` gives.
 
     Dense attention has room for so many, and a kernel that loses its way loses one of them.
     """
-    heads = x.shape[2] // shape.kv_heads
-    return jnp.stack([x[0, :, :heads], x[-1, :, -heads:]])
+
+    def of(x: jax.Array, axis: int) -> jax.Array:
+        heads = x.shape[axis] // shape.kv_heads
+        first = jax.lax.slice_in_dim(x, 0, heads, axis=axis)
+        return jnp.concatenate([first, jax.lax.slice_in_dim(x, -heads, None, axis=axis)], axis)
+
+    data = (of(x, 1) if shape.bias else x for x in arrays[4:])
+    return (*(of(x, 2) for x in arrays[:4]), *data)
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A shape with q, k, v, dout; out, dq, dk, dv in its corners; the error that each may have."""
+    """A shape with q, k, v, dout and data; out and all gradients in its corners; their limits."""
 
     shape: Shape
     args: tuple[jax.Array, ...]
@@ -64,13 +79,31 @@ class Problem:
 
 
 def problem(shape: Shape, backward: bool = True) -> Problem:
-    """Random data, dense float32 attention, and what dense attention in bfloat16 allows."""
-    dense = functools.partial(fa.flash_attention, mask=mask_of(shape), implementation="reference")
-    run = jax.jit(with_gradients(dense) if backward else lambda q, k, v, _: (dense(q, k, v),))
+    """Random data, dense float32 attention, and what dense attention in bfloat16 allows.
+
+    Where there is no room for its scores, the blockwise implementation stands for the dense one.
+    """
+    heads = 2 * shape.q_heads // shape.kv_heads
+    fits = shape.score_bytes / shape.q_heads * heads <= XLA_SCORES
+
+    def dense(q: Any, k: Any, v: Any, data: Any = None) -> jax.Array:
+        return fa.flash_attention(
+            q, k, v, mask=mask_of(shape, data), score=score_of(shape, data),
+            implementation="reference" if fits else "blockwise",
+        )  # fmt: skip
+
+    def forward(q: Any, k: Any, v: Any, _: Any, *data: Any) -> tuple:
+        return (dense(q, k, v, *data),)
+
+    run = jax.jit(with_gradients(dense) if backward else forward)
     args = inputs(shape)
-    cut = tuple(corners(x, shape) for x in args)
-    expected = run(*(x.astype(jnp.float32) for x in cut))
+    cut = corners(args, shape)
+    expected = run(*(_widened(x) for x in cut))
     return Problem(shape, args, expected, [FACTOR * e for e in relative(run(*cut), expected)])
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def relative(results: tuple, expected: tuple) -> list[float]:
@@ -92,7 +125,7 @@ def speed(fn: Callable, args: tuple, flops: float, problem: Problem, iterations:
         start = time.perf_counter()
         results = jax.block_until_ready(run(*args))
         first_call = time.perf_counter() - start
-        error = relative(tuple(corners(x, problem.shape) for x in results), problem.expected)
+        error = relative(corners(results, problem.shape), problem.expected)
         # Not `any(e > limit ...)`: NaN is above no limit.
         if not all(e <= limit for e, limit in zip(error, problem.allowed, strict=False)):
             return {"refused": "wrong result", "error": error}
@@ -113,7 +146,8 @@ def speed(fn: Callable, args: tuple, flops: float, problem: Problem, iterations:
 def row(attention: Callable, problem: Problem, iterations: int, backward: bool) -> dict[str, dict]:
     """`speed` of the forward and, if wanted and unless that is refused, of forward + backward."""
     flops, args = problem.shape.forward_flops, problem.args
-    forward = speed(lambda *qkv: (attention(*qkv),), args[:3], flops, problem, iterations)
+    without_dout = (*args[:3], *args[4:])
+    forward = speed(lambda *x: (attention(*x),), without_dout, flops, problem, iterations)
     if "refused" in forward or not backward:
         return {"forward": forward}
     both = speed(with_gradients(attention), args, BOTH * flops, problem, iterations)
@@ -126,7 +160,7 @@ def measure(
     iterations: int,
     backward: bool = True,
 ) -> dict[str, Any]:
-    """A row for each implementation, the shape, and the errors allowed: of out, dq, dk, dv."""
+    """A row for each implementation, the shape, and the errors allowed: of out, dq, dk, dv, dbias."""
     given = problem(shape, backward)
     rows = {
         name: row(functools.partial(implementation.attention, shape), given, iterations, backward)

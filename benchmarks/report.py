@@ -10,10 +10,20 @@ import statistics
 from typing import Any
 
 from benchmarks import record as records
-from benchmarks.shapes import BOTH
+from benchmarks.shapes import BOTH, Shape
 
 PARTS = {"forward": "forward", "both": "forward + backward", "backward": "backward (difference)"}
 SHORT = 2048
+OURS = ("ours", "mask_fn")
+
+
+def groups(results: dict[str, dict]) -> dict[str, dict]:
+    """Plain shapes apart from those with masks and scores, by title."""
+    found: dict[str, dict] = {"": {}, " with masks and scores": {}}
+    for name, result in results.items():
+        title = " with masks and scores" if Shape(**result["shape"]).general else ""
+        found[title][name] = result
+    return {title: of_group for title, of_group in found.items() if of_group}
 
 
 def tflops(row: dict[str, dict], part: str) -> float | None:
@@ -29,14 +39,30 @@ def tflops(row: dict[str, dict], part: str) -> float | None:
 
 def ratio(rows: dict[str, dict], part: str) -> float | None:
     """Ours over the best rival, None without either."""
-    speeds = {name: tflops(row, part) for name, row in rows.items()}
-    ours = speeds.pop("ours", None)
-    best = max((x for x in speeds.values() if x is not None), default=None)
+    rivals = (tflops(row, part) for name, row in rows.items() if name not in OURS)
+    ours = tflops(rows.get("ours", {}), part)
+    best = max((x for x in rivals if x is not None), default=None)
     return None if ours is None or best is None else ours / best
 
 
+def cost_of_functions(results: dict[str, dict], part: str) -> str | None:
+    """What a user's mask takes of the time of the ready-made one, which means the same."""
+    pairs = {
+        name: [tflops(result["rows"].get(who, {}), part) for who in OURS]
+        for name, result in results.items()
+    }
+    costs = {name: x / y for name, (x, y) in pairs.items() if x is not None and y is not None}
+    if not costs:
+        return None
+    most = max(costs, key=lambda name: costs[name])
+    return (
+        f"{PARTS[part]} under a user's mask_fn over the ready-made mask, time: geometric mean "
+        f"{geometric_mean(costs.values()):.3f} over {len(costs)} shapes, most {costs[most]:.3f} ({most})"
+    )
+
+
 def summary(results: dict[str, dict], part: str) -> str:
-    """Geometric means over all shapes and over the short ones, and the least ratio."""
+    """Geometric means of the ratios over all shapes and over the short ones, and the least."""
     ratios = {name: ratio(result["rows"], part) for name, result in results.items()}
     known = {name: x for name, x in ratios.items() if x is not None}
     if not known:
@@ -109,7 +135,10 @@ def report(record: dict[str, Any]) -> str:
         for run in record["runs"]
     ]
     for part, title in PARTS.items():
-        lines += [f"\n{title}, TFLOP/s: {summary(results, part)}\n", table(results, part)]
+        for of_what, group in groups(results).items():
+            lines += [f"\n{title}{of_what}, TFLOP/s: {summary(group, part)}\n", table(group, part)]
+    costs = (cost_of_functions(results, part) for part in ("forward", "both"))
+    lines += [f"\n{line}" for line in costs if line is not None]
     shares = ", ".join(f"{name} {share:.2f}" for name, share in worst_errors(results).items())
     lines += [f"\nlargest error over the allowed: {shares}"]
     if refused := refusals(results):

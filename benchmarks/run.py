@@ -2,6 +2,7 @@
 
     python -m benchmarks.run                                   # benchmarks/results/<device>.json
     python -m benchmarks.run --shapes d128_s8192_c,llama8b_8k  # prints only
+    python -m benchmarks.run --masks                           # masks and scores, prints only
     python -m benchmarks.run --budget 500 --json some.json     # what 500 seconds allow
     python -m benchmarks.run --resume some.json                # the shapes that some.json lacks
 
@@ -22,14 +23,19 @@ from tqdm import tqdm
 
 from benchmarks import measure, record, rivals
 from benchmarks.report import report
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import MASKS, SHAPES
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", type=_names(SHAPES), help="some of benchmarks/shapes.py")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--shapes", type=_names(SHAPES), help="some of benchmarks/shapes.py")
+    which.add_argument(
+        "--masks", dest="shapes", action="store_const", const=list(MASKS),
+        help="those with masks and scores",
+    )  # fmt: skip
     parser.add_argument(
         "--rivals", type=_names(rivals.IMPLEMENTATIONS), help="some of benchmarks/rivals.py"
     )

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import numpy as np
+
 # Forward + backward over the forward: the backward has five matrix products, the forward two.
 BOTH = 3.5
 
@@ -10,7 +12,9 @@ BOTH = 3.5
 class Shape:
     """One attention problem: batch B, queries T, keys S, heads N and K, head dim H.
 
-    With fewer queries than keys, a causal mask lets the last query see every key (prefill).
+    With fewer queries than keys, a causal mask lets the last query see every key (prefill). A window
+    is of so many keys before a query's own, and causal. Documents are the lengths of those that are
+    packed into the one row of a batch. A bias is an array `[1, N, T, S]` with a gradient.
     """
 
     batch: int
@@ -20,6 +24,24 @@ class Shape:
     kv_heads: int
     head_dim: int
     causal: bool
+    window: int | None = None
+    documents: tuple[int, ...] = ()
+    soft_cap: float | None = None
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        # A file of results has lists.
+        object.__setattr__(self, "documents", tuple(self.documents))
+
+    @property
+    def score_bytes(self) -> float:
+        """Of all scores in float32."""
+        return 4.0 * self.batch * self.q_heads * self.q_len * self.kv_len
+
+    @property
+    def general(self) -> bool:
+        """Whether there is a mask other than a causal one, or a score function."""
+        return self.window is not None or any((self.documents, self.soft_cap, self.bias))
 
     @property
     def forward_flops(self) -> float:
@@ -27,17 +49,29 @@ class Shape:
 
         Causal pairs are an area, half a square where T = S, as every paper counts them.
         """
-        t, s = self.q_len, self.kv_len
-        pairs = float(t * s)
-        if self.causal:
-            pairs = t * (s - t / 2) if t <= s else s * s / 2
+        squares = [(n, n) for n in self.documents] or [(self.q_len, self.kv_len)]
+        pairs = sum(self._pairs(t, s) for t, s in squares)
         return 4 * self.batch * self.q_heads * self.head_dim * pairs
+
+    def _pairs(self, t: int, s: int) -> float:
+        if not self.causal:
+            return float(t * s)
+        if self.window is not None and self.window < t:
+            return (t - self.window / 2) * self.window + (t - self.window) / 2
+        return t * (s - t / 2) if t <= s else s * s / 2
 
 
 def _square(head_dim: int, length: int, causal: bool) -> Shape:
     """16,384 tokens and N * H = 2048, as in the papers on FlashAttention."""
     heads = 2048 // head_dim
     return Shape(16384 // length, length, length, heads, heads, head_dim, causal)
+
+
+def _short_documents(tokens: int) -> tuple[int, ...]:
+    """Of 16 to 512 tokens, as chat messages have them; the last takes what is left."""
+    ends = np.cumsum(np.random.default_rng(0).integers(16, 513, tokens // 16))
+    inside = ends[ends < tokens]
+    return tuple(np.diff(inside, prepend=0, append=tokens).tolist())
 
 
 # The curves that `benchmarks.plot` draws.
@@ -48,7 +82,34 @@ SWEEP = {
     for causal in (True, False)
 }
 
-SHAPES = SWEEP | {
+# Of random documents; the third set is of equal ones, the fourth of many short ones.
+DOCUMENTS = {
+    "docs16": (365, 392, 470, 1594, 1457, 587, 3169, 163, 1741, 588, 2556, 127, 1576, 1087, 391,
+               121),
+    "docs32": (631, 8141, 7679, 3879, 4139, 79, 37, 685, 2406, 1948, 2234, 1658, 738, 3426, 1683,
+               1952, 694, 741, 1422, 431, 970, 1442, 125, 1812, 2778, 2598, 754, 1742, 4436, 1827,
+               972, 1477),
+    "docs8x2048": (2048,) * 8,
+    "docs_short": _short_documents(32768),
+}  # fmt: skip
+
+# What `benchmarks.run --masks` measures: masks, scores, and the causal mask beside a user's function
+# of the same meaning.
+MASKS = {
+    "d128_s8192_c": SWEEP["d128_s8192_c"],
+    **{f"window{n}": Shape(2, 8192, 8192, 16, 16, 128, True, window=n) for n in (128, 1024)},
+    **{
+        name: Shape(1, sum(n), sum(n), 16, 16, 128, True, documents=n)
+        for name, n in DOCUMENTS.items()
+    },
+    **{
+        f"soft_cap{n}": Shape(2, 4096, 4096, 16, 16, 128, True, soft_cap=float(n)) for n in (30, 50)
+    },
+    "bias": Shape(2, 4096, 4096, 16, 16, 128, False, bias=True),
+}
+
+SHAPES = {
+    **SWEEP,
     "llama8b_8k": Shape(2, 8192, 8192, 32, 8, 128, True),
     "mqa_4k": Shape(4, 4096, 4096, 16, 1, 128, True),
     "phi3_4k": Shape(4, 4096, 4096, 32, 32, 96, True),
@@ -58,4 +119,5 @@ SHAPES = SWEEP | {
     "d128_s4097_f": Shape(4, 4097, 4097, 16, 16, 128, False),
     "d128_q2048_k8192_c": Shape(8, 2048, 8192, 16, 16, 128, True),
     "d128_q2048_k8192_f": Shape(8, 2048, 8192, 16, 16, 128, False),
+    **MASKS,
 }

@@ -285,9 +285,11 @@ def is_jax_numpys(eqn: Any) -> bool:
     name = eqn.params.get("name")
     if name not in NAMED_RULES:
         return False
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    avals = [v.aval for v in eqn.invars]
     if len(avals) != 2 or avals[0].dtype != avals[1].dtype:
         return False
+    # A Python number is weakly typed, and the code then converts it.
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
     theirs = jax.make_jaxpr(getattr(jnp, name))(*avals).eqns[0]
     return str(theirs.params.get("jaxpr")) == str(eqn.params["jaxpr"])
 

@@ -203,11 +203,13 @@ def test_a_dead_device_ends_the_run(cpu, problem):
 
 
 def test_corners_are_of_the_first_and_the_last_key_head():
-    shape = Shape(3, 2, 2, 4, 2, 1, False)
-    x = jnp.arange(3.0 * 2 * 4).reshape(3, 2, 4, 1)
-    found = measure.corners(x, shape)
-    assert found.shape == (2, 2, 2, 1)
-    assert found[0, 0, :, 0].tolist() == [0, 1] and found[1, 1, :, 0].tolist() == [22, 23]
+    shape = Shape(3, 2, 2, 6, 3, 1, False, bias=True)
+    queries = jnp.arange(3.0 * 2 * 6).reshape(3, 2, 6, 1)
+    bias = jnp.arange(6.0 * 2 * 2).reshape(1, 6, 2, 2)
+    found = measure.corners((queries, queries[:, :, :3], queries, queries, bias), shape)
+    assert found[0][2, 1, :, 0].tolist() == [30, 31, 34, 35]
+    assert found[1][0, 1, :, 0].tolist() == [6, 8]
+    assert found[4][0, :, 1, 1].tolist() == [3, 7, 19, 23]
 
 
 def part(tflops, errors=1):
@@ -222,7 +224,8 @@ def result(shape, **speeds):
     """As `measure.measure` returns; a speed of None is refused."""
     refused = {"forward": {"refused": "NotImplementedError: no"}}
     rows = {name: refused if x is None else row(x) for name, x in speeds.items()}
-    return {"shape": dataclasses.asdict(shape), "allowed": [4e-3] * 4, "rows": rows}
+    fields = dataclasses.asdict(shape) | {"documents": list(shape.documents)}
+    return {"shape": fields, "allowed": [4e-3] * 4, "rows": rows}
 
 
 @pytest.fixture

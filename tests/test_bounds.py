@@ -92,6 +92,7 @@ def ready_made(q_len, kv_len):
         "prefix": (fa.Prefix(17), (j < 17) & (i >= 0)),
         "prefixes": (fa.Prefix(kv_lengths), (k_side(kv_lengths[:, None]) > j) & (i >= 0)),
         "chunks": (fa.Chunked(11), i // 11 == j // 11),
+        "chunks of several tiles": (fa.Chunked(32), i // 32 == j // 32),
         "dense": (fa.Dense(pairs), pairs),
         "not causal": (~fa.Causal(), j > i),
         "all": (fa.Lengths(), (i >= 0) & (j >= 0)),

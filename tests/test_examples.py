@@ -1,10 +1,18 @@
-"""The examples run, and training on our attention is training on Flax's."""
+"""The examples run: training on our attention is training on Flax's, the gallery shows what is."""
 
+import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import char_gpt
+import pallas_fa2 as fa
+from examples import char_gpt, mask_gallery, masks_and_scores
+from examples.masks_and_scores import MASKS, SCORES
+from pallas_fa2 import plan
+from pallas_fa2.bounds import EMPTY, FULL, PARTIAL, classify_each
+from pallas_fa2.spec import describe
+from tests.support.hopper import H200, planned_for_h200
 
 TINY = char_gpt.Config(2, 32, 4, 2, length=48, batch=8, steps=50, rate=1e-2)
 
@@ -61,3 +69,129 @@ def test_held_out_files_are_not_learned_from():
     assert text.max() < 128 and 0.03 < held_out.size / text.size < 0.3
     middle = held_out[held_out.size // 2 :][:200].tobytes()
     assert middle not in text.tobytes()
+
+
+TOKENS, HEADS = 128, 4
+# Of what the Hopper kernels refuse; and where intervals see less than there is (routing: two kinds of
+# data that follow each other; natten: rows of an image that are no multiple of a tile).
+DENSE = {"array", "dense_bias"}
+NOT_EXACT = {"routing", "natten"}
+
+
+def dense(mask, tokens):
+    """`[N, T, T]`, by running the mask's code on every pair."""
+    x = jax.ShapeDtypeStruct((1, tokens, HEADS, 8), jnp.float32)
+    spec, operands = describe(x, x, x, mask=mask)
+    index = jnp.arange(tokens, dtype=jnp.int32)
+    visible = spec.mask.on_tile(
+        index[None, None, None, :, None], index[None, None, None, None], operands.mask
+    )
+    return np.broadcast_to(visible, (1, HEADS, 1, tokens, tokens))[0, :, 0]
+
+
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "full"])
+def test_tiles_of_the_gallery_are_what_its_masks_say(name):
+    x = jax.ShapeDtypeStruct((1, TOKENS, HEADS, 8), jnp.float32)
+    mask = MASKS[name](TOKENS, HEADS)
+    tiles = dense(mask, TOKENS).reshape(HEADS, TOKENS // 8, 8, TOKENS // 8, 8)
+    every, some = tiles.all((2, 4)), tiles.any((2, 4))
+    want = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
+    found = classify_each(*describe(x, x, x, mask=mask), 8, 8)
+    got = np.broadcast_to(found, (1, HEADS, 1, *want.shape[1:]))[0, :, 0]
+    assert not np.any((got == EMPTY) & some), "a tile with visible pairs is skipped"
+    assert not np.any((got == FULL) & ~every), "a tile with hidden pairs is not masked"
+    assert np.array_equal(got, want) == (name not in NOT_EXACT)
+
+
+def test_a_token_of_the_tree_sees_what_its_parent_sees_and_itself():
+    (visible,) = dense(masks_and_scores.tree(TOKENS, 1), TOKENS)[:1]
+    assert visible[0].sum() == 1 and visible.sum(1).max() > 4
+    for i in range(1, TOKENS):
+        parent = np.flatnonzero(visible[i, :i])[-1]
+        assert np.array_equal(visible[i], visible[parent] | (np.arange(TOKENS) == i))
+
+
+@pytest.fixture
+def qkv(monkeypatch):
+    """Two query heads a key head, and four tiles."""
+    monkeypatch.setattr(plan, "TILE_BYTES", 0)
+    return [
+        jax.random.normal(jax.random.key(i), (1, TOKENS, heads, 8))
+        for i, heads in enumerate((HEADS, HEADS // 2, HEADS // 2))
+    ]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_values_under_the_masks_of_the_gallery(name, qkv):
+    q, k, v = qkv
+    mask = MASKS[name](TOKENS, HEADS)
+    got, want = (
+        fa.flash_attention(q, k, v, mask=mask, implementation=implementation)
+        for implementation in ("blockwise", "reference")
+    )
+    chex.assert_trees_all_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_values_and_gradients_of_the_scores_of_the_gallery(name, qkv):
+    q, k, v = qkv
+
+    def loss(implementation):
+        def of(score, q):
+            out = fa.flash_attention(
+                q, k, v, mask=fa.Causal(), score=score, implementation=implementation
+            )
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.value_and_grad(of, (0, 1), has_aux=True)
+
+    score = SCORES[name](TOKENS, HEADS)
+    got, want = loss("blockwise")(score, q), loss("reference")(score, q)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-4)
+    plain = fa.flash_attention(q, k, v, mask=fa.Causal(), implementation="reference")
+    assert not np.allclose(want[0][1], plain, atol=1e-3), "the score does nothing"
+
+
+def test_the_gallery_without_a_gpu(tmp_path, capsys):
+    """It plans for an H200, whose kernels take all but what is dense."""
+    assert len(MASKS) >= 12 and len(SCORES) >= 6
+    out = tmp_path / "made by the example"
+    mask_gallery.main(["--length", "1024", "--heads", "4", "--out", str(out)])
+    text = capsys.readouterr().out
+    assert "no times" in text and " ms" not in text
+    lines = {line.split()[0]: line for line in text.splitlines() if line}
+    assert {*MASKS, *SCORES} <= set(lines)
+    assert "100.0%" in lines["full"] and "56.2%" in lines["causal"]  # 36 of 64 tiles
+    refused = {name for name, line in lines.items() if "not on the Hopper kernels: its" in line}
+    assert refused == DENSE and all("data of pairs" in lines[name] for name in DENSE)
+    image = (out / "mask_gallery.png").read_bytes()
+    assert image.startswith(b"\x89PNG") and len(image) > 20000
+
+
+def test_the_gallery_on_a_gpu(tmp_path, capsys, monkeypatch):
+    """With a clock that traces what is measured, which takes 4 ms, of packed documents 1 ms."""
+
+    def clock(run, args, iterations):
+        jax.eval_shape(run, *args)
+        return 1.0 if isinstance(args[4], fa.Mask) and "Segments" in repr(args[4]) else 4.0
+
+    monkeypatch.setattr(mask_gallery, "milliseconds", clock)
+    monkeypatch.setattr(mask_gallery, "device_of", lambda array: H200)
+    names = ["packed_documents", "padded", "token_bias"]
+    with planned_for_h200():
+        mask_gallery.main([*names, "--length", "256", "--heads", "1", "--out", str(tmp_path)])
+    lines = {x.split()[0]: x.split() for x in capsys.readouterr().out.splitlines() if x}
+    # 3 of 4 tiles: 1.1 * 3 / 4 * 4 ms and 10 us
+    assert lines["packed_documents"][1:] == ["75.0%", *2 * ["1.000", "3.310", "0.25", "0.25"]]
+    assert lines["padded"][2:] == [*2 * ["4.000", "3.310", "1.00", "1.00"], "over", "its", "bound"]
+    assert lines["token_bias"][2:] == 2 * ["4.000", "1.00"]
+    assert not set(lines) & {"causal", "full", "alibi"}
+
+
+def test_unknown_names_and_short_lengths_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        mask_gallery.main(["casual"])
+    assert "['casual'] not among ['full', 'causal'," in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        mask_gallery.main(["--length", "100"])
+    assert "--length 100 --heads 16, but at least 128" in capsys.readouterr().err

@@ -169,6 +169,14 @@ def test_mask_object_with_data_goes_through_jit_and_joins_causal():
     close(masked(params, X, same), expected)
 
 
+def test_causal_documents_on_the_unmodified_layer():
+    params, _ = stock_case()
+    same = nn.make_attention_mask(SEGMENTS.ids, SEGMENTS.ids, jnp.equal)
+    dense = call(STOCK(num_heads=4), mask=nn.combine_masks(same, CAUSAL))
+    ours = call(STOCK(num_heads=4, attention_fn=attention_fn), mask=fa.Causal() & SEGMENTS)
+    close(value_and_gradients(ours, params, X), value_and_gradients(dense, params, X))
+
+
 def test_signature_names_all_that_flax_may_pass():
     def names(fn):
         return list(inspect.signature(fn).parameters)
@@ -404,18 +412,21 @@ def test_cache_errors():
 
 
 def test_no_square_buffer():
+    """Nor in the gradients; the documents are data of the run."""
     x = jax.ShapeDtypeStruct((1, 1024, 32), jnp.float32)
+    documents = fa.Segments(jnp.arange(1024)[None] // 100)
 
     def square(layer, mask):
-        def loss(params, x):
+        def loss(params, x, mask):
             return layer.apply(params, x, mask=mask).sum()
 
         params = jax.eval_shape(layer.init, KEY, x)
-        hlo = jax.jit(jax.value_and_grad(loss)).lower(params, x).compile().as_text()
+        step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        hlo = step.lower(params, x, mask).compile().as_text()
         return re.search(r"\[[\d,]*1024,1024\b", hlo)
 
     blockwise = functools.partial(attention_fn, implementation="blockwise")
-    mask = fa.Causal() & fa.Window(300)
+    mask = fa.Causal() & fa.Window(300) & documents
     assert not square(MultiHeadAttention(num_heads=2, implementation="blockwise"), mask)
-    assert not square(STOCK(num_heads=2, attention_fn=blockwise), mask)
+    assert not square(STOCK(num_heads=2, attention_fn=blockwise), fa.Causal() & documents)
     assert square(STOCK(num_heads=2), None)

@@ -1,6 +1,7 @@
 """Flax nnx: its own layer with our attention gives its own values and gradients."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -74,6 +75,32 @@ def test_mask_object_with_data_goes_through_jit():
     same = nnx.make_attention_mask(SEGMENTS.ids, SEGMENTS.ids, jnp.equal)
     got = nnx.jit(lambda layer, x, mask: layer(x, mask=mask))(layer, X, SEGMENTS)
     close(got, build()(X, mask=nnx.combine_masks(same, CAUSAL)))
+
+
+def test_causal_documents_on_the_unmodified_layer():
+    same = nnx.make_attention_mask(SEGMENTS.ids, SEGMENTS.ids, jnp.equal)
+    expected = value_and_gradients(build(), X, mask=nnx.combine_masks(same, CAUSAL))
+    changed = build(attention_fn=attention_fn)
+    close(value_and_gradients(changed, X, mask=fa.Causal() & SEGMENTS), expected)
+
+
+def test_no_square_buffer():
+    """Nor in the gradients; the documents are data of the run."""
+    x = jax.ShapeDtypeStruct((1, 1024, 32), jnp.float32)
+
+    def square(attention, mask):
+        graph, state = nnx.split(build(attention_fn=attention))
+
+        def loss(state, x, mask):
+            return nnx.merge(graph, state)(x, mask=mask).sum()
+
+        step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        hlo = step.lower(state, x, mask).compile().as_text()
+        return re.search(r"\[[\d,]*1024,1024\b", hlo)
+
+    blockwise = functools.partial(attention_fn, implementation="blockwise")
+    assert not square(blockwise, fa.Causal() & fa.Segments(jnp.arange(1024)[None] // 100))
+    assert square(nnx.dot_product_attention, None)
 
 
 @pytest.mark.parametrize("shape", [(LENGTH, 32), (2, 3, LENGTH, 32)], ids=str)

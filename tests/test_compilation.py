@@ -1,0 +1,152 @@
+"""What compiles again and what does not: code is known by its jaxpr, data by shape and dtype."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_fa2 as fa
+from pallas_fa2.kernels import hopper_backward, hopper_forward
+from tests.support.hopper import planned_for_h200
+
+B, T, N, K, H = 2, 40, 4, 2, 64
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The programs that XLA compiles inside."""
+    seen = []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        if event.endswith("/backend_compile_duration"):
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def qkv() -> list[jax.Array]:
+    shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H))
+    return [
+        jax.random.normal(jax.random.key(i), s, jnp.bfloat16)  # the Hopper kernels take no float32
+        for i, s in enumerate(shapes)
+    ]
+
+
+def data(seed: int) -> dict[str, jax.Array]:
+    """All that a call may read at run time."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    return {
+        "ids": jnp.sort(jax.random.randint(keys[0], (B, T), 0, 4)),
+        "lengths": jax.random.randint(keys[1], (B,), 1, T),
+        "window": jnp.int32(5 + seed),
+        "positions": jnp.arange(T) + seed,
+        "slope": jax.random.normal(keys[2], (N,)),
+        "cap": 1 + jax.random.uniform(keys[3]),
+    }
+
+
+def differentiate(implementation: str, q: Any, k: Any, v: Any, data: Any, reach: int = 1) -> Any:
+    """Gradients of q and of what the scores read, under functions that are new in each call."""
+    reaches = fa.mask_fn(lambda q, k: q.index >= k.index - reach)
+    mask = reaches & fa.Segments(data["ids"]) & fa.Lengths(kv=data["lengths"])
+    capped = fa.score_fn(lambda s, q, k, c: c.cap * jnp.tanh(s / c.cap))
+
+    def loss(q: Any, slope: Any, cap: Any) -> Any:
+        out = fa.flash_attention(
+            q, k, v,
+            mask=mask & fa.Window(data["window"]),
+            score=(capped(params={"cap": cap}), fa.alibi(slope)),
+            q_positions=data["positions"],
+            kv_positions=data["positions"],
+            implementation=implementation,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return out.astype(jnp.float32).sum()
+
+    return jax.grad(loss, (0, 1, 2))(q, data["slope"], data["cap"])
+
+
+def test_fresh_functions_and_new_data_compile_nothing() -> None:
+    arrays, several = qkv(), [data(seed) for seed in range(3)]
+    with compilations() as seen:
+        first = differentiate("blockwise", *arrays, several[0])
+        assert seen, "the listener hears nothing"
+        seen.clear()
+        others = [differentiate("blockwise", *arrays, x) for x in several[1:]]
+        assert not seen
+    for other in others:
+        assert not jnp.array_equal(first[0], other[0])
+
+
+def test_fresh_functions_and_new_data_build_no_kernel_again() -> None:
+    arrays = qkv()
+
+    def trace(seed: int, reach: int = 1) -> None:
+        jax.eval_shape(lambda *x: differentiate("hopper", *x, reach=reach), *arrays, data(seed))
+
+    forward, backward = hopper_forward.attention, hopper_backward.gradients
+    with (
+        planned_for_h200(),
+        mock.patch.object(hopper_forward, "attention", wraps=forward) as forwards,
+        mock.patch.object(hopper_backward, "gradients", wraps=backward) as backwards,
+    ):
+        trace(0)
+        built = forwards.call_count, backwards.call_count
+        assert min(built) >= 1
+        trace(1)
+        trace(2)
+        assert (forwards.call_count, backwards.call_count) == built
+        trace(0, reach=2)
+        assert forwards.call_count > built[0] and backwards.call_count > built[1]
+
+
+@fa.mask_fn
+def image_text(q: Any, k: Any) -> Any:
+    return (q.index >= k.index) | (q.image == k.image)
+
+
+@fa.score_fn
+def tempered(s: Any, q: Any, k: Any, c: Any) -> Any:
+    return s * c.temperature
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "hopper"])
+def test_masks_and_scores_are_arguments_of_one_trace(implementation: str) -> None:
+    """A user's jitted step takes the objects themselves."""
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(q: Any, k: Any, v: Any, mask: Any, score: Any, positions: Any) -> Any:
+        def loss(q: Any, score: Any) -> Any:
+            out = fa.flash_attention(
+                q, k, v, mask=mask, score=score, q_positions=positions,
+                kv_positions=positions, implementation=implementation,  # type: ignore[arg-type]
+            )  # fmt: skip
+            return out.astype(jnp.float32).sum()
+
+        return jax.grad(loss, (0, 1))(q, score)
+
+    def arguments(seed: int) -> tuple:
+        x = data(seed)
+        mask = image_text(tokens={"image": x["ids"]}) & fa.Window(x["window"], 0)
+        mask = (
+            mask & fa.Segments(x["ids"]) & (fa.Lengths(kv=x["lengths"]) | fa.Prefix(x["lengths"]))
+        )
+        score = (tempered(heads={"temperature": x["slope"]}), fa.alibi(x["slope"]))
+        return (*qkv(), mask, score, x["positions"])
+
+    with planned_for_h200():
+        for seed in range(3):
+            if implementation == "hopper":
+                step.trace(*arguments(seed))
+            else:
+                step(*arguments(seed))
