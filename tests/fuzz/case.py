@@ -15,12 +15,13 @@ WITH_AXES = ("vmap of grad", "grad of vmap", "scan")
 
 
 class Arguments(NamedTuple):
-    """What a call differentiates (the first four) or reads, in the user's shapes."""
+    """What a call differentiates (the first five) or reads, in the user's shapes."""
 
     q: Any
     k: Any
     v: Any
     scores: tuple
+    sinks: Any  # or None
     positions: dict  # q or k
     mask: Any
     key: Any  # for dropout
@@ -44,6 +45,7 @@ class Case:
     dtype: str = "float32"
     mask: masks.Node | None = None
     scores: tuple[score_functions.Score, ...] = ()
+    sinks: str = ""  # their dtype, where there are any
     scale: float | None = None
     dropout: float = 0.0
     positions: str = ""  # sides that have them given: q, k, or Q, K for each batch entry its own
@@ -74,7 +76,7 @@ class Case:
     @property
     def mapped_axes(self) -> Arguments:
         """Of each argument, the axis that vmap or scan maps; all data share one, the key none."""
-        return Arguments(*self.axes, self.axes[3], self.axes[3], None)
+        return Arguments(*self.axes, *[self.axes[3]] * 3, None)
 
     def entries(self) -> list[tuple[Arguments, Cotangents]]:
         """The arguments of every mapped call; what is not mapped is one array in all of them."""
@@ -107,8 +109,9 @@ class Case:
         data = tuple(score.data(shape, rng) for score in self.scores)
         if self.dtype == "float64":  # scores are, too, and nothing is promoted
             data = tuple({n: np.float64(x) for n, x in d.items()} for d in data)
+        sinks = rng.standard_normal(shape.q_heads).astype(self.sinks) if self.sinks else None
         key = np.array([self.seed, 12345], np.uint32)
-        return Arguments(q, k, v, data, positions, mask, key), Cotangents(dout, dlse)
+        return Arguments(q, k, v, data, sinks, positions, mask, key), Cotangents(dout, dlse)
 
     def inputs(self, args: Arguments, cotangents: Cotangents) -> Inputs:
         """The same call for the dense definition: batch axes merged, the mask an array."""
@@ -129,6 +132,7 @@ class Case:
             np.broadcast_to(seen, shape.pairs),
             dropout(self.dropout, args.key, shape, i, j),
             tuple(zip(self.scores, args.scores, strict=True)),
+            args.sinks,
         )
 
 
