@@ -109,9 +109,14 @@ class Case:
         data = tuple(score.data(shape, rng) for score in self.scores)
         if self.dtype == "float64":  # scores are, too, and nothing is promoted
             data = tuple({n: np.float64(x) for n, x in d.items()} for d in data)
-        sinks = rng.standard_normal(shape.q_heads).astype(self.sinks) if self.sinks else None
+        sinks = self._draw_sinks(rng) if self.sinks else None
         key = np.array([self.seed, 12345], np.uint32)
         return Arguments(q, k, v, data, sinks, positions, mask, key), Cotangents(dout, dlse)
+
+    def _draw_sinks(self, rng: np.random.Generator) -> np.ndarray:
+        """Of some heads none, which is a logit of minus infinity."""
+        sinks = 2 * rng.standard_normal(self.shape.q_heads)
+        return np.where(rng.random(sinks.shape) < 0.2, -np.inf, sinks).astype(self.sinks)
 
     def inputs(self, args: Arguments, cotangents: Cotangents) -> Inputs:
         """The same call for the dense definition: batch axes merged, the mask an array."""
@@ -153,6 +158,7 @@ def parse(line: str) -> Case:
 
 LENGTHS = (1, 2, 3, 7, 16, 17, 31, 33, 64, 65, 100, 111, 129, 200, 257, 300)
 DIMS = (8, 16, 24, 64, 40)
+SINKS = ("", "", "", "float32", "bfloat16")
 PLAIN_MASKS = (None, masks.Causal(), masks.Causal("end"))
 
 
@@ -183,6 +189,7 @@ def draw(pick: Pick, for_hopper: bool = False) -> Case:
         positions=pick(("", "", "", "q", "k", "Q", "QK")),
         **_surroundings(pick, transform),
         blocks=(pick((64, 32, 16, 8, 40)), pick((64, 32, 16, 8, 40))),
+        sinks=pick(SINKS),
     )
 
 
@@ -204,6 +211,7 @@ def _draw_for_hopper(pick: Pick) -> Case:
         mask=pick(PLAIN_MASKS),
         scale=pick((None, None, 0.3, 1.0)),
         **_surroundings(pick, transform),
+        sinks=pick(SINKS),
     )
 
 
