@@ -6,6 +6,7 @@ delta = rowsum(dO ∘ O) - dlse.
 """
 
 import functools
+import logging
 from typing import Any, cast
 
 import jax
@@ -18,12 +19,15 @@ from pallas_fa2.tokens import alike
 
 Out = tuple[jax.Array, jax.Array]
 
+log = logging.getLogger("pallas_fa2")
+
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def attend(
     spec: Spec, plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
 ) -> Out:
     """`out [B, T, N, Hv]` and `lse [B, N, T]`, differentiable in q, k, v and the score data."""
+    log.info("%s", plan.said_of(spec))  # when it is traced: once for each kind of call
     q, k, v, operands = alike((q, k, v, operands))
     implementation = REGISTRY[plan.implementation]
     if implementation.backward is None:
