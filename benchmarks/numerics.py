@@ -171,7 +171,7 @@ rounded inputs: Frobenius norms of the errors over those of the truth. `dense` f
 the inputs' dtype and the softmax in float32. Bold is more than twice its error (or 2^-21), which
 FlashAttention's rule does not allow. `outliers` are N(0, 1) + N(0, 100) for one number in a thousand of
 q, k and v. `python -m benchmarks.numerics` measures a device and writes this page from
-`benchmarks/results/numerics-*.json`."""
+`benchmarks/results/numerics-*.json`, which say why some have no row."""
 
 
 def page() -> str:
