@@ -39,13 +39,12 @@ def attend(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Out:
     found = REGISTRY[plan.implementation].forward(spec, plan.forward, q, k, v, operands)
-    return _mapped_alike(
-        *alike(found, q)
-    )  # a kernel does not say that its results vary over a mesh
+    # a kernel does not say that its results vary over a mesh
+    return _mapped_alike(*alike(found, q))
 
 
 def _mapped_alike(out: jax.Array, lse: jax.Array) -> Out:
-    """The same, but `vmap` over v alone maps lse as well.
+    """The same, but `vmap` over v or dropout's key alone maps lse as well.
 
     Of an output that is not mapped, JAX sums the cotangents of all entries, and a custom backward
     that runs for each entry would count that sum once for each.
