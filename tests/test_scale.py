@@ -1,7 +1,8 @@
 """Sizes at which 16- and 32-bit numbers end. On a CPU the same checks run at a small size.
 
-A large problem is a small one repeated along an axis an odd number of times its own length: all of it
-is known, and an address that has lost its high bits meets other data. At most 50 GB of device memory.
+A large problem repeats a small one along an axis, by pieces of 5, 10 or 85, of which no power of two is
+a multiple: all of the result is known, and an address that has lost its high bits meets other data.
+The largest needs about 50 GB of device memory (estimated), each less than 40 s.
 """
 
 import functools
