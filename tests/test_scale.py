@@ -2,7 +2,7 @@
 
 A large problem repeats a small one along an axis, by pieces of 5, 10 or 85, of which no power of two is
 a multiple: all of the result is known, and an address that has lost its high bits meets other data.
-The largest needs about 50 GB of device memory (estimated), each less than 40 s.
+The largest needs 23 GB of device memory (by XLA's analysis).
 """
 
 import functools
@@ -89,7 +89,10 @@ def check(large: Large, implementation: str | None) -> None:
     @jax.jit
     def errors(inputs: list, goal: list) -> list:
         """Only numbers leave the device."""
-        found = run(*large.repeat(*inputs))
+        # Or XLA would never have the arrays as a whole.
+        found = jax.lax.optimization_barrier(
+            run(*jax.lax.optimization_barrier(large.repeat(*inputs)))
+        )
         each = map(large.apart, found, RESULTS[large.along])
         return [
             jnp.max(jnp.abs(x.astype(jnp.float32) - y[None])) / jnp.max(jnp.abs(y))
@@ -100,8 +103,8 @@ def check(large: Large, implementation: str | None) -> None:
         assert got <= limit, f"{name} of {large}: error {got:.3g} > {limit:.3g}"
 
 
-ELEMENTS = Large(Case("elements", 5, 128, 128, 16, 1, 128), "batch", 1640)  # 50 GB
-WORKSPACE = Large(Case("workspace", 5, 65, 65, 16, 1, 64), "batch", 3280)  # 35 GB, most of it dQ
+ELEMENTS = Large(Case("elements", 5, 128, 128, 16, 1, 128), "batch", 1640)  # 23 GB
+WORKSPACE = Large(Case("workspace", 5, 65, 65, 16, 1, 64), "batch", 3280)  # 16 GB, half of it dQ
 GRID = [
     Large(Case("entries", 5, 8, 8, 1, 1, 64), "batch", 14_000),
     Large(Case("heads", 1, 8, 8, 5, 5, 64), "heads", MAX_GRID // 5),
@@ -203,7 +206,7 @@ def deviations(x: jax.Array, y: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize(
     "length, implementation",
-    [(192, "blockwise"), pytest.param(1_000_000, "hopper", marks=pytest.mark.gpu)],  # 10 GB
+    [(192, "blockwise"), pytest.param(1_000_000, "hopper", marks=pytest.mark.gpu)],  # 6 GB
 )
 def test_a_long_call_is_its_merged_halves(length: int, implementation: str) -> None:
     keys = jax.random.split(jax.random.key(0), 5)
