@@ -1,8 +1,12 @@
 # Everything runs in .venv, made with the Python that .python-version names (3.12 or newer).
 PYTHON ?= python3
-VENV := .venv
+# make test JAX=0.12: with the newest jax 0.12, in an environment of its own. constraints.txt names the
+# oldest that is supported.
+JAX ?=
+VENV := .venv$(addprefix -jax,$(JAX))
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CONSTRAINTS := $(VENV)/constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 .PHONY: demo gallery test fuzz lint
 demo: $(VENV)/examples
@@ -31,7 +35,10 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 
-$(VENV)/examples: $(VENV)/bin/python pyproject.toml constraints.txt
+$(CONSTRAINTS): constraints.txt $(VENV)/bin/python
+	sed -E '$(if $(JAX),s/^(jax[a-z0-9-]*)==.*/\1==$(JAX).*/)' constraints.txt > $@
+
+$(VENV)/examples: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	$(PIP) -e ".[examples]"
 	touch $@
 

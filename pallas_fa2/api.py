@@ -109,8 +109,11 @@ def flash_attention(
 def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """One more logit in each row's sum: what was all of a row's probability is now a part of it."""
     sinks = sinks.astype(lse.dtype).reshape(*[1] * (lse.ndim - 2), -1, 1)
-    total = jnp.logaddexp(lse, jnp.broadcast_to(sinks, lse.shape))
-    empty = lse == -jnp.inf  # and perhaps the sink as well
+    sinks = jnp.broadcast_to(sinks, lse.shape)
+    empty = lse == -jnp.inf
+    nothing = empty & (sinks == -jnp.inf)  # logaddexp's gradient is NaN there
+    total = jnp.logaddexp(jnp.where(nothing, 0.0, lse), sinks)
+    total = jnp.where(nothing, -jnp.inf, total)
     share = jnp.where(empty, 0.0, jnp.exp(jnp.where(empty, 0.0, lse - total)))
     share = jnp.moveaxis(share, -1, -2)[..., None]
     return (out.astype(lse.dtype) * share).astype(out.dtype), total

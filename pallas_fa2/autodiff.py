@@ -6,6 +6,7 @@ delta = rowsum(dO ∘ O) - dlse.
 """
 
 import functools
+import logging
 from typing import Any, cast
 
 import jax
@@ -18,12 +19,15 @@ from pallas_fa2.tokens import alike
 
 Out = tuple[jax.Array, jax.Array]
 
+log = logging.getLogger("pallas_fa2")
+
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def attend(
     spec: Spec, plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
 ) -> Out:
     """`out [B, T, N, Hv]` and `lse [B, N, T]`, differentiable in q, k, v and the score data."""
+    log.info("%s", plan.said_of(spec))  # when it is traced: once for each kind of call
     q, k, v, operands = alike((q, k, v, operands))
     implementation = REGISTRY[plan.implementation]
     if implementation.backward is None:
@@ -35,7 +39,17 @@ def attend(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Out:
     found = REGISTRY[plan.implementation].forward(spec, plan.forward, q, k, v, operands)
-    return alike(found, q)  # a kernel does not say that its results vary over a mesh
+    # a kernel does not say that its results vary over a mesh
+    return _mapped_alike(*alike(found, q))
+
+
+def _mapped_alike(out: jax.Array, lse: jax.Array) -> Out:
+    """The same, but `vmap` over v or dropout's key alone maps lse as well.
+
+    Of an output that is not mapped, JAX sums the cotangents of all entries, and a custom backward
+    that runs for each entry would count that sum once for each.
+    """
+    return out, jnp.where(jnp.isnan(out[:, :1, :1, 0]), lse, lse)
 
 
 def _forward(

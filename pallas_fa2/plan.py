@@ -95,6 +95,11 @@ class Plan:
     backward: Any = None
     passed_over: tuple[tuple[str, str], ...] = ()
 
+    def said_of(self, spec: Spec) -> str:
+        """In one line, which implementation runs a call and why no faster one does."""
+        reasons = [f"not {name}: {reason}" for name, reason in self.passed_over]
+        return "; ".join([f"{self.implementation} runs {spec}", *reasons])
+
 
 def make_plan(spec: Spec, device: Device, implementation: str | None = None) -> Plan:
     """The fastest implementation that supports the call, or the one that was asked for."""

@@ -1,6 +1,7 @@
 """The public functions: jax.nn as the judge of the drop-in, shapes and numbers of the rest."""
 
 import inspect
+import logging
 import math
 
 import chex
@@ -333,6 +334,27 @@ def test_explain_follows_the_implementation_that_is_asked_for():
     assert (found.implementation, found.tiles, found.share) == ("reference", (T, S), 1)
     with pytest.raises(ValueError, match="implementation 'hopper' does not support this call"):
         fa.explain(*QKV, implementation="hopper", device=Device())
+
+
+def test_a_log_line_for_each_kind_of_call(caplog):
+    """When it is traced; nothing is shown unless it is asked for."""
+
+    @jax.jit
+    def layers(q, k, v):
+        for _ in range(3):
+            q = fa.flash_attention(q, k, v, scale=0.7)
+        return q + fa.flash_attention(q, k, v, scale=0.7, implementation="reference")
+
+    assert not logging.getLogger("pallas_fa2").isEnabledFor(logging.INFO)
+    with caplog.at_level(logging.INFO, "pallas_fa2"):
+        for _ in range(2):
+            layers(*QKV)
+    found = fa.explain(*QKV, scale=0.7)
+    ((_, reason),) = found.plan.passed_over
+    assert [record.getMessage() for record in caplog.records] == [
+        f"blockwise runs {found.spec}; not hopper: {reason}",
+        f"reference runs {found.spec}",
+    ]
 
 
 def test_explain_computes_nothing(monkeypatch):

@@ -56,6 +56,33 @@ def test_vmap_with_every_choice_of_axes(in_axes: tuple) -> None:
     assert_same(got, jax.tree.map(lambda *x: jnp.stack(x), *expected))
 
 
+@pytest.mark.parametrize("in_axes", AXES, ids=str)
+def test_gradients_of_vmap_with_every_choice_of_axes(in_axes: tuple) -> None:
+    """Where v alone was mapped, what q and k got by lse was counted once for each entry."""
+    args = [x if a == 0 else x[0] for x, a in zip(qkv(3), in_axes, strict=True)]
+
+    def total(implementation: str) -> Any:
+        mapped = jax.vmap(functools.partial(loss, implementation), in_axes)
+        return jax.jit(jax.grad(lambda *x: jnp.sum(mapped(*x)), (0, 1, 2)))
+
+    assert_same(total("blockwise")(*args), total("reference")(*args))
+
+
+def test_gradients_of_vmap_over_dropout_keys() -> None:
+    keys = jax.random.split(jax.random.key(5), 3)
+
+    def total(implementation: str) -> Any:
+        def one(key: Any, *args: Any) -> Any:
+            return loss(implementation, *args, dropout_rate=0.3, dropout_rng=key)
+
+        def of(*args: Any) -> Any:
+            return jnp.sum(jax.vmap(one, (0, None, None, None))(keys, *args))
+
+        return jax.jit(jax.grad(of, (0, 1, 2)))
+
+    assert_same(total("blockwise")(*qkv()), total("reference")(*qkv()))
+
+
 def test_vmap_over_a_later_axis_and_over_mask_data() -> None:
     q, k, v = qkv()
     lengths = jnp.array([[10, 40], [40, 3], [0, 7]])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import autodiff, spec
+from pallas_fa2 import api, autodiff, spec
 from pallas_fa2.kernels import blockwise, dropout, tile
 from tests.fuzz.case import Case, draw, parse, simpler
 from tests.fuzz.check import Wrong, check, implementations
@@ -71,6 +71,7 @@ BUGS = {
         lambda keys, column: dropout_bits(keys, column % 16),
         Case(dropout=0.25, **SMALL),
     ),
+    "sinks": (api, "_with_sinks", lambda out, lse, sinks: (out, lse), Case(sinks="float32")),
     "the sum over a group": (
         tile,
         "product",

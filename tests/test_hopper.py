@@ -29,13 +29,21 @@ TOLD_APART = [
     in (
         "packed_h256",
         "lengths_h64",
+        "window_h96",
         "rising_documents_h128",
     )
 ]
 FORWARDS = [t for t in HOPPER_FORWARD if not t.general]
 
 
-@pytest.mark.parametrize("case, tuned", each_variant([*SHORT, *TOLD_APART]), ids=name)
+INTERPRETED = each_variant([*SHORT, *TOLD_APART])
+
+
+def test_every_forward_is_interpreted() -> None:
+    assert {tuned for _, tuned in INTERPRETED} == set(HOPPER_FORWARD)
+
+
+@pytest.mark.parametrize("case, tuned", INTERPRETED, ids=name)
 def test_contract_interpreted(case: Case, tuned: Tuned) -> None:
     gradients = is_first(case, tuned)
     with planned_for_h200(cores=3), planned_with(tuned):  # a CTA takes several tiles

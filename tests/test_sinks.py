@@ -74,6 +74,18 @@ def test_no_sink_is_minus_infinity(dtype):
     )
 
 
+def test_gradients_where_there_is_neither_a_key_nor_a_sink():
+    """The gradient of a head's sink was NaN there."""
+
+    def loss(q, sinks):
+        out, lse = fa.flash_attention(q, KEY, V, mask=fa.Window(2), sinks=sinks, return_lse=True)
+        return jnp.sum(out * WEIGHT) + jnp.sum(jnp.where(lse == -jnp.inf, 0, lse))
+
+    dq, dsinks = jax.grad(loss, (0, 1))(jnp.asarray(Q), jnp.full(N, -jnp.inf))
+    chex.assert_trees_all_equal(dq, jax.grad(loss)(jnp.asarray(Q), None))
+    chex.assert_trees_all_equal(dsinks, jnp.zeros(N))
+
+
 @pytest.mark.parametrize(
     "sinks", [np.zeros(3, np.float32), np.zeros((N, 1)), np.zeros(N, np.int32)]
 )

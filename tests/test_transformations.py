@@ -207,6 +207,26 @@ def test_a_mesh_of_eight_devices(kind: AxisType) -> None:
     assert_same(jax.device_get(got), jax.device_get(gradients("reference")(*ARGUMENTS)))
 
 
+@pytest.mark.parametrize("by_heads", [True, False])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sinks_on_a_mesh(kind: AxisType, by_heads: bool) -> None:
+    def total(q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
+        out, lse = fa.flash_attention(
+            q, k, v, sinks=sinks, return_lse=True, implementation="blockwise"
+        )
+        return jnp.sum(out * jnp.cos(out)) + jnp.sum(jnp.sin(lse))
+
+    step, args = jax.jit(jax.grad(total, (0, 1, 2, 3))), (*ARGUMENTS[:3], SLOPES)
+    mesh = eight_devices(kind)
+    specs = (*SPECS[:3], P("h") if by_heads else P())
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)
+        ]
+        got = step(*placed)
+    assert_same(jax.device_get(got), jax.device_get(step(*args)))
+
+
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_export_and_back(implementation: str) -> None:
     step = jax.jit(gradients(implementation))

@@ -41,12 +41,12 @@ def refuses(spec: Spec, device: Device) -> str | None:
         return f"its masks list {visits.MOST} blocks at most, and here are {_listed_blocks(spec)}"
     if spec.scale <= 0:
         return f"the scale must be positive, but it is {spec.scale:g}"
-    if _entry_elements(spec) > MAX_ELEMENTS:
-        return "a batch entry has 2^31 elements or more"
+    if (elements := _entry_elements(spec)) > MAX_ELEMENTS:
+        return f"a batch entry has fewer than 2^31 elements, and here are {elements}"
     if spec.q_heads > MAX_GRID:
         return f"it has {MAX_GRID} heads at most, and here are {spec.q_heads}"
-    if max(spec.q_len, spec.kv_len) > 64 * MAX_GRID:
-        return f"its sequences have {64 * MAX_GRID} tokens at most"
+    if (length := max(spec.q_len, spec.kv_len)) > 64 * MAX_GRID:
+        return f"its sequences have {64 * MAX_GRID} tokens at most, and here are {length}"
     return None
 
 

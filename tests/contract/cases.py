@@ -206,6 +206,7 @@ PLAIN = [
 # What the Hopper kernels run with masks. Some rows and keys take part in nothing.
 MASKED = [
     *(Case(f"window_h{h}", 2, 200, 200, 2, 1, h, mask=window) for h in (64, 128)),
+    Case("window_h96", 1, 130, 130, 1, 1, 96, mask=window),
     *(Case(f"packed_h{h}", 2, 300, 300, 2, 1, h, mask=packed) for h in (64, 96, 128, 256)),
     Case("documents_h64", 2, 200, 330, 2, 1, 64, mask=documents),
     Case("documents_h128", 2, 330, 139, 4, 2, 128, dtype=f16, mask=documents),

@@ -15,12 +15,13 @@ WITH_AXES = ("vmap of grad", "grad of vmap", "scan")
 
 
 class Arguments(NamedTuple):
-    """What a call differentiates (the first four) or reads, in the user's shapes."""
+    """What a call differentiates (the first five) or reads, in the user's shapes."""
 
     q: Any
     k: Any
     v: Any
     scores: tuple
+    sinks: Any  # or None
     positions: dict  # q or k
     mask: Any
     key: Any  # for dropout
@@ -44,6 +45,7 @@ class Case:
     dtype: str = "float32"
     mask: masks.Node | None = None
     scores: tuple[score_functions.Score, ...] = ()
+    sinks: str = ""  # their dtype, where there are any
     scale: float | None = None
     dropout: float = 0.0
     positions: str = ""  # sides that have them given: q, k, or Q, K for each batch entry its own
@@ -74,7 +76,7 @@ class Case:
     @property
     def mapped_axes(self) -> Arguments:
         """Of each argument, the axis that vmap or scan maps; all data share one, the key none."""
-        return Arguments(*self.axes, self.axes[3], self.axes[3], None)
+        return Arguments(*self.axes, *[self.axes[3]] * 3, None)
 
     def entries(self) -> list[tuple[Arguments, Cotangents]]:
         """The arguments of every mapped call; what is not mapped is one array in all of them."""
@@ -107,8 +109,14 @@ class Case:
         data = tuple(score.data(shape, rng) for score in self.scores)
         if self.dtype == "float64":  # scores are, too, and nothing is promoted
             data = tuple({n: np.float64(x) for n, x in d.items()} for d in data)
+        sinks = self._draw_sinks(rng) if self.sinks else None
         key = np.array([self.seed, 12345], np.uint32)
-        return Arguments(q, k, v, data, positions, mask, key), Cotangents(dout, dlse)
+        return Arguments(q, k, v, data, sinks, positions, mask, key), Cotangents(dout, dlse)
+
+    def _draw_sinks(self, rng: np.random.Generator) -> np.ndarray:
+        """Of some heads none, which is a logit of minus infinity."""
+        sinks = 2 * rng.standard_normal(self.shape.q_heads)
+        return np.where(rng.random(sinks.shape) < 0.2, -np.inf, sinks).astype(self.sinks)
 
     def inputs(self, args: Arguments, cotangents: Cotangents) -> Inputs:
         """The same call for the dense definition: batch axes merged, the mask an array."""
@@ -129,6 +137,7 @@ class Case:
             np.broadcast_to(seen, shape.pairs),
             dropout(self.dropout, args.key, shape, i, j),
             tuple(zip(self.scores, args.scores, strict=True)),
+            args.sinks,
         )
 
 
@@ -149,6 +158,7 @@ def parse(line: str) -> Case:
 
 LENGTHS = (1, 2, 3, 7, 16, 17, 31, 33, 64, 65, 100, 111, 129, 200, 257, 300)
 DIMS = (8, 16, 24, 64, 40)
+SINKS = ("", "", "", "float32", "bfloat16")
 PLAIN_MASKS = (None, masks.Causal(), masks.Causal("end"))
 
 
@@ -179,6 +189,7 @@ def draw(pick: Pick, for_hopper: bool = False) -> Case:
         positions=pick(("", "", "", "q", "k", "Q", "QK")),
         **_surroundings(pick, transform),
         blocks=(pick((64, 32, 16, 8, 40)), pick((64, 32, 16, 8, 40))),
+        sinks=pick(SINKS),
     )
 
 
@@ -200,6 +211,7 @@ def _draw_for_hopper(pick: Pick) -> Case:
         mask=pick(PLAIN_MASKS),
         scale=pick((None, None, 0.3, 1.0)),
         **_surroundings(pick, transform),
+        sinks=pick(SINKS),
     )
 
 

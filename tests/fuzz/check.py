@@ -34,6 +34,8 @@ def attend(case: Case, implementation: str | None, args: Arguments) -> tuple:
     if case.scores:
         pairs = zip(case.scores, args.scores, strict=True)
         options["score"] = tuple(score.ours(data) for score, data in pairs)
+    if case.sinks:
+        options["sinks"] = args.sinks
     if case.dropout:
         options |= {"dropout_rate": case.dropout, "dropout_rng": args.key}
     names = {"q": "q_positions", "k": "kv_positions"}
@@ -67,7 +69,7 @@ def _poison(case: Case, dtype: Any) -> Any:
 
 
 def gradients(case: Case, implementation: str | None) -> Callable:
-    """`(arguments, cotangents) -> (values, gradients of q, k, v and the scores' data)`."""
+    """`(arguments, cotangents) -> (values, gradients of what it differentiates)`."""
 
     def call(args: Arguments) -> tuple:
         return attend(case, implementation, args)
@@ -79,7 +81,7 @@ def gradients(case: Case, implementation: str | None) -> Callable:
     }.get(case.transform, call)
 
     def run(args: Arguments, cotangents: Cotangents) -> tuple:
-        found, pull = jax.vjp(lambda *x: transformed(Arguments(*x, *args[4:])), *args[:4])
+        found, pull = jax.vjp(lambda *x: transformed(Arguments(*x, *args[5:])), *args[:5])
         return found, pull(tuple(cotangents)[: len(found)])
 
     return jax.vmap(run, (case.mapped_axes, 0)) if case.transform == "vmap of grad" else run
@@ -142,7 +144,8 @@ def poisoned(case: Case, entries: list, seen: list[np.ndarray]) -> list:
             scores=scores,
         )
         dead = queries(own)
-        dlse = put(cotangents.lse, np.moveaxis(dead, -1, -2))
+        dlse = cotangents.lse  # with sinks every row has one
+        dlse = dlse if case.sinks else put(dlse, np.moveaxis(dead, -1, -2))
         made.append((new, Cotangents(put(cotangents.out, dead[..., None]), dlse)))
     return made
 
@@ -152,7 +155,7 @@ def _combine(case: Case, found: list[Found], add: Callable) -> Found:
     if not case.mapped:
         return found[0]
     axes = case.mapped_axes
-    summed = [case.transform != "vmap of grad" and a is None for a in axes[:4]]
+    summed = [case.transform != "vmap of grad" and a is None for a in axes[:5]]
 
     def join(is_summed: bool, *xs: Any) -> Any:
         merge = add if is_summed else lambda x: np.stack(x)
@@ -164,7 +167,7 @@ def _combine(case: Case, found: list[Found], add: Callable) -> Found:
 
 def _as_found(case: Case, result: tuple) -> Found:
     """What a run gives, as the dense definition has it: batch axes merged, a mapped axis first."""
-    values, (*gradients, dscores) = jax.tree.map(np.asarray, result)
+    values, (*gradients, dscores, dsinks) = jax.tree.map(np.asarray, result)
 
     def merged(x: np.ndarray, rest: int, mapped: bool) -> np.ndarray:
         lead = x.shape[:1] if mapped else ()
@@ -179,7 +182,7 @@ def _as_found(case: Case, result: tuple) -> Found:
 
     out = merged(values[0], 3, case.mapped)
     lse = merged(values[1], 2, case.mapped) if case.lse else None
-    return Found(out, lse, *map(of_input, gradients, case.axes[:3]), dscores)
+    return Found(out, lse, *map(of_input, gradients, case.axes[:3]), dscores, dsinks)
 
 
 def _named(found: Found) -> dict[str, Any]:

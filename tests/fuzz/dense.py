@@ -30,6 +30,7 @@ class Inputs(NamedTuple):
     seen: Any  # bool, broadcasts to [B, N, T, S]
     kept: Any  # what dropout does to each probability
     scores: tuple  # each with its data
+    sinks: Any  # [N] or None
 
 
 class Found(NamedTuple):
@@ -39,6 +40,7 @@ class Found(NamedTuple):
     dk: Any
     dv: Any
     dscores: tuple  # a dictionary for each score
+    dsinks: Any = None
 
 
 class Steps(NamedTuple):
@@ -50,6 +52,8 @@ class Steps(NamedTuple):
     ds: Any
     slope: Any  # of the score functions: d s / d raw
     by_data: list  # for each score, d s / d data, by each of its data
+    p_sink: Any  # [B, N, T, 1], and the gradient of that logit
+    ds_sink: Any
 
 
 def _heads(x: Any, heads: int) -> Any:
@@ -77,16 +81,20 @@ def attention(
         slope = slope * by_s
         by_data = [{n: x * by_s for n, x in older.items()} for older in by_data] + [by]
     s = np.where(a.seen, s, -np.inf)
-    top = s.max(-1, keepdims=True)
+    sink = np.full((1, 1, 1, 1), -np.inf, work)
+    if a.sinks is not None:
+        sink = a.sinks.astype(work).reshape(1, -1, 1, 1)
+    top = np.maximum(s.max(-1, keepdims=True), sink)
     empty = top == -np.inf
-    e = np.exp(s - np.where(empty, 0, top))
-    total = np.where(empty, 1, e.sum(-1, keepdims=True))
-    p = e / total
+    e, e_sink = (np.exp(x - np.where(empty, 0, top)) for x in (s, sink))
+    total = np.where(empty, 1, e.sum(-1, keepdims=True) + e_sink)
+    p, p_sink = e / total, e_sink / total
     out = rounded(np.einsum("bnts,bsnh->btnh", rounded(p * a.kept), v, optimize=True))
     lse = np.where(empty, -np.inf, np.log(total) + np.where(empty, 0, top))[..., 0]
 
     dp = rounded(np.einsum("btnh,bsnh->bnts", dout, v, optimize=True)) * a.kept
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True) + dlse[..., None])
+    of_row = dlse[..., None] - (p * dp).sum(-1, keepdims=True)
+    ds, ds_sink = p * (dp + of_row), p_sink * of_row
     draw = rounded(rounded(ds * slope) * work(scale))
     dv = np.einsum("bnts,btnh->bsnh", rounded(p * a.kept), dout, optimize=True)
     dk = np.einsum("bnts,btnh->bsnh", draw, q, optimize=True)
@@ -96,7 +104,9 @@ def attention(
         {n: shape.gather(score.kinds[n], ds * x, data[n], np.sum) for n, x in by.items()}
         for (score, data), by in zip(a.scores, by_data, strict=True)
     )
-    return Found(out, lse, dq, dk, dv, dscores), Steps(raw, s, p, ds, slope, by_data)
+    dsinks = None if a.sinks is None else ds_sink.sum((0, 2, 3))
+    found = Found(out, lse, dq, dk, dv, dscores, dsinks)
+    return found, Steps(raw, s, p, ds, slope, by_data, p_sink, ds_sink)
 
 
 def truth(a: Inputs, shape: Shape, scale: float) -> tuple[Found, Steps]:
@@ -110,7 +120,10 @@ def same_dtype(a: Inputs, shape: Shape, scale: float) -> Found:
         {n: x.astype(data[n].dtype).astype(np.float64) for n, x in by.items()}
         for (_, data), by in zip(a.scores, found.dscores, strict=True)
     )
-    return found._replace(dscores=scores)
+    if a.sinks is None:
+        return found._replace(dscores=scores)
+    dsinks = found.dsinks.astype(a.sinks.dtype).astype(np.float64)
+    return found._replace(dscores=scores, dsinks=dsinks)
 
 
 def noise(a: Inputs, shape: Shape, scale: float, goal: Found, steps: Steps) -> Found:
@@ -135,7 +148,9 @@ def noise(a: Inputs, shape: Shape, scale: float, goal: Found, steps: Steps) -> F
     s = s + (p * s).sum(-1, keepdims=True)  # relative, of p; the second is that of the row's sum
     out2 = np.asarray(goal.out, np.float64) ** 2
     out = product("bnts,bsnh->btnh", (s + eps**2) * (p * a.kept) ** 2, v2) + eps**2 * out2
-    dp = tiny**2 * product("btnh,bsnh->bnts", dout2, v2) * a.kept**2
+    # With sinks, dout is rounded once more: when it has been multiplied by the keys' share.
+    of_dout = tiny if a.sinks is None else eps
+    dp = of_dout**2 * product("btnh,bsnh->bnts", dout2, v2) * a.kept**2
     delta = eps**2 * np.moveaxis((dout2 * out2).sum(-1), 1, 2)[..., None]
     delta = delta + np.moveaxis((dout2 * out).sum(-1), 1, 2)[..., None]
     delta = delta + tiny**2 * np.asarray(a.dlse, np.float64)[..., None] ** 2
@@ -159,6 +174,12 @@ def noise(a: Inputs, shape: Shape, scale: float, goal: Found, steps: Steps) -> F
         own = own + 16 * tiny**2 * ds**2 * (by**2 + steps.raw**2)  # what it is a difference of
         return shape.gather(kind, own + row, x, np.sum)
 
+    def of_sinks() -> Any:
+        of_row = tiny**2 * (16 + np.where(np.isinf(a.sinks), 0, a.sinks).astype(np.float64) ** 2)
+        relative = of_row.reshape(1, -1, 1, 1) + (p**2 * s).sum(-1, keepdims=True)
+        each = steps.p_sink**2 * delta + relative * steps.ds_sink**2
+        return each.sum((0, 2, 3)) + EPS[str(a.sinks.dtype)] ** 2 * goal.dsinks**2
+
     per_score = [
         {n: of_data(score.kinds[n], data[n], x) for n, x in by.items()}
         for (score, data), by in zip(a.scores, steps.by_data, strict=True)
@@ -168,7 +189,7 @@ def noise(a: Inputs, shape: Shape, scale: float, goal: Found, steps: Steps) -> F
         for x, g in zip((out, lse, dq, dk, dv), (goal.out, 0, *goal[2:5]), strict=True)
     ]
     scores = tuple({n: DEVIATIONS * np.sqrt(x) for n, x in by.items()} for by in per_score)
-    return Found(*found, scores)
+    return Found(*found, scores, None if a.sinks is None else DEVIATIONS * np.sqrt(of_sinks()))
 
 
 def default_scale(head_dim: int) -> float:

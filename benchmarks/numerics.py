@@ -1,0 +1,213 @@
+"""Errors of out, lse, dq, dk and dv in each dtype and head dim, beside dense attention and rivals.
+
+    python -m benchmarks.numerics                  # benchmarks/results/numerics-<device>.json
+    python -m benchmarks.numerics --length 1024    # of other sizes
+    python -m benchmarks.numerics --page           # only docs/numerics.md, from all files there are
+
+Causal attention of random inputs against dense attention in float64 of the same, rounded, inputs; an
+error is a Frobenius norm over that of the truth. Outliers are FlashAttention-3's (arXiv:2407.08608,
+section 4.3): N(0, 1) + N(0, 100) for one number in a thousand of q, k and v. The exit status says
+whether ours is worse than FlashAttention's rule allows: twice the error of dense attention.
+"""
+
+import argparse
+import datetime
+import functools
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+import pallas_fa2 as fa
+from benchmarks import record, rivals
+from benchmarks.measure import FACTOR
+from benchmarks.shapes import Shape
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "numerics.md"
+DTYPES = ("bfloat16", "float16", "float32")
+HEAD_DIMS = (64, 128, 256)
+INPUTS = ("normal", "outliers")
+PARTS = ("out", "lse", "dq", "dk", "dv")
+OURS = ("hopper", "blockwise", "reference")
+# Of float32, of which dense attention may have less by chance.
+FLOOR = 2.0**-21
+
+
+def inputs(shape: Shape, dtype: str, kind: str) -> tuple[jax.Array, ...]:
+    """query, key, value and the cotangent of the output."""
+    rng = np.random.default_rng(0)
+
+    def normal(length: int, heads: int) -> np.ndarray:
+        return rng.standard_normal((shape.batch, length, heads, shape.head_dim))
+
+    q = normal(shape.q_len, shape.q_heads)
+    k, v = (normal(shape.kv_len, shape.kv_heads) for _ in range(2))
+    dout = normal(shape.q_len, shape.q_heads)
+    if kind == "outliers":
+        for x in (q, k, v):
+            x += (rng.random(x.shape) < 1e-3) * 10 * rng.standard_normal(x.shape)
+    return tuple(jnp.asarray(x, dtype) for x in (q, k, v, dout))
+
+
+def dense(shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As one writes it in jnp: every product in the inputs' dtype, the softmax in float32."""
+    k, v = (jnp.repeat(x, shape.q_heads // shape.kv_heads, 2) for x in (k, v))
+    product = functools.partial(jnp.einsum, precision="highest")
+    s = product("btnh,bsnh->bnts", q, k).astype(jnp.float32) * shape.head_dim**-0.5
+    s = jnp.where(jnp.tri(shape.q_len, shape.kv_len, dtype=bool)[None, None], s, -jnp.inf)
+    p = jax.nn.softmax(s, -1).astype(q.dtype)
+    return product("bnts,bsnh->btnh", p, v), jax.nn.logsumexp(s, -1)
+
+
+def ours(name: Any, shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    mask = rivals.mask_of(shape)
+    return fa.flash_attention(q, k, v, mask=mask, return_lse=True, implementation=name)
+
+
+def all_implementations() -> dict[str, Callable]:
+    """(shape, q, k, v) -> out and lse, or out alone. Rivals that cannot be imported are left out."""
+    found, missing = rivals.importable(n for n in rivals.IMPLEMENTATIONS if n != "ours")
+    for name, why in missing.items():
+        print(f"without {name}: {why}", file=sys.stderr)
+    mine = {name: functools.partial(ours, name) for name in OURS}
+    return {"dense": dense, **mine, **{name: rival.attention for name, rival in found.items()}}
+
+
+def values_and_gradients(attention: Callable, shape: Shape, args: tuple) -> dict[str, np.ndarray]:
+    @jax.jit
+    def run(q: Any, k: Any, v: Any, dout: Any) -> dict[str, Any]:
+        def split(*qkv: Any) -> tuple:
+            found = attention(shape, *qkv)
+            return found if isinstance(found, tuple) else (found, None)
+
+        out, pull, lse = jax.vjp(split, q, k, v, has_aux=True)
+        return dict(zip(PARTS, (out, lse, *pull(dout)), strict=True))
+
+    return {n: np.asarray(x, np.float64) for n, x in run(*args).items() if x is not None}
+
+
+def truth(shape: Shape, args: tuple) -> dict[str, np.ndarray]:
+    wide = [np.asarray(x, np.float64) for x in args]
+    with jax.enable_x64(True):
+        attention = functools.partial(ours, "reference")
+        return values_and_gradients(attention, shape, tuple(map(jnp.asarray, wide)))
+
+
+def row(attention: Callable, shape: Shape, args: tuple, expected: dict) -> dict[str, Any]:
+    """An error for each part, or the reason why there is none."""
+    try:
+        found = values_and_gradients(attention, shape, args)
+    except Exception as e:  # noqa: BLE001 - a rival without this shape must not end the run
+        return {"refused": f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"}
+    norm = np.linalg.norm
+    pairs = {n: (found[n], expected[n]) for n in PARTS if n in found}
+    return {n: float(f"{norm(x - y) / norm(y):.3g}") for n, (x, y) in pairs.items()}
+
+
+def excessive(rows: dict[str, dict], name: str) -> list[str]:
+    """The parts in which an implementation has more than twice the error of dense attention."""
+    mine = {part: e for part, e in rows[name].items() if part in PARTS}
+    limits = {part: max(FACTOR * rows["dense"][part], FLOOR) for part in mine}
+    return [part for part, e in mine.items() if not e <= limits[part]]  # NaN is below no limit
+
+
+def measure(found: dict[str, Any], length: int, implementations: dict[str, Callable]) -> None:
+    """Fills the record `found`."""
+    cases = [(kind, dtype, dim) for kind in INPUTS for dtype in DTYPES for dim in HEAD_DIMS]
+    for kind, dtype, dim in tqdm(cases, disable=None):
+        shape = Shape(1, length, length, 4, 2, dim, causal=True)
+        args = inputs(shape, dtype, kind)
+        expected = truth(shape, args)
+        rows = {n: row(a, shape, args, expected) for n, a in implementations.items()}
+        found["results"].append({"inputs": kind, "dtype": dtype, "head_dim": dim, "rows": rows})
+
+
+def wrong(found: dict[str, Any]) -> list[str]:
+    """Ours, where it breaks the rule."""
+    return [
+        f"{name}, {result['dtype']}, H = {result['head_dim']}, {result['inputs']}: {part}"
+        for result in found["results"]
+        for name in OURS
+        if name in result["rows"]
+        for part in excessive(result["rows"], name)
+    ]
+
+
+def table(results: list[dict]) -> str:
+    """A Markdown table; bold where the error is more than twice that of dense attention."""
+    lines = [f"| H | | {' | '.join(PARTS)} |", "|---" * (2 + len(PARTS)) + "|"]
+    for result in results:
+        rows = result["rows"]
+        for name in (n for n, errors in rows.items() if "refused" not in errors):
+            bold = excessive(rows, name)
+            cells = [f"{rows[name][p]:.2g}" if p in rows[name] else "" for p in PARTS]
+            cells = [f"**{c}**" if p in bold else c for p, c in zip(PARTS, cells, strict=True)]
+            lines.append(f"| {result['head_dim']} | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def section(found: dict[str, Any]) -> str:
+    setup, results = found["setup"], found["results"]
+    kinds = dict.fromkeys((r["inputs"], r["dtype"]) for r in results)
+    run = f"T = {found['length']}, {found['date']}, commit {found['commit']}"
+    known = {n: setup[n] for n in ("driver", "jax", "jaxlib")} | setup["implementations"]
+    versions = ", ".join(f"{n} {x}" for n, x in known.items() if x != "unknown")
+    parts = [f"## {setup['device']}", f"{run}; {versions}."]
+    for kind, dtype in kinds:
+        parts.append(f"### {dtype}, {kind}")
+        parts.append(table([r for r in results if (r["inputs"], r["dtype"]) == (kind, dtype)]))
+    return "\n\n".join(parts)
+
+
+INTRODUCTION = """# Numerics
+
+Causal attention with four query heads and two key heads against dense attention in float64 of the same
+rounded inputs: Frobenius norms of the errors over those of the truth. `dense` forms every product in
+the inputs' dtype and the softmax in float32. Bold is more than twice its error (or 2^-21), which
+FlashAttention's rule does not allow. `outliers` are N(0, 1) + N(0, 100) for one number in a thousand of
+q, k and v. `python -m benchmarks.numerics` measures a device and writes this page from
+`benchmarks/results/numerics-*.json`, which say why some have no row."""
+
+
+def page() -> str:
+    files = sorted(record.RESULTS.glob("numerics-*.json"))
+    return "\n\n".join([INTRODUCTION, *(section(record.load(file)) for file in files)]) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    on_gpu = jax.default_backend() == "gpu"
+    parser.add_argument("--length", type=int, default=4096 if on_gpu else 512, help="tokens")
+    parser.add_argument("--page", action="store_true", help="measure nothing")
+    parser.add_argument("--commit", help="its name, where the files are no git checkout")
+    args = parser.parse_args(argv)
+    failed = []
+    if not args.page:
+        implementations = all_implementations()
+        named = {n: x for n, x in rivals.IMPLEMENTATIONS.items() if n in implementations}
+        setup = record.setup(named, iterations=1)
+        found = {
+            "setup": setup,
+            "date": datetime.date.today().isoformat(),
+            "commit": args.commit or record.commit(),
+            "length": args.length,
+            "results": [],
+        }
+        measure(found, args.length, implementations)
+        default = record.default_path(setup["device"])
+        record.write(record.RESULTS / f"numerics-{default.name}", found)
+        failed = wrong(found)
+        print("\n".join(failed) or "ours keeps FlashAttention's rule everywhere")
+    PAGE.write_text(page())
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
