@@ -54,6 +54,11 @@ def elementary(d: dict) -> Any:
     return fa.score_fn(fn)
 
 
+def far(d: dict) -> Any:
+    """Hides near keys: those of the blocks that a mask cuts, of which the first queries have no others."""
+    return fa.score_fn(lambda s, q, k: jnp.where(q.index - k.index < 80, -jnp.inf, s))
+
+
 def infinite_in_the_padding(d: dict) -> Any:
     return fa.score_fn(lambda s, q, k: s / (k.b * k.b) + 1 / q.a)(
         q_tokens={"a": 2 + jnp.tanh(d["a"])}, k_tokens={"b": 2 + jnp.tanh(d["b"])}
@@ -102,6 +107,10 @@ CASES = {
     "elementary": Case(elementary),
     "elementary_ahead": Case(
         elementary, mask=lambda _: fa.mask_fn(lambda q, k: k.index <= q.index + 90)
+    ),
+    "far_causal": Case(far, mask=causal),
+    "far_documents": Case(
+        far, mask=lambda d: fa.Causal() & (lambda q, k: q.index // 170 == k.index // 170)
     ),
     "biased": Case(lambda d: fa.bias(d["wide"]), ("wide",)),
     "biased_causal_end": Case(lambda d: fa.bias(d["wide"]), ("wide",), causal_end),

@@ -94,6 +94,7 @@ class Arrays(NamedTuple):
 
     def block(self, tile: Tile, t: Any) -> Any:
         """Which keys the tile visits as its t-th."""
+        place = tile.place_of(t)
         if self.inputs.lists is None:
-            return t
-        return mosaic.shared_at(self.inputs.lists, *tile.place)[t]
+            return place
+        return mosaic.shared_at(self.inputs.lists, *tile.place)[place]

@@ -113,21 +113,24 @@ class RowBlock:
 
     def attend(self) -> tuple[jax.Array, Statistics]:
         """The unnormalized output and the statistics."""
-        visited, full = self.tile.visited, self.tile.full
-        state = self.first_block()
+        state, begin = self.first_block(), I32(1)
 
         def step(masked: bool) -> Any:
             return lambda t, state: self.next_block(t, masked, *state)
 
-        state = lax.fori_loop(I32(1), full, step(False), state)
-        if self.masked:
-            state = lax.fori_loop(jnp.maximum(full, 1), visited, step(True), state)
+        for masked, end in self.tile.phases:
+            if masked and not self.masked:
+                continue
+            state = lax.fori_loop(begin, end, step(masked), state)
+            begin = jnp.maximum(end, 1)
+            if masked and self.tile.backwards:
+                state = _settled(*state)
         acc, statistics, p = state
-        return self.last_output(visited - 1, acc, p), statistics
+        return self.last_output(self.tile.visited - 1, acc, p), statistics
 
     @property
     def masked(self) -> bool:
-        """Whether there are blocks that some row sees only a part of: the last ones."""
+        """Whether there are blocks that some row sees only a part of."""
         problem = self.schedule.problem
         cut = problem.causal or problem.kv_len % self.shape[1] != 0
         return cut or problem.mask is not None
@@ -157,23 +160,21 @@ class RowBlock:
                 found = self.wait_for_data(0, masked=True) if data is None else data
                 return self.hide(s, self.first_key(0), queries, found)
 
-            s = lax.cond(self.tile.full == 0, hide, lambda: s)
+            s = lax.cond(self.tile.first_is_cut, hide, lambda: s)
         elif self.masked:
             s = self.hide(s, self.first_key(0), queries, data)
         reference = _highest(s) * scale
-        if problem.mask is not None:
+        if not problem.plain:
             # A later block that is cut finds it, but no full one does.
-            lowest = jnp.where(self.tile.full == 0, jnp.inf, NO_MAXIMUM)
+            lowest = jnp.where(self.tile.first_is_cut, jnp.inf, NO_MAXIMUM)
             reference = jnp.where(reference == -jnp.inf, lowest, reference)
-        elif problem.score is not None:
-            reference = jnp.maximum(reference, NO_MAXIMUM)
         p = _exponentials(s, scale, reference)
         statistics = Statistics(reference, mosaic.by_eights(jnp.add, p))
         p = self.drop(p, self.first_key(0), queries, data)
         if data is not None:
             self.release_data(0, statistics)
         elif problem.mask is not None:
-            pl.when(self.tile.full == 0)(lambda: self.release_data(0, statistics))
+            pl.when(self.tile.first_is_cut)(lambda: self.release_data(0, statistics))
         acc = mosaic.constant(0.0, (rows, self.schedule.config.head_dim), TILE)
         return acc, statistics, p.astype(self.dtype)
 
@@ -255,7 +256,7 @@ class RowBlock:
 
     def found_reference(self, s: jax.Array, scale: float, reference: jax.Array) -> jax.Array:
         """With those of rows that see their first key in this block."""
-        if self.schedule.problem.mask is None:
+        if self.schedule.problem.plain:
             return reference
         highest = _highest(s) * scale
         # A row that has seen no key yet subtracts infinity: its exponentials are 0.
@@ -286,7 +287,7 @@ class RowBlock:
 
     def data_step(self, t: Any) -> Any:
         """Of block t, in these rings."""
-        return self.first_data + t - self.tile.bare
+        return self.first_data + self.tile.data_before(t)
 
     def wait_for_data(self, t: Any, masked: bool) -> BlockData | None:
         """Of block t."""
@@ -490,6 +491,14 @@ class RowBlock:
         state = lax.fori_loop(I32(0), self.tile.visited * parts, step, state)
         mosaic.meet(self.memory.repeat_met(self.me))
         return state
+
+
+def _settled(acc: jax.Array, statistics: Statistics, p: jax.Array) -> tuple:
+    """Where no block that is cut has given a row its reference: should a full one have scores for it (a
+    score function may hide keys), they overflow, and the tile is repeated."""
+    reference = statistics.reference
+    reference = jnp.where(reference == jnp.inf, NO_MAXIMUM, reference)
+    return acc, statistics._replace(reference=reference), p
 
 
 def _highest(s: jax.Array) -> jax.Array:

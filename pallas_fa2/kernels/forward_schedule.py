@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
@@ -140,8 +141,32 @@ class Tile:
 
     @property
     def full(self) -> Any:
-        """How many of them it sees all of; they come first."""
+        """How many of them it sees all of."""
         return self.visited - self.cut
+
+    @property
+    def backwards(self) -> bool:
+        """Whether it visits the last block of keys first, and so those that are cut.
+
+        The first blocks give the references of the softmax, and score functions mostly favour near keys:
+        after the farthest ones, `alibi` would have exponentials overflow.
+        """
+        return self.schedule.problem.score is not None
+
+    @property
+    def phases(self) -> list[tuple[bool, Any]]:
+        """Whether blocks pass through the mask, and where those end that do or do not."""
+        if self.backwards:
+            return [(True, self.cut), (False, self.visited)]
+        return [(False, self.full), (True, self.visited)]
+
+    @property
+    def first_is_cut(self) -> Any:
+        return self.cut > 0 if self.backwards else self.full == 0
+
+    def place_of(self, t: Any) -> Any:
+        """Among the blocks of the tile, full ones before those that are cut, the t-th that it visits."""
+        return self.visited - 1 - t if self.backwards else t
 
     @property
     def _blocks(self) -> tuple[Any, Any]:
@@ -151,13 +176,23 @@ class Tile:
 
     @property
     def cut(self) -> Any:
-        """How many it sees a part of."""
-        return self._blocks[1]
+        """How many pass through the mask: those of which it sees a part. Backwards, a full one follows
+        them, where rows that have seen no key yet find their reference."""
+        visited, cut = self._blocks
+        return jnp.where(cut > 0, jnp.minimum(cut + 1, visited), 0) if self.backwards else cut
 
     @property
     def bare(self) -> Any:
-        """How many blocks, the first ones, come without data."""
+        """How many blocks come without data: full ones, unless scores read some."""
         return 0 if self.schedule.problem.reads_block(masked=False) else self.full
+
+    def has_data(self, t: Any) -> Any:
+        """Whether data come with the t-th block visited."""
+        return t < self.visited - self.bare if self.backwards else t >= self.bare
+
+    def data_before(self, t: Any) -> Any:
+        """With how many of the blocks visited before, data have come."""
+        return t if self.backwards else t - self.bare
 
     def next_steps(self, before: tuple[Any, Any]) -> tuple[Any, Any]:
         """With which the next tile begins: of the rings, and of those of data."""

@@ -127,9 +127,8 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
         def load_key_data(t: Any) -> None:
             if memory.key_data is None:
                 return
-            source = inputs.data.k.at[batch, :, keys(t)]
-            n = t - tile.bare
-            pl.when(n >= 0)(lambda: memory.data_of_keys.fill(first_data + n, source))
+            source, step = inputs.data.k.at[batch, :, keys(t)], first_data + tile.data_before(t)
+            pl.when(tile.has_data(t))(lambda: memory.data_of_keys.fill(step, source))
 
         def load_pairs(t: Any) -> None:
             if not memory.pairs:
@@ -139,10 +138,10 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
                 for g in range(config.warpgroups):
                     for ring, source in zip(memory.pairs_of(g), problem.pairs(), strict=True):
                         array, place = inputs.data.pairs[source.place], (rows(g), keys(t))
-                        step = first_data + t - tile.bare
+                        step = first_data + tile.data_before(t)
                         ring.fill(step, mosaic.shared_at(array, batch, head, *place))
 
-            pl.when(t >= tile.bare)(fill)
+            pl.when(tile.has_data(t))(fill)
 
         def load(t: Any, _: Any) -> None:
             load_keys(t)
