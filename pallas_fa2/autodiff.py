@@ -52,22 +52,46 @@ def _mapped_alike(out: jax.Array, lse: jax.Array) -> Out:
     return out, jnp.where(jnp.isnan(out[:, :1, :1, 0]), lse, lse)
 
 
+@jax.tree_util.register_static
+class Wanted(tuple[bool, ...]):
+    """Of each float that scores read, whether its gradient is asked for."""
+
+
 def _forward(
     spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands
 ) -> tuple[Out, tuple]:
-    out, lse = cast(Out, _attend(spec, plan, q, k, v, operands))
-    return (out, lse), (q, k, v, out, lse, operands)
+    """Of arrays with `value` and `perturbed`."""
+    args = jax.tree.map(_value, (q, k, v, operands), is_leaf=_is_primal)
+    scores = jax.tree.leaves(operands.scores, is_leaf=_is_primal)
+    wanted = Wanted(x.perturbed for x in scores if jnp.issubdtype(x.value.dtype, jnp.floating))
+    out, lse = cast(Out, _attend(spec, plan, *args))
+    *qkv, operands = args
+    return (out, lse), (*qkv, out, lse, operands, wanted)
+
+
+def _is_primal(x: Any) -> bool:
+    return hasattr(x, "perturbed")
+
+
+def _value(x: Any) -> jax.Array:
+    return x.value
 
 
 def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Out) -> tuple:
-    q, k, v, out, lse, operands = residuals
-    dout, dlse = cotangents
+    q, k, v, out, lse, operands, wanted = residuals
+    dout, dlse = (_dense(x, like) for x, like in zip(cotangents, (out, lse), strict=True))
     delta = row_delta(out, dout, dlse)
     backward = REGISTRY[plan.implementation].backward
     assert backward is not None, "an implementation that JAX differentiates never comes here"
-    found = backward(spec, plan.backward, q, k, v, lse, delta, dout.astype(q.dtype), operands)
+    arrays = q, k, v, lse, delta, dout.astype(q.dtype)
+    found = backward(spec, plan.backward, *arrays, operands, wanted)
     dq, dk, dv, dscores = alike(found, q)
     return dq, dk, dv, _cotangents(operands, dscores)
+
+
+def _dense(cotangent: Any, like: jax.Array) -> jax.Array:
+    zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+    return jnp.zeros_like(like) if zero else cotangent
 
 
 def row_delta(out: jax.Array, dout: jax.Array, dlse: jax.Array) -> jax.Array:
@@ -84,4 +108,4 @@ def _cotangents(operands: Operands, dscores: tuple) -> Operands:
     return Operands(scores=jax.tree.unflatten(tree, scores))
 
 
-_attend.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward, symbolic_zeros=True)

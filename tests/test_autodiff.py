@@ -1,5 +1,6 @@
 """Derivatives and transformations: jit, grad, vmap, remat, scan, sharding; what is saved."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -12,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pallas_fa2 as fa
+from pallas_fa2.kernels import REGISTRY
 
 CAUSAL = fa.Causal()
 B, T, N, K, H = 2, 40, 4, 2, 16
@@ -220,6 +222,35 @@ def test_gradients_of_score_data(implementation: str) -> None:
     args = (bias, slopes, cap)
     got = jax.jit(jax.grad(ours, (0, 1, 2)))(*args)
     chex.assert_trees_all_close(got, jax.grad(dense, (0, 1, 2))(*args), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_backward_knows_which_gradients_are_wanted(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blockwise, asked = REGISTRY["blockwise"], []
+
+    def backward(*args: Any) -> Any:
+        asked.append(args[-1])
+        return blockwise.backward(*args)
+
+    monkeypatch.setitem(REGISTRY, "blockwise", dataclasses.replace(blockwise, backward=backward))
+
+    def ours(q: Any, slopes: Any, bias: Any) -> Any:
+        _, k, v = qkv()
+        return loss("blockwise", q, k, v, score=(fa.alibi(slopes), fa.bias(bias)))
+
+    args = qkv()[0], normal(4, N), normal(3, 1, 1, T, T)
+    for wanted, expected in (
+        ((0,), (False, False)),
+        ((0, 1), (True, False)),
+        ((2,), (False, True)),
+    ):
+        gradient = jax.grad(ours, wanted)
+        (jax.jit(gradient) if compiled else gradient)(*args)
+        assert asked == [expected]
+        asked.clear()
+        jax.clear_caches()
 
 
 def test_forward_mode_says_that_it_is_not_there() -> None:

@@ -106,8 +106,9 @@ def backward(
     delta: Any,
     dout: Any,
     operands: Operands,
+    wanted: tuple[bool, ...],
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
-    """Gradients of q, k, v and of the floating-point score data (its leaves, in order).
+    """Gradients of q, k, v and of the floating-point score data (its leaves, in order), wanted or not.
 
     `lse` and `delta` are `[B, N, T]`.
     """

@@ -145,9 +145,15 @@ class Extras(NamedTuple):
 
     @classmethod
     def of(
-        cls, spec: Spec, part: Trim, operands: Operands, block_q: int, block_kv: int
+        cls,
+        spec: Spec,
+        part: Trim,
+        operands: Operands,
+        block_q: int,
+        block_kv: int,
+        wanted: tuple[bool, ...] = (),
     ) -> "Extras":
-        mask, score = token_data.describe_mask(spec), token_data.describe_score(spec)
+        mask, score = token_data.describe_mask(spec), token_data.describe_score(spec, wanted)
         functions = mask, score, token_data.describe_dropout(spec)
         spec = part.spec(spec)
         data = classes = None
@@ -312,11 +318,12 @@ def backward(
     delta: jax.Array,
     dout: jax.Array,
     operands: Operands,
+    wanted: tuple[bool, ...],
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
-    """Gradients of q, k, v and of the data of scores."""
+    """Gradients of q, k, v and of the data of scores; 0 for those that are not wanted."""
     part = trim(spec)
     part_operands = part.operands(operands)
-    extras = Extras.of(spec, part, part_operands, *config.tile)
+    extras = Extras.of(spec, part, part_operands, *config.tile, wanted)
     q, k, v, lse, delta, dout = _first_order((q, k, v, lse, delta, dout))
 
     def kernel(*args: Any) -> tuple:

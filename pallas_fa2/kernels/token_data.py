@@ -197,14 +197,16 @@ def describe_mask(spec: Spec) -> TileMask | None:
     return TileMask(visible, diagonal.every_token_sees_itself(spec))
 
 
-def describe_score(spec: Spec) -> TileScore | None:
+def describe_score(spec: Spec, wanted: tuple[bool, ...]) -> TileScore | None:
+    """Of the floats that it reads, those are `wanted` whose gradient is."""
     if not spec.scores:
         return None
     sources = _sources(spec)
     value, derivative = tile_code.combined(spec.scores)
     args = [Source("score", None, "float32"), sources.q, sources.k, *sources.scores]
     slope, *others = derivative.jaxpr.outvars
-    kept = [(v, s) for v, s in zip(others, _floats(spec), strict=True) if not _is_zero(v)]
+    each = zip(others, _floats(spec), wanted or [False] * len(others), strict=True)
+    kept = [(v, s) for v, s, asked_for in each if asked_for and not _is_zero(v)]
     outvars = [slope, *(v for v, _ in kept)]
     derivative = derivative.replace(jaxpr=derivative.jaxpr.replace(outvars=outvars))
     return TileScore(
