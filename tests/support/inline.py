@@ -1,0 +1,74 @@
+"""What the library's inline code means, by its name: `ptx`, `pair_tile` and `mosaic.over`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.kernels import dropout
+
+
+def _columns(tile: jax.Array) -> jax.Array:
+    return jnp.arange(tile.shape[1])[None]
+
+
+def _fragments(tile: jax.Array) -> jax.Array:
+    """(warp, half, group) x (eight, thread, element) -> the order of a thread's registers."""
+    return tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5).reshape(-1)
+
+
+def _row(parameters, shape):
+    (dtype,) = parameters
+    return shape, lambda row: jax.lax.bitcast_convert_type(row, dtype)
+
+
+def _pairs(parameters, _):
+    orientation, queries, keys, start, count, dtype = parameters
+    columns = slice(int(start), int(start) + int(count))
+
+    def convert(tile):
+        tile = tile.T if orientation == "transposed" else tile
+        return tile[:, columns].astype(dtype)
+
+    return (int(queries), int(keys)), convert
+
+
+# What is loaded: of the operation's parameters and the result's shape, the shape of what lies in memory
+# and what becomes of it.
+LOADED: dict[str, Callable] = {"load_row": _row, "load_pairs": _pairs}
+
+# What is added to device memory from registers.
+ADDED: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "_add_fragments": _fragments,
+    "_add_row_sums": lambda tile: tile.sum(1),
+    "_add_column_sums": lambda tile: tile.sum(0),
+}
+
+
+def _negate_dropped(p, first, second, columns, key_axis, threshold, _):
+    keys = dropout.RowKeys(*(x.astype("uint32")[:, None] for x in (first, second)))
+    bits = dropout.bits(keys, columns[None])
+    return jnp.where((bits if key_axis == "1" else bits.T) < int(threshold), -p, p)
+
+
+# A warpgroup is one thread here: its four warps share their answers.
+INLINE: dict[str, Callable[..., Any]] = {
+    "any_above": lambda tile, limit: jnp.any(tile > float(limit)).astype("int32"),
+    "_any_from_two": lambda tile: jnp.any(~(jnp.abs(tile) < 2)).astype("int32"),
+    "_any_infinite": lambda rows, _: jnp.any(~(rows < jnp.inf)).astype("int32"),
+    "_pin": lambda _: None,
+    "_open_mail": lambda *_: None,
+    "_expect_mail": lambda *_: None,
+    "over": lambda x, axis, *shape: jax.lax.broadcast_in_dim(
+        x, tuple(map(int, shape)), [int(axis)]
+    ),
+    "reciprocal": jnp.reciprocal,
+    "zeros": lambda *shape: jnp.zeros(tuple(map(int, shape)), "float32"),
+    "_turn_sync": lambda _: None,
+    "_turn_arrive": lambda _: None,
+    "column_numbers": lambda start, count: start + jnp.arange(int(count), dtype="int32"),
+    "negate_dropped": _negate_dropped,
+    "hide_after": lambda s, last: jnp.where(_columns(s) <= last[:, None], s, -jnp.inf),
+    "hide_before": lambda s, first: jnp.where(_columns(s) >= first[:, None], s, -jnp.inf),
+}

@@ -1,0 +1,239 @@
+"""What the interpreter's equations do to memory, one at a time, on the host."""
+
+import dataclasses
+import inspect
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.pallas.mosaic.interpret import utils as interpret_utils
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from pallas_fa2.kernels import tma
+from tests.support import shared
+
+
+def the_memory() -> shared.Memory:
+    memory = gpu_callbacks._get_shared_memory()
+    assert isinstance(memory, shared.Memory), "install() was called while a kernel was running"
+    return memory
+
+
+def _locate(key_as_array: np.ndarray, transforms: Any) -> tuple[shared.Key, interpret_utils.Access]:
+    key = shared.Key.from_array(key_as_array)
+    indexing = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+    return key, the_memory().access(key, indexing)
+
+
+class LoadTask(gpu_callbacks.AsyncCopyGmemToSmemTask):
+    """A TMA load whose write to shared memory is judged by both proxies' clocks."""
+
+    def post_read(self, tma_thread_id: int, memory: shared.Memory) -> None:
+        if memory.detect_races:
+            self.clock.inc(tma_thread_id)
+            gpu_callbacks.get_races().check_write(
+                self.thread,
+                self.clock.async_smem_clock.copy(),
+                self.dst_allocation_key,
+                self.dst_access,
+                self.source_info,
+                generic=self.clock.generic_clock.copy(),
+            )
+
+
+class _LoadRowsTask(LoadTask):
+    """One of `tma.Rows`: the thread's next arrival at a barrier brings it."""
+
+    def __init__(self, *where: Any, clock: Any):
+        gpu_callbacks.AsyncCopyTask.__init__(self, *where)
+        self.clock = clock
+
+    def post_write(self, tma_thread_id: int, memory: shared.Memory) -> None:
+        if memory.detect_races:
+            shared.current.landing[self.thread] = self.clock.copy()
+
+
+class _ReduceTask(gpu_callbacks.AsyncCopySmemToGmemTask):
+    """A TMA store that combines with what is there, atomically per element."""
+
+    OPERATIONS = types.MappingProxyType({"add": np.add, "min": np.minimum, "max": np.maximum})
+    operation: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    atomic = threading.Lock()
+
+    def __call__(self, tma_thread_id: int) -> None:
+        memory = the_memory()
+        self.pre_read(tma_thread_id, memory)
+        value, _, _ = memory.get_buffer_content(
+            self.src_allocation_key, self.src_access, self.thread
+        )
+        self.post_read(tma_thread_id, memory)
+        shape = tuple(memory.buffer_shape_and_dtype(self.dst_allocation_key).shape)
+        inside = gpu_callbacks._clip_store_to_shape(self.dst_access, value, shape)
+        if inside is not None:
+            access, value = inside
+            target = (self.dst_allocation_key, access)
+            with self.atomic:
+                old, _, _ = memory.get_buffer_content(*target, self.thread)
+                memory.store_buffer_content(*target, self.operation(old, value), self.thread)
+        self.post_write(tma_thread_id, memory)
+
+    def post_read(self, tma_thread_id: int, memory: shared.Memory) -> None:
+        if memory.detect_races:
+            self.clock.inc(tma_thread_id)
+            self.write_clock = self.clock.copy()
+            gpu_callbacks.get_races().check_add(
+                self.thread,
+                self.clock.async_smem_clock.copy(),
+                self.dst_allocation_key,
+                self.dst_access,
+                self.source_info,
+            )
+
+
+@gpu_callbacks.fail_on_exception
+def copy_smem_to_gmem(
+    *,
+    token,
+    mesh_location,
+    thread,
+    src_allocation_key_as_array,
+    src_transforms,
+    dst_allocation_key_as_array,
+    dst_transforms,
+    predicate,
+    source_info,
+    commit_group,
+    reduction_op,
+):
+    memory = the_memory()
+    if predicate is None or bool(predicate):
+        src_key, src_access = _locate(src_allocation_key_as_array, src_transforms)
+        dst_key, dst_access = _locate(dst_allocation_key_as_array, dst_transforms)
+        make = gpu_callbacks.AsyncCopySmemToGmemTask if reduction_op is None else _ReduceTask
+        task = make(
+            mesh_location,
+            thread,
+            src_key,
+            src_access,
+            dst_key,
+            dst_access,
+            source_info,
+            clock=memory.incr_clock(thread) if memory.detect_races else None,
+        )
+        if reduction_op is not None:
+            task.operation = _ReduceTask.OPERATIONS[reduction_op]
+        memory.execute_async_task(task)
+    if commit_group and memory.detect_races:
+        memory.commit_stores(thread)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def copy_rows(*, token, mesh_location, thread, name, array, buffer, transforms, place, source_info):
+    """`tma.Rows` by inline code. TMA clips at the length, but its view of `whole` groups before."""
+    way, view = name.split()
+    memory = the_memory()
+    batch, first, head, column = map(int, place)
+    inside = _locate(buffer, transforms)
+    rows, columns = inside[1].shape
+    array = shared.Key.from_array(array)
+    length = memory.buffer_shape_and_dtype(array).shape[1]
+    if view == "whole" and first + rows > length // tma.GROUP * tma.GROUP:
+        raise IndexError(f"rows {first} to {first + rows} of {length} are not all in whole groups")
+    window = batch, slice(first, first + rows, 1), head, slice(column, column + columns, 1)
+    outside = array, interpret_utils.Access(window)
+    clock = memory.incr_clock(thread) if memory.detect_races else None
+    common = mesh_location, thread
+    if way == "load":
+        task = _LoadRowsTask(*common, *outside, *inside, source_info, clock=clock)
+    else:
+        task = gpu_callbacks.AsyncCopySmemToGmemTask(
+            *common, *inside, *outside, source_info, clock=clock
+        )
+    memory.execute_async_task(task)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def add_to_gmem(*, token, thread, target, transforms, value, source_info):
+    """Adds from registers, atomically per element."""
+    memory = the_memory()
+    place = _locate(target, transforms)
+    with _ReduceTask.atomic:
+        old, _, _ = memory.get_buffer_content(*place, thread)
+        memory.store_buffer_content(*place, old + value, thread)
+    if memory.detect_races:
+        clock = memory.incr_clock(thread).async_smem_clock
+        gpu_callbacks.get_races().check_add(thread, clock, *place, source_info)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def send_mail(*, token, thread, source, target, arrived, transforms, block, source_info):
+    """Copies to the same place in another block of the cluster, which finds mail there."""
+    memory = the_memory()
+    source, target, (letterbox, at) = map(_locate, (source, target, arrived), transforms)
+    value, _, _ = memory.get_buffer_content(*source, thread)
+    target = dataclasses.replace(target[0], block_id=int(block)), target[1]
+    memory.store_buffer_content(*target, value, thread)
+    clock = None
+    if memory.detect_races:
+        races, clock = gpu_callbacks.get_races(), memory.incr_clock(thread)
+        clock.inc(memory.get_next_tma_thread_id())
+        races.check_read(thread, clock.async_smem_clock.copy(), *source, source_info)
+        races.check_write(thread, clock.async_smem_clock.copy(), *target, source_info)
+    letterbox = dataclasses.replace(letterbox, block_id=int(block))
+    memory.mail.deliver((letterbox, str(at.range)), clock)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def wait_for_mail(*, token, thread, arrived, transforms):
+    memory = the_memory()
+    letterbox, at = _locate(arrived, transforms)
+    clock = memory.mail.wait(thread, (letterbox, str(at.range)))
+    if clock is not None:
+        with memory.lock:
+            memory.clocks[thread].update(clock)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def commit_stores(token, thread):
+    memory = the_memory()
+    if memory.detect_races:
+        memory.commit_stores(thread)
+    return token
+
+
+_upstream_wgmma = inspect.unwrap(gpu_callbacks.wgmma)
+
+
+@gpu_callbacks.fail_on_exception
+def execute_wgmma(*, token, thread, source_info=None, **operands):
+    _upstream_wgmma(token=token, thread=thread, source_info=source_info, **operands)
+    memory = the_memory()
+    if memory.detect_races:
+        accumulator = shared.Key.from_array(operands["acc_allocation_key_as_array"])
+        clock = memory.start_wgmma(thread, accumulator)
+        for name in "ab":
+            where = (operands[f"{name}_allocation_key_as_array"], operands[f"{name}_transforms"])
+            gpu_callbacks.get_races().check_read(thread, clock, *_locate(*where), source_info)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def wait_wgmma(token, thread, *, in_flight):
+    the_memory().wait_wgmma(thread, in_flight)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def check_accumulator(token, thread, accumulator, *, use, source_info):
+    the_memory().check_accumulator(
+        thread, shared.Key.from_array(accumulator), use, shared.where_of(source_info)
+    )
+    return token
