@@ -21,17 +21,17 @@ from tests.support.hopper import each_variant, is_first, name, planned_for_h200,
 
 SHORT = [case for case in PLAIN if case.q_len < 1000]  # the long ones run on the GPU
 MASKS = {"full": None, "start": fa.Causal(), "end": fa.Causal(align="end")}
-# One for each kind of mask and of kernel: interpreting takes long.
+# One for each kind of mask and of kernel, and small: interpreting takes long.
+LENGTHS = {
+    "packed_h256": (200, 200),
+    "lengths_h64": (200, 330),
+    "window_h96": (130, 130),
+    "rising_documents_h128": (130, 260),
+}
 TOLD_APART = [
-    case
+    dataclasses.replace(case, q_len=LENGTHS[case.name][0], kv_len=LENGTHS[case.name][1])
     for case in MASKED
-    if case.name
-    in (
-        "packed_h256",
-        "lengths_h64",
-        "window_h96",
-        "rising_documents_h128",
-    )
+    if case.name in LENGTHS
 ]
 FORWARDS = [t for t in HOPPER_FORWARD if not t.general]
 
@@ -40,7 +40,13 @@ INTERPRETED = each_variant([*SHORT, *TOLD_APART])
 
 
 def test_every_forward_is_interpreted() -> None:
-    assert {tuned for _, tuned in INTERPRETED} == set(HOPPER_FORWARD)
+    # Those for wide data of pairs differ by their block alone, and in test_hopper_scores there is one.
+    wide = {
+        t
+        for t in HOPPER_FORWARD
+        if t.general and t.config.block_kv == 64 and t.config.head_dim < 256
+    }
+    assert {tuned for _, tuned in INTERPRETED} >= {t for t in HOPPER_FORWARD if t not in wide}
 
 
 @pytest.mark.parametrize("case, tuned", INTERPRETED, ids=name)
@@ -104,10 +110,7 @@ def assert_clean(forward: KernelReport, backward: KernelReport) -> None:
     compile_gate.assert_clean(dataclasses.replace(backward, spill_stores=0, spill_loads=0))
 
 
-@pytest.mark.parametrize(
-    "mask, length",
-    [("full", 4096), ("full", 4000), ("start", 4096), ("start", 4000), ("end", 4000)],
-)
+@pytest.mark.parametrize("mask, length", [("full", 4000), ("start", 4096), ("end", 4000)])
 @pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
 def test_every_backward_compiles_clean(head_dim: int, mask: str, length: int) -> None:
     args = arrays(2048 if mask == "end" else length, length, head_dim)
@@ -235,7 +238,7 @@ def test_dk_and_dv_have_memory_of_their_own(kv_heads: int, arrays_each: int) -> 
     assert hlo.count('custom_call_target="AllocateBuffer"') == 2 * arrays_each
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", ["full", "start"])
 def test_no_buffer_of_all_pairs(mask: str) -> None:
     with planned_for_h200():
         hlo = compile_gate.hlo_for_h200(

@@ -258,10 +258,15 @@ class RowBlock:
         """With those of rows that see their first key in this block."""
         if self.schedule.problem.plain:
             return reference
-        highest = _highest(s) * scale
-        # A row that has seen no key yet subtracts infinity: its exponentials are 0.
-        found = jnp.where(highest == -jnp.inf, jnp.inf, highest)
-        return jnp.where(reference == jnp.inf, found, reference)
+
+        def found() -> jax.Array:
+            highest = _highest(s) * scale
+            # A row that has seen no key yet subtracts infinity: its exponentials are 0.
+            highest = jnp.where(highest == -jnp.inf, jnp.inf, highest)
+            return jnp.where(reference == jnp.inf, highest, reference)
+
+        missing = ptx.any_above(reference, -NO_MAXIMUM)
+        return lax.cond(missing, found, lambda: reference)
 
     def hide(
         self,

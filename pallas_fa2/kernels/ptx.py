@@ -71,7 +71,7 @@ def _turn_arrive(_: Any, barrier: Any) -> None:
 
 
 def any_above(tile: jax.Array, limit: float) -> jax.Array:
-    """Whether a warp's own 16 rows of a `[64, 8]` tile exceed the limit anywhere.
+    """Whether a warp's own 16 rows of `[64, 8]`, or of `[64]`, exceed the limit anywhere.
 
     Each warp gets its own answer, so a branch on it must not synchronize.
     """
@@ -82,7 +82,8 @@ def any_above(tile: jax.Array, limit: float) -> jax.Array:
         vote = "vote.sync.any.pred p, p, -1;"
         return _splat(_ask(above, vote, []))
 
-    return inline(f"any_above {limit}", found, _ANSWER, TILE)(tile) != 0
+    layout = TILE if tile.ndim == 2 else ROWS
+    return inline(f"any_above {limit}", found, _ANSWER, layout)(tile) != 0
 
 
 _ANSWER = plgpu.ShapeDtypeStruct((), I32, plgpu.Layout.WG_SPLAT(shape=()))

@@ -180,7 +180,7 @@ PLAIN = [
     Case("float16_h128", 1, 130, 130, 2, 1, 128, dtype=f16),
     # Lengths that are no multiples of 8, beyond one tile; rows of another entry follow.
     *(
-        Case(f"odd_h{h}", 2, t, s, 2, 1, h, mask=mask)
+        Case(f"odd_h{h}", 2, t, s, 1, 1, h, mask=mask)
         for h, t, s, mask in (
             (64, 139, 261, causal_end),
             (96, 139, 139, causal),
