@@ -25,12 +25,12 @@ class Tuned(NamedTuple):
 
     def serves(self, spec: Spec) -> bool:
         if self.general or not spec.plain:
-            return self.general and not spec.plain and self._fits(spec)
+            return self.general and not spec.plain and self.fits(spec)
         limit = self.longest_causal
         return limit is None or (spec.causal is not None and spec.q_len <= limit)
 
-    def _fits(self, spec: Spec) -> bool:
-        """Shared memory, with the data of pairs; one row more of keys is their places."""
+    def fits(self, spec: Spec) -> bool:
+        """Whether shared memory has room for the data of pairs. (A row more of keys is their places.)"""
         size, rows = token_data.pair_bytes(spec), token_data.token_rows(spec, "k") + 1
         return size == 0 or self.config.pair_stages(size, rows) >= 1
 

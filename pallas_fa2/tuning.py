@@ -73,7 +73,7 @@ def candidates(spec: Spec, device: Device) -> list[hopper_forward.Config]:
     return [
         dataclasses.replace(kernel.config, ctas=device.cores, section_bytes=section)
         for kernel in plan.hopper_forwards(max(spec.head_dim, spec.value_dim))
-        if kernel.general != spec.plain
+        if kernel.general != spec.plain and kernel.fits(spec)
         for section in (SECTIONS if spec.causal else (kernel.config.section_bytes,))
     ]
 

@@ -133,6 +133,21 @@ def test_hopper_leaves_the_rest_to_blockwise_and_says_why(name):
     assert re.search(reason, why), why
 
 
+@pytest.mark.parametrize(
+    "dtype, mask, head_dim, block_kv",
+    [
+        (jnp.bfloat16, None, 128, 128),
+        (jnp.float32, None, 128, 64),
+        (jnp.bfloat16, fa.Segments(np.zeros(111, np.int32), np.zeros(63, np.int32)), 128, 64),
+        (jnp.float32, None, 64, 128),
+    ],
+)
+def test_blocks_of_keys_leave_room_for_pairs(dtype, mask, head_dim, block_kv):
+    score = fa.bias(jnp.zeros((111, 63), dtype))
+    call = spec(score=score, mask=mask, dims=(head_dim, head_dim))
+    assert make_plan(call, H200).forward.block_kv == block_kv
+
+
 @pytest.mark.parametrize("device", OTHERS, ids=lambda device: device.kind)
 def test_other_devices_run_blockwise(device):
     plan = make_plan(spec(), device)

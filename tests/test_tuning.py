@@ -54,6 +54,13 @@ def test_a_call_without_hopper_kernels_is_refused():
         fa.autotune(x, x, x)
 
 
+@pytest.mark.parametrize("dtype, blocks", [(jnp.float32, [64]), (jnp.bfloat16, [128, 64])])
+def test_candidates_have_room_for_pairs(dtype, blocks):
+    x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
+    call, _ = describe(x, x, x, score=fa.bias(jnp.zeros((256, 256), dtype)))
+    assert [config.block_kv for config in tuning.candidates(call, H200)] == blocks
+
+
 @pytest.mark.gpu
 def test_every_candidate_runs(monkeypatch):
     monkeypatch.setattr(plan, "TUNED", {})

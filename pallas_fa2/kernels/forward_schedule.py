@@ -45,11 +45,11 @@ class Config:
 
     def pair_stages(self, pair_bytes: int, key_rows: int) -> int:
         """How many blocks' data of pairs fit beside what attention takes: keys and values and so many rows
-        of their data, queries, the output and 1 KB of all else."""
+        of their data, queries, the output and 2 KB of all else."""
         kv_bytes = 2 * self.stages * self.block_kv * self.head_dim * 2
         rows_bytes = self.block_q * (self.head_dim + self.out_pieces[0].size) * 2
         data_bytes = self.stages * key_rows * self.block_kv * 4
-        taken = kv_bytes + rows_bytes + data_bytes + 1024
+        taken = kv_bytes + rows_bytes + data_bytes + 2048
         left = mosaic.SHARED_MEMORY_BYTES - taken
         return min(2, left // (self.block_q * self.block_kv * pair_bytes))
 
