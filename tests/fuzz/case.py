@@ -208,8 +208,11 @@ def _draw_for_hopper(pick: Pick) -> Case:
         head_dim=dim,
         value_dim=pick((dim, 64, 128)),
         dtype=pick(("bfloat16", "float16")),
-        mask=pick(PLAIN_MASKS),
+        mask=pick(PLAIN_MASKS) if pick((True, False)) else masks.draw(pick),
+        scores=score_functions.draw(pick) if pick((False, False, True)) else (),
         scale=pick((None, None, 0.3, 1.0)),
+        dropout=pick((0.0,) * 6 + (0.2, 0.9)),
+        positions=pick(("",) * 8 + ("q", "k", "Q", "QK")),
         **_surroundings(pick, transform),
         sinks=pick(SINKS),
     )
