@@ -19,7 +19,7 @@ from tests.fuzz.masks import Causal, Lengths, Not, Or, Window
 from tests.fuzz.run import nth, shrink
 from tests.fuzz.scores import Bias, SoftCap, Temper
 
-PARTS, PROGRAMS, DRAWS = 10, 5, 6  # 300 cases; compiling them takes most of the time
+PARTS, PROGRAMS, DRAWS = 10, 3, 10  # 300 cases; compiling them takes most of the time
 BOTH = implementations(gpu=False)
 
 
