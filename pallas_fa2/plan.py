@@ -129,7 +129,7 @@ def _configure(name: str, spec: Spec, device: Device, passed_over: tuple) -> Pla
     if name == "hopper":
         forward = TUNED.get((spec, device))
         if forward is None:
-            kernels = hopper_forwards(max(spec.head_dim, spec.value_dim))
+            kernels = hopper_forwards(spec.largest_dim)
             tuned = next(t for t in kernels if t.serves(spec))
             forward = dataclasses.replace(tuned.config, ctas=device.cores)
         backward = hopper_backward.Config(hopper.kernel_dim(spec), ctas=device.cores)

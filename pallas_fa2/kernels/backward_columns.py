@@ -134,8 +134,7 @@ class Columns:
             query_data, first = self.data.row_keys.at[batch, head, :, block], 0
         words = (query_data.at[first + i, self.place] for i in range(2))
         row_keys = RowKeys(*(ptx.load_row(1, x, jnp.int32) for x in words))
-        given = dropped.key.place is not None
-        positions = self.keys.rows[dropped.key] if given else self.keys.index
+        positions = self.keys.rows[dropped.key] if dropped.given else self.keys.index
         return dropped.negate(p, row_keys, positions, 0)
 
     def kept(self, p: jax.Array) -> jax.Array:

@@ -218,16 +218,13 @@ class Schedule:
     def assemble(self, dq: jax.Array) -> jax.Array:
         """`[B, T', N, H]` from the parts of all blocks, which `ptx.add_fragments` has added up."""
         p, c = self.problem, self.config
-        # rows of a tile are (warp, half, group), columns (eight, thread, element)
-        fragments = "eight", "warp", "group", "thread", "half", "element"
-        axes = "batch", "head", "block", "part", *fragments
-        sizes = p.batch, p.q_heads, self.q_blocks, c.dq_parts, 8, 4, 8, 4, 2, 2
-        rows, columns = ("warp", "half", "group"), ("eight", "thread", "element")
+        rows, columns = mosaic.ROW_AXES, mosaic.COLUMN_AXES
         if c.head_dim == DQ_TILE:
             order = "batch", "block", "part", *rows, "head", *columns
         else:
             order = "batch", "block", *rows, "head", "part", *columns
-        dq = dq[:-1].reshape(sizes).transpose([axes.index(name) for name in order])
+        dq = dq[:-1].reshape(p.batch, p.q_heads, self.q_blocks, c.dq_parts, -1)
+        dq = mosaic.from_fragments(dq, ("batch", "head", "block", "part"), order)
         return dq.reshape(p.batch, self.q_blocks * c.block_q, p.q_heads, c.head_dim)
 
 

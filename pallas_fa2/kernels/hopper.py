@@ -67,7 +67,7 @@ def _listed_blocks(spec: Spec) -> int:
 
 def kernel_dim(spec: Spec) -> int:
     """The head dim of the backward kernel: the next size up for queries, keys and values alike."""
-    return next(d for d in HEAD_DIMS if d >= max(spec.head_dim, spec.value_dim))
+    return next(d for d in HEAD_DIMS if d >= spec.largest_dim)
 
 
 def _entry_elements(spec: Spec) -> int:

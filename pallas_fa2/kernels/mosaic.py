@@ -25,6 +25,10 @@ TILE = plgpu.Layout.WGMMA  # a (64, n) accumulator over the 128 threads of a war
 ROWS = TILE.reduce(1)  # one value a row
 COLUMNS = TILE.reduce(0)  # one value a column
 
+# A tile as PTX's accumulators hold it (PTX ISA, wgmma's D fragment): row 16 warp + 8 half + group,
+# column 8 eight + 2 thread + element.
+ROW_AXES, COLUMN_AXES = ("warp", "half", "group"), ("eight", "thread", "element")
+
 ROWS_PER_WARPGROUP = 64  # the M of every WGMMA instruction
 SHARED_MEMORY_BYTES = 232_448  # of one CTA on sm_90
 REGISTERS = 512  # of a multiprocessor, for one thread of each warpgroup
@@ -79,7 +83,7 @@ class Problem:
     def rows(self, side: str, masked: bool) -> set[Any]:
         """What masks and scores read of q's or k's tokens, but for their index; and dropout of k's."""
         found = {source for f in self._functions(masked) for source in f.rows(side)}
-        if side == "k" and self.dropout is not None and self.dropout.key.place is not None:
+        if side == "k" and self.dropout is not None and self.dropout.given:
             found.add(self.dropout.key)
         return found
 
@@ -93,7 +97,7 @@ class Problem:
         return {source for f in self._functions(masked) for source in f.numbers}
 
     def reads_index(self, side: str, masked: bool) -> bool:
-        if side == "k" and self.dropout is not None and self.dropout.key.place is None:
+        if side == "k" and self.dropout is not None and not self.dropout.given:
             return True
         return any(f.reads_index(side) for f in self._functions(masked))
 
@@ -162,10 +166,8 @@ def over(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
     def broadcast(_: Any, x: Any) -> Any:
         return x.broadcast_in_dim(shape, (axis,), TILE.to_mgpu())
 
-    name, result = (
-        f"over {axis} {shape[0]} {shape[1]}",
-        plgpu.ShapeDtypeStruct(shape, x.dtype, TILE),
-    )
+    name = f"over {axis} {shape[0]} {shape[1]}"
+    result = plgpu.ShapeDtypeStruct(shape, x.dtype, TILE)
     return inline(name, broadcast, result, (ROWS, COLUMNS)[axis])(x)
 
 
@@ -178,6 +180,18 @@ def inline(name: str, code: Callable, result: Any, *arg_types: Any) -> Callable:
 def shared_at(array: Any, batch: Any, head: Any, *rest: Any) -> Any:
     """Of an array that all batch entries or heads share, or not."""
     return array.at[(batch if array.shape[0] > 1 else 0, head if array.shape[1] > 1 else 0, *rest)]
+
+
+def from_fragments(x: jax.Array, axes: Sequence[str], order: Sequence[str]) -> jax.Array:
+    """`[*axes, tile]`, tiles as `ptx.add_fragments` has added them up, with all axes in this order.
+
+    Those of a tile are ROW_AXES and COLUMN_AXES.
+    """
+    eights = x.shape[-1] // (ROWS_PER_WARPGROUP * 8)
+    tile = {"eight": eights, "warp": 4, "group": 8, "thread": 4, "half": 2, "element": 2}
+    names = *axes, *tile
+    x = x.reshape(*x.shape[:-1], *tile.values())
+    return x.transpose([names.index(name) for name in order])
 
 
 def constant(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:

@@ -192,9 +192,8 @@ def reciprocal(tile: jax.Array) -> jax.Array:
 def add_fragments(target: Any, tile: jax.Array) -> None:
     """Adds a float32 tile of 64 rows to device memory, as it lies in registers, 16 bytes at a time.
 
-    `target` is as large, `[4096]` for 64 columns, in the order (eight columns, warp, group, thread, half, element) of
-    PTX's accumulators (PTX ISA, wgmma's D fragment): row 16 warp + 8 half + group of the tile, column
-    8 eight + 2 thread + element. A warp then adds 512 bytes side by side.
+    `target` is as large, `[4096]` for 64 columns, in the order (eight, warp, group, thread, half,
+    element) that `mosaic.from_fragments` undoes. A warp then adds 512 bytes side by side.
     """
     _add_fragments(target, tile)  # pyright: ignore[reportCallIssue]
 
@@ -412,9 +411,8 @@ def negate_dropped(
         def negated(x: Any, at: tuple[int, ...], e: int) -> Any:
             mine = sum(at[2:]), 2 * at[1] + e  # the row and the column, of the thread's own
             query, key = mine[1 - key_axis], mine[key_axis]
-            if (
-                shared
-            ):  # with the key eight before: the thread's row before, or the column two before
+            if shared:
+                # with the key eight before: the thread's row before, or the column two before
                 lower = key & ~(1 + key_axis)
                 bits, shift = word(query, lower), i32(16 if lower != key else 0)
             else:

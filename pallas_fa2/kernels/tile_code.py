@@ -217,15 +217,18 @@ class TileDropout:
     key: Source  # of the keys' positions
 
     @property
+    def given(self) -> bool:
+        """Whether a user gave these positions, of which nothing is then known."""
+        return self.key.place is not None
+
+    @property
     def scale(self) -> float:
         """What makes up for it."""
         return dropout.scale(self.threshold)
 
     def negate(self, p: jax.Array, keys: RowKeys, columns: jax.Array, key_axis: int) -> jax.Array:
         """-p where it is dropped. `columns` are positions of the tokens on `key_axis`."""
-        # Of positions that a user gave, nothing is known.
-        shared = self.key.place is None
-        return ptx.negate_dropped(p, keys, columns, key_axis, self.threshold, shared)
+        return ptx.negate_dropped(p, keys, columns, key_axis, self.threshold, not self.given)
 
 
 @functools.lru_cache(maxsize=512)

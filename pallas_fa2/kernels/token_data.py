@@ -16,7 +16,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Literal
 
 from pallas_fa2 import diagonal
-from pallas_fa2.kernels import dropout, pointwise, tile, tile_code
+from pallas_fa2.kernels import dropout, mosaic, pointwise, tile, tile_code
 from pallas_fa2.kernels.mosaic import I32
 from pallas_fa2.kernels.tile_code import (
     COLUMNS_AT_ONCE,
@@ -305,35 +305,34 @@ def gradients(
     def of(source: Source, x: jax.Array) -> jax.Array:
         if sums is None or score is None or source not in score.floats:
             return jnp.zeros(x.shape, x.dtype)
-        if source.side == "pair":
-            return _of_pairs(spec, sums.of_pairs(score, source), x)
-        array, field = sums.place(score, source)
-        if source.side == "real":
-            shape = (spec.batch, spec.kv_heads, spec.group, 1, 1)
-            total = array[:, field].sum(-1).reshape(shape)
-        else:
-            axis, length = (Q_AXIS, spec.q_len) if source.side == "q" else (K_AXIS, spec.kv_len)
-            shape = [spec.batch, 1, 1, 1, 1]
-            shape[axis] = length
-            total = array[:, field, :length].reshape(shape)
+        total = _not_shared(spec, score, sums, source)
         shared = tuple(i for i in range(LEADING) if x.shape[i] == 1)
         return total.sum(shared, keepdims=True).astype(x.dtype)
 
     return [of(source, x) for source, x in zip(_floats(spec), floats, strict=True)]
 
 
-def _of_pairs(spec: Spec, sums: jax.Array, x: jax.Array) -> jax.Array:
-    """From pieces of 64 keys (rows) and 16 queries, in the order of PTX's accumulators (see
-    `ptx.add_fragments`)."""
+def _not_shared(spec: Spec, score: TileScore, sums: Sums, source: Source) -> jax.Array:
+    """With the axes `[B, K, G, T, S]`, before what is shared is added up."""
+    if source.side == "pair":
+        return _of_pairs(spec, sums.of_pairs(score, source))
+    array, field = sums.place(score, source)
+    if source.side == "real":
+        return array[:, field].sum(-1).reshape(spec.batch, spec.kv_heads, spec.group, 1, 1)
+    axis, length = (Q_AXIS, spec.q_len) if source.side == "q" else (K_AXIS, spec.kv_len)
+    shape = [spec.batch, 1, 1, 1, 1]
+    shape[axis] = length
+    return array[:, field, :length].reshape(shape)
+
+
+def _of_pairs(spec: Spec, sums: jax.Array) -> jax.Array:
+    """From pieces of 64 keys (rows) and 16 queries (columns)."""
     batch, heads, queries, keys, _ = sums.shape
-    axes = "batch", "head", "q", "k", "eight", "warp", "group", "thread", "half", "element"
-    order = "batch", "head", "q", "eight", "thread", "element", "k", "warp", "half", "group"
-    pieces = sums.reshape(batch, heads, queries, keys, 2, 4, 8, 4, 2, 2)
-    total = pieces.transpose([axes.index(name) for name in order])
-    total = total.reshape(batch, heads, 16 * queries, 64 * keys)[..., : spec.q_len, : spec.kv_len]
-    total = total.reshape(batch, *(x.shape[1:3] if heads > 1 else (1, 1)), *total.shape[2:])
-    shared = tuple(i for i in range(LEADING) if x.shape[i] == 1)
-    return total.sum(shared, keepdims=True).astype(x.dtype)
+    order = "batch", "head", "q", *mosaic.COLUMN_AXES, "k", *mosaic.ROW_AXES
+    total = mosaic.from_fragments(sums, ("batch", "head", "q", "k"), order)
+    total = total.reshape(batch, heads, COLUMNS_AT_ONCE * queries, 64 * keys)
+    split = (spec.kv_heads, spec.group) if heads > 1 else (1, 1)
+    return total[..., : spec.q_len, : spec.kv_len].reshape(batch, *split, spec.q_len, spec.kv_len)
 
 
 def _floats(spec: Spec) -> list[Source]:

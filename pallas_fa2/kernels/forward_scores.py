@@ -1,0 +1,226 @@
+"""What masks, scores and dropout make of 64 query rows of the Hopper forward."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels.dropout import RowKeys
+from pallas_fa2.kernels.forward_memory import Arrays, Memory
+from pallas_fa2.kernels.forward_schedule import Schedule, Tile
+from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, Ring
+from pallas_fa2.kernels.pair_tile import PairTile
+from pallas_fa2.kernels.ptx import Turns
+from pallas_fa2.kernels.tile_code import Pair, Side, Source, TileFunction
+
+# Key blocks of a repeated tile.
+REPEAT_KV = 64
+
+
+class Statistics(NamedTuple):
+    """Of the softmax of 64 rows so far."""
+
+    reference: jax.Array  # [64], subtracted from the scores in base 2
+    total: jax.Array  # [64, 8], the sum of each thread's columns
+
+
+class QueryData(NamedTuple):
+    """What masks, scores and dropout read of the rows, and of their head."""
+
+    side: Side
+    numbers: Mapping[Source, jax.Array]
+    row_keys: RowKeys | None
+
+
+class BlockData(NamedTuple):
+    """What masks and scores read of a block of keys."""
+
+    keys: Any  # [1 + rows, keys], or None
+    pairs: Mapping[Source, PairTile]
+
+    def load_pairs(self, function: TileFunction, columns: Any) -> dict[Source, jax.Array]:
+        """Of some columns, what the function reads."""
+        return {s: self.pairs[s].load(columns.start, columns.size, s.dtype) for s in function.pairs}
+
+
+@dataclasses.dataclass(frozen=True)
+class RowScores:
+    """64 query rows of one warpgroup: the data that come with them and with keys, and their use."""
+
+    tile: Tile
+    arrays: Arrays
+    memory: Memory
+    turns: Turns
+    q: Any  # [64, H], in shared memory or registers
+    me: Any  # the warpgroup
+    first_step: Any  # of this tile, in the rings of keys and values
+    first_data: Any  # in those of data
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.tile.schedule
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return mosaic.ROWS_PER_WARPGROUP, self.schedule.config.block_kv
+
+    @property
+    def first_row(self) -> Any:
+        return self.tile.first_row + self.me * self.schedule.config.rows
+
+    @property
+    def masked(self) -> bool:
+        """Whether there are blocks that some row sees only a part of."""
+        problem = self.schedule.problem
+        cut = problem.causal or problem.kv_len % self.shape[1] != 0
+        return cut or problem.mask is not None
+
+    def query_data(self, masked: bool) -> QueryData:
+        """To be loaded a while before it is needed."""
+        problem = self.schedule.problem
+        sources, indexed = problem.rows("q", masked), problem.reads_index("q", masked)
+        numbers = problem.numbers(masked)
+        if not (sources or indexed or numbers or problem.dropout):
+            return QueryData(Side(0), {}, None)
+        # Where they lie is computed here: it would hold registers through the loops.
+        tile = dataclasses.replace(self.tile, number=lax.optimization_barrier(self.tile.number))
+        (batch, head, _), data = tile.place, self.arrays.inputs.data
+        first_row = dataclasses.replace(self, tile=tile).first_row
+        rows = pl.ds(first_row, self.shape[0])
+        index = mosaic.index(self.shape, 0, first_row + problem.first_query) if indexed else None
+        side = Side.load(0, index, data.q.at[batch, :, rows], sources)
+        row_keys = None
+        if problem.dropout is not None:
+            words = (data.row_keys.at[batch, head, i, rows] for i in range(2))
+            row_keys = RowKeys(*(ptx.load_row(0, x, I32) for x in words))
+        return QueryData(side, data.numbers.load(batch, head, numbers), row_keys)
+
+    def first_key(self, t: Any) -> Any:
+        return self.arrays.block(self.tile, t) * self.shape[1]
+
+    @property
+    def data_rings(self) -> list[Ring]:
+        """Of data of keys, if there are any, and of pairs."""
+        keys = [] if self.memory.key_data is None else [self.memory.data_of_keys]
+        return [*keys, *self.memory.pairs_of(self.me)]
+
+    def data_step(self, t: Any) -> Any:
+        """Of block t, in these rings."""
+        return self.first_data + self.tile.data_before(t)
+
+    def wait_for_data(self, t: Any, masked: bool) -> BlockData | None:
+        """Of block t."""
+        problem = self.schedule.problem
+        if not problem.reads_block(masked):
+            return None
+        found = [array for ring in self.data_rings for array in ring.wait(self.data_step(t))]
+        keys = None if self.memory.key_data is None else found.pop(0)
+        return BlockData(keys, dict(zip(problem.pairs(), map(PairTile, found), strict=True)))
+
+    def release_data(self, t: Any, statistics: Statistics) -> None:
+        """Once the statistics are known. An arrival may overtake what a warp still reads from shared
+        memory, which WGMMA delays, and half of a warp's reads then find the next block's data."""
+        ptx.pin(statistics.total)
+        for ring in self.data_rings:
+            ring.release(self.data_step(t))
+
+    def data_in_device_memory(self, first_key: Any) -> BlockData | None:
+        """Of keys of a repeated tile."""
+        problem, data = self.schedule.problem, self.arrays.inputs.data
+        if not problem.reads_block():
+            return None
+        (batch, head, _), keys = self.tile.place, pl.ds(first_key, REPEAT_KV)
+        rows = pl.ds(self.first_row, self.shape[0])
+
+        def pairs(source: Source) -> PairTile:
+            array = mosaic.shared_at(data.pairs[source.place], batch, head, rows, keys)
+            return PairTile(array, in_panels=False)
+
+        return BlockData(data.k.at[batch, :, keys], {s: pairs(s) for s in problem.pairs()})
+
+    def scored(
+        self,
+        s: jax.Array,
+        first_key: Any,
+        queries: QueryData,
+        data: BlockData | None,
+    ) -> tuple[jax.Array, float]:
+        """What score functions make of some keys' scores, and the factor that brings it to base 2."""
+        problem = self.schedule.problem
+        if problem.score is None:
+            return s, problem.scale * LOG2E
+
+        value = problem.score.value
+
+        def pair_at(columns: Any) -> Pair:
+            keys, pairs = Side(1), {}
+            if value.reads_index("k"):
+                keys = Side(1, ptx.column_numbers(columns.size, first_key + columns.start))
+            if rows := value.rows("k"):
+                assert data is not None
+                keys = Side.load(1, keys.index, data.keys.at[:, columns], rows)
+            if data is not None:
+                pairs = data.load_pairs(value, columns)
+            return Pair(queries.side, keys, queries.numbers, pairs)
+
+        return problem.score.apply(s, problem.scale, pair_at)
+
+    def hide(
+        self,
+        s: jax.Array,
+        first_key: Any,
+        queries: QueryData,
+        data: BlockData | None,
+    ) -> jax.Array:
+        """-inf where a row does not see a key."""
+        if self.schedule.problem.mask is None:
+            return self.hide_after(s, first_key)
+        assert data is not None
+        return self.hide_unseen(s, queries, data)
+
+    def hide_after(self, s: jax.Array, first_key: Any) -> jax.Array:
+        problem, rows = self.schedule.problem, self.shape[:1]
+        if problem.offset is None:
+            last = plgpu.layout_cast(jnp.full(rows, problem.kv_len - 1), ROWS)
+        else:
+            row = mosaic.index(self.shape, 0, self.first_row + problem.offset)
+            last = jnp.minimum(row, problem.kv_len - 1)
+        return ptx.hide_after(s, last - first_key)
+
+    def hide_unseen(self, s: jax.Array, queries: QueryData, data: BlockData) -> jax.Array:
+        """The mask itself; the first row of the data of keys is their index, or kv_len and more."""
+        problem = self.schedule.problem
+        visible = problem.mask.visible
+
+        def pair_at(columns: Any) -> Pair:
+            some = data.keys.at[:, columns]
+            index = ptx.load_row(1, some.at[0], I32)
+            keys = Side.load(1, index, some, visible.rows("k"))
+            pairs = data.load_pairs(visible, columns)
+            return Pair(queries.side, keys, queries.numbers, pairs)
+
+        k_end = problem.kv_len if problem.kv_len % self.shape[1] else None
+        return problem.mask.hide(s, pair_at, k_end)
+
+    def drop(
+        self, p: jax.Array, first_key: Any, queries: QueryData, data: BlockData | None
+    ) -> jax.Array:
+        """With 0 for what is dropped; the output makes up for the rest."""
+        dropped = self.schedule.problem.dropout
+        if dropped is None:
+            return p
+        if dropped.given:
+            assert data is not None
+            columns = ptx.load_row(1, data.keys.at[dropped.key.place + 1], I32)
+        else:
+            columns = ptx.column_numbers(p.shape[1], first_key)
+        p = jnp.maximum(dropped.negate(p, queries.row_keys, columns, 1), 0.0)
+        if dropped.given:
+            ptx.pin(mosaic.by_eights(jnp.add, p))  # before the positions are released
+        return p
