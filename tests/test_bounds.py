@@ -1,5 +1,7 @@
 """Classes of tiles against the masks themselves, as boolean arrays made in NumPy."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,66 +9,25 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL, classify, classify_each
-from pallas_fa2.spec import describe
+from tests.support.tiles import (
+    EDGE,
+    RAGGED,
+    B,
+    N,
+    assert_sound,
+    dense,
+    describe_shapes,
+    documents,
+    exact,
+    integers,
+    k_side,
+    q_side,
+    table,
+    token_data,
+)
 
-B, N, K = 2, 4, 2
-# T, S, and those of a tile; 6 x 4 tiles everywhere, so that few shapes are compiled.
-RAGGED, TALL, SQUARE, EVEN = (45, 61, 8, 16), (61, 45, 11, 12), (48, 48, 8, 12), (96, 64, 16, 16)
-EDGE = 2**31 - 1
-
-
-def describe_shapes(mask, q_len, kv_len, **options):
-    q, k = (
-        jax.ShapeDtypeStruct((B, n, heads, 8), jnp.float32)
-        for n, heads in ((q_len, N), (kv_len, K))
-    )
-    return describe(q, k, k, mask=mask, **options)
-
-
-def table(mask, sizes, **options):
-    """Classes as `[B, N, T tiles, S tiles]`."""
-    q_len, kv_len, *blocks = sizes
-    each = classify_each(*describe_shapes(mask, q_len, kv_len, **options), *blocks)
-    each = np.broadcast_to(each, (B, K, N // K, *each.shape[-2:]))
-    return each.reshape(B, N, *each.shape[-2:])
-
-
-def exact(visible, sizes):
-    """The classes that a mask of `[B, N, T, S]` has."""
-    q_len, kv_len, block_q, block_kv = sizes
-    visible = np.broadcast_to(visible, (B, N, q_len, kv_len))
-
-    def over(op, x):
-        x = op.reduceat(x, np.arange(0, q_len, block_q), axis=2)
-        return op.reduceat(x, np.arange(0, kv_len, block_kv), axis=3)
-
-    return np.where(
-        over(np.logical_and, visible), FULL, np.where(over(np.logical_or, visible), PARTIAL, EMPTY)
-    )
-
-
-def assert_sound(got, want):
-    assert not np.any((got == EMPTY) & (want != EMPTY)), "a tile with visible pairs is skipped"
-    assert not np.any((got == FULL) & (want != FULL)), "a tile with hidden pairs is not masked"
-
-
-def q_side(x):
-    """Data of queries, `[B, T]`, `[T]` or `[B, 1]`, against `[B, N, T, S]`."""
-    return x[..., None, :, None]
-
-
-def k_side(x):
-    return x[..., None, None, :]
-
-
-def integers(*shape, low=0, high=5, seed=0):
-    return np.random.default_rng(seed).integers(low, high, shape, dtype=np.int32)
-
-
-def documents(n, count=5, seed=0):
-    """Sorted ids of `count` documents, each of some tokens."""
-    cuts = np.sort(np.random.default_rng(seed).choice(np.arange(1, n), count - 1, replace=False))
-    return np.searchsorted(cuts, np.arange(n), side="right").astype(np.int32)
+# As RAGGED, these have 6 x 4 tiles, so that few shapes are compiled.
+TALL, SQUARE, EVEN = (61, 45, 11, 12), (48, 48, 8, 12), (96, 64, 16, 16)
 
 
 def ready_made(q_len, kv_len):
@@ -161,43 +122,7 @@ def of_positions(q, k, xp):
     }
 
 
-class Fields:
-    def __init__(self, **fields):
-        self.__dict__ = fields
-
-
-def token_data(n, seed):
-    """Awkward on purpose: NaN, infinities, unsigned numbers, image spans, ids in no order."""
-    rng = np.random.default_rng(seed)
-    x = rng.choice(np.arange(-8, 9), n).astype(np.float32) / 4
-    for value, rate in ((np.nan, 0.02), (np.inf, 0.04), (-np.inf, 0.04)):
-        x[rng.random(n) < rate] = value
-    doc, index = documents(n, seed=seed), np.arange(n)
-    return {
-        "doc": doc,
-        "start": np.searchsorted(doc, doc).astype(np.int32),
-        "image": np.where((index % 20 >= 6) & (index % 20 < 15), index // 20, -1).astype(np.int32),
-        "random": rng.integers(0, 9, n, dtype=np.int32),
-        "count": rng.integers(0, 40, n, dtype=np.uint32),
-        "flag": index % 24 < 12,
-        "x": x,
-    }
-
-
-def dense(choose, q_data, k_data):
-    """What a mask of arrays is: the same code on a column and a row."""
-    q, k = (
-        Fields(**{n: put(x) for n, x in data.items()}, index=put(index))
-        for data, put, index in (
-            (q_data, q_side, np.arange(len(q_data["x"]), dtype=np.int32)),
-            (k_data, k_side, np.arange(len(k_data["x"]), dtype=np.int32)),
-        )
-    )
-    with np.errstate(all="ignore"):
-        return choose(q, k, np)
-
-
-NAMES = list(of_positions(Fields(index=0), Fields(index=0), np))
+NAMES = list(of_positions(SimpleNamespace(index=0), SimpleNamespace(index=0), np))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -385,127 +310,3 @@ def test_a_mask_of_traced_data_is_classified_at_run_time():
         return found
 
     assert jax.eval_shape(traced, jax.ShapeDtypeStruct((B,), jnp.int32)).shape == (6, 4)
-
-
-class Expressions:
-    """Random masks: trees of functions `(env, xp) -> array`, for scalars and for arrays."""
-
-    CONSTANTS = (0, 1, 2, 3, 7, 16, -1, -5, 60, 1000, 100_000, EDGE)
-
-    def __init__(self, seed):
-        self.rng = np.random.default_rng(seed)
-
-    def pick(self, *options):
-        return options[self.rng.integers(len(options))]
-
-    def leaf(self, kind):
-        if kind == "i" and self.rng.random() < 0.3:
-            constant = np.int32(self.pick(*self.CONSTANTS))
-            return lambda env, xp: constant
-        name = self.pick(*{
-            "i": ("q.index", "k.index", "q.random", "k.random", "q.doc", "k.doc",
-                  "c.head", "c.low"),
-            "u": ("q.count", "k.count"),
-            "f": ("q.x", "k.x"),
-            "b": ("q.flag", "k.flag", "c.pair"),
-        }[kind])  # fmt: skip
-        return lambda env, xp: env[name]
-
-    def number(self, kind, depth):
-        if depth == 0:
-            return self.leaf(kind)
-        a, b = self.number(kind, depth - 1), self.number(kind, self.rng.integers(depth))
-        if kind == "i" and self.rng.random() < 0.35:
-            n = self.pick(1, 2, 3, 7, 16, -4)
-            return self.pick(
-                lambda env, xp: a(env, xp) // n,
-                lambda env, xp: a(env, xp) % n,
-                lambda env, xp: xp.sign(a(env, xp)),
-            )
-        if kind in "if" and self.rng.random() < 0.2:
-            return self.pick(lambda env, xp: abs(a(env, xp)), lambda env, xp: -a(env, xp))
-        if kind == "u" and self.rng.random() < 0.3:
-            n = np.uint32(self.pick(1, 3, 8))
-            return self.pick(lambda env, xp: a(env, xp) // n, lambda env, xp: a(env, xp) % n)
-        if kind == "f" and self.rng.random() < 0.3:
-            c = self.number("i", 0)
-            return self.pick(
-                lambda env, xp: xp.floor(a(env, xp)),
-                lambda env, xp: a(env, xp) / 2,
-                lambda env, xp: c(env, xp).astype(xp.float32),
-            )
-        if self.rng.random() < 0.2:
-            which = self.mask(depth - 1)
-            return lambda env, xp: xp.where(which(env, xp), a(env, xp), b(env, xp))
-        return self.pick(
-            lambda env, xp: a(env, xp) + b(env, xp),
-            lambda env, xp: a(env, xp) - b(env, xp),
-            lambda env, xp: a(env, xp) * b(env, xp),
-            lambda env, xp: xp.minimum(a(env, xp), b(env, xp)),
-            lambda env, xp: xp.maximum(a(env, xp), b(env, xp)),
-        )
-
-    def mask(self, depth):
-        if depth == 0:
-            return self.leaf("b")
-        if self.rng.random() < 0.4:
-            a, b = self.mask(depth - 1), self.mask(self.rng.integers(depth))
-            return self.pick(
-                lambda env, xp: a(env, xp) & b(env, xp),
-                lambda env, xp: a(env, xp) | b(env, xp),
-                lambda env, xp: a(env, xp) ^ b(env, xp),
-                lambda env, xp: ~a(env, xp),
-                lambda env, xp: a(env, xp) == b(env, xp),
-            )
-        kind = self.pick("i", "i", "i", "u", "f", "f")
-        a, b = self.number(kind, depth - 1), self.number(kind, self.rng.integers(depth))
-        return self.pick(
-            lambda env, xp: a(env, xp) < b(env, xp),
-            lambda env, xp: a(env, xp) <= b(env, xp),
-            lambda env, xp: a(env, xp) > b(env, xp),
-            lambda env, xp: a(env, xp) >= b(env, xp),
-            lambda env, xp: a(env, xp) == b(env, xp),
-            lambda env, xp: a(env, xp) != b(env, xp),
-        )
-
-
-def random_case(seed, sizes):
-    q_len, kv_len = sizes[:2]
-    expression = Expressions(seed).mask(1 + seed % 4)
-    q_data, k_data = token_data(q_len, 3 * seed), token_data(kv_len, 3 * seed + 1)
-    head = integers(N, low=-9, high=60, seed=seed)
-    low = integers(low=-(2**31), high=EDGE, seed=seed)
-    pair = integers(q_len, kv_len, high=20, seed=seed) > 0
-
-    def of_scalars(q, k, c):
-        env = {f"{side}.{n}": getattr(token, n) for side, token in (("q", q), ("k", k))
-               for n in (*q_data, "index")}  # fmt: skip
-        env |= {"c.head": c.head, "c.low": c.low, "c.pair": c.pair}
-        return expression(env, jnp)
-
-    def of_arrays(q, k, xp):
-        env = {f"{side}.{n}": getattr(token, n) for side, token in (("q", q), ("k", k))
-               for n in (*q_data, "index")}  # fmt: skip
-        env |= {"c.head": head.reshape(1, N, 1, 1), "c.low": low, "c.pair": pair}
-        return expression(env, xp)
-
-    mask = fa.mask_fn(of_scalars)(
-        q_tokens=q_data,
-        k_tokens=k_data,
-        heads={"head": head},
-        params={"low": low},
-        pairs={"pair": pair},
-    )
-    return mask, dense(of_arrays, q_data, k_data)
-
-
-@pytest.mark.parametrize("group", range(3))
-def test_random_masks_are_classified_soundly(group):
-    sizes = RAGGED
-    decided = 0
-    for seed in range(20 * group, 20 * (group + 1)):
-        mask, visible = random_case(seed, sizes)
-        got, want = table(mask, sizes), exact(visible, sizes)
-        assert_sound(got, want)
-        decided += np.mean(got != PARTIAL)
-    assert decided > 2, "soundness without any decision is worth nothing"

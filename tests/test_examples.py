@@ -10,9 +10,9 @@ import pallas_fa2 as fa
 from examples import char_gpt, mask_gallery, masks_and_scores
 from examples.masks_and_scores import MASKS, SCORES
 from pallas_fa2 import plan
-from pallas_fa2.bounds import EMPTY, FULL, PARTIAL, classify_each
 from pallas_fa2.spec import describe
 from tests.support.hopper import H200, planned_for_h200
+from tests.support.tiles import N, assert_sound, exact, table
 
 TINY = char_gpt.Config(2, 32, 4, 2, length=48, batch=8, steps=50, rate=1e-2)
 
@@ -71,7 +71,7 @@ def test_held_out_files_are_not_learned_from():
     assert middle not in text.tobytes()
 
 
-TOKENS, HEADS = 128, 4
+TOKENS, HEADS = 128, N
 # Where intervals see less than there is (routing: two kinds of data that follow each other; natten: rows
 # of an image that are no multiple of a tile).
 NOT_EXACT = {"routing", "natten"}
@@ -90,15 +90,9 @@ def dense(mask, tokens):
 
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "full"])
 def test_tiles_of_the_gallery_are_what_its_masks_say(name):
-    x = jax.ShapeDtypeStruct((1, TOKENS, HEADS, 8), jnp.float32)
-    mask = MASKS[name](TOKENS, HEADS)
-    tiles = dense(mask, TOKENS).reshape(HEADS, TOKENS // 8, 8, TOKENS // 8, 8)
-    every, some = tiles.all((2, 4)), tiles.any((2, 4))
-    want = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
-    found = classify_each(*describe(x, x, x, mask=mask), 8, 8)
-    got = np.broadcast_to(found, (1, HEADS, 1, *want.shape[1:]))[0, :, 0]
-    assert not np.any((got == EMPTY) & some), "a tile with visible pairs is skipped"
-    assert not np.any((got == FULL) & ~every), "a tile with hidden pairs is not masked"
+    mask, sizes = MASKS[name](TOKENS, HEADS), (TOKENS, TOKENS, 8, 8)
+    got, want = table(mask, sizes), exact(dense(mask, TOKENS), sizes)
+    assert_sound(got, want)
     assert np.array_equal(got, want) == (name not in NOT_EXACT)
 
 

@@ -1,1 +1,1 @@
-"""What the tests of Hopper kernels need on a machine with no GPU."""
+"""What several tests share, most of it for Hopper kernels on a machine with no GPU."""
