@@ -57,7 +57,7 @@ class Columns:
 
     def row(self, row_data: Any) -> jax.Array:
         """A value of each query."""
-        return ptx.load_row(1, row_data.at[self._every(row_data)], jnp.float32)
+        return mosaic.load_row(1, row_data.at[self._every(row_data)], jnp.float32)
 
     def _every(self, row_data: Any) -> Any:
         return self.place if len(row_data.shape) == 1 else (0, self.place)
@@ -133,7 +133,7 @@ class Columns:
             block = pl.ds(self.step.first_query, self.schedule.config.block_q)
             query_data, first = self.data.row_keys.at[batch, head, :, block], 0
         words = (query_data.at[first + i, self.place] for i in range(2))
-        row_keys = RowKeys(*(ptx.load_row(1, x, jnp.int32) for x in words))
+        row_keys = RowKeys(*(mosaic.load_row(1, x, jnp.int32) for x in words))
         positions = self.keys.rows[dropped.key] if dropped.given else self.keys.index
         return dropped.negate(p, row_keys, positions, 0)
 

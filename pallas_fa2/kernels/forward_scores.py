@@ -98,7 +98,7 @@ class RowScores:
         row_keys = None
         if problem.dropout is not None:
             words = (data.row_keys.at[batch, head, i, rows] for i in range(2))
-            row_keys = RowKeys(*(ptx.load_row(0, x, I32) for x in words))
+            row_keys = RowKeys(*(mosaic.load_row(0, x, I32) for x in words))
         return QueryData(side, data.numbers.load(batch, head, numbers), row_keys)
 
     def first_key(self, t: Any) -> Any:
@@ -200,7 +200,7 @@ class RowScores:
 
         def pair_at(columns: Any) -> Pair:
             some = data.keys.at[:, columns]
-            index = ptx.load_row(1, some.at[0], I32)
+            index = mosaic.load_row(1, some.at[0], I32)
             keys = Side.load(1, index, some, visible.rows("k"))
             pairs = data.load_pairs(visible, columns)
             return Pair(queries.side, keys, queries.numbers, pairs)
@@ -217,7 +217,7 @@ class RowScores:
             return p
         if dropped.given:
             assert data is not None
-            columns = ptx.load_row(1, data.keys.at[dropped.key.place + 1], I32)
+            columns = mosaic.load_row(1, data.keys.at[dropped.key.place + 1], I32)
         else:
             columns = ptx.column_numbers(p.shape[1], first_key)
         p = jnp.maximum(dropped.negate(p, queries.row_keys, columns, 1), 0.0)

@@ -151,6 +151,12 @@ def index(shape: tuple[int, ...], axis: int, start: Any) -> jax.Array:
     return plgpu.broadcasted_iota(I32, (shape[axis],), 0, layout=layout) + start
 
 
+def load_row(axis: int, row: Any, dtype: Any) -> jax.Array:
+    """One number for each row of a tile, or for each column, from 32 bits each."""
+    bits = plgpu.load(row, layout=(ROWS, COLUMNS)[axis], optimized=False)
+    return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
+
+
 def over_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A value a row, broadcast over the columns of a tile."""
     return over(x, 0, shape)
@@ -161,14 +167,7 @@ def over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def over(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
-    """`lax.broadcast_in_dim` with layouts that are known: Mosaic searches for them, and takes seconds."""
-
-    def broadcast(_: Any, x: Any) -> Any:
-        return x.broadcast_in_dim(shape, (axis,), TILE.to_mgpu())
-
-    name = f"over {axis} {shape[0]} {shape[1]}"
-    result = plgpu.ShapeDtypeStruct(shape, x.dtype, TILE)
-    return inline(name, broadcast, result, (ROWS, COLUMNS)[axis])(x)
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), TILE)
 
 
 def inline(name: str, code: Callable, result: Any, *arg_types: Any) -> Callable:
@@ -412,7 +411,11 @@ def launch(
         run(refs[: -len(flat)], jax.tree.unflatten(tree, refs[-len(flat) :]))
 
     params = plgpu.CompilerParams(
-        approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        approx_math=True,
+        unsafe_no_auto_barriers=True,
+        reduction_scratch_bytes=0,
+        # The kernels name their layouts. Pallas's default infers them, for longer than all else takes.
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
     )
     return plgpu.kernel(
         body,

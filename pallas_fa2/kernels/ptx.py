@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -432,27 +432,6 @@ def negate_dropped(
 
 def _shifted(x: Any, bits: int) -> Any:
     return arith.xori(x, arith.shrui(x, i32(bits)))
-
-
-def load_row(axis: int, row: Any, dtype: Any) -> jax.Array:
-    """One number for each row of a tile, or for each column, from 32 bits each.
-
-    Mosaic could load them, but would search the layout of each, which takes seconds for a mask.
-    """
-    layout, name = (ROWS, COLUMNS)[axis], jnp.dtype(dtype).name
-
-    def load(_: Any, row: Any) -> Any:
-        element = ir.MemRefType(row.type).element_type
-        signed = True if isinstance(element, ir.IntegerType) else None
-        found = mgpu.FragmentedArray.load_untiled(
-            row, layout=cast(Any, layout.to_mgpu()), is_signed=signed, optimized=False
-        )
-        kind = jnp.dtype(dtype)
-        signed = kind == jnp.int32 if kind.kind in "iu" else None
-        return found.bitcast(mgpu.utils.dtype_to_ir_type(kind), output_is_signed=signed)
-
-    result = plgpu.ShapeDtypeStruct(row.shape, dtype, layout)
-    return inline(f"load_row {name}", load, result, plgpu.RefType())(row)
 
 
 def column_numbers(count: int, start: Any) -> jax.Array:

@@ -54,9 +54,9 @@ class Side:
             assert source.place is not None
             bits = data.at[source.place + 1]
             if source.dtype == "bool":
-                return ptx.load_row(axis, bits, jnp.int32) != 0
+                return mosaic.load_row(axis, bits, jnp.int32) != 0
             narrow = source.dtype in pointwise.NARROW
-            return ptx.load_row(axis, bits, "float32" if narrow else source.dtype)
+            return mosaic.load_row(axis, bits, "float32" if narrow else source.dtype)
 
         return cls(axis, index, {s: row(s) for s in sources})
 

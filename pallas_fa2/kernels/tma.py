@@ -21,6 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 GROUP = 8  # rows of a tile
+THREADS = 128  # of a warpgroup
 
 
 def tiles(columns: int, dtype: Any) -> tuple[Any, ...]:
@@ -110,25 +111,26 @@ class Barriers:
     """
 
     count: int
-    arrivals: int
+    arrivals: int  # of threads, at each
 
     @classmethod
     def of(cls, ref: Any) -> "Barriers":
         kind = jax.typeof(ref)
-        return cls(kind.shape[0], kind.dtype.num_arrivals)
+        return cls(kind.shape[0], kind.dtype.num_arrivals * THREADS)
 
     def find(self, module: Any, i: Any) -> Any:
         """The i-th."""
-        found = []
+        arrivals: dict[ir.Value, list[int]] = {}  # of the barriers of each array, by its address
 
         def visit(op: Any) -> Any:
-            if op.name == "mosaic_gpu.initialize_barrier":
-                array = op.opview
-                if self == Barriers(array.num_barriers.value, array.arrival_count.value):
-                    found.append(array.base_pointer)
+            if op.name == "nvvm.mbarrier.init":
+                address, count = op.operands[0].owner, op.operands[1].owner
+                number = ir.IntegerAttr(count.attributes["value"]).value
+                arrivals.setdefault(address.operands[0], []).append(number)
             return ir.WalkResult.ADVANCE
 
         module.operation.walk(visit)
+        found = [at for at, counts in arrivals.items() if counts == self.count * [self.arrivals]]
         if len(found) != 1:
             raise ValueError(f"{len(found)} arrays of barriers look like {self}")
         no_phases: Any = None  # they are for those who wait
@@ -156,7 +158,7 @@ def _issue(ctx: Any, array: Any, buffer: Any, place: list[Any], whole: bool, bar
         )
 
     if barrier is not None:
-        share = math.prod(kind.shape) * itemsize // 128  # a thread's; each will arrive once
+        share = math.prod(kind.shape) * itemsize // THREADS  # a thread's; each will arrive once
         expect = f"mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], {share};"
         _assembly(None, expect, "r", barrier.get_ptr())
     if whole:

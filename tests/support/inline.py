@@ -1,4 +1,4 @@
-"""What the library's inline code means, by its name: `ptx`, `pair_tile` and `mosaic.over`."""
+"""What the library's inline code means, by its name: `ptx` and `pair_tile`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +18,6 @@ def _fragments(tile: jax.Array) -> jax.Array:
     return tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5).reshape(-1)
 
 
-def _row(parameters, shape):
-    (dtype,) = parameters
-    return shape, lambda row: jax.lax.bitcast_convert_type(row, dtype)
-
-
 def _pairs(parameters, _):
     orientation, queries, keys, start, count, dtype = parameters
     columns = slice(int(start), int(start) + int(count))
@@ -36,7 +31,7 @@ def _pairs(parameters, _):
 
 # What is loaded: of the operation's parameters and the result's shape, the shape of what lies in memory
 # and what becomes of it.
-LOADED: dict[str, Callable] = {"load_row": _row, "load_pairs": _pairs}
+LOADED: dict[str, Callable] = {"load_pairs": _pairs}
 
 # What is added to device memory from registers.
 ADDED: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -60,9 +55,6 @@ INLINE: dict[str, Callable[..., Any]] = {
     "_pin": lambda _: None,
     "_open_mail": lambda *_: None,
     "_expect_mail": lambda *_: None,
-    "over": lambda x, axis, *shape: jax.lax.broadcast_in_dim(
-        x, tuple(map(int, shape)), [int(axis)]
-    ),
     "reciprocal": jnp.reciprocal,
     "zeros": lambda *shape: jnp.zeros(tuple(map(int, shape)), "float32"),
     "_turn_sync": lambda _: None,
