@@ -59,12 +59,14 @@ HOPPER_FORWARD = (
     # Functions take registers: for Q, or of a third warpgroup.
     *(
         Tuned(
-            hopper_forward.Config(
-                dim, 2, block_kv=128 if dim < 256 else 64, stages=2, registers=(240, 24)
-            ),
-            general=True,
+            hopper_forward.Config(dim, 2, block_kv=128, stages=2, registers=(240, 24)), general=True
         )
-        for dim in (64, 96, 128, 256)
+        for dim in (64, 96, 128)
+    ),
+    # Data of keys take the room of half of the output.
+    Tuned(
+        hopper_forward.Config(256, 2, block_kv=64, stages=2, registers=(240, 24), out_columns=64),
+        general=True,
     ),
     # Of data of pairs, a block of keys brings 2 to 8 bytes for each of a CTA's rows.
     *(

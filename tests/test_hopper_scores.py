@@ -163,10 +163,10 @@ def check(
     heads: tuple[int, int] = (4, 2),
     run: Callable = compiled,
 ) -> None:
-    """Errors are at most twice those of `blockwise` in bfloat16.
+    """Errors are at most three times those of `blockwise` in bfloat16, which keeps float32 within.
 
     (Not those of dense attention: delta comes from the rounded output, in every FlashAttention, and the
-    gradients of data of a row sum that error over all its keys.)
+    gradients of data of a row sum that error over all its keys. Not twice: kernels round probabilities.)
     """
     case = CASES[name]
     arrays, data = inputs(t, s, head_dim, heads)
@@ -208,7 +208,7 @@ def check(
         what = jax.tree_util.keystr(path)
         if "gradients" in what:  # sums of what has the errors of the inputs' dtype
             x = x.astype(jnp.bfloat16)
-        assert_within_rule(what, name, x, y, np.asarray(z, np.float64))
+        assert_within_rule(what, name, x, y, np.asarray(z, np.float64), factor=3)
 
 
 # Every kernel once; the device runs all cases.

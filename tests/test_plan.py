@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import REGISTRY
-from pallas_fa2.plan import TILE_BYTES, block_sizes, device_of, make_plan
+from pallas_fa2.kernels import REGISTRY, hopper_backward
+from pallas_fa2.kernels.hopper import MOST_ROWS
+from pallas_fa2.plan import HOPPER_FORWARD, TILE_BYTES, block_sizes, device_of, make_plan
 from pallas_fa2.spec import Device, describe
 
 CPU = Device("cpu", "cpu", "", 1)
@@ -70,6 +71,10 @@ def test_hopper_runs_what_it_supports(name):
     assert plan.passed_over == ()
 
 
+def _sum_of_13(s, q, k):
+    return s + sum(getattr(k, f"x{i}") for i in range(13))
+
+
 REFUSED = {
     "float32": ({"dtype": jnp.float32}, r"bfloat16 or float16, not float32"),
     "dense mask of large heads": (
@@ -99,6 +104,14 @@ REFUSED = {
     "three numbers a pair": (
         {"score": tuple(fa.bias(np.ones((111, 63), np.float32)) for _ in range(3))},
         r"too many for shared memory \(12 bytes a pair\)",
+    ),
+    "thirteen arrays of keys": (
+        {
+            "score": fa.score_fn(_sum_of_13)(
+                k_tokens={f"x{i}": np.ones(63, np.float32) for i in range(13)}
+            )
+        },
+        r"read 12 arrays of keys at most, and here are 13",
     ),
     "score with a loop": (
         {"score": lambda s, q, k: jax.lax.fori_loop(0, 3, lambda i, x: x * 2.0, s)},
@@ -131,6 +144,15 @@ def test_hopper_leaves_the_rest_to_blockwise_and_says_why(name):
     ((passed_over, why),) = plan.passed_over
     assert passed_over == "hopper"
     assert re.search(reason, why), why
+
+
+def test_shared_memory_has_room_for_all_data_of_tokens():
+    for tuned in HOPPER_FORWARD:
+        indices = 1
+        assert not tuned.general or tuned.config.room(MOST_ROWS + indices) >= 0, tuned
+    for head_dim in (64, 128):
+        of_dropout = 2
+        assert hopper_backward.Config(head_dim).room(MOST_ROWS + of_dropout) >= 0, head_dim
 
 
 @pytest.mark.parametrize(

@@ -75,15 +75,19 @@ class Config:
         """Of a step's queries, as many as a score function takes at a time."""
         return self.block_q // COLUMNS_AT_ONCE
 
-    def pair_stages(self, pair_bytes: int, row_data: int) -> int:
-        """How many pieces of queries fit, with the data of pairs, beside what attention takes: up to those
-        of a step. There are so many rows of other data of queries; 2 KB are for all else."""
+    def room(self, query_rows: int) -> int:
+        """Bytes of shared memory, up to H = 128, that are left by operands, so many rows of data of
+        queries and 2 KB of all else."""
         (q, do), (k, v), dim, block_q = self.stages, self.kv_stages, self.head_dim, self.block_q
         operands = (k + v) * self.kv_rows * dim + (q + do) * block_q * dim
         operands += self.ds_stages * self.kv_rows * block_q
-        row_bytes = (q * (1 + row_data) + do) * block_q * 4
-        left = mosaic.SHARED_MEMORY_BYTES - 2 * operands - row_bytes - 2048
-        return min(self.pieces, left // (COLUMNS_AT_ONCE * self.kv_rows * pair_bytes))
+        row_bytes = (q * (1 + query_rows) + do) * block_q * 4
+        return mosaic.SHARED_MEMORY_BYTES - 2 * operands - row_bytes - 2048
+
+    def pair_stages(self, pair_bytes: int, query_rows: int) -> int:
+        """How many pieces of queries fit there with the data of pairs: up to those of a step."""
+        piece_bytes = COLUMNS_AT_ONCE * self.kv_rows * pair_bytes
+        return min(self.pieces, self.room(query_rows) // piece_bytes)
 
     @property
     def dq_parts(self) -> int:

@@ -11,9 +11,6 @@ from pallas_fa2.kernels import mosaic, visits
 from pallas_fa2.kernels.mosaic import Problem
 from pallas_fa2.kernels.visits import Visits
 
-# Columns of a buffer through which the output leaves, and a repeated tile's keys and values come.
-OUT_COLUMNS = 128
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -27,6 +24,8 @@ class Config:
     # Whether Q is read into registers once a tile: less shared memory traffic (16 of 80 KB a block at
     # H = 128) where there are 32 registers for it.
     q_in_registers: bool = False
+    # Of the buffer through which the output leaves, and a repeated tile's keys and values come.
+    out_columns: int = 128
     ctas: int = 132  # persistent, one a multiprocessor
     # Keys and values of the heads that run at the same time: about half of the 60 MB of L2.
     section_bytes: int = 32 << 20
@@ -43,15 +42,17 @@ class Config:
     def block_q(self) -> int:
         return self.warpgroups * self.rows
 
-    def pair_stages(self, pair_bytes: int, key_rows: int) -> int:
-        """How many blocks' data of pairs fit beside what attention takes: keys and values and so many rows
-        of their data, queries, the output and 2 KB of all else."""
+    def room(self, key_rows: int) -> int:
+        """Bytes of shared memory that are left by keys and values and so many rows of their data, queries,
+        the output and 2 KB of all else."""
         kv_bytes = 2 * self.stages * self.block_kv * self.head_dim * 2
         rows_bytes = self.block_q * (self.head_dim + self.out_pieces[0].size) * 2
         data_bytes = self.stages * key_rows * self.block_kv * 4
-        taken = kv_bytes + rows_bytes + data_bytes + 2048
-        left = mosaic.SHARED_MEMORY_BYTES - taken
-        return min(2, left // (self.block_q * self.block_kv * pair_bytes))
+        return mosaic.SHARED_MEMORY_BYTES - kv_bytes - rows_bytes - data_bytes - 2048
+
+    def pair_stages(self, pair_bytes: int, key_rows: int) -> int:
+        """How many blocks' data of pairs fit there."""
+        return min(2, self.room(key_rows) // (self.block_q * self.block_kv * pair_bytes))
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -60,7 +61,7 @@ class Config:
     @property
     def out_pieces(self) -> list[Any]:
         """Columns of the output that leave together."""
-        size = min(self.head_dim, OUT_COLUMNS)
+        size = min(self.head_dim, self.out_columns)
         return [pl.ds(start, size) for start in range(0, self.head_dim, size)]
 
 

@@ -25,6 +25,8 @@ HEAD_DIMS = (64, 128, 256)
 MAX_ELEMENTS = 2**31 - 1
 # CUDA's limit for two of a grid's three axes: batch entries times sections of heads, heads, tiles.
 MAX_GRID = 65_535
+# Of data of one side's tokens: in every kernel shared memory has room for so many beside the rest.
+MOST_ROWS = 12
 
 
 def refuses(spec: Spec, device: Device) -> str | None:
@@ -35,7 +37,7 @@ def refuses(spec: Spec, device: Device) -> str | None:
     for name, dim in (("H", spec.head_dim), ("Hv", spec.value_dim)):
         if dim > HEAD_DIMS[-1] or dim % 8:
             return f"head dims are multiples of 8 up to {HEAD_DIMS[-1]}, but {name} is {dim}"
-    if reason := token_data.refuses(spec) or _refuses_pairs(spec):
+    if reason := token_data.refuses(spec) or _refuses_data(spec):
         return reason
     if spec.masked and _listed_blocks(spec) > visits.MOST:
         return f"its masks list {visits.MOST} blocks at most, and here are {_listed_blocks(spec)}"
@@ -50,7 +52,11 @@ def refuses(spec: Spec, device: Device) -> str | None:
     return None
 
 
-def _refuses_pairs(spec: Spec) -> str | None:
+def _refuses_data(spec: Spec) -> str | None:
+    for side, name in (("q", "queries"), ("k", "keys")):
+        if (rows := token_data.token_rows(spec, side)) > MOST_ROWS:
+            what = "masks, scores and dropout"
+            return f"its {what} read {MOST_ROWS} arrays of {name} at most, and here are {rows}"
     size, dim = token_data.pair_bytes(spec), kernel_dim(spec)
     if size and dim > 128:
         return f"with data of pairs of tokens, head dims are at most 128, but here {dim} is needed"
