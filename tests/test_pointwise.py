@@ -8,7 +8,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import pallas_fa2 as fa
 from pallas_fa2.kernels import pointwise, tile_code, token_data
-from pallas_fa2.kernels.pointwise import Value
+from pallas_fa2.kernels.values import Value, spread
 from pallas_fa2.spec import describe
 
 ROWS, COLUMNS = 6, 9
@@ -26,27 +26,62 @@ ROWS, COLUMNS = 6, 9
         lambda q, k, c: c.n > 3,
         lambda q, k, c: (q.index.astype(jnp.uint32) ^ k.index.astype(jnp.uint32)) < 7,
         lambda q, k, c: (q.index << 1) - k.index >= jnp.sign(k.index - 4),
+        lambda q, k, c: (q.index - k.index <= c.n) & (q.index >= k.index) & (k.index > 1),
+        lambda q, k, c: (k.index - q.index < 2) | (k.index < c.n),
+        lambda q, k, c: (q.index + k.index != 7) & (k.index + q.index > 3),
+        lambda q, k, c: k.index - q.index > k.index // 2 - 4,
+        lambda q, k, c: (q.index - k.index > -(2**31)) & (k.index - q.index <= 2**31 - 1),
+        lambda q, k, c: (q.index - k.index < -(2**31)) | (k.index < -(2**31)),
+        lambda q, k, c: (k.index - q.index < c.least) | (k.index - q.index == 3),
+        lambda q, k, c: ((k.index < 3) | (q.index < k.index)) & (k.index <= q.index + 2),
     ],
 )
 def test_a_tile_is_what_the_scalar_function_says_of_each_pair(see):
     rng = np.random.default_rng(0)
     a_q, a_k = rng.standard_normal(ROWS, np.float32), rng.standard_normal(COLUMNS, np.float32)
-    n, x = np.int32(4), np.float32(0.1)
-    mask = fa.mask_fn(see)(q_tokens={"a": a_q}, k_tokens={"a": a_k}, params={"n": n, "x": x})
+    params = {"n": np.int32(4), "x": np.float32(0.1), "least": np.int32(-(2**31))}
+    mask = fa.mask_fn(see)(q_tokens={"a": a_q}, k_tokens={"a": a_k}, params=params)
     q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, COLUMNS, 2, 64), jnp.bfloat16)
     spec, operands = describe(q, k, k, mask=mask)
     rows, columns = np.arange(ROWS, dtype=np.int32), np.arange(COLUMNS, dtype=np.int32)
-    args = [Value(jnp.asarray(rows), (0,)), Value(jnp.asarray(columns), (1,))]
+    args = [Value.of_index(jnp.asarray(rows), 0), Value.of_index(jnp.asarray(columns), 1)]
     args += [Value(jnp.asarray(a_q), (0,)), Value(jnp.asarray(a_k), (1,))]
-    args += [Value(jnp.asarray(n)), Value(jnp.asarray(x))]
+    args += [Value(jnp.asarray(params[name])) for name in sorted(params)]
     (found,) = pointwise.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
     shape = (1, 1, 1, ROWS, 1), (1, 1, 1, 1, COLUMNS)
     expected = spec.mask.on_tile(rows.reshape(shape[0]), columns.reshape(shape[1]), operands.mask)
-    tile = pointwise.spread(found, (0, 1), (ROWS, COLUMNS))
+    tile = spread(found, (0, 1), (ROWS, COLUMNS))
     np.testing.assert_array_equal(
         tile, np.broadcast_to(expected, (1, 1, 1, ROWS, COLUMNS))[0, 0, 0]
     )
+
+
+@pytest.mark.parametrize(
+    "mask, comparisons",
+    [
+        (fa.Causal() & fa.Window(3), 2),
+        (fa.Causal() & fa.Window(3, 0), 2),
+        (lambda q, k: (q.index >= k.index) & (q.index - k.index <= 3), 2),
+        (fa.Prefix(5) | fa.Causal(), 1),
+        (fa.Causal() & fa.Causal() & fa.Causal(), 1),
+    ],
+    ids=repr,
+)
+def test_limits_of_the_same_kind_are_one_comparison(mask, comparisons):
+    q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
+    spec, _ = describe(q, q, q, mask=mask)
+
+    def tile(rows, columns):
+        args = [Value.of_index(rows, 0), Value.of_index(columns, 1)]
+        (found,) = pointwise.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
+        return spread(found, (0, 1), (ROWS, COLUMNS))
+
+    code = jax.make_jaxpr(tile)(jnp.arange(ROWS), jnp.arange(COLUMNS))
+    code, _ = pointwise.lean(code)
+    names = [e.primitive.name for e in code.eqns if e.outvars[0].aval.shape == (ROWS, COLUMNS)]
+    assert sum(name in ("le", "ge", "lt", "gt") for name in names) == comparisons, names
+    assert "sub" not in names
 
 
 def test_what_depends_on_one_side_varies_over_it_alone():
@@ -104,7 +139,7 @@ def test_a_score_and_its_slopes_are_those_of_the_scalar_function(score, size):
         ]
         expected = jax.vmap(jaxpr_as_fun(code))(*pairs)
         for x, y in zip(found, expected, strict=True):
-            tile = pointwise.spread(x, (0, 1), s.shape)
+            tile = spread(x, (0, 1), s.shape)
             tolerance = 1e-5 if y.dtype == jnp.float32 else 1e-2
             y = y.astype("float32").reshape(s.shape)
             np.testing.assert_allclose(tile, y, tolerance, 1e-5)
@@ -122,5 +157,5 @@ def test_what_float32_would_round_stays_an_integer():
     rows = Value.of_index(jnp.arange(ROWS, dtype=jnp.int32), 0)
     args = [Value(jnp.zeros((ROWS, ROWS)), (0, 1)), rows, rows]
     (found,) = pointwise.evaluate(value, args, (ROWS, ROWS))
-    tile = pointwise.spread(found, (0, 1), (ROWS, ROWS))
+    tile = spread(found, (0, 1), (ROWS, ROWS))
     np.testing.assert_array_equal(tile, np.broadcast_to(np.arange(ROWS)[:, None] + 1, tile.shape))

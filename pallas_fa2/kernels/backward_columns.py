@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_fa2.kernels import mosaic, pointwise, ptx
+from pallas_fa2.kernels import mosaic, ptx
 from pallas_fa2.kernels.backward_schedule import PANEL, Schedule, Step
 from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, Ring
 from pallas_fa2.kernels.pair_tile import PairTile
-from pallas_fa2.kernels.pointwise import Value
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, FUNCTIONS, Pair, Side, Source
 from pallas_fa2.kernels.token_data import Sums
+from pallas_fa2.kernels.values import Value, spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Columns:
         alive = p != 0  # and slopes infinite
 
         def times(slope: Value) -> jax.Array:
-            slopes = pointwise.spread(slope, (0, 1), ds.shape, FUNCTIONS)
+            slopes = spread(slope, (0, 1), ds.shape, FUNCTIONS)
             return jnp.where(alive, ds * slopes, 0.0)
 
         gathered = {}

@@ -10,14 +10,15 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from pallas_fa2.kernels.comparisons import FLIPPED, Comparisons, with_sum
 from pallas_fa2.kernels.mosaic import LOG2E
+from pallas_fa2.kernels.values import PLAIN, Functions, Value, spread
 from pallas_fa2.tokens import called, follow
 
 # Exact, and the same in every context, as masks want: a tile that was found to be empty or full must be.
@@ -42,33 +43,6 @@ DTYPES = ("bool", "int32", "uint32", "float32")
 EXACT_INTEGERS = 2.0**24
 # Held as float32: what scores read and widen. Its gradient is not rounded, either.
 NARROW = ("bfloat16", "float16")
-
-
-class Value(NamedTuple):
-    """One number for a tile, one for each of its rows or columns, or one for each element."""
-
-    array: Any
-    axes: tuple[int, ...] = ()  # of the tile, that it varies over
-    factor: float = 1.0  # of it all: multiplications by constants are put off, and done at once
-    # An integer as a float, and the most that its size can be: rows and columns are converted, rather
-    # than all elements.
-    real: "Value | None" = None
-    most: float = math.inf
-
-    @classmethod
-    def of_index(cls, array: Any, axis: int) -> "Value":
-        """Of tokens; no launch has 2^23 of them."""
-        return cls(array, (axis,), real=cls(array.astype(jnp.float32), (axis,)), most=2.0**23)
-
-    def with_real(self, primitive: Any, tile: "_Tile", ins: "list[Value]") -> "Value":
-        """The float as well, if it is exact."""
-        most = sum(x.most for x in ins)
-        if primitive.name not in ("add", "sub", "neg", "abs") or most > EXACT_INTEGERS:
-            return self
-        reals = [tile.times(x.real) for x in ins if x.real is not None]
-        if len(reals) < len(ins):
-            return self
-        return self._replace(real=Value(primitive.bind(*reals), self.axes), most=most)
 
 
 class Language(NamedTuple):
@@ -105,19 +79,6 @@ def refuses(jaxpr: Any, language: Language, owner: str) -> str | None:
     return None
 
 
-class Functions(NamedTuple):
-    """Of a whole tile in registers."""
-
-    reciprocal: Callable = jnp.reciprocal
-    # A value of each row or column (axis 0 or 1) as a tile of that shape.
-    over: Callable = lambda array, axis, shape: lax.broadcast_in_dim(array, shape, [axis])
-    # Whether some |x| is 2 or more; None where it is not worth asking.
-    any_from_two: Callable | None = lambda tile: jnp.any(~(jnp.abs(tile) < 2))
-
-
-PLAIN = Functions()
-
-
 def evaluate(
     code: ClosedJaxpr,
     args: Sequence[Value],
@@ -137,10 +98,12 @@ def evaluate(
         if rule is not None:
             found = rule(_Tile(shape, axes, functions), *ins, **eqn.params)
             return [found if isinstance(found, Value) else Value(found, axes)]
+        if (joined := _joined(eqn, ins, Comparisons(shape, functions))) is not None:
+            return [joined]
         operands = [spread(x, axes, shape, functions) for x in ins]
         found = Value(eqn.primitive.bind(*operands, **eqn.params), axes)
         if eqn.outvars[0].aval.dtype == jnp.int32:
-            found = found.with_real(eqn.primitive, _Tile(shape, axes, functions), ins)
+            found = _bounded(found, eqn.primitive, _Tile(shape, axes, functions), ins)
         return [found]
 
     return follow(code.jaxpr, code.consts, list(args), _constant, apply)
@@ -148,6 +111,28 @@ def evaluate(
 
 def _becomes_real(eqn: Any) -> bool:
     return eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.float32
+
+
+def _joined(eqn: Any, ins: list[Value], on_tile: Comparisons) -> Value | None:
+    """A comparison of integers, or several, in fewer instructions than one at a time."""
+    name, dtype = eqn.primitive.name, eqn.invars[0].aval.dtype
+    if name in FLIPPED and dtype == jnp.int32:
+        return on_tile.of(name, *ins)
+    if name == "and" and dtype == jnp.bool_:
+        return on_tile.both(*ins)
+    return on_tile.either(*ins) if name == "or" else None
+
+
+def _bounded(found: Value, primitive: Any, tile: "_Tile", ins: list[Value]) -> Value:
+    """With the float as well, if it is exact, and what a sum consists of."""
+    most = sum(x.most for x in ins)
+    if primitive.name not in ("add", "sub", "neg", "abs") or most > EXACT_INTEGERS:
+        return found
+    reals = [tile.times(x.real) for x in ins if x.real is not None]
+    if len(reals) < len(ins):
+        return found
+    found = found._replace(real=Value(primitive.bind(*reals), found.axes), most=most)
+    return with_sum(found, primitive.name, *ins) if primitive.name in ("add", "sub") else found
 
 
 def _constant(x: np.ndarray) -> Value:
@@ -256,21 +241,6 @@ _RULES: dict[str, Callable] = {
     "stop_gradient": lambda tile, x, **_: x,
     "copy": lambda tile, x, **_: x,
 }
-
-
-def spread(
-    x: Value, axes: tuple[int, ...], shape: tuple[int, ...], functions: Functions = PLAIN
-) -> Any:
-    """As an array over these axes of the tile."""
-    array = x.array if isinstance(x.array, jax.Array) else jnp.asarray(x.array)
-    if x.factor != 1.0:
-        array = array * x.factor
-    if x.axes == axes:
-        return array
-    if len(x.axes) == 1:
-        return functions.over(array, x.axes[0], shape)
-    sizes = tuple(shape[axis] for axis in axes)
-    return lax.broadcast_in_dim(array, sizes, ())
 
 
 def lean(code: ClosedJaxpr) -> tuple[ClosedJaxpr, list[bool]]:

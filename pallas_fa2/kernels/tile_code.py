@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from pallas_fa2.kernels import dropout, mosaic, pointwise, ptx
 from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.mosaic import LOG2E, over_columns
-from pallas_fa2.kernels.pointwise import Functions, Value
+from pallas_fa2.kernels.values import Functions, Value, spread
 from pallas_fa2.tokens import Pointwise
 
 FUNCTIONS = Functions(ptx.reciprocal, mosaic.over, ptx.any_from_two)
@@ -141,7 +141,7 @@ class TileMask:
 
         def some(piece: jax.Array, pair: Pair) -> jax.Array:
             (keep,) = self.visible.on_tile(pair, piece.shape)
-            keep = pointwise.spread(keep, (0, 1), piece.shape, FUNCTIONS)
+            keep = spread(keep, (0, 1), piece.shape, FUNCTIONS)
             if k_end is not None:
                 keep &= over_columns(cast(Any, pair.k.index) < k_end, piece.shape)
             return jnp.where(keep, piece, -jnp.inf)
@@ -186,7 +186,7 @@ class TileScore:
             (value,) = self.value.on_tile(pair, piece.shape, Value(piece, (0, 1), scale), FUNCTIONS)
             factors.append(value.factor if value.factor > 0 else 1.0)
             value = value._replace(factor=value.factor / factors[-1])
-            return pointwise.spread(value, (0, 1), piece.shape, FUNCTIONS)
+            return spread(value, (0, 1), piece.shape, FUNCTIONS)
 
         if self.value.rows("k") or self.value.pairs:
             found = by_columns(some, s, pair_at)
@@ -201,7 +201,7 @@ class TileScore:
         """Of scores that are not scaled yet; the result is in base 2."""
         (value,) = self.value.on_tile(pair, s.shape, Value(s, (0, 1), scale))
         value = value._replace(factor=value.factor * LOG2E)
-        return pointwise.spread(value, (0, 1), s.shape, FUNCTIONS)
+        return spread(value, (0, 1), s.shape, FUNCTIONS)
 
     def slopes(self, s: jax.Array, scale: float, pair: Pair) -> tuple[Value, dict[Source, Value]]:
         """Of the value, by the scaled score and by the data that have a gradient."""

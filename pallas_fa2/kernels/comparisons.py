@@ -1,0 +1,136 @@
+"""Comparisons of integers, with the fewest instructions for an element.
+
+Every element has a difference to compare in `q.index - k.index <= 128`; in `k.index >= q.index - 128` one
+number a row is enough. And `k <= a and k <= b` is `k <= min(a, b)`, one comparison instead of two.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_fa2.kernels.values import Functions, Limit, Sum, Value, spread
+
+FLIPPED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt", "eq": "eq", "ne": "ne"}
+LARGEST = 2**31 - 1
+_PRIMITIVES = {
+    "le": lax.le_p, "ge": lax.ge_p, "lt": lax.lt_p, "gt": lax.gt_p, "eq": lax.eq_p, "ne": lax.ne_p,
+}  # fmt: skip
+_KINDS: dict[str, Literal["low", "high"]] = {"le": "high", "lt": "high", "ge": "low", "gt": "low"}
+
+
+class Comparisons:
+    """On a tile of a shape."""
+
+    def __init__(self, shape: tuple[int, ...], functions: Functions) -> None:
+        self.shape, self.functions = shape, functions
+
+    def of(self, name: str, x: Value, y: Value) -> Value:
+        """x `name` y, of int32."""
+        if x.sum is None and y.sum is not None:
+            x, name, y = y, FLIPPED[name], x
+        if x.sum is not None and y.sum is None and len(y.axes) < 2:
+            x, name, y = self._apart(x, x.sum, name, y)
+        if x.axes == (0,) or y.axes == (1,):
+            x, name, y = y, FLIPPED[name], x
+        is_limit = x.axes == (1,) and y.axes in ((), (0,)) and name in _KINDS
+        if is_limit and min(x.most, y.most) < LARGEST:
+            return self._limited(x, name, y)
+        return self._compare(x, name, y)
+
+    def both(self, x: Value, y: Value) -> Value:
+        """x and y."""
+        if not (x.limits and y.limits):
+            return self._and(x, y)
+        limits = [*x.limits]
+        for limit in y.limits:
+            same = [i for i, other in enumerate(limits) if _are_alike(limit, other)]
+            if same:
+                narrower = lax.max_p if limit.kind == "low" else lax.min_p
+                limits[same[0]] = self._joined(narrower, limits[same[0]], limit)
+            else:
+                limits.append(limit)
+        if len(limits) < len(x.limits) + len(y.limits):
+            return self._all(limits)
+        return self._and(x, y)._replace(limits=tuple(limits))
+
+    def either(self, x: Value, y: Value) -> Value | None:
+        """x or y, if it is one comparison."""
+        if len(x.limits) == len(y.limits) == 1 and _are_alike(x.limits[0], y.limits[0]):
+            wider = lax.min_p if x.limits[0].kind == "low" else lax.max_p
+            return self._all([self._joined(wider, x.limits[0], y.limits[0])])
+        return None
+
+    def _apart(self, x: Value, sum: Sum, name: str, y: Value) -> tuple[Value, str, Value]:
+        """The same comparison with what varies over columns alone on one side."""
+        y = self._clipped(y, x.most)
+        if y.axes == (1,):
+            rest = self._apply(lax.sub_p if sum.sign > 0 else lax.add_p, y, sum.column)
+            return rest, FLIPPED[name], sum.row
+        if sum.sign > 0:
+            return sum.column, name, self._apply(lax.sub_p, y, sum.row)
+        return sum.column, FLIPPED[name], self._apply(lax.sub_p, sum.row, y)
+
+    def _limited(self, column: Value, name: str, number: Value) -> Value:
+        if number.most >= LARGEST:
+            number = self._clipped(number, column.most)
+        if name == "lt":
+            number = self._apply(lax.sub_p, number, _ONE)
+        if name == "gt":
+            number = self._apply(lax.add_p, number, _ONE)
+        return self._all([Limit(column, _KINDS[name], number)])
+
+    def _all(self, limits: Iterable[Limit]) -> Value:
+        def compare(limit: Limit) -> Value:
+            return self._compare(limit.column, "ge" if limit.kind == "low" else "le", limit.number)
+
+        found = functools.reduce(self._and, map(compare, limits))
+        return found._replace(limits=tuple(limits))
+
+    def _joined(self, primitive: Any, x: Limit, y: Limit) -> Limit:
+        return x._replace(number=self._apply(primitive, x.number, y.number))
+
+    def _clipped(self, x: Value, most: float) -> Value:
+        """What compares alike with numbers of size `most`, and may be added to them."""
+        limit = np.int32(most + 1)
+        if x.most <= limit:
+            return x
+        xp = np if isinstance(x.array, np.ndarray) else jnp
+        return Value(xp.clip(x.array, -limit, limit), x.axes, most=float(limit))
+
+    def _apply(self, primitive: Any, x: Value, y: Value) -> Value:
+        axes, x_array, y_array = self._spread(x, y)
+        return Value(primitive.bind(x_array, y_array), axes, most=x.most + y.most)
+
+    def _compare(self, x: Value, name: str, y: Value) -> Value:
+        axes, x_array, y_array = self._spread(x, y)
+        return Value(_PRIMITIVES[name].bind(x_array, y_array), axes)
+
+    def _and(self, x: Value, y: Value) -> Value:
+        axes, x_array, y_array = self._spread(x, y)
+        return Value(lax.and_p.bind(x_array, y_array), axes)
+
+    def _spread(self, x: Value, y: Value) -> tuple[tuple[int, ...], Any, Any]:
+        axes = tuple(sorted({*x.axes, *y.axes}))
+        return axes, *(spread(v, axes, self.shape, self.functions) for v in (x, y))
+
+
+_ONE = Value(np.int32(1), most=1.0)
+
+
+def _are_alike(x: Limit, y: Limit) -> bool:
+    return x.column.array is y.column.array and x.kind == y.kind
+
+
+def with_sum(found: Value, name: str, x: Value, y: Value) -> Value:
+    """The sum or difference, with the numbers that it consists of."""
+    if {x.axes, y.axes} != {(0,), (1,)}:
+        return found
+    sign_of_y = -1 if name == "sub" else 1
+    if x.axes == (0,):
+        return found._replace(sum=Sum(x, y, sign_of_y))
+    row = y if sign_of_y > 0 else Value(-y.array, y.axes, most=y.most)
+    return found._replace(sum=Sum(row, x, 1))

@@ -1,0 +1,72 @@
+"""What code on a tile computes with."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class Value(NamedTuple):
+    """One number for a tile, one for each of its rows or columns, or one for each element."""
+
+    array: Any
+    axes: tuple[int, ...] = ()  # of the tile, that it varies over
+    factor: float = 1.0  # of it all: multiplications by constants are put off, and done at once
+    most: float = math.inf  # that the size of an integer can be
+    # An integer as a float: rows and columns are converted, rather than all elements.
+    real: "Value | None" = None
+    # An integer, or a truth, in a form that takes fewer instructions where it is compared or joined.
+    sum: "Sum | None" = None
+    limits: "tuple[Limit, ...]" = ()
+
+    @classmethod
+    def of_index(cls, array: Any, axis: int) -> "Value":
+        """Of tokens; no launch has 2^23 of them."""
+        return cls(array, (axis,), real=cls(array.astype(jnp.float32), (axis,)), most=2.0**23)
+
+
+class Sum(NamedTuple):
+    """A number of each row, and plus or minus one of each column."""
+
+    row: Value
+    column: Value
+    sign: int
+
+
+class Limit(NamedTuple):
+    """column >= number, or column <= number: one number for the tile or for each row."""
+
+    column: Value
+    kind: Literal["low", "high"]
+    number: Value
+
+
+class Functions(NamedTuple):
+    """Of a whole tile in registers."""
+
+    reciprocal: Callable = jnp.reciprocal
+    # A value of each row or column (axis 0 or 1) as a tile of that shape.
+    over: Callable = lambda array, axis, shape: lax.broadcast_in_dim(array, shape, [axis])
+    # Whether some |x| is 2 or more; None where it is not worth asking.
+    any_from_two: Callable | None = lambda tile: jnp.any(~(jnp.abs(tile) < 2))
+
+
+PLAIN = Functions()
+
+
+def spread(
+    x: Value, axes: tuple[int, ...], shape: tuple[int, ...], functions: Functions = PLAIN
+) -> Any:
+    """As an array over these axes of the tile."""
+    array = x.array if isinstance(x.array, jax.Array) else jnp.asarray(x.array)
+    if x.factor != 1.0:
+        array = array * x.factor
+    if x.axes == axes:
+        return array
+    if len(x.axes) == 1:
+        return functions.over(array, x.axes[0], shape)
+    sizes = tuple(shape[axis] for axis in axes)
+    return lax.broadcast_in_dim(array, sizes, ())
