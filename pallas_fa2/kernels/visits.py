@@ -13,12 +13,6 @@ import numpy as np
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
 from pallas_fa2.kernels import mosaic
 
-# Tiles are dealt from the longest on; those of like costs stay together, as they share data in L2.
-LEVELS = 32
-# On the device, CTAs take tiles in turns. It comes out even if they take so many of a section of heads:
-# with 2, the longest took 1.9 times the mean (packed documents), with 16 it takes 1.04 times.
-TURNS = 16
-
 # Where the number of full blocks begins in a tile's counts: both in an int32.
 FULL_BIT = 16
 MOST = (1 << (FULL_BIT - 1)) - 1
@@ -63,35 +57,37 @@ class Visits(NamedTuple):
     def deal(self, batch: int, heads: int, section: int, hands: int) -> Any:
         """int32 `[hands, 2 + most, 2]`, a row a CTA: how many tiles; their numbers and counts; a zero.
 
-        Tile `t` of head h of batch entry b has the number (b heads + h) tiles + t. Heads of a section
-        (of their number, a divisor) follow each other, and its tiles go from the longest to the shortest.
+        Tile `t` of head h of batch entry b has the number (b heads + h) tiles + t. Sections of so many
+        heads (a divisor of their number) follow each other, as each has its data in L2; their tiles go
+        from the longest to the shortest.
         """
         xp, tiles = module_of(self.counts), self.counts.shape[-1]
-        if xp is jnp:
-            enough = [n for n in range(section, heads) if heads % n == 0]
-            even = (n for n in enough if n * batch * tiles >= TURNS * hands)
-            section = next(even, heads)
-        each = self.counts.shape[1]
-        counts = xp.broadcast_to(self.counts, (batch, each, tiles))
-        counts = xp.moveaxis(counts, 1, 0).reshape(each, batch * tiles)
-        order = _longest_first(counts & MOST)
-        entry, tile = order // tiles, order % tiles
-        head = np.arange(heads, dtype=np.int32)[:, None]
-        number = (entry * heads + head) * tiles + tile
-        counts = xp.broadcast_to(xp.take_along_axis(counts, order, -1), number.shape)
+        order = self._longest_first(xp)
+        head = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads, 1)
+        number = head * np.int32(tiles) + order
+        counts = xp.take_along_axis(self.counts, order, -1)
+        section = _wide_enough(section, batch * heads, tiles, hands)
 
         def in_order(x: Any) -> Any:
-            return x.reshape(-1, section, batch * tiles).swapaxes(1, 2).reshape(-1)
+            x = xp.broadcast_to(x, number.shape).reshape(-1, section, tiles)
+            return x.swapaxes(1, 2).reshape(-1)
 
         entries = xp.stack([in_order(number), in_order(counts)], -1)
-        return _in_turns(entries, hands) if xp is jnp else _to_the_first_free(entries, hands)
+        if xp is np:
+            return _to_the_first_free(entries, hands)
+        return _in_turns(entries, section * tiles, hands)
+
+    def _longest_first(self, xp: Any) -> Any:
+        """Each head's tiles by the blocks that they visit."""
+        tiles, blocks = self.lists.shape[-2:]
+        rank = np.int32(blocks) - (self.counts & np.int32(MOST))
+        return xp.sort(rank * np.int32(tiles) + _count(self.counts), -1) % np.int32(tiles)
 
 
-def _longest_first(costs: Any) -> Any:
-    xp, n = module_of(costs), costs.shape[-1]
-    top = xp.maximum(xp.max(costs, -1, keepdims=True), np.int32(1))
-    level = np.int32(LEVELS) - (costs * np.int32(LEVELS) + top - np.int32(1)) // top
-    return xp.sort(level * np.int32(n) + _count(costs), -1) % np.int32(n)
+def _wide_enough(section: int, heads: int, tiles: int, hands: int) -> int:
+    """The next multiple that divides the heads and has tiles for all CTAs, half of them twice."""
+    sizes = (n for n in range(section, heads, section) if heads % n == 0)
+    return next((n for n in sizes if n * tiles >= 1.5 * hands), heads)
 
 
 def _to_the_first_free(entries: np.ndarray, hands: int) -> np.ndarray:
@@ -104,19 +100,27 @@ def _to_the_first_free(entries: np.ndarray, hands: int) -> np.ndarray:
     return dealt
 
 
-def _in_turns(entries: jax.Array, hands: int) -> jax.Array:
-    """To the first, the second, ... and back again."""
+def _in_turns(entries: jax.Array, section: int, hands: int) -> jax.Array:
+    """What nobody knows before, by what anybody knows: its order.
+
+    Of each section, so many entries, the first CTA takes the first, the second the next, ... and back
+    again. The next section mirrors that, and each two begin elsewhere: long tiles would otherwise come
+    to the same CTAs.
+    """
     n = len(entries)
     hands = min(hands, n)
-    rounds = -(-n // hands)
-    entries = jnp.pad(entries, [(0, rounds * hands - n), (0, 0)]).reshape(rounds, hands, 2)
-    number = np.arange(rounds * hands).reshape(rounds, hands)
-    number[1::2] = number[1::2, ::-1]
-    back = (np.arange(rounds) % 2 == 1)[:, None, None]
-    entries = jnp.where(back, entries[:, ::-1], entries)
-    dealt = np.stack([np.sum(number < n, 0), np.zeros(hands)], -1).astype(np.int32)
-    last = np.zeros((1, hands, 2), np.int32)
-    return jnp.concatenate([dealt[None], entries, last]).swapaxes(0, 1)
+    number = np.arange(n)
+    of, place = np.divmod(number, section)
+    turn, hand = np.divmod(place, hands)
+    hand = np.where((turn + of) % 2 == 1, hands - 1 - hand, hand)
+    hand = (hand + (of - of % 2) * hands * section // n) % hands
+    dealt = np.bincount(hand, minlength=hands)
+    places = np.full((hands, 1 + dealt.max()), n)
+    first = np.cumsum(dealt) - dealt
+    by_hand = np.argsort(hand, kind="stable")
+    places[hand[by_hand], number - first[hand[by_hand]]] = by_hand
+    counts = np.stack([dealt, 0 * dealt], -1).astype(np.int32)[:, None]
+    return jnp.concatenate([counts, jnp.pad(entries, [(0, 1), (0, 0)])[places]], 1)
 
 
 def cut_last(classes: Any) -> Any:
