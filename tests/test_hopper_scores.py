@@ -207,7 +207,7 @@ def check(
         assert x.shape == y.shape and x.dtype == y.dtype
         what = jax.tree_util.keystr(path)
         if "gradients" in what:  # sums of what has the errors of the inputs' dtype
-            x = x.astype(jnp.bfloat16)
+            x, y = (found.astype(jnp.bfloat16) for found in (x, y))
         assert_within_rule(what, name, x, y, np.asarray(z, np.float64), factor=3)
 
 

@@ -66,7 +66,7 @@ def test_a_tile_is_what_the_scalar_function_says_of_each_pair(see):
         (fa.Prefix(5) | fa.Causal(), 1),
         (fa.Causal() & fa.Causal() & fa.Causal(), 1),
     ],
-    ids=repr,
+    ids=["causal_window", "one_sided", "user", "prefix", "repeated"],
 )
 def test_limits_of_the_same_kind_are_one_comparison(mask, comparisons):
     q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)

@@ -20,7 +20,7 @@ def test_full_blocks_come_first_then_those_that_are_cut():
     seen = Visits.of(classes)
     visited, cut = visits.decode(seen.counts)
     assert (visited.item(), cut.item()) == (4, 2)
-    assert seen.lists[0, 0, 0, :4].tolist() == [2, 4, 0, 3]
+    assert visits.block(seen.lists[0, 0, 0, :4]).tolist() == [2, 4, 0, 3]
 
 
 def test_a_tile_that_sees_nothing_visits_one_block_that_is_cut():

@@ -276,8 +276,9 @@ class Tile:
         return head * self.schedule.q_blocks + block
 
     def _listed_row(self, t: Any) -> Any:
-        """Of step t, which may be the one after the last."""
-        return self._row_of(0, mosaic.shared_at(self.lists, *self.place)[t - self.first_step])
+        """Of step t; of the one after the last, whatever follows there."""
+        place = mosaic.minimum(t - self.first_step, self.lists.shape[-1] - 1)
+        return self._row_of(0, visits.block(mosaic.shared_at(self.lists, *self.place)[place]))
 
     @property
     def first_row(self) -> Any:

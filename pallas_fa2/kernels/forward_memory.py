@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from pallas_fa2.kernels import mosaic
+from pallas_fa2.kernels import mosaic, visits
 from pallas_fa2.kernels.forward_schedule import Tile
 from pallas_fa2.kernels.mosaic import Ring
 
@@ -97,4 +97,4 @@ class Arrays(NamedTuple):
         place = tile.place_of(t)
         if self.inputs.lists is None:
             return place
-        return mosaic.shared_at(self.inputs.lists, *tile.place)[place]
+        return visits.block(mosaic.shared_at(self.inputs.lists, *tile.place)[place])

@@ -34,17 +34,18 @@ WHOLE = 128
 
 
 class Numbers(NamedTuple):
-    """What all tokens of a head share, of each the first means nothing."""
+    """What all tokens of a head share, `[B, N, numbers]`, if there is any."""
 
-    integers: jax.Array  # int32 [B, N, 1 + numbers]
-    reals: jax.Array  # float32
+    integers: jax.Array | None  # int32
+    reals: jax.Array | None  # float32
 
     def load(self, batch: Any, head: Any, sources: Iterable[Source]) -> dict[Source, jax.Array]:
         def number(source: Source) -> jax.Array:
-            assert source.place is not None
+            array = self.reals if source.side == "real" else self.integers
+            assert array is not None and source.place is not None
+            found = array[batch, head, source.place]
             if source.side == "real":
-                return self.reals[batch, head, source.place + 1]
-            found = self.integers[batch, head, source.place + 1]
+                return found
             return found != 0 if source.dtype == "bool" else found.astype(source.dtype)
 
         return {source: number(source) for source in sources}
@@ -247,12 +248,11 @@ def pack(spec: Spec, operands: Operands, first_query: int) -> TokenData:
         arrays = [jnp.broadcast_to(x.reshape(x.shape[0], 1, -1), shape) for x in found[side]]
         return jnp.concatenate([jnp.zeros((batch, 0, length), I32), *arrays], 1)
 
-    def each_head(side: str, dtype: Any) -> jax.Array:
+    def each_head(side: str) -> jax.Array | None:
         arrays = [jnp.broadcast_to(x[..., 0, 0], (batch, *heads)) for x in found[side]]
-        shape = (batch, spec.q_heads, 1)
-        return jnp.concatenate([jnp.zeros(shape, dtype), *(x.reshape(shape) for x in arrays)], 2)
+        return jnp.stack([x.reshape(batch, -1) for x in arrays], 2) if arrays else None
 
-    numbers = Numbers(each_head("integer", I32), each_head("real", jnp.float32))
+    numbers = Numbers(each_head("integer"), each_head("real"))
     pairs = tuple(found["pair"])
     keys = _row_keys(spec, operands, first_query) if spec.dropout_rate else None
     return TokenData(rows("q", spec.q_len), rows("k", spec.kv_len), numbers, keys, pairs)

@@ -24,6 +24,11 @@ def decode(counts: Any) -> tuple[Any, Any]:
     return visited, visited - full
 
 
+def block(listed: Any) -> Any:
+    """Which one an entry of a tile's list is; above it stands its class, by which lists are sorted."""
+    return listed & np.int32(MOST)
+
+
 def module_of(x: Any) -> Any:
     return np if isinstance(x, np.ndarray) else jnp
 
@@ -40,16 +45,15 @@ class Visits(NamedTuple):
     """
 
     counts: Any  # int32 [B | 1, heads | 1, tiles]: blocks, and full ones from `FULL_BIT` on
-    lists: Any  # int32 [B | 1, heads | 1, tiles, blocks + 1], which; what follows means nothing
+    lists: Any  # int32 [B | 1, heads | 1, tiles, blocks], which: see `block`
 
     @classmethod
     def of(cls, classes: Any) -> "Visits":
         """From the classes of tiles, `[B | 1, heads | 1, tiles, blocks]`."""
-        xp, n = module_of(classes), classes.shape[-1]
+        xp = module_of(classes)
         assert EMPTY < PARTIAL < FULL
         rank = np.int32(FULL) - classes
-        lists = xp.sort(rank * np.int32(n) + _count(classes), -1) % np.int32(n)
-        lists = xp.pad(lists, [(0, 0)] * 3 + [(0, 1)])  # the next of the last
+        lists = xp.sort(rank * np.int32(MOST + 1) + _count(classes), -1)
         full = xp.sum(classes == FULL, -1, dtype=np.int32)
         visited = xp.maximum(xp.sum(classes != EMPTY, -1, dtype=np.int32), np.int32(1))
         return cls(visited + full * np.int32(1 << FULL_BIT), lists)
