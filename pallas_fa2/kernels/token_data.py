@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Literal
@@ -63,10 +64,10 @@ class TokenData(NamedTuple):
     def with_places(self, block_q: int, block_kv: int) -> "TokenData":
         """With the tokens' places as the first row; up to whole tiles, where all other data are 0."""
 
-        def widen(x: jax.Array, block: int) -> jax.Array:
+        def widen(x: jax.Array, block: int) -> Any:
             x = _pad_last(x, block)
-            place = lax.broadcasted_iota(I32, (x.shape[0], 1, x.shape[2]), 2)
-            return jnp.concatenate([place, x], 1)
+            place = np.zeros((x.shape[0], 1, 1), np.int32) + np.arange(x.shape[2], dtype=np.int32)
+            return jnp.concatenate([place, x], 1) if x.shape[1] else place
 
         row_keys = None if self.row_keys is None else _pad_last(self.row_keys, block_q)
         q, k = widen(self.q, block_q), widen(self.k, block_kv)
