@@ -112,6 +112,10 @@ CASES = {
     ),
     "biased": Case(lambda d: fa.bias(d["wide"]), ("wide",)),
     "biased_causal_end": Case(lambda d: fa.bias(d["wide"]), ("wide",), causal_end),
+    "biased_in_16_bits": Case(lambda d: fa.bias(d["pairs_of_heads"]), ("pairs_of_heads",)),
+    "biased_in_16_bits_causal": Case(
+        lambda d: fa.bias(d["pairs_of_heads"]), ("pairs_of_heads",), causal
+    ),
     "biased_and_capped_holes": Case(
         lambda d: (fa.bias(d["narrow"]), fa.soft_cap(3.0)), ("narrow", "number"), holes
     ),
@@ -128,7 +132,7 @@ CASES = {
 def inputs(
     t: int, s: int, head_dim: int, heads: tuple[int, int]
 ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-    keys = jax.random.split(jax.random.key(0), 12)
+    keys = jax.random.split(jax.random.key(0), 13)
     n, k = heads
     shapes = ((B, t, n), (B, s, k), (B, s, k), (B, t, n))
     arrays = [
@@ -147,6 +151,7 @@ def inputs(
         "of_keys": jax.random.normal(keys[9], (B, 1, 1, s)),
         "of_queries": jax.random.normal(keys[10], (n, t, 1)),
         "of_heads": jax.random.normal(keys[11], (B, n, 1, 1), jnp.bfloat16),
+        "pairs_of_heads": jax.random.normal(keys[12], (1, n, t, s), jnp.bfloat16),
     }
     return arrays, data
 
@@ -220,6 +225,7 @@ def check(
         ("infinite_in_the_padding", 70, 101, 256),
         ("biased_and_capped_holes", 70, 139, 64),
         ("biased_causal_end", 70, 75, 128),
+        ("biased_in_16_bits", 70, 75, 64),
         ("dropped_capped_causal_end", 70, 75, 128),
         ("dropped_at_places", 70, 75, 64),
         ("dropped", 70, 75, 256),

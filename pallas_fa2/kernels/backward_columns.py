@@ -205,7 +205,11 @@ class Columns:
         query = self.step.first_query + self.place.start
         place = mosaic.div(query, COLUMNS_AT_ONCE), mosaic.div(self.first_key, 64)
         array = self.sums.of_pairs(self.problem.score, source)
-        ptx.add_fragments(mosaic.shared_at(array, *self.step.head, *place), gradient)
+        target = mosaic.shared_at(array, *self.step.head, *place)
+        if array.dtype == jnp.float32:
+            ptx.add_fragments(target, gradient)
+        else:
+            ptx.store_fragments(target, gradient.astype(array.dtype))
 
     def add(self, gathered: list[dict[Source, jax.Array]]) -> None:
         """The gradients of some pieces."""

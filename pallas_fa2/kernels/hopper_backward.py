@@ -85,7 +85,7 @@ def gradients(
     if problem.score is not None:
         lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
         assert data is not None
-        sums = Sums.zeros(problem.score, problem.batch, problem.q_heads, lengths, data)
+        sums = Sums.start(problem, q.dtype, lengths, data)
     outputs = Outputs(jnp.zeros(schedule.dq_shape, jnp.float32), dk, dv, sums)
     flat_outputs, output_tree = jax.tree.flatten(outputs)
 

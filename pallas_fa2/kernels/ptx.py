@@ -200,16 +200,36 @@ def add_fragments(target: Any, tile: jax.Array) -> None:
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
 def _add_fragments(_: Any, target: Any, tile: Any) -> None:
-    i64 = ir.IntegerType.get_signless(64)
-    thread = arith.andi(thread_number(), i32(127))
-    start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
-    start = arith.addi(start, arith.extui(i64, arith.shli(thread, i32(4))))
-    values = _scalars(tile)
+    start, values = _start(target, 16), _scalars(tile)
     for i in range(0, len(values), 4):
         # 128 threads add 2048 bytes
         code = f"red.relaxed.gpu.global.add.v4.f32 [$0 + {512 * i}], {{$1, $2, $3, $4}};"
         void, operands = ir.Type.parse("!llvm.void"), [start, *values[i : i + 4]]
         llvm.inline_asm(void, operands, code, "l,f,f,f,f", has_side_effects=True)
+
+
+def store_fragments(target: Any, tile: jax.Array) -> None:
+    """Stores a tile of 16 bits in the same order, 8 bytes at a time."""
+    _store_fragments(target, tile)  # pyright: ignore[reportCallIssue]
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+def _store_fragments(_: Any, target: Any, tile: Any) -> None:
+    word = ir.IntegerType.get_signless(32)
+    pairs = [llvm.bitcast(word, x) for x in tile.registers.flat]
+    start = _start(target, 8)
+    for i in range(0, len(pairs), 2):
+        code = f"st.global.v2.b32 [$0 + {512 * i}], {{$1, $2}};"
+        void, operands = ir.Type.parse("!llvm.void"), [start, *pairs[i : i + 2]]
+        llvm.inline_asm(void, operands, code, "l,r,r", has_side_effects=True)
+
+
+def _start(target: Any, size: int) -> Any:
+    """Where a thread's own bytes of a tile begin, as each has so many at a time."""
+    i64 = ir.IntegerType.get_signless(64)
+    thread = arith.andi(thread_number(), i32(127))
+    start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
+    return arith.addi(start, arith.extui(i64, arith.muli(thread, i32(size))))
 
 
 def add_row_sums(target: Any, tile: jax.Array) -> None:

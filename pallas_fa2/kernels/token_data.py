@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 
 from pallas_fa2 import diagonal
 from pallas_fa2.kernels import dropout, mosaic, pointwise, tile, tile_code
-from pallas_fa2.kernels.mosaic import I32
+from pallas_fa2.kernels.mosaic import I32, Problem
 from pallas_fa2.kernels.tile_code import (
     COLUMNS_AT_ONCE,
     Source,
@@ -32,6 +32,9 @@ from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, Pointwise
 
 # Every tile's length divides it.
 WHOLE = 128
+# Batch entries that share an array of pairs whose gradients are stored, not added up in device memory:
+# so many in 16 bits take no more of it than their sum in 32.
+MOST_STORED = 2
 
 
 class Numbers(NamedTuple):
@@ -79,39 +82,38 @@ def _pad_last(x: jax.Array, multiple: int) -> jax.Array:
 
 
 class Sums(NamedTuple):
-    """Float32 gradients of the data that scores read, before what is shared is added up."""
+    """Gradients of the data that scores read, in float32, before what is shared is added up."""
 
     q: jax.Array  # [B, fields, T']
     k: jax.Array  # [B, fields, S']
     numbers: jax.Array  # [B, fields, N, 64]
     # Of each array of pairs, [B | 1, N | 1, T' / 16, S' / 64, 1024]: a piece of a tile as it lies in
-    # registers.
+    # registers. In the inputs' dtype, as the operand of dQ and dK is, where nothing is added to it.
     pairs: tuple[jax.Array, ...]
 
     @classmethod
-    def zeros(
-        cls,
-        score: TileScore,
-        batch: int,
-        heads: int,
-        lengths: tuple[int, int],
-        data: TokenData,
+    def start(
+        cls, problem: Problem, dtype: Any, lengths: tuple[int, int], data: TokenData
     ) -> "Sums | None":
         """None where nothing has a gradient."""
+        score, batch, heads = problem.score, problem.batch, problem.q_heads
         if not score.floats:
             return None
 
-        def of_pairs(x: jax.Array) -> jax.Array:
-            rows, columns = x.shape[2] // COLUMNS_AT_ONCE, x.shape[3] // 64
-            shape = *x.shape[:2], rows, columns, COLUMNS_AT_ONCE * 64
-            return jnp.zeros(shape, jnp.float32)
+        def of_pairs(source: Source) -> jax.Array:
+            x = data.pairs[cast(int, source.place)]
+            pieces = x.shape[2] // COLUMNS_AT_ONCE, x.shape[3] // 64, COLUMNS_AT_ONCE * 64
+            narrow = source.dtype in pointwise.NARROW
+            if not narrow or x.shape[1] < heads or x.shape[0] * MOST_STORED < batch:
+                return jnp.zeros((*x.shape[:2], *pieces), jnp.float32)
+            everywhere = problem.mask is None and not problem.causal
+            return (lax.empty if everywhere else jnp.zeros)((batch, heads, *pieces), dtype)
 
         q, k, numbers = (len(score.floats_of(side)) for side in ("q", "k", "real"))
         shapes = (batch, q, lengths[0]), (batch, k, lengths[1]), (batch, numbers, heads, 64)
         # An empty array is no memory for a kernel.
         arrays = [jnp.zeros([max(n, 1) for n in shape], jnp.float32) for shape in shapes]
-        pairs = [of_pairs(data.pairs[cast(int, s.place)]) for s in score.floats_of("pair")]
-        return cls(*arrays, pairs=tuple(pairs))
+        return cls(*arrays, pairs=tuple(map(of_pairs, score.floats_of("pair"))))
 
     def of_pairs(self, score: TileScore, source: Source) -> Any:
         return self.pairs[score.floats_of("pair").index(source)]
@@ -306,7 +308,7 @@ def gradients(
     def of(source: Source, x: jax.Array) -> jax.Array:
         if sums is None or score is None or source not in score.floats:
             return jnp.zeros(x.shape, x.dtype)
-        total = _not_shared(spec, score, sums, source)
+        total = _not_shared(spec, score, sums, source).astype(jnp.float32)
         shared = tuple(i for i in range(LEADING) if x.shape[i] == 1)
         return total.sum(shared, keepdims=True).astype(x.dtype)
 

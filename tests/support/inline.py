@@ -33,6 +33,9 @@ def _pairs(parameters, _):
 # and what becomes of it.
 LOADED: dict[str, Callable] = {"load_pairs": _pairs}
 
+# What is stored there from registers.
+STORED: dict[str, Callable[[jax.Array], jax.Array]] = {"_store_fragments": _fragments}
+
 # What is added to device memory from registers.
 ADDED: dict[str, Callable[[jax.Array], jax.Array]] = {
     "_add_fragments": _fragments,

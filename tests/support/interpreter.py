@@ -210,6 +210,8 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         if name in inline.LOADED:
             meaning = functools.partial(inline.LOADED[name], parameters)
             return self._load(eqn, token, meaning, *values)
+        if name in inline.STORED:
+            return self._store(eqn, token, inline.STORED[name], *values), []
         if name in inline.ADDED:
             return self._add(eqn, token, inline.ADDED[name], *values), []
         if name == "_send_mail":
@@ -236,6 +238,23 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             source_info=eqn.source_info,
         )
         return token, [convert(found)]
+
+    def _store(self, eqn, token, meaning, target, tile, *leaves):
+        transforms, _ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
+        target, transforms = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, target, transforms)
+        value = meaning(tile)
+        token, _ = gpu_callbacks.call_swap(
+            token=token,
+            result_shape_and_dtype=jax.ShapeDtypeStruct(value.shape, value.dtype),
+            mesh_location=self.mesh_location,
+            thread=self.thread,
+            allocation_key_as_array=target,
+            transforms=transforms,
+            val=value,
+            mask=None,
+            source_info=eqn.source_info,
+        )
+        return token
 
     def _add(self, eqn, token, meaning, target, tile, *leaves):
         transforms, _ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
