@@ -17,7 +17,7 @@ if "PALLAS_FA2_ON_GPU" not in os.environ:
         "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
     )
 else:
-    # The dense truth need not be fast: choosing its kernels took three quarters of the tests' time.
+    # The dense truth need not be fast, and choosing its kernels means to compile many.
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

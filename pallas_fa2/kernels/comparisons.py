@@ -4,8 +4,9 @@ Every element has a difference to compare in `q.index - k.index <= 128`; in `k.i
 number a row is enough. And `k <= a and k <= b` is `k <= min(a, b)`, one comparison instead of two.
 """
 
+import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -22,11 +23,12 @@ _PRIMITIVES = {
 _KINDS: dict[str, Literal["low", "high"]] = {"le": "high", "lt": "high", "ge": "low", "gt": "low"}
 
 
+@dataclasses.dataclass(frozen=True)
 class Comparisons:
-    """On a tile of a shape."""
+    """On a tile."""
 
-    def __init__(self, shape: tuple[int, ...], functions: Functions) -> None:
-        self.shape, self.functions = shape, functions
+    shape: tuple[int, ...]
+    functions: Functions
 
     def of(self, name: str, x: Value, y: Value) -> Value:
         """x `name` y, of int32."""
@@ -83,7 +85,7 @@ class Comparisons:
             number = self._apply(lax.add_p, number, _ONE)
         return self._all([Limit(column, _KINDS[name], number)])
 
-    def _all(self, limits: Iterable[Limit]) -> Value:
+    def _all(self, limits: Sequence[Limit]) -> Value:
         def compare(limit: Limit) -> Value:
             return self._compare(limit.column, "ge" if limit.kind == "low" else "le", limit.number)
 
@@ -102,20 +104,18 @@ class Comparisons:
         return Value(xp.clip(x.array, -limit, limit), x.axes, most=float(limit))
 
     def _apply(self, primitive: Any, x: Value, y: Value) -> Value:
-        axes, x_array, y_array = self._spread(x, y)
-        return Value(primitive.bind(x_array, y_array), axes, most=x.most + y.most)
+        return self._bind(primitive, x, y)._replace(most=x.most + y.most)
 
     def _compare(self, x: Value, name: str, y: Value) -> Value:
-        axes, x_array, y_array = self._spread(x, y)
-        return Value(_PRIMITIVES[name].bind(x_array, y_array), axes)
+        return self._bind(_PRIMITIVES[name], x, y)
 
     def _and(self, x: Value, y: Value) -> Value:
-        axes, x_array, y_array = self._spread(x, y)
-        return Value(lax.and_p.bind(x_array, y_array), axes)
+        return self._bind(lax.and_p, x, y)
 
-    def _spread(self, x: Value, y: Value) -> tuple[tuple[int, ...], Any, Any]:
+    def _bind(self, primitive: Any, x: Value, y: Value) -> Value:
         axes = tuple(sorted({*x.axes, *y.axes}))
-        return axes, *(spread(v, axes, self.shape, self.functions) for v in (x, y))
+        operands = (spread(v, axes, self.shape, self.functions) for v in (x, y))
+        return Value(primitive.bind(*operands), axes)
 
 
 _ONE = Value(np.int32(1), most=1.0)

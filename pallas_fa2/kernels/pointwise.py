@@ -86,6 +86,7 @@ def evaluate(
     functions: Functions = PLAIN,
 ) -> list[Value]:
     """The results of the code."""
+    comparisons = Comparisons(shape, functions)
 
     def apply(eqn: Any, ins: list[Value]) -> list[Value]:
         if (inner := called(eqn)) is not None:
@@ -98,7 +99,7 @@ def evaluate(
         if rule is not None:
             found = rule(_Tile(shape, axes, functions), *ins, **eqn.params)
             return [found if isinstance(found, Value) else Value(found, axes)]
-        if (joined := _joined(eqn, ins, Comparisons(shape, functions))) is not None:
+        if (joined := _joined(eqn, ins, comparisons)) is not None:
             return [joined]
         operands = [spread(x, axes, shape, functions) for x in ins]
         found = Value(eqn.primitive.bind(*operands, **eqn.params), axes)
@@ -113,14 +114,14 @@ def _becomes_real(eqn: Any) -> bool:
     return eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.float32
 
 
-def _joined(eqn: Any, ins: list[Value], on_tile: Comparisons) -> Value | None:
+def _joined(eqn: Any, ins: list[Value], comparisons: Comparisons) -> Value | None:
     """A comparison of integers, or several, in fewer instructions than one at a time."""
     name, dtype = eqn.primitive.name, eqn.invars[0].aval.dtype
     if name in FLIPPED and dtype == jnp.int32:
-        return on_tile.of(name, *ins)
+        return comparisons.of(name, *ins)
     if name == "and" and dtype == jnp.bool_:
-        return on_tile.both(*ins)
-    return on_tile.either(*ins) if name == "or" else None
+        return comparisons.both(*ins)
+    return comparisons.either(*ins) if name == "or" else None
 
 
 def _bounded(found: Value, primitive: Any, tile: "_Tile", ins: list[Value]) -> Value:

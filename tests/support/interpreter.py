@@ -188,17 +188,7 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
     def _accumulator_store(self, eqn, token, values):
         accumulator, value = values
         token = self._check_use(eqn, token, accumulator, "overwritten")
-        token, _ = gpu_callbacks.call_swap(
-            token=token,
-            result_shape_and_dtype=eqn.invars[1].aval,
-            mesh_location=self.mesh_location,
-            thread=self.thread,
-            allocation_key_as_array=accumulator,
-            transforms=(),
-            val=value,
-            mask=None,
-            source_info=eqn.source_info,
-        )
+        token = self._write(eqn, token, accumulator, (), value)
         return token, [value]
 
     def _commit_group(self, eqn, token, values):
@@ -240,9 +230,9 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         return token, [convert(found)]
 
     def _store(self, eqn, token, meaning, target, tile, *leaves):
-        transforms, _ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
-        target, transforms = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, target, transforms)
-        value = meaning(tile)
+        return self._write(eqn, token, *self._target(eqn, target, leaves), meaning(tile))
+
+    def _write(self, eqn, token, target, transforms, value):
         token, _ = gpu_callbacks.call_swap(
             token=token,
             result_shape_and_dtype=jax.ShapeDtypeStruct(value.shape, value.dtype),
@@ -256,9 +246,13 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         )
         return token
 
-    def _add(self, eqn, token, meaning, target, tile, *leaves):
+    @staticmethod
+    def _target(eqn, target, leaves):
         transforms, _ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
-        target, transforms = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, target, transforms)
+        return jaxpr_interpret.resolve_ref(eqn.invars[0].aval, target, transforms)
+
+    def _add(self, eqn, token, meaning, target, tile, *leaves):
+        target, transforms = self._target(eqn, target, leaves)
         function = functools.partial(operations.add_to_gmem, source_info=eqn.source_info)
         return callback.io_callback(
             function,
