@@ -1,10 +1,11 @@
 """Errors and speeds of implementations on one shape: nothing wrong gets a speed."""
 
+import contextlib
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,10 @@ def inputs(shape: Shape, seed: int = 0) -> tuple[jax.Array, ...]:
     return arrays
 
 
+def without_dout(args: tuple) -> tuple:
+    return (*args[:3], *args[4:])
+
+
 def with_gradients(attention: Callable) -> Callable:
     """(q, k, v, dout, *data) -> out, dq, dk, dv and the gradients of data that are floats."""
 
@@ -52,7 +57,6 @@ def with_gradients(attention: Callable) -> Callable:
     return run
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def corners(arrays: tuple, shape: Shape) -> tuple:
     """The heads of the first key head and of the last, of what `inputs` or `with_gradients` gives.
 
@@ -68,6 +72,12 @@ def corners(arrays: tuple, shape: Shape) -> tuple:
     return (*(of(x, 2) for x in arrays[:4]), *data)
 
 
+class Turn:
+    """Whose turn it is on the GPU, where several processes compile at the same time."""
+
+    lock: contextlib.AbstractContextManager = contextlib.nullcontext()
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """A shape with q, k, v, dout and data; out and all gradients in its corners; their limits."""
@@ -79,9 +89,14 @@ class Problem:
 
 
 def problem(shape: Shape, backward: bool = True) -> Problem:
-    """Random data, dense float32 attention, and what dense attention in bfloat16 allows.
+    """Random data, dense float32 attention, and what dense attention in bfloat16 allows."""
+    return prepared(shape, backward)()
 
-    Where there is no room for its scores, the blockwise implementation stands for the dense one.
+
+def prepared(shape: Shape, backward: bool) -> Callable[[], Problem]:
+    """`problem`, compiled and not yet run.
+
+    Where there is no room for dense scores, the blockwise implementation stands for the dense one.
     """
     heads = 2 * shape.q_heads // shape.kv_heads
     fits = shape.score_bytes / shape.q_heads * heads <= XLA_SCORES
@@ -95,63 +110,123 @@ def problem(shape: Shape, backward: bool = True) -> Problem:
     def forward(q: Any, k: Any, v: Any, _: Any, *data: Any) -> tuple:
         return (dense(q, k, v, *data),)
 
-    run = jax.jit(with_gradients(dense) if backward else forward)
-    args = inputs(shape)
-    cut = corners(args, shape)
-    expected = run(*(_widened(x) for x in cut))
-    return Problem(shape, args, expected, [FACTOR * e for e in relative(run(*cut), expected)])
+    def truth(*args: Any) -> tuple:
+        run = with_gradients(dense) if backward else forward
+        cut = corners(args, shape)
+        expected = run(*(_widened(x) for x in cut))
+        return expected, distances(run(*cut), expected)
+
+    args = jax.eval_shape(lambda: inputs(shape))
+    run = jax.jit(truth).lower(*args).compile()
+
+    def solve() -> Problem:
+        args = inputs(shape)
+        expected, errors = run(*args)
+        return Problem(shape, args, expected, [FACTOR * e for e in _rounded(errors)])
+
+    return solve
 
 
 def _widened(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def relative(results: tuple, expected: tuple) -> list[float]:
-    """Frobenius norms of the differences over those of the expected, as far as there are results."""
-    return [float(f"{e:.3g}") for e in _relative(results, expected[: len(results)])]
-
-
-@jax.jit
-def _relative(results: tuple, expected: tuple) -> list[jax.Array]:
+def distances(results: tuple, expected: tuple) -> list[jax.Array]:
+    """Frobenius norms of the differences over those of the expected."""
     norm = jnp.linalg.norm
     pairs = zip(results, expected, strict=True)
     return [norm(x.astype(jnp.float32) - y) / norm(y) for x, y in pairs]
 
 
-def speed(fn: Callable, args: tuple, flops: float, problem: Problem, iterations: int) -> dict:
-    """TFLOP/s of a function that returns a tuple, or the reason why there is none."""
-    try:
-        run = jax.jit(fn)
+def _rounded(numbers: list[jax.Array]) -> list[float]:
+    return [float(f"{x:.3g}") for x in numbers]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function of a problem's arguments that returns a tuple, compiled; or why it is not."""
+
+    run: Callable[..., tuple] | None
+    error: Callable[..., list] | None  # of what `run` returns, beside the expected
+    seconds: float
+    refused: str = ""
+
+    @classmethod
+    def of(cls, fn: Callable, args: tuple, shape: Shape) -> "Program":
+        def error(results: tuple, expected: tuple) -> list[jax.Array]:
+            return distances(corners(results, shape), expected)
+
+        def expected(results: tuple) -> tuple:
+            return tuple(_widened(x) for x in corners(results, shape))
+
         start = time.perf_counter()
-        results = jax.block_until_ready(run(*args))
-        first_call = time.perf_counter() - start
-        error = relative(corners(results, problem.shape), problem.expected)
-        # Not `any(e > limit ...)`: NaN is above no limit.
-        if not all(e <= limit for e, limit in zip(error, problem.allowed, strict=False)):
-            return {"refused": "wrong result", "error": error}
-        ms = milliseconds(run, args, iterations)
-    except Exception as e:  # noqa: BLE001 - a rival without this shape must not end the run
-        # After a fault that killed the device this raises too: the run ends here, instead of blaming
-        # everybody else.
-        jax.block_until_ready(-args[0])
-        return {"refused": f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"}
-    return {
-        "tflops": float(f"{flops / ms * 1e-9:.4g}"),
-        "ms": float(f"{ms:.4g}"),
-        "first_call_s": round(first_call, 2),
-        "error": error,
-    }
+        try:
+            lowered = jax.jit(fn).lower(*args)
+            run = lowered.compile()
+            seconds = time.perf_counter() - start
+            results = lowered.out_info
+            check = jax.jit(error).lower(results, jax.eval_shape(expected, results)).compile()
+            return cls(run, check, seconds)
+        except Exception as e:  # noqa: BLE001 - a rival without this shape must not end the run
+            return cls(None, None, 0.0, _reason(e))
+
+    def speed(self, args: tuple, flops: float, problem: Problem, iterations: int) -> dict:
+        """TFLOP/s, or the reason why there is none."""
+        if self.run is None or self.error is None:
+            return {"refused": self.refused}
+        try:
+            start = time.perf_counter()
+            results = jax.block_until_ready(self.run(*args))
+            first_call = self.seconds + time.perf_counter() - start
+            error = _rounded(self.error(results, problem.expected[: len(results)]))
+            # Not `any(e > limit ...)`: NaN is above no limit.
+            if not all(e <= limit for e, limit in zip(error, problem.allowed, strict=False)):
+                return {"refused": "wrong result", "error": error}
+            ms = milliseconds(self.run, args, iterations)
+        except Exception as e:  # noqa: BLE001 - nor one that runs and fails
+            # After a fault that killed the device this raises too: the run ends here, instead of
+            # blaming everybody else.
+            jax.block_until_ready(-args[0])
+            return {"refused": _reason(e)}
+        return {
+            "tflops": float(f"{flops / ms * 1e-9:.4g}"),
+            "ms": float(f"{ms:.4g}"),
+            "first_call_s": round(first_call, 2),
+            "error": error,
+        }
+
+
+def _reason(e: Exception) -> str:
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+
+
+class Programs(NamedTuple):
+    """An implementation on a shape."""
+
+    forward: Program
+    both: Program | None
+
+    @classmethod
+    def of(cls, attention: Callable, shape: Shape, backward: bool) -> "Programs":
+        args = jax.eval_shape(lambda: inputs(shape))
+        forward = Program.of(lambda *x: (attention(*x),), without_dout(args), shape)
+        if forward.refused or not backward:
+            return cls(forward, None)
+        return cls(forward, Program.of(with_gradients(attention), args, shape))
+
+    def row(self, problem: Problem, iterations: int) -> dict[str, dict]:
+        """`Program.speed` of the forward and, if wanted and unless that is refused, of both."""
+        flops = problem.shape.forward_flops
+        forward = self.forward.speed(without_dout(problem.args), flops, problem, iterations)
+        if "refused" in forward or self.both is None:
+            return {"forward": forward}
+        both = self.both.speed(problem.args, BOTH * flops, problem, iterations)
+        return {"forward": forward, "both": both}
 
 
 def row(attention: Callable, problem: Problem, iterations: int, backward: bool) -> dict[str, dict]:
-    """`speed` of the forward and, if wanted and unless that is refused, of forward + backward."""
-    flops, args = problem.shape.forward_flops, problem.args
-    without_dout = (*args[:3], *args[4:])
-    forward = speed(lambda *x: (attention(*x),), without_dout, flops, problem, iterations)
-    if "refused" in forward or not backward:
-        return {"forward": forward}
-    both = speed(with_gradients(attention), args, BOTH * flops, problem, iterations)
-    return {"forward": forward, "both": both}
+    """Of a function of q, k, v and data."""
+    return Programs.of(attention, problem.shape, backward).row(problem, iterations)
 
 
 def measure(
@@ -160,12 +235,18 @@ def measure(
     iterations: int,
     backward: bool = True,
 ) -> dict[str, Any]:
-    """A row for each implementation, the shape, and the errors allowed: of out, dq, dk, dv, dbias."""
-    given = problem(shape, backward)
-    rows = {
-        name: row(functools.partial(implementation.attention, shape), given, iterations, backward)
+    """A row for each implementation, the shape, and the errors allowed: of out, dq, dk, dv, dbias.
+
+    Nothing runs on the GPU before it is this process's `Turn`.
+    """
+    solve = prepared(shape, backward)
+    programs = {
+        name: Programs.of(functools.partial(implementation.attention, shape), shape, backward)
         for name, implementation in implementations.items()
     }
+    with Turn.lock:
+        given = solve()
+        rows = {name: program.row(given, iterations) for name, program in programs.items()}
     return {"shape": dataclasses.asdict(shape), "allowed": given.allowed, "rows": rows}
 
 

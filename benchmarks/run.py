@@ -3,17 +3,21 @@
     python -m benchmarks.run                                   # benchmarks/results/<device>.json
     python -m benchmarks.run --shapes d128_s8192_c,llama8b_8k  # prints only
     python -m benchmarks.run --masks                           # masks and scores, prints only
+    python -m benchmarks.run --jobs 14                         # compiles 14 shapes at a time
     python -m benchmarks.run --budget 500 --json some.json     # what 500 seconds allow
     python -m benchmarks.run --resume some.json                # the shapes that some.json lacks
 
 Kernel time by CUPTI, median of `--iterations`, random bfloat16 inputs. An implementation whose error
 is above twice that of dense bfloat16 attention, against dense float32 attention, gets no speed.
-The file is written after every shape. Rivals that cannot be imported are left out.
+The file is written after every shape. Rivals that cannot be imported are left out. With `--jobs`,
+each shape has a process of its own, and one at a time has the GPU; first calls then take longer.
 """
 
 import argparse
 import datetime
+import functools
 import json
+import os
 import pathlib
 import sys
 import time
@@ -21,7 +25,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import measure, record, rivals
+from benchmarks import jobs, measure, record, rivals
 from benchmarks.report import report
 from benchmarks.shapes import MASKS, SHAPES
 
@@ -40,6 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--rivals", type=_names(rivals.IMPLEMENTATIONS), help="some of benchmarks/rivals.py"
     )
     parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     parser.add_argument("--forward-only", action="store_true", help="no gradients")
     parser.add_argument("--budget", type=float, help="seconds after which no shape is started")
     parser.add_argument(
@@ -62,25 +67,32 @@ def _names(known: dict[str, Any]) -> Any:
     return names
 
 
+def one(name: str, wanted: tuple[str, ...], iterations: int, backward: bool) -> dict[str, Any]:
+    """`measure.measure` of a shape, in any process."""
+    implementations, _ = rivals.importable(wanted)
+    return measure.measure(SHAPES[name], implementations, iterations, backward)
+
+
 def fill(
-    found: dict[str, Any], todo: list[str], implementations: Any, args: Any, path: Any
+    found: dict[str, Any], todo: list[str], wanted: tuple[str, ...], args: Any, path: Any
 ) -> None:
     """Measures shapes into the record `found`, until the budget is spent, writing it each time."""
-    started = time.monotonic()
     run = {
         "date": datetime.date.today().isoformat(),
         "commit": args.commit or record.commit(),
         "matmul": float(f"{measure.matmul(args.iterations):.4g}"),
+        "jobs": args.jobs,
         "shapes": [],
     }
     found["runs"].append(run)
-    for name in tqdm(todo, disable=None):
-        if args.budget is not None and time.monotonic() - started > args.budget:
-            break
-        result = measure.measure(
-            SHAPES[name], implementations, args.iterations, not args.forward_only
-        )
-        found["results"][name] = result
+    end = None if args.budget is None else time.monotonic() + args.budget
+    function = functools.partial(
+        one, wanted=wanted, iterations=args.iterations, backward=not args.forward_only
+    )
+    done = jobs.each(function, todo, args.jobs, end)
+    for name, result in tqdm(done, total=len(todo), disable=None):
+        results = found["results"] | {name: result}
+        found["results"] = {name: results[name] for name in SHAPES if name in results}
         run["shapes"].append(name)
         if path:
             record.write(path, found)
@@ -89,6 +101,8 @@ def fill(
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
+    if args.jobs > 1:  # each process takes what it needs
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     wanted = rivals.IMPLEMENTATIONS if args.rivals is None else ("ours", *args.rivals)
     implementations, missing = rivals.importable(dict.fromkeys(wanted))
     for name, why in missing.items():
@@ -104,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
 
     wanted = args.shapes or list(SHAPES)
     if todo := [name for name in wanted if name not in found["results"]]:
-        fill(found, todo, implementations, args, path)
+        fill(found, todo, tuple(implementations), args, path)
     print(report(found))
     if left := [name for name in wanted if name not in found["results"]]:
         print(f"\nnot measured for want of time: {', '.join(left)}")

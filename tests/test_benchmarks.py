@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import itertools
 import json
+import os
 import sys
+import time
 import types
 
 import jax
@@ -11,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
-from benchmarks import measure, plot, record, report, rivals, run
+from benchmarks import jobs, measure, plot, record, report, rivals, run
 from benchmarks.rivals import Implementation
 from benchmarks.shapes import SHAPES, SWEEP, Shape
 
@@ -281,6 +284,37 @@ def test_a_budget_ends_the_run_early(measured, tmp_path, capsys):
     assert "for want of time: tiny, prefill" in capsys.readouterr().out
     run.main(["--json", str(path), "--budget", "100"])
     assert len(measured.shapes) == 2
+
+
+def hold_the_turn(name):
+    """When it began and ended, in whose process."""
+    with measure.Turn.lock:
+        begun = time.monotonic()
+        time.sleep(0.2)
+        return os.getpid(), begun, time.monotonic()
+
+
+def test_processes_take_turns():
+    found = dict(jobs.each(hold_the_turn, ["a", "b", "c"], 2))
+    assert set(found) == {"a", "b", "c"}
+    pids, *_ = zip(*found.values(), strict=True)
+    assert len({os.getpid(), *pids}) == 4
+    spans = sorted((begun, ended) for _, begun, ended in found.values())
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+
+
+def fail(name):
+    raise RuntimeError(name)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_failure_in_a_process_ends_the_run(processes):
+    with pytest.raises(RuntimeError, match="a"):
+        list(jobs.each(fail, ["a"], processes))
+
+
+def test_no_process_begins_after_the_end():
+    assert list(jobs.each(fail, ["a", "b"], 2, time.monotonic())) == []
 
 
 def test_only_a_full_run_has_a_default_file(measured, tmp_path, monkeypatch):

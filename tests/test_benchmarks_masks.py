@@ -198,7 +198,7 @@ def test_where_dense_scores_have_no_room_the_truth_is_blockwise(monkeypatch):
     monkeypatch.setattr(fa, "flash_attention", watched)
     found = measure.problem(DOCUMENTS)
     assert set(used) == {"blockwise"}
-    assert all(e < 1e-5 for e in measure.relative(found.expected, expected.expected))
+    assert all(e < 1e-5 for e in measure.distances(found.expected, expected.expected))
 
 
 def test_what_ours_refuses_is_reported(monkeypatch):
