@@ -79,25 +79,19 @@ def _value(x: Any) -> jax.Array:
 
 def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Out) -> tuple:
     q, k, v, out, lse, operands, wanted = residuals
-    dout, dlse = (_dense(x, like) for x, like in zip(cotangents, (out, lse), strict=True))
-    delta = row_delta(out, dout, dlse)
+    dout, dlse = cotangents
+    dout = jnp.zeros_like(out) if _is_zero(dout) else dout
+    dlse = None if _is_zero(dlse) else dlse
     backward = REGISTRY[plan.implementation].backward
     assert backward is not None, "an implementation that JAX differentiates never comes here"
-    arrays = q, k, v, lse, delta, dout.astype(q.dtype)
+    arrays = q, k, v, out, lse, dout.astype(q.dtype), dlse
     found = backward(spec, plan.backward, *arrays, operands, wanted)
     dq, dk, dv, dscores = alike(found, q)
     return dq, dk, dv, _cotangents(operands, dscores)
 
 
-def _dense(cotangent: Any, like: jax.Array) -> jax.Array:
-    zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-    return jnp.zeros_like(like) if zero else cotangent
-
-
-def row_delta(out: jax.Array, dout: jax.Array, dlse: jax.Array) -> jax.Array:
-    """rowsum(dO ∘ O) - dlse, `[B, N, T]`, in the dtype of lse."""
-    dtype = dlse.dtype
-    return jnp.moveaxis(jnp.sum(dout.astype(dtype) * out.astype(dtype), -1), 1, 2) - dlse
+def _is_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
 
 
 def _cotangents(operands: Operands, dscores: tuple) -> Operands:

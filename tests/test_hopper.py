@@ -101,6 +101,16 @@ def test_every_forward_compiles_clean(tuned: Tuned, mask: str, length: int) -> N
         assert masked == ([left // 2] if left else [])
 
 
+def compile_both(run: Any, *args: Any) -> tuple[KernelReport, KernelReport]:
+    """The forward and the backward; the passes around that are clean."""
+    with planned_for_h200():
+        reports = {x.name: x for x in compile_gate.compile_for_h200(run, *args)}
+    compile_gate.assert_clean(reports.pop("prepare_gradients"))
+    compile_gate.assert_clean(reports.pop("finish_gradients"))
+    assert len(reports) == 2
+    return reports["attention"], reports["attention_gradients"]
+
+
 def assert_clean(forward: KernelReport, backward: KernelReport) -> None:
     """The backward may put aside what only the end of a tile needs: 8 values, none in its loops."""
     compile_gate.assert_clean(forward)
@@ -113,16 +123,13 @@ def assert_clean(forward: KernelReport, backward: KernelReport) -> None:
 @pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
 def test_every_backward_compiles_clean(head_dim: int, mask: str, length: int) -> None:
     args = arrays(2048 if mask == "end" else length, length, head_dim)
-    with planned_for_h200():
-        reports = compile_gate.compile_for_h200(attend_and_differentiate(MASKS[mask]), *args)
-    assert_clean(*reports)
+    assert_clean(*compile_both(attend_and_differentiate(MASKS[mask]), *args))
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_float16_multi_query_and_one_head_compile_clean(head_dim: int) -> None:
     args = arrays(1000, 1000, head_dim, jnp.float16, 3, 1)
-    with planned_for_h200():
-        assert_clean(*compile_gate.compile_for_h200(attend_and_differentiate(fa.Causal()), *args))
+    assert_clean(*compile_both(attend_and_differentiate(fa.Causal()), *args))
 
 
 @pytest.mark.parametrize("mask, length", [("start", 4097), ("full", 1001)])
@@ -135,10 +142,7 @@ def test_odd_lengths_compile_clean(tuned: Tuned, mask: str, length: int) -> None
 @pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
 def test_odd_lengths_compile_clean_backward(head_dim: int, mask: str, length: int) -> None:
     args = arrays(length, length, head_dim)
-    with planned_for_h200():
-        forward, backward = compile_gate.compile_for_h200(
-            attend_and_differentiate(MASKS[mask]), *args
-        )
+    forward, backward = compile_both(attend_and_differentiate(MASKS[mask]), *args)
     # At H = 64, causal, the loop that the gate finds is that of the tiles: at their ends, it may be.
     if spilled := max(compile_gate.spills_while_multiplying(backward), 0):
         assert (head_dim, mask) == (64, "start") and spilled <= 2
@@ -175,8 +179,7 @@ def test_masks_compile_without_spills_in_loops(head_dim: int, make: Any, length:
     def run(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
         return attend_and_differentiate(make(ids))(q, k, v, dout)
 
-    with planned_for_h200():
-        forward, backward = compile_gate.compile_for_h200(run, *args, ids)
+    forward, backward = compile_both(run, *args, ids)
     if length % 8 == 0:
         compile_gate.assert_clean(forward)
     assert compile_gate.spills_while_multiplying(forward) == 0
@@ -206,8 +209,7 @@ def test_scores_compile_without_spills_in_loops(head_dim: int, make: Any, data: 
         out, pull = jax.vjp(attend, q, k, v, data)
         return out, pull(dout)
 
-    with planned_for_h200():
-        forward, backward = compile_gate.compile_for_h200(run, *args)
+    forward, backward = compile_both(run, *args)
     assert compile_gate.spills_while_multiplying(forward) == 0
     assert forward.spill_stores <= 48
     # At H = 64 a step has twice the queries, and a slope beside each probability.

@@ -74,7 +74,7 @@ def test_a_bug_in_the_backward_is_caught(head_dim: int, length: int) -> None:
     rows = jnp.zeros((1, 1, x.shape[1]))
 
     def backward(x: Any) -> Any:
-        return hopper.backward(spec, plan.backward, x, x, x, rows, rows, x, operands, ())
+        return hopper.backward(spec, plan.backward, x, x, x, x, rows, x, None, operands, ())
 
     with pytest.raises(CAUGHT):
         interpreter.run(backward, x)

@@ -35,6 +35,7 @@ def exchange(bug: str | None = None) -> jax.Array:
 
     tiles = jnp.arange(2 * STEPS * 64 * 64).reshape(2, STEPS, *TILE) % 1999
     kernel = mosaic.launch(
+        "exchange",
         lambda refs, memory: body(*refs, *memory),
         [
             mosaic.operand(*TILE, dtype=jnp.float16),

@@ -37,7 +37,7 @@ def through_shared_memory(x: jax.Array, length: int) -> jax.Array:
 
     memory = mosaic.operand(TILE, columns, dtype=x.dtype), mosaic.barriers(3)
     shape = jax.ShapeDtypeStruct((batch, length, heads, columns), x.dtype)
-    return mosaic.launch(run, memory, shape, {"cta": batch * heads * tiles}, 1)(x)
+    return mosaic.launch("copy", run, memory, shape, {"cta": batch * heads * tiles}, 1)(x)
 
 
 def check(length: int, columns: int, call: Any) -> None:
@@ -84,7 +84,7 @@ def test_an_array_of_barriers_must_be_the_only_one_of_its_kind() -> None:
 
         barriers = mosaic.barriers(3), mosaic.barriers(3)
         memory = mosaic.operand(TILE, 128, dtype=x.dtype), *barriers
-        return mosaic.launch(run, memory, x, {"cta": 1}, 1)(x)
+        return mosaic.launch("copy", run, memory, x, {"cta": 1}, 1)(x)
 
     x = jax.ShapeDtypeStruct((1, 70, 1, 128), jnp.bfloat16)
     with pytest.raises(ValueError, match="2 arrays of barriers look like"):

@@ -14,9 +14,9 @@ class Implementation:
 
     `refuses(spec, device)` is the reason why it cannot run this call there, or None.
     `forward(spec, config, q, k, v, operands)` gives `out [B, T, N, Hv]` and `lse [B, N, T]`.
-    `backward(spec, config, q, k, v, lse, delta, dout, operands, wanted)` gives the gradients of q, k, v
-    and of the floating-point score data, right where they are wanted; without one, JAX differentiates
-    the forward.
+    `backward(spec, config, q, k, v, out, lse, dout, dlse, operands, wanted)` gives the gradients of q, k,
+    v and of the floating-point score data, right where they are wanted; `dlse` may be None. Without one,
+    JAX differentiates the forward.
     """
 
     name: str

@@ -219,18 +219,6 @@ class Schedule:
         total = total.reshape(batch, length, self.problem.kv_heads, self.parts, dim).sum(3)
         return total.astype(gradient[0].dtype)
 
-    def assemble(self, dq: jax.Array) -> jax.Array:
-        """`[B, T', N, H]` from the parts of all blocks, which `ptx.add_fragments` has added up."""
-        p, c = self.problem, self.config
-        rows, columns = mosaic.ROW_AXES, mosaic.COLUMN_AXES
-        if c.head_dim == DQ_TILE:
-            order = "batch", "block", "part", *rows, "head", *columns
-        else:
-            order = "batch", "block", *rows, "head", "part", *columns
-        dq = dq[:-1].reshape(p.batch, p.q_heads, self.q_blocks, c.dq_parts, -1)
-        dq = mosaic.from_fragments(dq, ("batch", "head", "block", "part"), order)
-        return dq.reshape(p.batch, self.q_blocks * c.block_q, p.q_heads, c.head_dim)
-
 
 @dataclasses.dataclass(frozen=True)
 class Tile:

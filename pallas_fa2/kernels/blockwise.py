@@ -102,16 +102,18 @@ def backward(
     q: Any,
     k: Any,
     v: Any,
+    out: Any,
     lse: Any,
-    delta: Any,
     dout: Any,
+    dlse: Any,
     operands: Operands,
     wanted: tuple[bool, ...],
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
     """Gradients of q, k, v and of the floating-point score data (its leaves, in order), wanted or not.
 
-    `lse` and `delta` are `[B, N, T]`.
+    `lse` and `dlse`, if there is one, are `[B, N, T]`.
     """
+    delta = tile.row_delta(out, dout, dlse, lse.dtype)
     block_q, block_kv = blocks
     dtype = spec.accumulator
     classes = _classes(spec, operands, block_q, block_kv)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from pallas_fa2 import bounds
-from pallas_fa2.kernels import hopper_backward, hopper_forward, token_data, visits
+from pallas_fa2.kernels import hopper_backward, hopper_forward, passes, token_data, visits
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
 from pallas_fa2.kernels.tile import split_floats
 from pallas_fa2.kernels.tile_code import TileDropout, TileMask, TileScore
@@ -320,9 +320,10 @@ def backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    out: jax.Array,
     lse: jax.Array,
-    delta: jax.Array,
     dout: jax.Array,
+    dlse: jax.Array | None,
     operands: Operands,
     wanted: tuple[bool, ...],
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
@@ -330,20 +331,23 @@ def backward(
     part = trim(spec)
     part_operands = part.operands(operands)
     extras = Extras.of(spec, part, part_operands, *config.tile, wanted)
-    q, k, v, lse, delta, dout = _first_order((q, k, v, lse, delta, dout))
+    q, k, v, out, lse, dout, dlse = _first_order((q, k, v, out, lse, dout, dlse))
 
     def kernel(*args: Any) -> tuple:
-        *arrays, traced = args
-        problem = extras.problem(arrays[0].shape[0])
+        q, k, v, dout, lse, dlse, *of_delta, traced = args
+        problem = extras.problem(lse.shape[0])
+        delta, zeros = passes.prepare(problem, config, *of_delta)
+        delta = delta if dlse is None else delta + dlse
         classes = extras.classes_of(traced)
         return hopper_backward.gradients(
-            problem, config, *arrays, classes=classes, data=traced.data
+            problem, config, q, k, v, dout, lse, delta, zeros, classes, traced.data
         )
 
     def rows(x: jax.Array, fill: float) -> jax.Array:
         extra = round_up(part.q_len, config.block_q) - part.q_len
         return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
+    of_delta = [_widen(part.queries(x), round_up(spec.value_dim, 32)) for x in (out, dout)]
     if extras.tames:
         q, k, v, dout = tame_all(q, k, v, dout)
     widen = functools.partial(_widen, dim=config.head_dim)
@@ -353,10 +357,11 @@ def backward(
         widen(part.keys(v)),
         widen(part.queries(dout)),
         rows(jnp.where(lse == -jnp.inf, -jnp.inf, lse * -LOG2E), -jnp.inf),
-        rows(-delta, 0.0),
+        None if dlse is None else rows(dlse, 0.0),
+        *of_delta,
         extras.traced,
     )
-    dq = part.restore_queries((dq * spec.scale).astype(spec.dtype))[..., : spec.head_dim]
+    dq = part.restore_queries(dq)[..., : spec.head_dim]
     dk = part.restore_keys(dk, spec.kv_len)[..., : spec.head_dim]
     dv = part.restore_keys(dv, spec.kv_len)[..., : spec.value_dim]
     floats, part_floats = (split_floats(x.scores)[0] for x in (operands, part_operands))

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels import mosaic, passes, ptx
 from pallas_fa2.kernels.backward_pair import KeyGradient, Scores, ValueGradient
 from pallas_fa2.kernels.backward_roles import (
     ColumnBlock,
@@ -53,15 +53,15 @@ def gradients(
     dout: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
+    zeros: jax.Array,
     classes: Any = None,
     data: TokenData | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Sums | None]:
-    """dQ / scale in float32 `[B, T, N, H]`, dK and dV `[B, S, K, H]` in the inputs' dtype, and what the
-    data of scores get.
+    """dQ `[B, T, N, H]`, dK and dV `[B, S, K, H]` in the inputs' dtype, and what the data of scores get.
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
-    2, -inf where a row does not exist so that its probabilities are 0; and -delta. The sums of dQ
-    come in any order: it is not bitwise reproducible. Under a mask, `classes` are those of tiles,
+    2, -inf where a row does not exist so that its probabilities are 0; and -delta. To `zeros`, of
+    `passes.prepare`, dQ is added, in any order: it is not bitwise reproducible. Under a mask, `classes` are those of tiles,
     `[B | 1, N | 1, T tiles, S tiles]`; `data` is what masks and scores read.
     """
     schedule = Schedule.of(problem, config)
@@ -86,7 +86,7 @@ def gradients(
         lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
         assert data is not None
         sums = Sums.start(problem, q.dtype, lengths, data)
-    outputs = Outputs(jnp.zeros(schedule.dq_shape, jnp.float32), dk, dv, sums)
+    outputs = Outputs(zeros, dk, dv, sums)
     flat_outputs, output_tree = jax.tree.flatten(outputs)
 
     def run(refs: tuple, memory: Memory) -> None:
@@ -95,6 +95,7 @@ def gradients(
         _body(schedule, inputs, outputs, memory)
 
     kernel = mosaic.launch(
+        "attention_gradients",
         run,
         memory_of(
             config, q.dtype, inputs.lse.shape[2:-1], [stored(s.dtype) for s in problem.pairs()]
@@ -106,7 +107,8 @@ def gradients(
     )
     found = pl.run_state(lambda refs: kernel(*flat, *refs))(tuple(flat_outputs))
     dq, dk, dv, sums = jax.tree.unflatten(output_tree, found)
-    return schedule.assemble(dq)[:, : q.shape[1]], schedule.join(dk), schedule.join(dv), sums
+    dq = passes.finish(problem, config, dq, q.dtype)
+    return dq, schedule.join(dk), schedule.join(dv), sums
 
 
 def _with_query_data(lse: jax.Array, data: TokenData) -> jax.Array:

@@ -90,7 +90,7 @@ def attention(
         jax.ShapeDtypeStruct(lse_shape, jnp.float32),
     )
     ctas = inputs.table.shape[0]
-    return mosaic.launch(run, memory, out_type, {"cta": ctas}, groups + 1)(*flat)
+    return mosaic.launch("attention", run, memory, out_type, {"cta": ctas}, groups + 1)(*flat)
 
 
 def _pair_buffers(config: Config, problem: Problem, key_rows: int) -> list[Any]:

@@ -394,6 +394,7 @@ def section_of(heads: int, bytes_per_head: int, budget: int) -> int:
 
 
 def launch(
+    name: str,
     run: Callable,
     memory: Any,
     out_type: Any,
@@ -403,13 +404,14 @@ def launch(
 ) -> Callable[..., Any]:
     """A kernel: run(arrays in device memory, memory) in every warpgroup of every CTA.
 
-    `memory` is a pytree of what a CTA allocates; `grid` counts clusters.
+    Profiles show its name. `memory` is a pytree of what a CTA allocates; `grid` counts clusters.
     """
     flat, tree = jax.tree.flatten(memory)
 
     def body(*refs: Any) -> None:
         run(refs[: -len(flat)], jax.tree.unflatten(tree, refs[-len(flat) :]))
 
+    body.__name__ = name
     params = plgpu.CompilerParams(
         approx_math=True,
         unsafe_no_auto_barriers=True,

@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_fa2.kernels import dropout
 from pallas_fa2.kernels.dropout import RowKeys
-from pallas_fa2.kernels.mosaic import COLUMNS, I32, ROWS, TILE, inline
+from pallas_fa2.kernels.mosaic import COLUMNS, I32, ROWS, ROWS_PER_WARPGROUP, TILE, inline
 
 # Of PTX's 16 named barriers, Mosaic has 0 and one for each of up to four warpgroups.
 FIRST_TURN = 5
@@ -193,7 +193,7 @@ def add_fragments(target: Any, tile: jax.Array) -> None:
     """Adds a float32 tile of 64 rows to device memory, as it lies in registers, 16 bytes at a time.
 
     `target` is as large, `[4096]` for 64 columns, in the order (eight, warp, group, thread, half,
-    element) that `mosaic.from_fragments` undoes. A warp then adds 512 bytes side by side.
+    element) that `load_fragments` and `mosaic.from_fragments` undo. A warp then adds 512 bytes side by side.
     """
     _add_fragments(target, tile)  # pyright: ignore[reportCallIssue]
 
@@ -209,19 +209,47 @@ def _add_fragments(_: Any, target: Any, tile: Any) -> None:
 
 
 def store_fragments(target: Any, tile: jax.Array) -> None:
-    """Stores a tile of 16 bits in the same order, 8 bytes at a time."""
+    """Stores a tile in the same order: of 32 bits 16 bytes at a time, of 16 bits 8 bytes."""
     _store_fragments(target, tile)  # pyright: ignore[reportCallIssue]
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
 def _store_fragments(_: Any, target: Any, tile: Any) -> None:
     word = ir.IntegerType.get_signless(32)
-    pairs = [llvm.bitcast(word, x) for x in tile.registers.flat]
-    start = _start(target, 8)
-    for i in range(0, len(pairs), 2):
-        code = f"st.global.v2.b32 [$0 + {512 * i}], {{$1, $2}};"
-        void, operands = ir.Type.parse("!llvm.void"), [start, *pairs[i : i + 2]]
-        llvm.inline_asm(void, operands, code, "l,r,r", has_side_effects=True)
+    wide = mgpu.utils.bitwidth(tile.mlir_dtype) == 32
+    words = _scalars(tile) if wide else list(tile.registers.flat)
+    words, count = [llvm.bitcast(word, x) for x in words], 4 if wide else 2
+    start, names = _start(target, 4 * count), ", ".join(f"${1 + i}" for i in range(count))
+    for i in range(0, len(words), count):
+        code = f"st.global.v{count}.b32 [$0 + {512 * i}], {{{names}}};"
+        void, operands = ir.Type.parse("!llvm.void"), [start, *words[i : i + count]]
+        llvm.inline_asm(void, operands, code, "l" + ",r" * count, has_side_effects=True)
+
+
+def load_fragments(source: Any, columns: int) -> jax.Array:
+    """A float32 tile of 64 rows from device memory, where `add_fragments` has added it up."""
+
+    def load(_: Any, source: Any) -> Any:
+        f32, start = ir.F32Type.get(), _start(source, 16)
+        four, two = (
+            ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
+            ir.VectorType.get((2,), f32),
+        )
+        layout = TILE.to_mgpu()
+        registers = np.empty(layout.registers_shape((ROWS_PER_WARPGROUP, columns)), object)
+        for i in range(0, registers.size, 2):
+            code = f"ld.global.nc.v4.f32 {{$0, $1, $2, $3}}, [$4 + {1024 * i}];"
+            found = llvm.inline_asm(four, [start], code, "=f,=f,=f,=f,l")
+            for pair in range(2):
+                register = llvm.mlir_undef(two)
+                for e in range(2):
+                    x = llvm.extractvalue(f32, found, [2 * pair + e])
+                    register = llvm.insertelement(register, x, i32(e))
+                registers.flat[i + pair] = register
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct((ROWS_PER_WARPGROUP, columns), jnp.float32, TILE)
+    return inline(f"load_fragments {columns}", load, result, plgpu.RefType())(source)
 
 
 def _start(target: Any, size: int) -> Any:

@@ -170,6 +170,12 @@ class Gradients(NamedTuple):
     scores: tuple
 
 
+def row_delta(out: Any, dout: Any, dlse: Any, dtype: Any) -> jax.Array:
+    """rowsum(dO ∘ O), less `dlse` if there is one, `[B, N, T]`."""
+    delta = jnp.moveaxis(jnp.sum(dout.astype(dtype) * out.astype(dtype), -1), 1, 2)
+    return delta if dlse is None else delta - dlse
+
+
 def backward(
     tile: Tile, q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any, masked: bool
 ) -> Gradients:

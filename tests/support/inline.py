@@ -29,9 +29,19 @@ def _pairs(parameters, _):
     return (int(queries), int(keys)), convert
 
 
+def _loaded_fragments(parameters, shape):
+    eights = int(parameters[0]) // 8
+
+    def convert(tile):
+        tile = tile.reshape(eights, 4, 8, 4, 2, 2).transpose(1, 4, 2, 0, 3, 5)
+        return tile.reshape(shape)
+
+    return (shape[0] * shape[1],), convert
+
+
 # What is loaded: of the operation's parameters and the result's shape, the shape of what lies in memory
 # and what becomes of it.
-LOADED: dict[str, Callable] = {"load_pairs": _pairs}
+LOADED: dict[str, Callable] = {"load_pairs": _pairs, "load_fragments": _loaded_fragments}
 
 # What is stored there from registers.
 STORED: dict[str, Callable[[jax.Array], jax.Array]] = {"_store_fragments": _fragments}
