@@ -148,7 +148,7 @@ class WideGradient(ColumnBlock):
         dq = pl.run_scoped(products, self.accumulator(DQ_TILE))
         plgpu.commit_smem()  # all warps are done with P and dS: one arrives for all
         self.memory.p_ring.release(t)
-        ptx.add_fragments(self.outputs.dq.at[row, part], dq)
+        ptx.add_fragments(self.outputs.dq.at[row, self.config.dq_numbers(part)], dq)
 
 
 class KeyGradient(WideGradient):

@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    dq: Any  # [blocks of queries, parts, a tile in the order of registers]
+    dq: Any  # [blocks of queries, parts one after another, each in the order of registers]
     dk: list[Any]  # an array for each number that a gradient is made of
     dv: list[Any]
     scores: Sums | None = None
@@ -153,7 +153,7 @@ def memory_of(
 
     def scores(columns: int) -> Any:
         shape = config.ds_stages, columns // PANEL, kv_rows, PANEL
-        return mosaic.operand(*shape, dtype=dtype)
+        return mosaic.operand(*shape, dtype=dtype, beside=dim)  # WGMMA takes one swizzle for both
 
     pieces = ()
     if pairs:
@@ -406,7 +406,8 @@ class ColumnBlock(Role):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             # By panels, as dS: their addresses differ by constants, and hold fewer registers.
             for start in range(0, self.config.head_dim, PANEL):
-                place.at[:, pl.ds(start, PANEL)][...] = number(start)
+                panel = number(start)
+                place.at[:, pl.ds(start, panel.shape[1])][...] = panel
             plgpu.commit_smem()
             Rows(target, batch, rows, head, by_pieces=True).store(place)
             plgpu.commit_smem_to_gmem_group()

@@ -15,7 +15,7 @@ from pallas_fa2.kernels.mosaic import Problem
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE
 from pallas_fa2.kernels.visits import Visits
 
-# A block's dQ is formed and added in tiles of 64 x 64: an accumulator of 32 registers.
+# A block's dQ is formed and added in tiles of 64 x 64 (or less): an accumulator of 32 registers.
 DQ_TILE = 64
 # dS lies in panels of 64 queries, the width of a swizzled row.
 PANEL = 64
@@ -27,7 +27,7 @@ PAIR = "pair"
 class Config:
     """Tile sizes and schedule of one backward kernel."""
 
-    head_dim: int  # of queries, keys and values: 64, 128 or 256
+    head_dim: int  # of queries, keys and values: 64, 96, 128 or 256
     ctas: int = 132  # persistent, one a multiprocessor
     # Q, dO and float32 dQ of the heads that run at the same time, of 60 MB of L2.
     section_bytes: int = 40 << 20
@@ -92,12 +92,18 @@ class Config:
     @property
     def dq_parts(self) -> int:
         """How many tiles of dQ a block of queries has."""
-        return self.block_q * self.head_dim // DQ_TILE**2
+        return self.block_q // DQ_TILE * -(-self.head_dim // DQ_TILE)
 
     def dq_place(self, part: int) -> tuple[Any, Any]:
-        """The rows and columns of a part, within the block: side by side, or at H = 64 in turn."""
-        part_of, first = pl.ds(part * DQ_TILE, DQ_TILE), pl.ds(0, DQ_TILE)
-        return (part_of, first) if self.head_dim == DQ_TILE else (first, part_of)
+        """The rows and columns of a part, within the block."""
+        row, column = divmod(part, self.dq_parts * DQ_TILE // self.block_q)
+        first = column * DQ_TILE
+        return pl.ds(row * DQ_TILE, DQ_TILE), pl.ds(first, min(DQ_TILE, self.head_dim - first))
+
+    def dq_numbers(self, part: Any) -> Any:
+        """Where it is among the block's numbers, as it lies in registers."""
+        columns = self.dq_place(part)[1].size if isinstance(part, int) else DQ_TILE
+        return pl.ds(part * DQ_TILE**2, columns * DQ_TILE)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -205,10 +211,10 @@ class Schedule:
         return (self.q_blocks - self.first_q_block(kv_tile)) * self.group
 
     @property
-    def dq_shape(self) -> tuple[int, int, int]:
+    def dq_shape(self) -> tuple[int, int]:
         """A row for each block of queries of each head, and one for what is no gradient."""
         blocks = self.problem.batch * self.problem.q_heads * self.q_blocks
-        return blocks + 1, self.config.dq_parts, DQ_TILE**2
+        return blocks + 1, self.config.block_q * self.config.head_dim
 
     def join(self, gradient: list[jax.Array]) -> jax.Array:
         """`[B, S, K, H]` from the numbers that make up dK or dV, and the parts of each group."""

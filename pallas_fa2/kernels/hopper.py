@@ -20,7 +20,7 @@ from pallas_fa2.kernels.token_data import TokenData
 from pallas_fa2.spec import Device, Operands, Spec
 from pallas_fa2.tokens import Q_AXIS
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 96, 128, 256)
 # TMA coordinates are 32-bit, and no launch on larger arrays has been tested.
 MAX_ELEMENTS = 2**31 - 1
 # CUDA's limit for two of a grid's three axes: batch entries times sections of heads, heads, tiles.

@@ -190,7 +190,7 @@ class KeyHalf(ColumnBlock):
             self.add_dq(dq, dq_row)
             plgpu.wgmma_wait(0)
 
-        pl.run_scoped(products, self.accumulator(DQ_TILE))
+        pl.run_scoped(products, self.dq_accumulator)
         pl.when(step.first & (t > 0))(lambda: memory.keys.release(k - 1))
         (memory.queries, memory.douts)[1 - self.me].release(t)
         self.release_own_rows(step)
@@ -204,7 +204,7 @@ class KeyHalf(ColumnBlock):
             self.multiply_dq_of(dq_acc, steps - 1, tiles - 1)
             return dq_acc[...]
 
-        self.add_dq(pl.run_scoped(product, self.accumulator(DQ_TILE)), dq_row)
+        self.add_dq(pl.run_scoped(product, self.dq_accumulator), dq_row)
         self.memory.keys.release(tiles - 1)
 
     def ds_of(self, t: Any) -> Any:
@@ -212,12 +212,16 @@ class KeyHalf(ColumnBlock):
         stages = self.config.ds_stages
         return self.memory.ds.at[lax.rem(t + stages, I32(stages))]
 
+    @property
+    def dq_accumulator(self) -> Any:
+        return self.accumulator(self.config.dq_place(self.me)[1].size)
+
     def multiply_dq_of(self, dq_acc: Any, t: Any, k: Any) -> None:
         """This warpgroup's part of dQ of step t, of the CTA's k-th tile."""
         rows, columns = self.config.dq_place(self.me)
         ds = self.ds_of(t).at[rows.start // PANEL]
-        dq_acc[...] = ptx.zeros((DQ_TILE, DQ_TILE))
+        dq_acc[...] = ptx.zeros((DQ_TILE, columns.size))
         plgpu.wgmma(dq_acc, ds.transpose((1, 0)), self.keys_of(jnp.maximum(k, 0)).at[:, columns])
 
     def add_dq(self, dq: jax.Array, row: Any) -> None:
-        ptx.add_fragments(self.outputs.dq.at[row, self.me], dq)
+        ptx.add_fragments(self.outputs.dq.at[row, self.config.dq_numbers(self.me)], dq)

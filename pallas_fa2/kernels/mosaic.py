@@ -131,9 +131,9 @@ def maximum(a: Any, b: int) -> Any:
     return jnp.maximum(a, b) if isinstance(a, jax.Array) else np.maximum(a, b)
 
 
-def operand(*shape: int, dtype: Any) -> Any:
-    """Shared memory that TMA fills and WGMMA reads."""
-    return plgpu.SMEM(shape, dtype, transforms=tma.tiles(shape[-1], dtype))
+def operand(*shape: int, dtype: Any, beside: int | None = None) -> Any:
+    """Shared memory that TMA fills and WGMMA reads; `beside` an operand with so many columns, if given."""
+    return plgpu.SMEM(shape, dtype, transforms=tma.tiles(beside or shape[-1], dtype))
 
 
 def accumulator(rows: int, columns: int) -> Any:

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import mosaic, ptx, tma
-from pallas_fa2.kernels.backward_schedule import DQ_TILE, Config, Schedule
+from pallas_fa2.kernels.backward_schedule import Config, Schedule
 from pallas_fa2.kernels.mosaic import ROWS, ROWS_PER_WARPGROUP, TILE, Problem
 from pallas_fa2.kernels.tma import Rows
 
@@ -35,9 +35,11 @@ def prepare(
         rows = pl.ds(first, config.block_q)
         for array, tile in zip(arrays, tiles, strict=True):
             Rows(array, batch, rows, head).load(tile, arrived, jnp.int32(0))
-        nothing = mosaic.constant(0.0, (DQ_TILE, DQ_TILE), TILE)
+        block = dq.at[lax.axis_index("cta")]
         for part in range(config.dq_parts):
-            ptx.store_fragments(dq.at[lax.axis_index("cta"), part], nothing)
+            tile = config.dq_place(part)
+            nothing = mosaic.constant(0.0, tuple(x.size for x in tile), TILE)
+            ptx.store_fragments(block.at[config.dq_numbers(part)], nothing)
         plgpu.barrier_wait(arrived.at[0])
         for start in range(0, config.block_q, ROWS_PER_WARPGROUP):
             total = _row_products(*(tile.at[pl.ds(start, ROWS_PER_WARPGROUP)] for tile in tiles))
@@ -83,8 +85,10 @@ def finish(problem: Problem, config: Config, dq: jax.Array, dtype: Any) -> jax.A
         (parts, target), (tile,) = refs, memory
         batch, head, first = _place(schedule)
         for part in range(config.dq_parts):
-            found = ptx.load_fragments(parts.at[lax.axis_index("cta"), part], DQ_TILE)
-            tile.at[config.dq_place(part)][...] = (found * problem.scale).astype(dtype)
+            rows, columns = config.dq_place(part)
+            numbers = parts.at[lax.axis_index("cta"), config.dq_numbers(part)]
+            found = ptx.load_fragments(numbers, columns.size)
+            tile.at[rows, columns][...] = (found * problem.scale).astype(dtype)
         plgpu.commit_smem()
         Rows(target, batch, pl.ds(first, config.block_q), head).store(tile)
         plgpu.commit_smem_to_gmem_group()
