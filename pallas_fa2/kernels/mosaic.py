@@ -25,10 +25,6 @@ TILE = plgpu.Layout.WGMMA  # a (64, n) accumulator over the 128 threads of a war
 ROWS = TILE.reduce(1)  # one value a row
 COLUMNS = TILE.reduce(0)  # one value a column
 
-# A tile as PTX's accumulators hold it (PTX ISA, wgmma's D fragment): row 16 warp + 8 half + group,
-# column 8 eight + 2 thread + element.
-ROW_AXES, COLUMN_AXES = ("warp", "half", "group"), ("eight", "thread", "element")
-
 ROWS_PER_WARPGROUP = 64  # the M of every WGMMA instruction
 SHARED_MEMORY_BYTES = 232_448  # of one CTA on sm_90
 REGISTERS = 512  # of a multiprocessor, for one thread of each warpgroup
@@ -179,18 +175,6 @@ def inline(name: str, code: Callable, result: Any, *arg_types: Any) -> Callable:
 def shared_at(array: Any, batch: Any, head: Any, *rest: Any) -> Any:
     """Of an array that all batch entries or heads share, or not."""
     return array.at[(batch if array.shape[0] > 1 else 0, head if array.shape[1] > 1 else 0, *rest)]
-
-
-def from_fragments(x: jax.Array, axes: Sequence[str], order: Sequence[str]) -> jax.Array:
-    """`[*axes, tile]`, tiles as `ptx.add_fragments` has added them up, with all axes in this order.
-
-    Those of a tile are ROW_AXES and COLUMN_AXES.
-    """
-    eights = x.shape[-1] // (ROWS_PER_WARPGROUP * 8)
-    tile = {"eight": eights, "warp": 4, "group": 8, "thread": 4, "half": 2, "element": 2}
-    names = *axes, *tile
-    x = x.reshape(*x.shape[:-1], *tile.values())
-    return x.transpose([names.index(name) for name in order])
 
 
 def constant(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:

@@ -3,10 +3,13 @@
 XLA takes 1.4 to 1.6 times as long, as it puts a tile's registers in order by columns of four bytes.
 """
 
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -14,7 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2.kernels import mosaic, ptx, tma
 from pallas_fa2.kernels.backward_schedule import Config, Schedule
 from pallas_fa2.kernels.mosaic import ROWS, ROWS_PER_WARPGROUP, TILE, Problem
+from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE
 from pallas_fa2.kernels.tma import Rows
+
+# Pieces of a gradient of pairs, down and across, that a CTA puts in order: 64 queries and 128 keys, 16 KB
+# of each batch entry in 16 bits.
+PAIRS_AT_ONCE = 4, 2
 
 
 def prepare(
@@ -59,9 +67,10 @@ def prepare(
 
 def _place(schedule: Schedule) -> tuple[Any, Any, Any]:
     """Batch entry, head and first query of a CTA's block."""
-    number, heads = lax.axis_index("cta"), schedule.problem.q_heads
-    head, block = (f(number, schedule.q_blocks) for f in (mosaic.div, mosaic.rem))
-    return mosaic.div(head, heads), mosaic.rem(head, heads), block * schedule.config.block_q
+    problem = schedule.problem
+    shape = problem.batch, problem.q_heads, schedule.q_blocks
+    batch, head, block = _unravel(lax.axis_index("cta"), shape)
+    return batch, head, block * schedule.config.block_q
 
 
 def _row_products(a: Any, b: Any) -> jax.Array:
@@ -104,3 +113,54 @@ def finish(problem: Problem, config: Config, dq: jax.Array, dtype: Any) -> jax.A
         1,
     )
     return kernel(dq)
+
+
+def finish_pairs(pieces: jax.Array, entries: int, dtype: Any) -> jax.Array:
+    """A gradient of data of pairs, `[entries, N | 1, T', S']`, from the pieces of `token_data.Sums`.
+
+    What more batch entries have is added up, in float32.
+    """
+    batch, heads, q_pieces, k_pieces, _ = pieces.shape
+    shared = batch > entries
+    down, across = PAIRS_AT_ONCE
+    grid = entries, heads, q_pieces // down, k_pieces // across
+    size = down * COLUMNS_AT_ONCE, across * ROWS_PER_WARPGROUP
+
+    def run(refs: tuple, memory: list[Any]) -> None:
+        (pieces, target), (tile,) = refs, memory
+        entry, head, row, column = _unravel(lax.axis_index("cta"), grid)
+        for i, j in np.ndindex(down, across):
+            place = head, row * down + i, column * across + j
+            total = sum_of([pieces.at[e, *place] for e in (range(batch) if shared else [entry])])
+            total = plgpu.layout_cast(total.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+            queries = pl.ds(i * COLUMNS_AT_ONCE, COLUMNS_AT_ONCE)
+            keys = pl.ds(j * ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP)
+            tile.at[queries, keys].transpose((1, 0))[...] = total
+        plgpu.commit_smem()
+        place = (pl.ds(x * n, n) for x, n in zip((row, column), size, strict=True))
+        plgpu.copy_smem_to_gmem(tile, target.at[entry, head, *place])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def sum_of(sources: list[Any]) -> jax.Array:
+        parts = (ptx.load_fragments(source, COLUMNS_AT_ONCE) for source in sources)
+        return functools.reduce(jnp.add, (x.astype(jnp.float32) for x in parts))
+
+    shape = entries, heads, q_pieces * COLUMNS_AT_ONCE, k_pieces * ROWS_PER_WARPGROUP
+    kernel = mosaic.launch(
+        "finish_pair_gradients",
+        run,
+        [mosaic.operand(*size, dtype=dtype)],
+        jax.ShapeDtypeStruct(shape, dtype),
+        {"cta": math.prod(grid)},
+        1,
+    )
+    return jax.custom_batching.sequential_vmap(kernel)(pieces)
+
+
+def _unravel(number: Any, shape: tuple[int, ...]) -> list[Any]:
+    """The place in an array of this shape of its so-manieth element."""
+    place = []
+    for size in reversed(shape):
+        number, at = mosaic.div(number, size), mosaic.rem(number, size)
+        place.append(at)
+    return place[::-1]

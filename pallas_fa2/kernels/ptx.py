@@ -193,7 +193,8 @@ def add_fragments(target: Any, tile: jax.Array) -> None:
     """Adds a float32 tile of 64 rows to device memory, as it lies in registers, 16 bytes at a time.
 
     `target` is as large, `[4096]` for 64 columns, in the order (eight, warp, group, thread, half,
-    element) that `load_fragments` and `mosaic.from_fragments` undo. A warp then adds 512 bytes side by side.
+    element) that `load_fragments` undoes: row 16 warp + 8 half + group and column 8 eight + 2 thread +
+    element (PTX ISA, wgmma's D fragment). A warp then adds 512 bytes side by side.
     """
     _add_fragments(target, tile)  # pyright: ignore[reportCallIssue]
 
@@ -227,29 +228,35 @@ def _store_fragments(_: Any, target: Any, tile: Any) -> None:
 
 
 def load_fragments(source: Any, columns: int) -> jax.Array:
-    """A float32 tile of 64 rows from device memory, where `add_fragments` has added it up."""
+    """A tile of 64 rows from device memory, where it was stored or added up in that order."""
+    dtype = source.dtype
 
     def load(_: Any, source: Any) -> Any:
-        f32, start = ir.F32Type.get(), _start(source, 16)
-        four, two = (
-            ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
-            ir.VectorType.get((2,), f32),
-        )
+        word, start = ir.IntegerType.get_signless(32), _start(source, 8 * dtype.itemsize // 2)
+        pair = ir.VectorType.get((2,), ir.MemRefType(source.type).element_type)
         layout = TILE.to_mgpu()
         registers = np.empty(layout.registers_shape((ROWS_PER_WARPGROUP, columns)), object)
+        count = dtype.itemsize  # of words that a thread loads at a time: two registers
         for i in range(0, registers.size, 2):
-            code = f"ld.global.nc.v4.f32 {{$0, $1, $2, $3}}, [$4 + {1024 * i}];"
-            found = llvm.inline_asm(four, [start], code, "=f,=f,=f,=f,l")
-            for pair in range(2):
-                register = llvm.mlir_undef(two)
-                for e in range(2):
-                    x = llvm.extractvalue(f32, found, [2 * pair + e])
-                    register = llvm.insertelement(register, x, i32(e))
-                registers.flat[i + pair] = register
+            words = _load_words(start, 256 * count * i // 2, count)
+            halves = words[: count // 2], words[count // 2 :]
+            for e, half in enumerate(halves):
+                both = llvm.mlir_undef(ir.VectorType.get((len(half),), word))
+                for place, x in enumerate(half):
+                    both = llvm.insertelement(both, x, i32(place))
+                registers.flat[i + e] = llvm.bitcast(pair, both)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct((ROWS_PER_WARPGROUP, columns), jnp.float32, TILE)
+    result = plgpu.ShapeDtypeStruct((ROWS_PER_WARPGROUP, columns), dtype, TILE)
     return inline(f"load_fragments {columns}", load, result, plgpu.RefType())(source)
+
+
+def _load_words(start: Any, place: int, count: int) -> list[Any]:
+    word, names = ir.IntegerType.get_signless(32), ", ".join(f"${i}" for i in range(count))
+    struct = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
+    code = f"ld.global.nc.v{count}.b32 {{{names}}}, [${count} + {place}];"
+    found = llvm.inline_asm(struct, [start], code, "=r," * count + "l")
+    return [llvm.extractvalue(word, found, [i]) for i in range(count)]
 
 
 def _start(target: Any, size: int) -> Any:

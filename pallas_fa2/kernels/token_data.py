@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Literal
 
 from pallas_fa2 import diagonal
-from pallas_fa2.kernels import dropout, mosaic, pointwise, tile, tile_code
+from pallas_fa2.kernels import dropout, passes, pointwise, tile, tile_code
 from pallas_fa2.kernels.mosaic import I32, Problem
 from pallas_fa2.kernels.tile_code import (
     COLUMNS_AT_ONCE,
@@ -308,7 +308,7 @@ def gradients(
     def of(source: Source, x: jax.Array) -> jax.Array:
         if sums is None or score is None or source not in score.floats:
             return jnp.zeros(x.shape, x.dtype)
-        total = _not_shared(spec, score, sums, source, x.shape[0])
+        total = _not_shared(spec, score, sums, source, x)
         shared = tuple(i for i in range(LEADING) if x.shape[i] == 1)
         return total.sum(shared, keepdims=True).astype(x.dtype)
 
@@ -316,15 +316,12 @@ def gradients(
 
 
 def _not_shared(
-    spec: Spec, score: TileScore, sums: Sums, source: Source, entries: int
+    spec: Spec, score: TileScore, sums: Sums, source: Source, x: jax.Array
 ) -> jax.Array:
-    """With the axes `[B, K, G, T, S]`, before what is shared is added up; of pairs, what batch entries
-    share is: XLA puts a sum of slices in order in one pass, and takes four times as long for `sum`."""
+    """With the axes `[B, K, G, T, S]`, before what is shared is added up, but for batch entries that share
+    pairs."""
     if source.side == "pair":
-        found = sums.of_pairs(score, source).astype(jnp.float32)
-        if len(found) > entries:
-            found = functools.reduce(jnp.add, (found[i : i + 1] for i in range(len(found))))
-        return _of_pairs(spec, found)
+        return _of_pairs(spec, sums.of_pairs(score, source), x)
     array, field = sums.place(score, source)
     if source.side == "real":
         return array[:, field].sum(-1).reshape(spec.batch, spec.kv_heads, spec.group, 1, 1)
@@ -334,14 +331,14 @@ def _not_shared(
     return array[:, field, :length].reshape(shape)
 
 
-def _of_pairs(spec: Spec, sums: jax.Array) -> jax.Array:
-    """From pieces of 64 keys (rows) and 16 queries (columns)."""
-    batch, heads, queries, keys, _ = sums.shape
-    order = "batch", "head", "q", *mosaic.COLUMN_AXES, "k", *mosaic.ROW_AXES
-    total = mosaic.from_fragments(sums, ("batch", "head", "q", "k"), order)
-    total = total.reshape(batch, heads, COLUMNS_AT_ONCE * queries, 64 * keys)
+def _of_pairs(spec: Spec, pieces: jax.Array, x: jax.Array) -> jax.Array:
+    heads = pieces.shape[1]
     split = (spec.kv_heads, spec.group) if heads > 1 else (1, 1)
-    return total[..., : spec.q_len, : spec.kv_len].reshape(batch, *split, spec.q_len, spec.kv_len)
+    # where groups or their heads share it, there is more to add up
+    dtype = x.dtype if x.shape[1:LEADING] == split else jnp.dtype("float32")
+    total = passes.finish_pairs(pieces, min(len(pieces), x.shape[0]), dtype)
+    total = total[..., : spec.q_len, : spec.kv_len]
+    return total.reshape(-1, *split, spec.q_len, spec.kv_len)
 
 
 def _floats(spec: Spec) -> list[Source]:
