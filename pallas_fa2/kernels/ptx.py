@@ -228,7 +228,7 @@ def _store_fragments(_: Any, target: Any, tile: Any) -> None:
 
 
 def load_fragments(source: Any, columns: int) -> jax.Array:
-    """A tile of 64 rows from device memory, where it was stored or added up in that order."""
+    """A tile of 64 rows from device memory, where another kernel has stored it or added it up."""
     dtype = source.dtype
 
     def load(_: Any, source: Any) -> Any:
@@ -238,7 +238,7 @@ def load_fragments(source: Any, columns: int) -> jax.Array:
         registers = np.empty(layout.registers_shape((ROWS_PER_WARPGROUP, columns)), object)
         count = dtype.itemsize  # of words that a thread loads at a time: two registers
         for i in range(0, registers.size, 2):
-            words = _load_words(start, 256 * count * i // 2, count)
+            words = _load_words(start, 256 * count * i, count)
             halves = words[: count // 2], words[count // 2 :]
             for e, half in enumerate(halves):
                 both = llvm.mlir_undef(ir.VectorType.get((len(half),), word))

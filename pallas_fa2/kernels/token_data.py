@@ -335,7 +335,7 @@ def _of_pairs(spec: Spec, pieces: jax.Array, x: jax.Array) -> jax.Array:
     heads = pieces.shape[1]
     split = (spec.kv_heads, spec.group) if heads > 1 else (1, 1)
     # where groups or their heads share it, there is more to add up
-    dtype = x.dtype if x.shape[1:LEADING] == split else jnp.dtype("float32")
+    dtype = x.dtype if x.shape[1:3] == split else jnp.dtype("float32")
     total = passes.finish_pairs(pieces, min(len(pieces), x.shape[0]), dtype)
     total = total[..., : spec.q_len, : spec.kv_len]
     return total.reshape(-1, *split, spec.q_len, spec.kv_len)
