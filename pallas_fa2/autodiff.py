@@ -81,10 +81,11 @@ def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Out) -> tupl
     q, k, v, out, lse, operands, wanted = residuals
     dout, dlse = (_dense(x, like) for x, like in zip(cotangents, (out, lse), strict=True))
     delta = row_delta(out, dout, dlse)
-    backward = REGISTRY[plan.implementation].backward
+    name, config = plan.backward_for(any(wanted))
+    backward = REGISTRY[name].backward
     assert backward is not None, "an implementation that JAX differentiates never comes here"
     arrays = q, k, v, lse, delta, dout.astype(q.dtype)
-    found = backward(spec, plan.backward, *arrays, operands, wanted)
+    found = backward(spec, config, *arrays, operands, wanted)
     dq, dk, dv, dscores = alike(found, q)
     return dq, dk, dv, _cotangents(operands, dscores)
 

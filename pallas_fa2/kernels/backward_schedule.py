@@ -29,6 +29,7 @@ class Config:
 
     head_dim: int  # of queries, keys and values: 64, 128 or 256
     ctas: int = 132  # persistent, one a multiprocessor
+    ordered: bool = False  # dQ is added in one order, the same in every run
     # Q, dO and float32 dQ of the heads that run at the same time, of 60 MB of L2.
     section_bytes: int = 40 << 20
 
@@ -168,13 +169,25 @@ class Schedule:
     def seen(self, classes: Any) -> Visits:
         """The blocks of queries that each block of keys visits, of all heads of a group's part, by their
         distance from the first; from the classes `[B | 1, N | 1, T tiles, S tiles]`."""
+        return Visits.of(self.of_key_tiles(classes))
+
+    def of_key_tiles(self, classes: Any) -> Any:
+        """`[B | 1, heads | 1, S tiles, blocks of queries of all heads of a group's part]`."""
         xp = visits.module_of(classes)
         batch, each, q_tiles, kv_tiles = classes.shape
         heads = 1 if each == 1 else self.heads
         shape = (batch, heads, self.group, q_tiles, kv_tiles)
         classes = classes.reshape(batch, heads, -1, q_tiles, kv_tiles)
         classes = xp.moveaxis(xp.broadcast_to(classes, shape), -1, 2)
-        return Visits.of(classes.reshape(batch, heads, kv_tiles, -1))
+        return classes.reshape(batch, heads, kv_tiles, -1)
+
+    def tile(self, k: Any, first_step: Any, entry: list[Any], **arrays: Any) -> "Tile":
+        """A CTA's k-th, of its entry in the table."""
+        return Tile(self, k, first_step, *entry, **arrays)
+
+    def block(self, listed: Any) -> Any:
+        """Of queries, by an entry of a tile's list."""
+        return visits.block(listed)
 
     @property
     def _hands(self) -> int:
@@ -275,10 +288,13 @@ class Tile:
         head = batch * self.schedule.problem.q_heads + head * self.schedule.group + group_head
         return head * self.schedule.q_blocks + block
 
-    def _listed_row(self, t: Any) -> Any:
-        """Of step t; of the one after the last, whatever follows there."""
+    def listed(self, t: Any) -> Any:
+        """The list's entry of step t; of the one after the last, whatever follows there."""
         place = mosaic.minimum(t - self.first_step, self.lists.shape[-1] - 1)
-        return self._row_of(0, visits.block(mosaic.shared_at(self.lists, *self.place)[place]))
+        return mosaic.shared_at(self.lists, *self.place)[place]
+
+    def _listed_row(self, t: Any) -> Any:
+        return self._row_of(0, self.schedule.block(self.listed(t)))
 
     @property
     def first_row(self) -> Any:
@@ -307,19 +323,20 @@ class Tile:
 
         With `apart`, a loop for full blocks and a loop for those that a mask cuts.
         """
-
-        def loop(first: Any, end: Any, masked: bool, state: tuple) -> tuple:
-            def step(t: Any, state: tuple) -> tuple:
-                row, carry = state
-                return self.row_after(t, row), body(Step(self, t, row, masked), carry)
-
-            return lax.fori_loop(first, end, step, state)
-
         state, problem = (self.first_row, carry), self.schedule.problem
         if self.lists is None or not apart:
-            return loop(self.first_step, self.next_step, problem.causal, state)[1]
-        state = loop(self.first_step, self.first_cut, False, state)
-        return loop(self.first_cut, self.next_step, True, state)[1]
+            return self.loop(body, self.first_step, self.next_step, problem.causal, state)[1]
+        state = self.loop(body, self.first_step, self.first_cut, False, state)
+        return self.loop(body, self.first_cut, self.next_step, True, state)[1]
+
+    def loop(self, body: Any, first: Any, end: Any, masked: bool, state: tuple) -> tuple:
+        """The row and the carry, after some steps that are masked or not."""
+
+        def step(t: Any, state: tuple) -> tuple:
+            row, carry = state
+            return self.row_after(t, row), body(Step(self, t, row, masked), carry)
+
+        return lax.fori_loop(first, end, step, state)
 
 
 class Step(NamedTuple):

@@ -22,6 +22,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels.backward_order import (
+    OrderedLoader,
+    OrderedSchedule,
+    OrderedVisits,
+    Turns,
+)
 from pallas_fa2.kernels.backward_pair import KeyGradient, Scores, ValueGradient
 from pallas_fa2.kernels.backward_roles import (
     ColumnBlock,
@@ -61,14 +67,16 @@ def gradients(
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. The sums of dQ
-    come in any order: it is not bitwise reproducible. Under a mask, `classes` are those of tiles,
+    come in any order, unless `config.ordered`: it is not bitwise reproducible then. Under a mask, `classes` are those of tiles,
     `[B | 1, N | 1, T tiles, S tiles]`; `data` is what masks and scores read.
     """
-    schedule = Schedule.of(problem, config)
+    schedule = (OrderedSchedule if config.ordered else Schedule).of(problem, config)
     seen = None if classes is None else schedule.seen(classes)
     inputs = Inputs(jnp.asarray(schedule.table(seen)), q, k, v, dout, lse, delta)
     if seen is not None:
         inputs = inputs._replace(lists=jnp.asarray(seen.lists))
+    if isinstance(seen, OrderedVisits):
+        inputs = inputs._replace(runs=jnp.asarray(seen.runs))
     if data is not None:
         data = data.with_places(config.block_q, config.block_kv)
         if not config.paired:  # where shared memory has room, queries bring their data
@@ -86,7 +94,8 @@ def gradients(
         lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
         assert data is not None
         sums = Sums.start(problem, q.dtype, lengths, data)
-    outputs = Outputs(jnp.zeros(schedule.dq_shape, jnp.float32), dk, dv, sums)
+    turns = jnp.zeros(schedule.dq_shape[0], I32) if config.ordered else None
+    outputs = Outputs(jnp.zeros(schedule.dq_shape, jnp.float32), dk, dv, sums, turns)
     flat_outputs, output_tree = jax.tree.flatten(outputs)
 
     def run(refs: tuple, memory: Memory) -> None:
@@ -105,7 +114,7 @@ def gradients(
         {PAIR: 2} if config.paired else {},
     )
     found = pl.run_state(lambda refs: kernel(*flat, *refs))(tuple(flat_outputs))
-    dq, dk, dv, sums = jax.tree.unflatten(output_tree, found)
+    dq, dk, dv, sums, _ = jax.tree.unflatten(output_tree, found)
     return schedule.assemble(dq)[:, : q.shape[1]], schedule.join(dk), schedule.join(dv), sums
 
 
@@ -130,16 +139,19 @@ def _body(schedule: Schedule, inputs: Inputs, outputs: Outputs, memory: Memory) 
 
         def visit(k: Any, entry: list[Any], state: tuple) -> tuple:
             first_step, dq_row = state
-            tile = Tile(schedule, k, first_step, *entry, lists=inputs.lists)
+            arrays = {"lists": inputs.lists} | ({"runs": inputs.runs} if config.ordered else {})
+            tile = schedule.tile(k, first_step, entry, **arrays)
             return tile.next_step, role.visit(tile, dq_row)
 
         role.open()
-        state = I32(0), I32(schedule.dq_shape[0] - 1)
+        state = I32(0), role.start(I32(schedule.dq_shape[0] - 1))
         steps, dq_row = mosaic.each_tile(inputs.table, visit, state, prefetch=False)
         role.close(steps, inputs.table[lax.axis_index("cta"), 0, 0], dq_row)
         mosaic.leave_together(memory.done, me)
 
     kinds = (KeyGradient, ValueGradient, Scores) if config.paired else (KeyHalf, KeyHalf, Loader)
+    if config.ordered:
+        kinds = OrderedHalf, OrderedHalf, OrderedLoader
     roles = [functools.partial(run, me) for me in range(len(kinds))]
     mosaic.assign_roles(lax.axis_index("warpgroup"), *roles)
 
@@ -185,7 +197,7 @@ class KeyHalf(ColumnBlock):
             plgpu.commit_smem()
             plgpu.barrier_arrive(memory.ds_there)
             dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2 * len(panels))
-            self.add_dq(dq, dq_row)
+            self.add_dq(t - 1, dq, dq_row)
             plgpu.wgmma_wait(0)
 
         pl.run_scoped(products, self.accumulator(DQ_TILE))
@@ -202,7 +214,7 @@ class KeyHalf(ColumnBlock):
             self.multiply_dq_of(dq_acc, steps - 1, tiles - 1)
             return dq_acc[...]
 
-        self.add_dq(pl.run_scoped(product, self.accumulator(DQ_TILE)), dq_row)
+        self.add_dq(steps - 1, pl.run_scoped(product, self.accumulator(DQ_TILE)), dq_row)
         self.memory.keys.release(tiles - 1)
 
     def ds_of(self, t: Any) -> Any:
@@ -217,5 +229,18 @@ class KeyHalf(ColumnBlock):
         dq_acc[...] = ptx.zeros((DQ_TILE, DQ_TILE))
         plgpu.wgmma(dq_acc, ds.transpose((1, 0)), self.keys_of(jnp.maximum(k, 0)).at[:, columns])
 
-    def add_dq(self, dq: jax.Array, row: Any) -> None:
+    def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
+        """Of step t."""
         ptx.add_fragments(self.outputs.dq.at[row, self.me], dq)
+
+
+class OrderedHalf(KeyHalf):
+    def open(self) -> None:
+        super().open()
+        Turns.of(self.memory).open()
+
+    def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
+        turns = Turns.of(self.memory)
+        turns.take(t)
+        super().add_dq(t, dq, row)
+        turns.give(t)

@@ -1,0 +1,283 @@
+"""A Hopper backward that adds dQ in one order: who may add when, and the tiles in that order.
+
+A tile adds to a row of dQ (a block of queries) when every tile of later keys that visits the row has.
+Tiles visit rows from the first to the last, and start from the last keys: under a causal mask a tile
+begins at its diagonal, so that the tile before it in this order is some steps ahead wherever they meet,
+and nobody waits. For other masks the order is as good as any.
+
+CTAs take tiles in one global order, and a tile waits for earlier ones alone: so the earliest that is not
+done can always go on, whatever the number of CTAs.
+
+A turn is passed on through device memory, which takes about as long as a step. So no warpgroup that
+multiplies takes part: of the one that loads, a warp looks whether a step may add, and another tells the
+next tile that it has. Those who add see barriers in shared memory alone.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
+from pallas_fa2.kernels import mosaic, ptx, visits
+from pallas_fa2.kernels.backward_roles import TURN_BARRIERS, Loader, Memory
+from pallas_fa2.kernels.backward_schedule import Schedule, Step, Tile
+from pallas_fa2.kernels.mosaic import I32
+
+# An entry of a list: whether the block is seen in full, how many tiles add to its row before, which
+# block it is, and whether it is visited at all.
+ORDINAL_BIT, BLOCK_BIT, EMPTY_BIT = 1, 15, 30
+MOST_TILES = 1 << (BLOCK_BIT - ORDINAL_BIT)
+# The entry of a run: how many blocks that the mask cuts, and how many full ones after them.
+FULL_BIT = 16
+
+
+class OrderedVisits(NamedTuple):
+    """The blocks that each tile visits, from the first to the last, in runs of cut and then full ones.
+
+    A tile that sees nothing visits the first block nevertheless, as one that is cut.
+    """
+
+    counts: Any  # int32 [B | 1, heads | 1, tiles]: blocks
+    runs_each: Any  # int32, of the same shape: runs
+    cut: Any  # int32, likewise: blocks that are cut
+    lists: Any  # int32 [B | 1, heads | 1, tiles, blocks]
+    runs: Any  # int32, of the same shape: from a place in the list on, a run
+
+    @classmethod
+    def of(cls, classes: Any) -> "OrderedVisits":
+        """From the classes of tiles, `[B | 1, heads | 1, tiles, blocks]`."""
+        xp, blocks = visits.module_of(classes), classes.shape[-1]
+        block = np.arange(blocks, dtype=np.int32)
+        nothing = xp.all(classes == EMPTY, -1, keepdims=True) & (block == 0)
+        classes = xp.where(nothing, np.int32(PARTIAL), classes)
+        there = (classes != EMPTY).astype(np.int32)
+        later = xp.flip(xp.cumsum(xp.flip(there, -2), -2, dtype=np.int32), -2) - there
+        entries = (1 - there) << np.int32(EMPTY_BIT) | block << np.int32(BLOCK_BIT)
+        entries |= later << np.int32(ORDINAL_BIT) | (classes == FULL).astype(np.int32)
+        lists = xp.sort(entries, -1)
+        listed = lists < np.int32(1 << EMPTY_BIT)
+        full = listed & (lists & 1 == 1)
+        cut = listed & ~full
+        cut_end = _next(~cut, xp)
+        full_end = xp.take_along_axis(_next(~full, xp), xp.minimum(cut_end, blocks - 1), -1)
+        full_end = xp.where(cut_end < blocks, full_end, blocks)
+        runs = (full_end - cut_end) << np.int32(FULL_BIT) | (cut_end - block)
+        begins = listed & (cut | (block == 0))
+        begins = begins & ~xp.concatenate([xp.zeros_like(cut[..., :1]), cut[..., :-1]], -1)
+        count = lambda x: xp.sum(x, -1, dtype=np.int32)  # noqa: E731
+        return cls(count(listed), count(begins), count(cut), lists, runs)
+
+
+def _next(x: Any, xp: Any) -> Any:
+    """From each place on, the first where x holds, or one after the last."""
+    size = x.shape[-1]
+    places = xp.where(x, np.arange(size, dtype=np.int32), np.int32(size))
+    if xp is np:
+        return np.flip(np.minimum.accumulate(np.flip(places, -1), -1), -1)
+    return lax.cummin(places, places.ndim - 1, reverse=True)
+
+
+class OrderedSchedule(Schedule):
+    """Tiles are numbered in the order in which they are taken: all heads of a section, from the last
+    keys to the first."""
+
+    @property
+    def order(self) -> mosaic.Order:
+        return dataclasses.replace(
+            super().order, longest_first=True
+        )  # from the last tile of a head
+
+    def place(self, number: Any) -> tuple[Any, Any, Any]:
+        return self.order.place(number)
+
+    def seen(self, classes: Any) -> OrderedVisits:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return OrderedVisits.of(self.of_key_tiles(classes))
+
+    def table(self, seen: Any) -> Any:
+        """int32 `[CTAs, 2 + most, 1 or 3]`: of a masked tile also how many blocks it visits, and runs."""
+        if seen is None:
+            return super().table(None)
+        number = np.arange(self.order.count, dtype=np.int32)
+        batch, head, tile = self.place(number)
+
+        def each(x: Any) -> Any:
+            shape = self.order.batch, self.order.heads, self.kv_tiles
+            return visits.module_of(x).broadcast_to(x, shape)[batch, head, tile]
+
+        entries = [number, each(seen.counts), each(seen.runs_each)]
+        hands = min(self._hands, self.order.count)
+        if isinstance(seen.counts, np.ndarray):
+            dealt = mosaic.deal(each(seen.counts) + 0.5 * each(seen.cut) + 1.0, hands)[..., 0]
+            xp = np
+        else:
+            dealt = mosaic.deal(np.ones(self.order.count), hands)[..., 0]
+            xp = jnp
+        found = xp.stack([xp.asarray(x)[dealt] for x in entries], -1)
+        counts = np.arange(dealt.shape[1]) == 0
+        there = (~counts & (np.arange(dealt.shape[1]) <= dealt[:, :1]))[..., None]
+        found = xp.where(there, found, 0)
+        return xp.where(counts[:, None], dealt[..., None], found)
+
+    def tile(self, k: Any, first_step: Any, entry: list[Any], **arrays: Any) -> "OrderedTile":
+        return OrderedTile(self, k, first_step, *entry, **arrays)
+
+    def block(self, listed: Any) -> Any:
+        return listed >> I32(BLOCK_BIT) & I32((1 << (EMPTY_BIT - BLOCK_BIT)) - 1)
+
+    def ordinal(self, step: Step) -> Any:
+        """How many tiles add to the step's row of dQ before."""
+        tile, problem, last = step.tile, self.problem, self.kv_tiles - 1
+        if tile.lists is not None:
+            return tile.listed(step.t) >> I32(ORDINAL_BIT) & I32(MOST_TILES - 1)
+        if problem.offset is not None:
+            # the last tile whose first key the block's last query sees
+            query = (mosaic.rem(step.row, self.q_blocks) + 1) * self.config.block_q
+            last_seen = mosaic.div(query + (problem.offset - 1), self.config.block_kv)
+            last = mosaic.minimum(last_seen, last)
+        return last - tile.place[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class OrderedTile(Tile):
+    runs_each: Any = None
+    runs: Any = None
+
+    @property
+    def next_step(self) -> Any:
+        return super().next_step if self.counts is None else self.first_step + self.counts
+
+    def each_step(self, body: Any, carry: Any = None, apart: bool = False) -> Any:
+        if self.lists is None or not apart:
+            return super().each_step(body, carry)
+
+        def run(_: Any, state: tuple) -> tuple:
+            t, *state = state
+            of_tile = mosaic.shared_at(self.runs, *self.place)
+            counts = of_tile[t - self.first_step]
+            first_full = t + (counts & I32((1 << FULL_BIT) - 1))
+            end = first_full + (counts >> I32(FULL_BIT))
+            state = self.loop(body, t, first_full, True, tuple(state))
+            return end, *self.loop(body, first_full, end, False, state)
+
+        state = self.first_step, self.first_row, carry
+        return lax.fori_loop(I32(0), self.runs_each, run, state)[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """The barriers by which the warpgroups of a CTA take their turns."""
+
+    full: Any
+    first: int
+
+    @classmethod
+    def of(cls, memory: Memory) -> "Turns":
+        return cls(memory.full, memory.full.shape[0] - TURN_BARRIERS)
+
+    def granted(self, t: Any) -> Any:
+        """Completed when a step's dQ may be added, by two arrivals of the loader."""
+        return self.full.at[self.first + (t & I32(1))]
+
+    def added(self, t: Any) -> Any:
+        """Completed when it has been."""
+        return self.full.at[self.first + 2 + (t & I32(1))]
+
+    def open(self) -> None:
+        """By those who add: as if there were a step before the one before the first."""
+        plgpu.barrier_arrive(self.added(I32(0)))
+
+    def take(self, t: Any) -> None:
+        plgpu.barrier_wait(self.granted(t))
+
+    def give(self, t: Any) -> None:
+        plgpu.barrier_arrive(self.added(t))
+
+
+class OrderedLoader(Loader):
+    """Looks one step behind its loads whether dQ may be added, and two behind tells that it has been.
+
+    Its warps wait for each other nowhere. But a step is granted when all of them have arrived, and that is
+    behind their waits for the next step's buffers: so no warp is two phases of a barrier behind.
+    """
+
+    def start(self, row: Any) -> tuple[Any, Any, Any]:
+        return row, I32(0), row
+
+    def visit(self, tile: Tile, dq_row: Any) -> Any:
+        def load(step: Step, before: tuple) -> tuple:
+            self.load(step)
+            self.pass_turns(step.t, *before)
+            return step.row, self.schedule.ordinal(step), before[0]  # pyright: ignore[reportAttributeAccessIssue]
+
+        return tile.each_step(load, dq_row)
+
+    def pass_turns(self, t: Any, row: Any, ordinal: Any, row_before: Any) -> None:
+        """Of the step before t, and of the one before that."""
+        turns = Turns.of(self.memory)
+        await_turn(self.outputs.turns, row, ordinal)
+        for _ in range(2):
+            plgpu.barrier_arrive(turns.granted(t - 1))
+        self.tell(t - 2, row_before)
+
+    def tell(self, t: Any, row: Any) -> None:
+        plgpu.barrier_wait(Turns.of(self.memory).added(t))
+        end_turn(self.outputs.turns, row)
+
+    def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
+        self.pass_turns(steps, *dq_row)
+        self.tell(steps - 1, dq_row[0])
+        super().close(steps, tiles, dq_row)
+
+
+POLLS, TELLS = 1, 2  # which warp of the four; the first one issues copies
+
+
+def await_turn(turns: Any, row: Any, ordinal: Any) -> None:
+    """One warp waits until so many tiles have added to a row; to the others it is nothing."""
+    _await_turn(turns.at[row], ordinal)  # pyright: ignore[reportCallIssue]
+
+
+def end_turn(turns: Any, row: Any) -> None:
+    """One warp tells that a tile has added to a row: its CTA's additions come before.
+
+    What orders them is the fence of the one and the acquire of the other, through the barriers that
+    either has passed.
+    """
+    _end_turn(turns.at[row])  # pyright: ignore[reportCallIssue]
+
+
+def _by_warp(number: int, code: str, constraints: str, *operands: Any) -> None:
+    """`code` uses the operands from $1 on, the registers v and p, and leader, true in one thread."""
+    thread = arith.andi(ptx.thread_number(), ptx.i32(127))
+    code = (
+        "{ .reg .pred p, leader; .reg .b32 v; shr.b32 v, $0, 5; "
+        f"setp.ne.b32 p, v, {number}; setp.eq.b32 leader, $0, {32 * number}; "
+        f"@p bra done; {code} done: }}"
+    )
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, [thread, *operands], code, f"r,{constraints}", has_side_effects=True)
+
+
+def _address(ref: Any) -> Any:
+    i64 = ir.IntegerType.get_signless(64)
+    return llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+def _await_turn(_: Any, turn: Any, ordinal: Any) -> None:
+    code = "look: ld.acquire.gpu.global.b32 v, [$1]; setp.lt.s32 p, v, $2; @p bra look;"
+    _by_warp(POLLS, code, "l,r", _address(turn), ordinal.registers[()])
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+def _end_turn(_: Any, turn: Any) -> None:
+    code = "fence.acq_rel.gpu; @leader red.relaxed.gpu.global.add.s32 [$1], 1;"
+    _by_warp(TELLS, code, "l", _address(turn))
