@@ -16,7 +16,6 @@ next tile that it has. Those who add see barriers in shared memory alone.
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -55,7 +54,7 @@ class OrderedVisits(NamedTuple):
     def of(cls, classes: Any) -> "OrderedVisits":
         """From the classes of tiles, `[B | 1, heads | 1, tiles, blocks]`."""
         xp, blocks = visits.module_of(classes), classes.shape[-1]
-        block = np.arange(blocks, dtype=np.int32)
+        block = np.arange(blocks, dtype=np.int32).reshape(1, 1, 1, -1)
         nothing = xp.all(classes == EMPTY, -1, keepdims=True) & (block == 0)
         classes = xp.where(nothing, np.int32(PARTIAL), classes)
         there = (classes != EMPTY).astype(np.int32)
@@ -72,14 +71,14 @@ class OrderedVisits(NamedTuple):
         runs = (full_end - cut_end) << np.int32(FULL_BIT) | (cut_end - block)
         begins = listed & (cut | (block == 0))
         begins = begins & ~xp.concatenate([xp.zeros_like(cut[..., :1]), cut[..., :-1]], -1)
-        count = lambda x: xp.sum(x, -1, dtype=np.int32)  # noqa: E731
-        return cls(count(listed), count(begins), count(cut), lists, runs)
+        counts = [xp.sum(x, -1, dtype=np.int32) for x in (listed, begins, cut)]
+        return cls(*counts, lists, runs)
 
 
 def _next(x: Any, xp: Any) -> Any:
     """From each place on, the first where x holds, or one after the last."""
     size = x.shape[-1]
-    places = xp.where(x, np.arange(size, dtype=np.int32), np.int32(size))
+    places = xp.where(x, np.arange(size, dtype=np.int32).reshape(1, 1, 1, -1), np.int32(size))
     if xp is np:
         return np.flip(np.minimum.accumulate(np.flip(places, -1), -1), -1)
     return lax.cummin(places, places.ndim - 1, reverse=True)
@@ -127,7 +126,8 @@ class OrderedSchedule(Schedule):
         return xp.where(counts[:, None], dealt[..., None], found)
 
     def tile(self, k: Any, first_step: Any, entry: list[Any], **arrays: Any) -> "OrderedTile":
-        return OrderedTile(self, k, first_step, *entry, **arrays)
+        number, *counts = entry
+        return OrderedTile(self, k, first_step, number, **dict(zip(COUNTS, counts)), **arrays)
 
     def block(self, listed: Any) -> Any:
         return listed >> I32(BLOCK_BIT) & I32((1 << (EMPTY_BIT - BLOCK_BIT)) - 1)
@@ -143,6 +143,10 @@ class OrderedSchedule(Schedule):
             last_seen = mosaic.div(query + (problem.offset - 1), self.config.block_kv)
             last = mosaic.minimum(last_seen, last)
         return last - tile.place[2]
+
+
+# What a masked tile's entry has beside its number.
+COUNTS = ("counts", "runs_each")
 
 
 @dataclasses.dataclass(frozen=True)

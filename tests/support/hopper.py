@@ -2,9 +2,11 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 from pallas_fa2 import plan
+from pallas_fa2.kernels import mosaic
 from pallas_fa2.spec import Device
 from tests.contract.cases import Case, causal, causal_end
 
@@ -47,3 +49,17 @@ def planned_with(tuned: plan.Tuned) -> Iterator[None]:
 
 def name(value: Case | plan.Tuned) -> str:
     return str(value) if isinstance(value, Case) else f"{value.config.warpgroups}wg"
+
+
+@contextlib.contextmanager
+def all_at_once() -> Iterator[None]:
+    """Interpreted CTAs run side by side, which otherwise run one after another: as one cluster."""
+    launch = mosaic.launch
+
+    def as_cluster(
+        run: Any, memory: Any, out: Any, grid: Any, warpgroups: int, cluster: Any = ()
+    ) -> Any:
+        return launch(run, memory, out, {"all": 1}, warpgroups, {**dict(cluster), **grid})
+
+    with mock.patch.object(mosaic, "launch", as_cluster):
+        yield

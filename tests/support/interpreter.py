@@ -208,6 +208,8 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             return self._mail(operations.send_mail, eqn, token, values, block=values[3]), []
         if name == "_wait_for_mail":
             return self._mail(operations.wait_for_mail, eqn, token, values), []
+        if name in ("_await_turn", "_end_turn"):
+            return self._turn(name, eqn, token, *values), []
         if name in ("load", "store"):
             return self._copy_rows(eqn, token, *values), []
         out = inline.INLINE[name](*values, *parameters)
@@ -248,7 +250,7 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
 
     @staticmethod
     def _target(eqn, target, leaves):
-        transforms, _ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
+        transforms, *_ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
         return jaxpr_interpret.resolve_ref(eqn.invars[0].aval, target, transforms)
 
     def _add(self, eqn, token, meaning, target, tile, *leaves):
@@ -262,6 +264,19 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             target=target,
             transforms=transforms,
             value=meaning(tile),
+        )
+
+    def _turn(self, name, eqn, token, target, *values):
+        ordinal = {"ordinal": values[0]} if name == "_await_turn" else {}
+        target, transforms = self._target(eqn, target, values[len(ordinal) :])
+        return callback.io_callback(
+            operations.await_turn if ordinal else operations.end_turn,
+            gpu_callbacks.TOKEN_SHAPE_DTYPE,
+            token=token,
+            thread=self.thread,
+            target=target,
+            transforms=transforms,
+            **ordinal,
         )
 
     def _mail(self, function, eqn, token, values, **others):

@@ -162,6 +162,7 @@ def add_to_gmem(*, token, thread, target, transforms, value, source_info):
     """Adds from registers, atomically per element."""
     memory = the_memory()
     place = _locate(target, transforms)
+    memory.turns.wait(thread, _row(place))
     with _ReduceTask.atomic:
         old, _, _ = memory.get_buffer_content(*place, thread)
         memory.store_buffer_content(*place, old + value, thread)
@@ -169,6 +170,36 @@ def add_to_gmem(*, token, thread, target, transforms, value, source_info):
         clock = memory.incr_clock(thread).async_smem_clock
         gpu_callbacks.get_races().check_add(thread, clock, *place, source_info)
     return token
+
+
+@gpu_callbacks.fail_on_exception
+def await_turn(*, token, thread, target, transforms, ordinal):
+    memory = the_memory()
+    place = _locate(target, transforms)
+
+    def told() -> int:
+        return int(memory.get_buffer_content(*place, thread)[0])
+
+    memory.turns.promise(thread, _row(place), int(ordinal), told)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def end_turn(*, token, thread, target, transforms):
+    memory = the_memory()
+    place = _locate(target, transforms)
+
+    def add() -> None:
+        old, _, _ = memory.get_buffer_content(*place, thread)
+        memory.store_buffer_content(*place, old + 1, thread)
+
+    memory.turns.tell(add)
+    return token
+
+
+def _row(place: tuple) -> int:
+    row = place[1].range[0]
+    return row.start if isinstance(row, slice) else int(row)
 
 
 @gpu_callbacks.fail_on_exception
