@@ -45,8 +45,7 @@ class OrderedVisits(NamedTuple):
     """
 
     counts: Any  # int32 [B | 1, heads | 1, tiles]: blocks
-    runs_each: Any  # int32, of the same shape: runs
-    cut: Any  # int32, likewise: blocks that are cut
+    cut: Any  # int32, of the same shape: those that are cut
     lists: Any  # int32 [B | 1, heads | 1, tiles, blocks]
     runs: Any  # int32, of the same shape: from a place in the list on, a run
 
@@ -69,9 +68,7 @@ class OrderedVisits(NamedTuple):
         full_end = xp.take_along_axis(_next(~full, xp), xp.minimum(cut_end, blocks - 1), -1)
         full_end = xp.where(cut_end < blocks, full_end, blocks)
         runs = (full_end - cut_end) << np.int32(FULL_BIT) | (cut_end - block)
-        begins = listed & (cut | (block == 0))
-        begins = begins & ~xp.concatenate([xp.zeros_like(cut[..., :1]), cut[..., :-1]], -1)
-        counts = [xp.sum(x, -1, dtype=np.int32) for x in (listed, begins, cut)]
+        counts = [xp.sum(x, -1, dtype=np.int32) for x in (listed, cut)]
         return cls(*counts, lists, runs)
 
 
@@ -101,7 +98,7 @@ class OrderedSchedule(Schedule):
         return OrderedVisits.of(self.of_key_tiles(classes))
 
     def table(self, seen: Any) -> Any:
-        """int32 `[CTAs, 2 + most, 1 or 3]`: of a masked tile also how many blocks it visits, and runs."""
+        """int32 `[CTAs, 2 + most, 1 or 2]`: of a masked tile also how many blocks it visits."""
         if seen is None:
             return super().table(None)
         number = np.arange(self.order.count, dtype=np.int32)
@@ -111,7 +108,7 @@ class OrderedSchedule(Schedule):
             shape = self.order.batch, self.order.heads, self.kv_tiles
             return visits.module_of(x).broadcast_to(x, shape)[batch, head, tile]
 
-        entries = [number, each(seen.counts), each(seen.runs_each)]
+        entries = [number, each(seen.counts)]
         hands = min(self._hands, self.order.count)
         if isinstance(seen.counts, np.ndarray):
             dealt = mosaic.deal(each(seen.counts) + 0.5 * each(seen.cut) + 1.0, hands)[..., 0]
@@ -126,8 +123,7 @@ class OrderedSchedule(Schedule):
         return xp.where(counts[:, None], dealt[..., None], found)
 
     def tile(self, k: Any, first_step: Any, entry: list[Any], **arrays: Any) -> "OrderedTile":
-        number, *counts = entry
-        return OrderedTile(self, k, first_step, number, **dict(zip(COUNTS, counts)), **arrays)
+        return OrderedTile(self, k, first_step, *entry, **arrays)
 
     def block(self, listed: Any) -> Any:
         return listed >> I32(BLOCK_BIT) & I32((1 << (EMPTY_BIT - BLOCK_BIT)) - 1)
@@ -145,13 +141,8 @@ class OrderedSchedule(Schedule):
         return last - tile.place[2]
 
 
-# What a masked tile's entry has beside its number.
-COUNTS = ("counts", "runs_each")
-
-
 @dataclasses.dataclass(frozen=True)
 class OrderedTile(Tile):
-    runs_each: Any = None
     runs: Any = None
 
     @property
@@ -162,17 +153,16 @@ class OrderedTile(Tile):
         if self.lists is None or not apart:
             return super().each_step(body, carry)
 
-        def run(_: Any, state: tuple) -> tuple:
+        def run(state: tuple) -> tuple:
             t, *state = state
-            of_tile = mosaic.shared_at(self.runs, *self.place)
-            counts = of_tile[t - self.first_step]
+            counts = mosaic.shared_at(self.runs, *self.place)[t - self.first_step]
             first_full = t + (counts & I32((1 << FULL_BIT) - 1))
             end = first_full + (counts >> I32(FULL_BIT))
             state = self.loop(body, t, first_full, True, tuple(state))
             return end, *self.loop(body, first_full, end, False, state)
 
         state = self.first_step, self.first_row, carry
-        return lax.fori_loop(I32(0), self.runs_each, run, state)[2]
+        return lax.while_loop(lambda state: state[0] < self.next_step, run, state)[2]
 
 
 @dataclasses.dataclass(frozen=True)
