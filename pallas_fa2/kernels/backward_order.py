@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -34,6 +35,8 @@ from pallas_fa2.kernels.mosaic import I32
 # block it is, and whether it is visited at all.
 ORDINAL_BIT, BLOCK_BIT, EMPTY_BIT = 1, 15, 30
 MOST_TILES = 1 << (BLOCK_BIT - ORDINAL_BIT)
+# How many claims of a CTA are kept: one is read before the fourth after it is made.
+CLAIMS = 4
 # The entry of a run: how many blocks that the mask cuts, and how many full ones after them.
 FULL_BIT = 16
 
@@ -98,7 +101,8 @@ class OrderedSchedule(Schedule):
         return OrderedVisits.of(self.of_key_tiles(classes))
 
     def table(self, seen: Any) -> Any:
-        """int32 `[CTAs, 2 + most, 1 or 2]`: of a masked tile also how many blocks it visits."""
+        """As `mosaic.deal`'s; of a masked tile also how many blocks it visits. Where only the device knows
+        these, int32 `[tiles]`: they are dealt while the kernel runs."""
         if seen is None:
             return super().table(None)
         number = np.arange(self.order.count, dtype=np.int32)
@@ -108,19 +112,38 @@ class OrderedSchedule(Schedule):
             shape = self.order.batch, self.order.heads, self.kv_tiles
             return visits.module_of(x).broadcast_to(x, shape)[batch, head, tile]
 
-        entries = [number, each(seen.counts)]
+        counts = each(seen.counts)
+        if not isinstance(counts, np.ndarray):
+            return counts
+        costs = counts + 0.5 * each(seen.cut) + 1.0
+        dealt = mosaic.deal(costs, min(self._hands, self.order.count))
+        table = np.concatenate([dealt, np.zeros_like(dealt)], -1)
+        for row in table:
+            taken = slice(1, 1 + row[0, 0])
+            row[taken, 1] = counts[row[taken, 0]]
+        return table
+
+    def start(self, table: Any) -> tuple[int, Any]:
+        if table.ndim > 1:
+            return super().start(table)
         hands = min(self._hands, self.order.count)
-        if isinstance(seen.counts, np.ndarray):
-            dealt = mosaic.deal(each(seen.counts) + 0.5 * each(seen.cut) + 1.0, hands)[..., 0]
-            xp = np
-        else:
-            dealt = mosaic.deal(np.ones(self.order.count), hands)[..., 0]
-            xp = jnp
-        found = xp.stack([xp.asarray(x)[dealt] for x in entries], -1)
-        counts = np.arange(dealt.shape[1]) == 0
-        there = (~counts & (np.arange(dealt.shape[1]) <= dealt[:, :1]))[..., None]
-        found = xp.where(there, found, 0)
-        return xp.where(counts[:, None], dealt[..., None], found)
+        return hands, jnp.zeros((hands + 1, CLAIMS), I32)
+
+    def each_tile(self, table: Any, claims: Any, body: Any, carry: Any) -> tuple[Any, Any]:
+        if claims is None:
+            return super().each_tile(table, claims, body, carry)
+        cta = lax.axis_index("cta")
+
+        def visit(state: tuple) -> tuple:
+            k, number, carry = state
+            carry = body(k, [number, table[number]], carry)
+            return k + 1, next_tile(claims.at[cta, (k + 1) & I32(CLAIMS - 1)], number), carry
+
+        def left(state: tuple) -> Any:
+            return state[1] < self.order.count
+
+        tiles, _, carry = lax.while_loop(left, visit, (I32(0), jnp.asarray(cta, I32), carry))
+        return tiles, carry
 
     def tile(self, k: Any, first_step: Any, entry: list[Any], **arrays: Any) -> "OrderedTile":
         return OrderedTile(self, k, first_step, *entry, **arrays)
@@ -207,6 +230,11 @@ class OrderedLoader(Loader):
 
     def visit(self, tile: Tile, dq_row: Any) -> Any:
         def load(step: Step, before: tuple) -> tuple:
+            if (claims := self.outputs.claims) is not None:
+                last = claims.shape[0] - 1
+                place = claims.at[lax.axis_index("cta"), (tile.k + 1) & I32(CLAIMS - 1)]
+                # not sooner: another CTA may be free before
+                pl.when(step.last)(lambda: claim_tile(claims.at[last, 0], place, I32(last)))
             self.load(step)
             self.pass_turns(step.t, *before)
             return step.row, self.schedule.ordinal(step), before[0]  # pyright: ignore[reportAttributeAccessIssue]
@@ -231,7 +259,7 @@ class OrderedLoader(Loader):
         super().close(steps, tiles, dq_row)
 
 
-POLLS, TELLS = 1, 2  # which warp of the four; the first one issues copies
+POLLS, TELLS, CLAIMS_BY = 1, 2, 3  # which warp of the four; the first one issues copies
 
 
 def await_turn(turns: Any, row: Any, ordinal: Any) -> None:
@@ -246,6 +274,16 @@ def end_turn(turns: Any, row: Any) -> None:
     either has passed.
     """
     _end_turn(turns.at[row])  # pyright: ignore[reportCallIssue]
+
+
+def claim_tile(counter: Any, place: Any, first: Any) -> None:
+    """One warp puts down there the next tile that nobody has; `first` is that of the first claim."""
+    _claim_tile(counter, place, first)  # pyright: ignore[reportCallIssue]
+
+
+def next_tile(place: Any, number: Any) -> Any:
+    """The tile that has been claimed there, after this one."""
+    return _next_tile(place, number)  # pyright: ignore[reportCallIssue]
 
 
 def _by_warp(number: int, code: str, constraints: str, *operands: Any) -> None:
@@ -275,3 +313,24 @@ def _await_turn(_: Any, turn: Any, ordinal: Any) -> None:
 def _end_turn(_: Any, turn: Any) -> None:
     code = "fence.acq_rel.gpu; @leader red.relaxed.gpu.global.add.s32 [$1], 1;"
     _by_warp(TELLS, code, "l", _address(turn))
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+def _claim_tile(_: Any, counter: Any, place: Any, first: Any) -> None:
+    code = (
+        "@leader atom.relaxed.gpu.global.add.s32 v, [$1], 1; @leader add.s32 v, v, $3; "
+        "@leader st.relaxed.gpu.global.b32 [$2], v;"
+    )
+    _by_warp(CLAIMS_BY, code, "l,l,r", _address(counter), _address(place), first.registers[()])
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=ptx.NUMBER)
+def _next_tile(_: Any, place: Any, number: Any) -> Any:
+    """A CTA's tiles have ever larger numbers, and their places are used in turn."""
+    i32, number = ir.IntegerType.get_signless(32), number.registers[()]
+    code = (
+        "{ .reg .pred p; look: ld.relaxed.gpu.global.b32 $0, [$1]; "
+        "setp.le.s32 p, $0, $2; @p bra look; }"
+    )
+    operands = [_address(place), number]
+    return ptx.splat(llvm.inline_asm(i32, operands, code, "=&r,l,r", has_side_effects=True))

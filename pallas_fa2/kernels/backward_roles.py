@@ -40,7 +40,9 @@ class Outputs(NamedTuple):
     dk: list[Any]  # an array for each number that a gradient is made of
     dv: list[Any]
     scores: Sums | None = None
-    turns: Any = None  # of each block of queries, how many tiles have added their dQ in order
+    # Where dQ is added in one order:
+    turns: Any = None  # of each block of queries, how many tiles have added to it
+    claims: Any = None  # which tile each CTA takes next
 
 
 class Memory(NamedTuple):

@@ -166,6 +166,15 @@ class Schedule:
             return seen.deal(order.batch, order.heads, order.section, self._hands)
         return mosaic.deal(self._costs, min(self._hands, self.order.count))
 
+    def start(self, table: Any) -> tuple[int, Any]:
+        """How many CTAs, or pairs of them, share the tiles of a table; and what they claim them by."""
+        return table.shape[0], None
+
+    def each_tile(self, table: Any, claims: Any, body: Any, carry: Any) -> tuple[Any, Any]:
+        """How many tiles the CTA takes, and the carry after them: see `mosaic.each_tile`."""
+        found = mosaic.each_tile(table, body, carry, prefetch=False)
+        return table[lax.axis_index("cta"), 0, 0], found
+
     def seen(self, classes: Any) -> Visits:
         """The blocks of queries that each block of keys visits, of all heads of a group's part, by their
         distance from the first; from the classes `[B | 1, N | 1, T tiles, S tiles]`."""

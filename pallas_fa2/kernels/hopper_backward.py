@@ -72,7 +72,8 @@ def gradients(
     """
     schedule = (OrderedSchedule if config.ordered else Schedule).of(problem, config)
     seen = None if classes is None else schedule.seen(classes)
-    inputs = Inputs(jnp.asarray(schedule.table(seen)), q, k, v, dout, lse, delta)
+    table = schedule.table(seen)
+    inputs = Inputs(jnp.asarray(table), q, k, v, dout, lse, delta)
     if seen is not None:
         inputs = inputs._replace(lists=jnp.asarray(seen.lists))
     if isinstance(seen, OrderedVisits):
@@ -95,7 +96,8 @@ def gradients(
         assert data is not None
         sums = Sums.start(problem, q.dtype, lengths, data)
     turns = jnp.zeros(schedule.dq_shape[0], I32) if config.ordered else None
-    outputs = Outputs(jnp.zeros(schedule.dq_shape, jnp.float32), dk, dv, sums, turns)
+    ctas, claims = schedule.start(table)
+    outputs = Outputs(jnp.zeros(schedule.dq_shape, jnp.float32), dk, dv, sums, turns, claims)
     flat_outputs, output_tree = jax.tree.flatten(outputs)
 
     def run(refs: tuple, memory: Memory) -> None:
@@ -109,12 +111,12 @@ def gradients(
             config, q.dtype, inputs.lse.shape[2:-1], [stored(s.dtype) for s in problem.pairs()]
         ),
         (),
-        {"cta": inputs.table.shape[0]},
+        {"cta": ctas},
         len(config.registers),
         {PAIR: 2} if config.paired else {},
     )
     found = pl.run_state(lambda refs: kernel(*flat, *refs))(tuple(flat_outputs))
-    dq, dk, dv, sums, _ = jax.tree.unflatten(output_tree, found)
+    dq, dk, dv, sums, *_ = jax.tree.unflatten(output_tree, found)
     return schedule.assemble(dq)[:, : q.shape[1]], schedule.join(dk), schedule.join(dv), sums
 
 
@@ -145,8 +147,9 @@ def _body(schedule: Schedule, inputs: Inputs, outputs: Outputs, memory: Memory) 
 
         role.open()
         state = I32(0), role.start(I32(schedule.dq_shape[0] - 1))
-        steps, dq_row = mosaic.each_tile(inputs.table, visit, state, prefetch=False)
-        role.close(steps, inputs.table[lax.axis_index("cta"), 0, 0], dq_row)
+        found = schedule.each_tile(inputs.table, outputs.claims, visit, state)
+        tiles, (steps, dq_row) = found
+        role.close(steps, tiles, dq_row)
         mosaic.leave_together(memory.done, me)
 
     kinds = (KeyGradient, ValueGradient, Scores) if config.paired else (KeyHalf, KeyHalf, Loader)

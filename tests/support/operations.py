@@ -197,6 +197,32 @@ def end_turn(*, token, thread, target, transforms):
     return token
 
 
+@gpu_callbacks.fail_on_exception
+def claim_tile(*, token, thread, refs, transforms, first):
+    memory = the_memory()
+    counter, place = map(_locate, refs, transforms)
+
+    def claim() -> None:
+        old, _, _ = memory.get_buffer_content(*counter, thread)
+        memory.store_buffer_content(*counter, old + 1, thread)
+        memory.store_buffer_content(*place, old + first, thread)
+
+    memory.turns.tell(claim)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def next_tile(*, token, thread, place, transforms, number):
+    memory = the_memory()
+    place = _locate(place, transforms)
+
+    def claimed() -> np.ndarray:
+        return memory.get_buffer_content(*place, thread)[0]
+
+    memory.turns.wait_for(lambda: claimed() > number)
+    return token, claimed()
+
+
 def _row(place: tuple) -> int:
     row = place[1].range[0]
     return row.start if isinstance(row, slice) else int(row)

@@ -231,6 +231,11 @@ class Turns:
                 raise TimeoutError(f"{name(thread)}: row {row} is at turn {told()}, not {ordinal}")
             current.added.append((row, ordinal, told()))
 
+    def wait_for(self, there: Any) -> None:
+        with self.changed:
+            if not self.changed.wait_for(there, current.barrier_timeout):
+                raise TimeoutError("waited for a tile that nobody claims")
+
     def tell(self, add: Any) -> None:
         with self.changed:
             add()
