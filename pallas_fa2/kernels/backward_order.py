@@ -94,6 +94,12 @@ class OrderedSchedule(Schedule):
             super().order, longest_first=True
         )  # from the last tile of a head
 
+    @property
+    def turns_shape(self) -> tuple[int, ...]:
+        """Of the blocks of queries; at H = 256 of the parts of each."""
+        rows, parts, _ = self.dq_shape
+        return (rows, parts) if self.config.paired else (rows,)
+
     def place(self, number: Any) -> tuple[Any, Any, Any]:
         return self.order.place(number)
 
@@ -230,11 +236,7 @@ class OrderedLoader(Loader):
 
     def visit(self, tile: Tile, dq_row: Any) -> Any:
         def load(step: Step, before: tuple) -> tuple:
-            if (claims := self.outputs.claims) is not None:
-                last = claims.shape[0] - 1
-                place = claims.at[lax.axis_index("cta"), (tile.k + 1) & I32(CLAIMS - 1)]
-                # not sooner: another CTA may be free before
-                pl.when(step.last)(lambda: claim_tile(claims.at[last, 0], place, I32(last)))
+            claim_next(self.outputs.claims, step)
             self.load(step)
             self.pass_turns(step.t, *before)
             return step.row, self.schedule.ordinal(step), before[0]  # pyright: ignore[reportAttributeAccessIssue]
@@ -259,6 +261,16 @@ class OrderedLoader(Loader):
         super().close(steps, tiles, dq_row)
 
 
+def claim_next(claims: Any, step: Step) -> None:
+    """The CTA's next tile, in the last step of one: not sooner, as another CTA may be free before."""
+    if claims is None:
+        return
+    first = claims.shape[0] - 1  # those before need no claim
+    place = claims.at[lax.axis_index("cta"), (step.tile.k + 1) & I32(CLAIMS - 1)]
+    pl.when(step.last)(lambda: _claim_tile(claims.at[first, 0], place, I32(first)))  # pyright: ignore[reportCallIssue]
+
+
+WARPS = 4
 POLLS, TELLS, CLAIMS_BY = 1, 2, 3  # which warp of the four; the first one issues copies
 
 
@@ -276,9 +288,14 @@ def end_turn(turns: Any, row: Any) -> None:
     _end_turn(turns.at[row])  # pyright: ignore[reportCallIssue]
 
 
-def claim_tile(counter: Any, place: Any, first: Any) -> None:
-    """One warp puts down there the next tile that nobody has; `first` is that of the first claim."""
-    _claim_tile(counter, place, first)  # pyright: ignore[reportCallIssue]
+def take_turn(turn: Any, ordinal: Any) -> None:
+    """Each warp of a warpgroup waits until so many tiles have added what it will add to."""
+    _take_turn(turn, ordinal * WARPS)  # pyright: ignore[reportCallIssue]
+
+
+def give_turn(turn: Any) -> None:
+    """Each warp tells that it has added."""
+    _give_turn(turn)  # pyright: ignore[reportCallIssue]
 
 
 def next_tile(place: Any, number: Any) -> Any:
@@ -334,3 +351,24 @@ def _next_tile(_: Any, place: Any, number: Any) -> Any:
     )
     operands = [_address(place), number]
     return ptx.splat(llvm.inline_asm(i32, operands, code, "=&r,l,r", has_side_effects=True))
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+def _take_turn(_: Any, turn: Any, ordinal: Any) -> None:
+    code = (
+        "{ .reg .pred p; .reg .b32 v; look: ld.acquire.gpu.global.b32 v, [$0]; "
+        "setp.lt.s32 p, v, $1; @p bra look; }"
+    )
+    operands = [_address(turn), ordinal.registers[()]]
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, "l,r", has_side_effects=True)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+def _give_turn(_: Any, turn: Any) -> None:
+    lane = arith.andi(ptx.thread_number(), ptx.i32(31))
+    code = (
+        "{ .reg .pred p; setp.eq.b32 p, $1, 0; bar.warp.sync -1; fence.acq_rel.gpu; "
+        "@p red.relaxed.gpu.global.add.s32 [$0], 1; }"
+    )
+    operands = [_address(turn), lane]
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, "l,r", has_side_effects=True)

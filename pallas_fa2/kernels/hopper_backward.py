@@ -28,7 +28,14 @@ from pallas_fa2.kernels.backward_order import (
     OrderedVisits,
     Turns,
 )
-from pallas_fa2.kernels.backward_pair import KeyGradient, Scores, ValueGradient
+from pallas_fa2.kernels.backward_pair import (
+    KeyGradient,
+    OrderedKeyGradient,
+    OrderedScores,
+    OrderedValueGradient,
+    Scores,
+    ValueGradient,
+)
 from pallas_fa2.kernels.backward_roles import (
     ColumnBlock,
     Inputs,
@@ -95,7 +102,9 @@ def gradients(
         lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
         assert data is not None
         sums = Sums.start(problem, q.dtype, lengths, data)
-    turns = jnp.zeros(schedule.dq_shape[0], I32) if config.ordered else None
+    turns = None
+    if isinstance(schedule, OrderedSchedule):
+        turns = jnp.zeros(schedule.turns_shape, I32)
     ctas, claims = schedule.start(table)
     outputs = Outputs(jnp.zeros(schedule.dq_shape, jnp.float32), dk, dv, sums, turns, claims)
     flat_outputs, output_tree = jax.tree.flatten(outputs)
@@ -152,9 +161,7 @@ def _body(schedule: Schedule, inputs: Inputs, outputs: Outputs, memory: Memory) 
         role.close(steps, tiles, dq_row)
         mosaic.leave_together(memory.done, me)
 
-    kinds = (KeyGradient, ValueGradient, Scores) if config.paired else (KeyHalf, KeyHalf, Loader)
-    if config.ordered:
-        kinds = OrderedHalf, OrderedHalf, OrderedLoader
+    kinds = KINDS[config.paired, config.ordered]
     roles = [functools.partial(run, me) for me in range(len(kinds))]
     mosaic.assign_roles(lax.axis_index("warpgroup"), *roles)
 
@@ -247,3 +254,12 @@ class OrderedHalf(KeyHalf):
         turns.take(t)
         super().add_dq(t, dq, row)
         turns.give(t)
+
+
+# What the warpgroups of a CTA do: in pairs or not, with dQ in one order or not.
+KINDS = {
+    (False, False): (KeyHalf, KeyHalf, Loader),
+    (False, True): (OrderedHalf, OrderedHalf, OrderedLoader),
+    (True, False): (KeyGradient, ValueGradient, Scores),
+    (True, True): (OrderedKeyGradient, OrderedValueGradient, OrderedScores),
+}

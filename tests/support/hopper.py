@@ -59,7 +59,7 @@ def all_at_once() -> Iterator[None]:
     def as_cluster(
         run: Any, memory: Any, out: Any, grid: Any, warpgroups: int, cluster: Any = ()
     ) -> Any:
-        return launch(run, memory, out, {"all": 1}, warpgroups, {**dict(cluster), **grid})
+        return launch(run, memory, out, {"all": 1}, warpgroups, {**grid, **dict(cluster)})
 
     with mock.patch.object(mosaic, "launch", as_cluster):
         yield

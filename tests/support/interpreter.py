@@ -212,7 +212,7 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             return self._claim(eqn, token, *values), []
         if name == "_next_tile":
             return self._next_tile(eqn, token, *values)
-        if name in ("_await_turn", "_end_turn"):
+        if name in operations.TURNS:
             return self._turn(name, eqn, token, *values), []
         if name in ("load", "store"):
             return self._copy_rows(eqn, token, *values), []
@@ -271,10 +271,11 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         )
 
     def _turn(self, name, eqn, token, target, *values):
-        ordinal = {"ordinal": values[0]} if name == "_await_turn" else {}
+        waits = name in ("_await_turn", "_take_turn")
+        ordinal = {"ordinal": values[0]} if waits else {}
         target, transforms = self._target(eqn, target, values[len(ordinal) :])
         return callback.io_callback(
-            operations.await_turn if ordinal else operations.end_turn,
+            operations.TURNS[name],
             gpu_callbacks.TOKEN_SHAPE_DTYPE,
             token=token,
             thread=self.thread,

@@ -234,7 +234,9 @@ class Turns:
     def wait_for(self, there: Any) -> None:
         with self.changed:
             if not self.changed.wait_for(there, current.barrier_timeout):
-                raise TimeoutError("waited for a tile that nobody claims")
+                raise TimeoutError(
+                    "waited for a turn that does not come, or a tile that nobody claims"
+                )
 
     def tell(self, add: Any) -> None:
         with self.changed:
