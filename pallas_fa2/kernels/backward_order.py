@@ -28,8 +28,8 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
 from pallas_fa2.kernels import mosaic, ptx, visits
 from pallas_fa2.kernels.backward_roles import TURN_BARRIERS, Loader, Memory
-from pallas_fa2.kernels.backward_schedule import Schedule, Step, Tile
-from pallas_fa2.kernels.mosaic import I32
+from pallas_fa2.kernels.backward_schedule import Config, Schedule, Step, Tile
+from pallas_fa2.kernels.mosaic import I32, Problem
 
 # An entry of a list: whether the block is seen in full, how many tiles add to its row before, which
 # block it is, and whether it is visited at all.
@@ -87,6 +87,11 @@ def _next(x: Any, xp: Any) -> Any:
 class OrderedSchedule(Schedule):
     """Tiles are numbered in the order in which they are taken: all heads of a section, from the last
     keys to the first."""
+
+    @classmethod
+    def of(cls, problem: Problem, config: Config) -> "OrderedSchedule":
+        """With as many parts as in any order."""
+        return cls(problem, config, Schedule.of(problem, config).parts)
 
     @property
     def order(self) -> mosaic.Order:
@@ -239,6 +244,8 @@ class OrderedLoader(Loader):
             claim_next(self.outputs.claims, step)
             self.load(step)
             self.pass_turns(step.t, *before)
+            if self.memory.pairs:  # several pieces a step: the bound above does not hold for theirs
+                _meet_warps()  # pyright: ignore[reportCallIssue]
             return step.row, self.schedule.ordinal(step), before[0]  # pyright: ignore[reportAttributeAccessIssue]
 
         return tile.each_step(load, dq_row)
@@ -282,7 +289,7 @@ def await_turn(turns: Any, row: Any, ordinal: Any) -> None:
 def end_turn(turns: Any, row: Any) -> None:
     """One warp tells that a tile has added to a row: its CTA's additions come before.
 
-    What orders them is the fence of the one and the acquire of the other, through the barriers that
+    What orders them is the release of the one and the acquire of the other, through the barriers that
     either has passed.
     """
     _end_turn(turns.at[row])  # pyright: ignore[reportCallIssue]
@@ -320,6 +327,13 @@ def _address(ref: Any) -> Any:
     return llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
 
 
+@plgpu.inline_mgpu(arg_types=())
+def _meet_warps(_: Any) -> None:
+    """The warps of the warpgroup that loads wait for each other."""
+    void, code = ir.Type.parse("!llvm.void"), f"bar.sync {ptx.FIRST_TURN}, 128;"
+    llvm.inline_asm(void, [], code, "", has_side_effects=True)
+
+
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
 def _await_turn(_: Any, turn: Any, ordinal: Any) -> None:
     code = "look: ld.acquire.gpu.global.b32 v, [$1]; setp.lt.s32 p, v, $2; @p bra look;"
@@ -328,7 +342,7 @@ def _await_turn(_: Any, turn: Any, ordinal: Any) -> None:
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
 def _end_turn(_: Any, turn: Any) -> None:
-    code = "fence.acq_rel.gpu; @leader red.relaxed.gpu.global.add.s32 [$1], 1;"
+    code = "@leader red.release.gpu.global.add.s32 [$1], 1;"
     _by_warp(TELLS, code, "l", _address(turn))
 
 
@@ -367,8 +381,8 @@ def _take_turn(_: Any, turn: Any, ordinal: Any) -> None:
 def _give_turn(_: Any, turn: Any) -> None:
     lane = arith.andi(ptx.thread_number(), ptx.i32(31))
     code = (
-        "{ .reg .pred p; setp.eq.b32 p, $1, 0; bar.warp.sync -1; fence.acq_rel.gpu; "
-        "@p red.relaxed.gpu.global.add.s32 [$0], 1; }"
+        "{ .reg .pred p; setp.eq.b32 p, $1, 0; bar.warp.sync -1; "
+        "@p red.release.gpu.global.add.s32 [$0], 1; }"
     )
     operands = [_address(turn), lane]
     llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, "l,r", has_side_effects=True)
