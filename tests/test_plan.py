@@ -294,3 +294,17 @@ def test_short_causal_calls_take_smaller_tiles(options, warpgroups):
     forward = make_plan(spec(**options), H200).forward
     assert forward.warpgroups == warpgroups
     assert forward.ctas == H200.cores
+
+
+def test_gradients_of_score_data_are_summed_in_one_order_where_that_is_asked_for():
+    call = {"score": fa.alibi(4), "dtype": jnp.bfloat16}
+    any_order, one_order = (
+        make_plan(spec(**call, deterministic=deterministic), H200)
+        for deterministic in (False, True)
+    )
+    assert any_order.backward_for(True) == ("hopper", any_order.backward)
+    assert one_order.backward_for(False) == ("hopper", one_order.backward)
+    name, config = one_order.backward_for(True)
+    assert (name, config) == ("blockwise", block_sizes(spec(**call)))
+    assert (any_order.backward.ordered, one_order.backward.ordered) == (False, True)
+    assert any_order.forward == one_order.forward

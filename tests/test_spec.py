@@ -108,6 +108,10 @@ SHAPES = {
 }
 
 DTYPES = {
+    "Flax's deterministic": (
+        plain(deterministic=None),
+        r"deterministic must be a Python bool, but it is None; .* \(Flax's `deterministic` is about",
+    ),
     "integers": (
         plain(**of_dtype(jnp.int32)),
         r"query's dtype must be one of bfloat16, float16, .* but it is int32; cast it",

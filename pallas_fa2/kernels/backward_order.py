@@ -71,8 +71,8 @@ class OrderedVisits(NamedTuple):
         full_end = xp.take_along_axis(_next(~full, xp), xp.minimum(cut_end, blocks - 1), -1)
         full_end = xp.where(cut_end < blocks, full_end, blocks)
         runs = (full_end - cut_end) << np.int32(FULL_BIT) | (cut_end - block)
-        counts = [xp.sum(x, -1, dtype=np.int32) for x in (listed, cut)]
-        return cls(*counts, lists, runs)
+        counts, cut = (xp.sum(x, -1, dtype=np.int32) for x in (listed, cut))
+        return cls(counts, cut, lists, runs)
 
 
 def _next(x: Any, xp: Any) -> Any:
@@ -188,12 +188,12 @@ class OrderedTile(Tile):
             return super().each_step(body, carry)
 
         def run(state: tuple) -> tuple:
-            t, *state = state
+            t, *carried = state
             counts = mosaic.shared_at(self.runs, *self.place)[t - self.first_step]
             first_full = t + (counts & I32((1 << FULL_BIT) - 1))
             end = first_full + (counts >> I32(FULL_BIT))
-            state = self.loop(body, t, first_full, True, tuple(state))
-            return end, *self.loop(body, first_full, end, False, state)
+            found = self.loop(body, t, first_full, True, tuple(carried))
+            return end, *self.loop(body, first_full, end, False, found)
 
         state = self.first_step, self.first_row, carry
         return lax.while_loop(lambda state: state[0] < self.next_step, run, state)[2]

@@ -159,8 +159,8 @@ class Schedule:
         batch, head, tile = self.order.place(number)
         return batch, head, self.kv_tiles - 1 - tile if self.problem.causal else tile
 
-    def table(self, seen: Visits | None) -> Any:
-        """Which tiles each CTA takes."""
+    def table(self, seen: Any) -> Any:
+        """Which tiles each CTA takes; `seen` is what each visits, if there is a mask."""
         if seen is not None:
             order = self.order
             return seen.deal(order.batch, order.heads, order.section, self._hands)

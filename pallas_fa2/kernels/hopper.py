@@ -12,13 +12,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from pallas_fa2 import bounds
-from pallas_fa2.kernels import (
-    backward_order,
-    hopper_backward,
-    hopper_forward,
-    token_data,
-    visits,
-)
+from pallas_fa2.kernels import hopper_backward, hopper_forward, token_data, visits
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
 from pallas_fa2.kernels.tile import split_floats
 from pallas_fa2.kernels.tile_code import TileDropout, TileMask, TileScore
@@ -47,9 +41,6 @@ def refuses(spec: Spec, device: Device) -> str | None:
         return reason
     if spec.masked and _listed_blocks(spec) > visits.MOST:
         return f"its masks list {visits.MOST} blocks at most, and here are {_listed_blocks(spec)}"
-    most = backward_order.MOST_TILES * hopper_backward.Config.block_kv
-    if spec.deterministic and spec.masked and spec.kv_len > most:
-        return f"its masks see {most} keys at most where it is deterministic, not {spec.kv_len}"
     if spec.scale <= 0:
         return f"the scale must be positive, but it is {spec.scale:g}"
     if (elements := _entry_elements(spec)) > MAX_ELEMENTS:
