@@ -265,7 +265,7 @@ def test_explain_takes_what_flash_attention_takes():
     ours = set(inspect.signature(fa.flash_attention).parameters)
     for option in ours - set(GOOD) - {"mask", "score", "dropout_rng", "implementation"}:
         value = {"q_positions": np.arange(T), "kv_positions": np.arange(S)}.get(option)
-        value = {"return_lse": True, "dropout_rate": 0.0}.get(option, value)
+        value = {"return_lse": True, "deterministic": True, "dropout_rate": 0.0}.get(option, value)
         assert fa.explain(**GOOD, **{option: value}).spec.q_len == T
 
 
