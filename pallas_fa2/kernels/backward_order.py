@@ -35,8 +35,8 @@ from pallas_fa2.kernels.mosaic import I32, Problem
 # block it is, and whether it is visited at all.
 ORDINAL_BIT, BLOCK_BIT, EMPTY_BIT = 1, 15, 30
 MOST_TILES = 1 << (BLOCK_BIT - ORDINAL_BIT)
-# How many claims of a CTA are kept: one is read before the fourth after it is made.
-CLAIMS = 4
+# How many claims of a CTA are kept: by the fourth after it all warps have read one.
+CLAIMS = 8
 # The entry of a run: how many blocks that the mask cuts, and how many full ones after them.
 FULL_BIT = 16
 
@@ -95,9 +95,8 @@ class OrderedSchedule(Schedule):
 
     @property
     def order(self) -> mosaic.Order:
-        return dataclasses.replace(
-            super().order, longest_first=True
-        )  # from the last tile of a head
+        # from the last tile of a head to the first, whichever is the longest
+        return dataclasses.replace(super().order, longest_first=True)
 
     @property
     def turns_shape(self) -> tuple[int, ...]:
@@ -187,13 +186,20 @@ class OrderedTile(Tile):
         if self.lists is None or not apart:
             return super().each_step(body, carry)
 
+        def hidden(step: Step, carry: Any) -> Any:
+            """LLVM would keep what follows from the number in registers, of both loops in both."""
+            names = "number", "counts", "first_step", "k"
+            values = lax.optimization_barrier([getattr(self, name) for name in names])
+            tile = dataclasses.replace(self, **dict(zip(names, values, strict=True)))
+            return body(step._replace(tile=tile), carry)
+
         def run(state: tuple) -> tuple:
             t, *carried = state
             counts = mosaic.shared_at(self.runs, *self.place)[t - self.first_step]
             first_full = t + (counts & I32((1 << FULL_BIT) - 1))
             end = first_full + (counts >> I32(FULL_BIT))
-            found = self.loop(body, t, first_full, True, tuple(carried))
-            return end, *self.loop(body, first_full, end, False, found)
+            found = self.loop(hidden, t, first_full, True, tuple(carried))
+            return end, *self.loop(hidden, first_full, end, False, found)
 
         state = self.first_step, self.first_row, carry
         return lax.while_loop(lambda state: state[0] < self.next_step, run, state)[2]
@@ -232,8 +238,9 @@ class Turns:
 class OrderedLoader(Loader):
     """Looks one step behind its loads whether dQ may be added, and two behind tells that it has been.
 
-    Its warps wait for each other nowhere. But a step is granted when all of them have arrived, and that is
-    behind their waits for the next step's buffers: so no warp is two phases of a barrier behind.
+    Its warps do not wait for each other: while one looks and another's addition becomes visible, the first
+    loads. But those who add wait for an arrival of all four, which follows their waits for the next step's
+    buffers; so none of them is ever two phases of a barrier behind, and takes one for the other.
     """
 
     def start(self, row: Any) -> tuple[Any, Any, Any]:

@@ -180,7 +180,9 @@ def memory_of(
         ds=scores(block_q),
         # All that complete by two arrivals in one array: each array costs a register for its phases,
         # and at H = 128 those make the difference to spilling.
-        full=mosaic.barriers(rings + 2 + (TURN_BARRIERS if config.ordered else 0), 2),
+        full=mosaic.barriers(
+            rings + 2 + (TURN_BARRIERS if config.ordered and not config.paired else 0), 2
+        ),
         free=mosaic.barriers(rings, 2),
         done=[plgpu.Barrier(num_arrivals=warpgroups) for _ in range(warpgroups)],
         pairs=pieces,
