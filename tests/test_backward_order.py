@@ -182,3 +182,24 @@ def test_compiles_without_spills_where_it_multiplies(head_dim: int, name: str) -
 def test_what_masks_may_list_has_room_in_an_entry() -> None:
     assert visits.MOST < 1 << (backward_order.EMPTY_BIT - backward_order.BLOCK_BIT)
     assert -(-visits.MOST * 64 // Config.block_kv) <= backward_order.MOST_TILES
+
+
+def test_blockwise_sums_gradients_of_score_data() -> None:
+    """Where they are asked for; the forward is ours."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v = (jax.random.normal(key, (1, 70, 2, 64), jnp.bfloat16) for key in keys[:3])
+    slopes = jax.random.uniform(keys[3], (2,))
+
+    def loss(implementation: str) -> Any:
+        def run(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+            options = {"implementation": implementation, "deterministic": True}
+            out = fa.flash_attention(q, k, v, score=fa.alibi(slopes), **options)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        return jax.grad(run, (0, 1, 2, 3))
+
+    with planned_for_h200(cores=2):
+        got = interpreter.run(loss("hopper"), q, k, v, slopes)
+    assert not shared.current.added
+    expected = jax.jit(loss("reference"))(q, k, v, slopes)
+    chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)
