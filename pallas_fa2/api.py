@@ -37,6 +37,7 @@ def flash_attention(
     q_positions: Int[Array, "*B T"] | None = None,
     kv_positions: Int[Array, "*B S"] | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
     r"""Exact softmax attention in memory that grows with the length, not with its square.
@@ -68,6 +69,8 @@ def flash_attention(
       q_positions, kv_positions: what masks and scores see as `q.index` and `k.index`; 0, 1, 2, ...
         by default.
       return_lse: also return the natural logsumexp of the scores.
+      deterministic: whether gradients must be bitwise the same in every run. Otherwise the Hopper
+        kernels sum query's, and those of score functions' data, in any order.
       implementation: ask for one implementation; an error says why if it cannot run. By default the
         fastest that supports the call (see `explain`).
 
@@ -96,6 +99,7 @@ def flash_attention(
         dropout_rng=dropout_rng,
         q_positions=q_positions,
         kv_positions=kv_positions,
+        deterministic=deterministic,
     )
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else as_sinks(sinks, spec.q_heads)
@@ -275,6 +279,7 @@ class Explanation:
             f"{s}",
             f"implementation  {self.plan.implementation} on {self.device.kind}",
             *(f"  not {name}: {reason}" for name, reason in self.plan.passed_over),
+            f"backward        {self.plan.backward_said_of(s)}",
             f"tiles           {self.tiles[0]} queries x {self.tiles[1]} keys",
             f"computed        {share}",
             f"work            {flops} forward",

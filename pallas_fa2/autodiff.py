@@ -82,10 +82,11 @@ def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Out) -> tupl
     dout, dlse = cotangents
     dout = jnp.zeros_like(out) if _is_zero(dout) else dout
     dlse = None if _is_zero(dlse) else dlse
-    backward = REGISTRY[plan.implementation].backward
+    name, config = plan.backward_for(any(wanted))
+    backward = REGISTRY[name].backward
     assert backward is not None, "an implementation that JAX differentiates never comes here"
     arrays = q, k, v, out, lse, dout.astype(q.dtype), dlse
-    found = backward(spec, plan.backward, *arrays, operands, wanted)
+    found = backward(spec, config, *arrays, operands, wanted)
     dq, dk, dv, dscores = alike(found, q)
     return dq, dk, dv, _cotangents(operands, dscores)
 

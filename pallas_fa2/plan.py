@@ -96,6 +96,23 @@ class Plan:
     forward: Any = None
     backward: Any = None
     passed_over: tuple[tuple[str, str], ...] = ()
+    # Where gradients of score data are asked for, and another implementation must form them all: its
+    # name and configuration.
+    of_data: tuple[str, Any] | None = None
+
+    def backward_for(self, data: bool) -> tuple[str, Any]:
+        """The implementation that forms gradients, and its configuration; `data`: of score data too."""
+        return self.of_data if data and self.of_data else (self.implementation, self.backward)
+
+    def backward_said_of(self, spec: Spec) -> str:
+        """Which backward runs, and in which order it sums."""
+        if self.implementation != "hopper":
+            return f"{self.implementation}, sums in one order"
+        order = "one order" if spec.deterministic else "any order"
+        said = f"{self.implementation}, sums dQ in {order}"
+        if self.of_data is not None:
+            said += f"; {self.of_data[0]} where gradients of score data are asked for"
+        return said
 
     def said_of(self, spec: Spec) -> str:
         """In one line, which implementation runs a call and why no faster one does."""
@@ -128,18 +145,23 @@ def make_plan(spec: Spec, device: Device, implementation: str | None = None) -> 
 
 
 def _configure(name: str, spec: Spec, device: Device, passed_over: tuple) -> Plan:
+    of_data = None
     if name == "hopper":
-        forward = TUNED.get((spec, device))
+        forward = TUNED.get((dataclasses.replace(spec, deterministic=False), device))
         if forward is None:
             kernels = hopper_forwards(spec.largest_dim)
             tuned = next(t for t in kernels if t.serves(spec))
             forward = dataclasses.replace(tuned.config, ctas=device.cores)
-        backward = hopper_backward.Config(hopper.kernel_dim(spec), ctas=device.cores)
+        backward = hopper_backward.Config(
+            hopper.kernel_dim(spec), ctas=device.cores, ordered=spec.deterministic
+        )
+        if spec.deterministic and spec.scores:  # the kernels sum those in any order
+            of_data = "blockwise", block_sizes(spec)
     elif name == "blockwise":
         forward = backward = block_sizes(spec)
     else:
         forward = backward = None
-    return Plan(name, forward, backward, passed_over)
+    return Plan(name, forward, backward, passed_over, of_data)
 
 
 def block_sizes(spec: Spec) -> tuple[int, int]:

@@ -70,6 +70,7 @@ class Spec:
     causal: Literal["start", "end"] | None = None
     positions: bool = False  # token positions are given as data
     dropout_rate: float = 0.0
+    deterministic: bool = False  # gradients are bitwise the same in every run
 
     @property
     def group(self) -> int:
@@ -109,6 +110,8 @@ class Spec:
             parts.append("score " + ", ".join(map(str, self.scores)))
         if self.dropout_rate:
             parts.append(f"dropout {self.dropout_rate:g}")
+        if self.deterministic:
+            parts.append("deterministic")
         return ", ".join(parts)
 
 
@@ -127,6 +130,7 @@ def describe(
     dropout_rng: Any = None,
     q_positions: Any = None,
     kv_positions: Any = None,
+    deterministic: bool = False,
 ) -> tuple[Spec, Operands]:
     """Checks one call and describes it; arrays may be `jax.ShapeDtypeStruct`s."""
     check_arrays(query, key, value)
@@ -134,6 +138,7 @@ def describe(
     dtype = check_dtypes(query, key, value)
     scale = _check_scale(scale, query.shape[-1])
     seed = _check_dropout(dropout_rate, dropout_rng)
+    _check_deterministic(deterministic)
     q_index = _check_positions("q_positions", q_positions, dims, Q_AXIS)
     k_index = _check_positions("kv_positions", kv_positions, dims, K_AXIS)
     mask_object = None if mask is None else as_mask(mask)
@@ -158,6 +163,7 @@ def describe(
         causal=_causal(mask_object) if not positions else None,
         positions=positions,
         dropout_rate=float(dropout_rate),
+        deterministic=bool(deterministic),
     )
     accumulator = spec.accumulator
     spec = dataclasses.replace(
@@ -265,6 +271,14 @@ def _check_scale(scale: float | None, head_dim: int) -> float:
             "leave it out for 1 / sqrt(H)"
         )
     return float(scale)
+
+
+def _check_deterministic(deterministic: Any) -> None:
+    if not isinstance(deterministic, (bool, np.bool_)):
+        raise TypeError(
+            f"deterministic must be a Python bool, but it is {deterministic!r}; it chooses the "
+            "backward when a call is traced (Flax's `deterministic` is about dropout: dropout_rate)"
+        )
 
 
 def _check_dropout(rate: float, rng: Any) -> jax.Array | None:

@@ -326,7 +326,20 @@ def test_explain_says_what_runs_and_why_nothing_faster():
     assert lines[1] == "implementation  blockwise on NVIDIA H200"
     assert lines[2] == "  not hopper: its scores compute no floor of float32[]"
     names = [line.split("  ")[0] for line in lines[3:]]
-    assert names == ["tiles", "computed", "work", "memory"]
+    assert names == ["backward", "tiles", "computed", "work", "memory"]
+
+
+def test_explain_says_which_backward_runs():
+    def said(**options):
+        lines = str(fa.explain(*shapes(2048), device=H200, **options)).splitlines()
+        (found,) = [line for line in lines if line.startswith("backward ")]
+        return found.split(maxsplit=1)[1]
+
+    assert said() == "hopper, sums dQ in any order"
+    assert said(deterministic=True) == "hopper, sums dQ in one order"
+    of_data = said(deterministic=True, score=fa.alibi(4))
+    assert of_data.endswith("one order; blockwise where gradients of score data are asked for")
+    assert said(deterministic=True, implementation="blockwise") == "blockwise, sums in one order"
 
 
 def test_explain_follows_the_implementation_that_is_asked_for():

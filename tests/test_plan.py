@@ -150,7 +150,7 @@ def test_shared_memory_has_room_for_all_data_of_tokens():
     for tuned in HOPPER_FORWARD:
         indices = 1
         assert not tuned.general or tuned.config.room(MOST_ROWS + indices) >= 0, tuned
-    for head_dim in (64, 128):
+    for head_dim in (64, 96, 128):
         of_dropout = 2
         assert hopper_backward.Config(head_dim).room(MOST_ROWS + of_dropout) >= 0, head_dim
 
@@ -218,13 +218,12 @@ def test_plans_are_hashable_and_equal_for_equal_calls():
 
 
 @pytest.mark.parametrize(
-    "dim, forward, backward",
-    [(8, 64, 64), (64, 64, 64), (72, 96, 128), (104, 128, 128), (128, 128, 128), (136, 256, 256)],
+    "dim, size", [(8, 64), (64, 64), (72, 96), (104, 128), (128, 128), (136, 256)]
 )
 @pytest.mark.parametrize("of_values", [False, True], ids=["H", "Hv"])
-def test_the_hopper_kernels_are_the_next_size_up(dim, forward, backward, of_values):
+def test_the_hopper_kernels_are_the_next_size_up(dim, size, of_values):
     plan = make_plan(spec(dims=(8, dim) if of_values else (dim, 8)), H200)
-    assert (plan.forward.head_dim, plan.backward.head_dim) == (forward, backward)
+    assert plan.forward.head_dim == plan.backward.head_dim == size
 
 
 @pytest.mark.parametrize("batch, heads", [(1, 1), (2, 8), (64, 32), (4096, 64), (0, 4)])
@@ -294,3 +293,17 @@ def test_short_causal_calls_take_smaller_tiles(options, warpgroups):
     forward = make_plan(spec(**options), H200).forward
     assert forward.warpgroups == warpgroups
     assert forward.ctas == H200.cores
+
+
+def test_gradients_of_score_data_are_summed_in_one_order_where_that_is_asked_for():
+    call = {"score": fa.alibi(4), "dtype": jnp.bfloat16}
+    any_order, one_order = (
+        make_plan(spec(**call, deterministic=deterministic), H200)
+        for deterministic in (False, True)
+    )
+    assert any_order.backward_for(True) == ("hopper", any_order.backward)
+    assert one_order.backward_for(False) == ("hopper", one_order.backward)
+    name, config = one_order.backward_for(True)
+    assert (name, config) == ("blockwise", block_sizes(spec(**call)))
+    assert (any_order.backward.ordered, one_order.backward.ordered) == (False, True)
+    assert any_order.forward == one_order.forward

@@ -108,6 +108,10 @@ SHAPES = {
 }
 
 DTYPES = {
+    "Flax's deterministic": (
+        plain(deterministic=None),
+        r"deterministic must be a Python bool, but it is None; .* \(Flax's `deterministic` is about",
+    ),
     "integers": (
         plain(**of_dtype(jnp.int32)),
         r"query's dtype must be one of bfloat16, float16, .* but it is int32; cast it",
@@ -261,7 +265,7 @@ def test_explain_takes_what_flash_attention_takes():
     ours = set(inspect.signature(fa.flash_attention).parameters)
     for option in ours - set(GOOD) - {"mask", "score", "dropout_rng", "implementation"}:
         value = {"q_positions": np.arange(T), "kv_positions": np.arange(S)}.get(option)
-        value = {"return_lse": True, "dropout_rate": 0.0}.get(option, value)
+        value = {"return_lse": True, "deterministic": True, "dropout_rate": 0.0}.get(option, value)
         assert fa.explain(**GOOD, **{option: value}).spec.q_len == T
 
 

@@ -12,9 +12,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import ptx
 from pallas_fa2.kernels.backward_columns import join
+from pallas_fa2.kernels.backward_order import (
+    OrderedSchedule,
+    claim,
+    claim_next,
+    give_turn,
+    take_turn,
+)
 from pallas_fa2.kernels.backward_roles import ColumnBlock, Loader
 from pallas_fa2.kernels.backward_schedule import DQ_TILE, PAIR, Step, Tile
-from pallas_fa2.kernels.mosaic import Ring
+from pallas_fa2.kernels.mosaic import I32, Ring
 from pallas_fa2.kernels.tma import Rows
 
 
@@ -132,6 +139,7 @@ class WideGradient(ColumnBlock):
     def add_dq(self, tile: Tile, t: Any, row: Any, then: Any = None) -> None:
         """This warpgroup's part of dQ of step t: two products, and `then` while they are in flight."""
         part = 2 * lax.axis_index(PAIR) + self.me
+        self.take_turn(Step(tile, t, row, masked=False), part)
         (ds,) = self.memory.ds_ring.at(t) if self.me == 0 else self.memory.ds_ring.wait(t)
         ds_of_other = self.memory.mail.wait(t)
 
@@ -149,6 +157,13 @@ class WideGradient(ColumnBlock):
         plgpu.commit_smem()  # all warps are done with P and dS: one arrives for all
         self.memory.p_ring.release(t)
         ptx.add_fragments(self.outputs.dq.at[row, self.config.dq_numbers(part)], dq)
+        self.give_turn(row, part)
+
+    def take_turn(self, step: Step, part: Any) -> None:
+        """Before a part of a step's dQ is added: it may be in any order."""
+
+    def give_turn(self, row: Any, part: Any) -> None:
+        """After it has been."""
 
 
 class KeyGradient(WideGradient):
@@ -169,3 +184,36 @@ class ValueGradient(WideGradient):
     def visit(self, tile: Tile, dq_row: Any) -> Any:
         self.store(tile, (self.outputs.dv, self.scaled(self.gradient(tile))))
         return dq_row
+
+
+class OrderedScores(Scores):
+    def open(self) -> None:
+        super().open()
+        pl.when(lax.axis_index(PAIR) == 0)(lambda: claim(self.outputs.claims, I32(0)))
+
+    def step(self, step: Step, _: Any) -> None:
+        pl.when(lax.axis_index(PAIR) == 0)(lambda: claim_next(self.outputs.claims, step))
+        super().step(step, _)
+
+
+class InTurn(WideGradient):
+    """Adds its part of dQ in one order.
+
+    All warpgroups multiply here. But those of gradients wait for scores longer than a turn takes, and the
+    parts of dQ are apart: each has turns of its own, which the warps that add it pass on themselves.
+    """
+
+    def take_turn(self, step: Step, part: Any) -> None:
+        assert isinstance(self.schedule, OrderedSchedule)
+        take_turn(self.outputs.turns.at[step.row, part], self.schedule.ordinal(step))
+
+    def give_turn(self, row: Any, part: Any) -> None:
+        give_turn(self.outputs.turns.at[row, part])
+
+
+class OrderedKeyGradient(InTurn, KeyGradient):
+    pass
+
+
+class OrderedValueGradient(InTurn, ValueGradient):
+    pass

@@ -31,6 +31,7 @@ class Inputs(NamedTuple):
     lse: Any  # [B, N, T'], or with the data of queries [B, N, 1 + rows, T']
     delta: Any
     lists: Any = None  # under a mask
+    runs: Any = None  # where dQ is added in one order
     data: Any = None  # of masks and scores
 
 
@@ -39,6 +40,9 @@ class Outputs(NamedTuple):
     dk: list[Any]  # an array for each number that a gradient is made of
     dv: list[Any]
     scores: Sums | None = None
+    # Where dQ is added in one order:
+    turns: Any = None  # of each block of queries, how many tiles have added to it
+    claims: Any = None  # which tile each CTA takes next
 
 
 class Memory(NamedTuple):
@@ -142,6 +146,10 @@ class Memory(NamedTuple):
         return self.barrier(1)
 
 
+# Of a step whose dQ may be added, and of one whose has been: for two steps each.
+TURN_BARRIERS = 4
+
+
 def memory_of(
     config: Config, dtype: Any, row_data: tuple[int, ...] = (), pairs: Sequence[Any] = ()
 ) -> Memory:
@@ -172,7 +180,9 @@ def memory_of(
         ds=scores(block_q),
         # All that complete by two arrivals in one array: each array costs a register for its phases,
         # and at H = 128 those make the difference to spilling.
-        full=mosaic.barriers(rings + 2, 2),
+        full=mosaic.barriers(
+            rings + 2 + (TURN_BARRIERS if config.ordered and not config.paired else 0), 2
+        ),
         free=mosaic.barriers(rings, 2),
         done=[plgpu.Barrier(num_arrivals=warpgroups) for _ in range(warpgroups)],
         pairs=pieces,
@@ -221,6 +231,10 @@ class Role:
     def open(self) -> None:
         """Before the first tile."""
 
+    def start(self, row: Any) -> Any:
+        """What the first tile's `visit` gets, where `row` is that of no gradient."""
+        return row
+
     def visit(self, tile: Tile, dq_row: Any) -> Any:
         """A tile. `dq_row` is where dQ of the step before goes; returns it for the last step."""
         raise NotImplementedError
@@ -233,15 +247,15 @@ class Loader(Role):
     """Keys and values of one tile after another, and the queries that they meet."""
 
     def visit(self, tile: Tile, dq_row: Any) -> Any:
-        def load(step: Step, _: Any) -> None:
-            pl.when(step.first)(lambda: self.load_keys(tile))
-            self.load_queries(step)
-            pl.when(step.first)(lambda: self.load_values(tile))
-            self.load_douts(step)
-            self.load_pairs(step)
-
-        tile.each_step(load)
+        tile.each_step(lambda step, _: self.load(step))
         return dq_row
+
+    def load(self, step: Step) -> None:
+        pl.when(step.first)(lambda: self.load_keys(step.tile))
+        self.load_queries(step)
+        pl.when(step.first)(lambda: self.load_values(step.tile))
+        self.load_douts(step)
+        self.load_pairs(step)
 
     def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
         for ring in self.memory.rings:

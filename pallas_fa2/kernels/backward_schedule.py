@@ -29,6 +29,7 @@ class Config:
 
     head_dim: int  # of queries, keys and values: 64, 96, 128 or 256
     ctas: int = 132  # persistent, one a multiprocessor
+    ordered: bool = False  # dQ is added in one order, the same in every run
     # Q, dO and float32 dQ of the heads that run at the same time, of 60 MB of L2.
     section_bytes: int = 40 << 20
 
@@ -164,26 +165,48 @@ class Schedule:
         batch, head, tile = self.order.place(number)
         return batch, head, self.kv_tiles - 1 - tile if self.problem.causal else tile
 
-    def table(self, seen: Visits | None) -> Any:
-        """Which tiles each CTA takes."""
+    def table(self, seen: Any) -> Any:
+        """Which tiles each CTA takes; `seen` is what each visits, if there is a mask."""
         if seen is not None:
             order = self.order
-            return seen.deal(order.batch, order.heads, order.section, self._hands)
-        return mosaic.deal(self._costs, min(self._hands, self.order.count))
+            return seen.deal(order.batch, order.heads, order.section, self.hands)
+        return mosaic.deal(self._costs, self.hands)
+
+    def each_tile(self, table: Any, claims: Any, body: Any, carry: Any) -> tuple[Any, Any]:
+        """How many tiles the CTA takes, and the carry after them: see `mosaic.each_tile`."""
+        found = mosaic.each_tile(table, body, carry, prefetch=False)
+        return table[lax.axis_index("cta"), 0, 0], found
 
     def seen(self, classes: Any) -> Visits:
         """The blocks of queries that each block of keys visits, of all heads of a group's part, by their
         distance from the first; from the classes `[B | 1, N | 1, T tiles, S tiles]`."""
+        return Visits.of(self.of_key_tiles(classes))
+
+    def of_key_tiles(self, classes: Any) -> Any:
+        """`[B | 1, heads | 1, S tiles, blocks of queries of all heads of a group's part]`."""
         xp = visits.module_of(classes)
         batch, each, q_tiles, kv_tiles = classes.shape
         heads = 1 if each == 1 else self.heads
         shape = (batch, heads, self.group, q_tiles, kv_tiles)
         classes = classes.reshape(batch, heads, -1, q_tiles, kv_tiles)
         classes = xp.moveaxis(xp.broadcast_to(classes, shape), -1, 2)
-        return Visits.of(classes.reshape(batch, heads, kv_tiles, -1))
+        return classes.reshape(batch, heads, kv_tiles, -1)
+
+    def tile(self, k: Any, first_step: Any, entry: list[Any], **arrays: Any) -> "Tile":
+        """A CTA's k-th, of its entry in the table."""
+        return Tile(self, k, first_step, *entry, **arrays)
+
+    def block(self, listed: Any) -> Any:
+        """Of queries, by an entry of a tile's list."""
+        return visits.block(listed)
 
     @property
-    def _hands(self) -> int:
+    def hands(self) -> int:
+        """CTAs, or pairs of them, that share the tiles."""
+        return min(self._most_hands, self.order.count)
+
+    @property
+    def _most_hands(self) -> int:
         return self.config.ctas // (2 if self.config.paired else 1)
 
     @property
@@ -195,8 +218,8 @@ class Schedule:
     @property
     def _unevenness(self) -> float:
         """When the last CTA is done, by when all would be if they could share everything."""
-        _, last = mosaic.share(self._costs, self._hands)
-        return last * self._hands / sum(self._costs)
+        _, last = mosaic.share(self._costs, self._most_hands)
+        return last * self._most_hands / sum(self._costs)
 
     def first_q_block(self, kv_tile: Any) -> Any:
         """The first whose queries see the block's first key."""
@@ -269,10 +292,13 @@ class Tile:
         head = batch * self.schedule.problem.q_heads + head * self.schedule.group + group_head
         return head * self.schedule.q_blocks + block
 
-    def _listed_row(self, t: Any) -> Any:
-        """Of step t; of the one after the last, whatever follows there."""
+    def listed(self, t: Any) -> Any:
+        """The list's entry of step t; of the one after the last, whatever follows there."""
         place = mosaic.minimum(t - self.first_step, self.lists.shape[-1] - 1)
-        return self._row_of(0, visits.block(mosaic.shared_at(self.lists, *self.place)[place]))
+        return mosaic.shared_at(self.lists, *self.place)[place]
+
+    def _listed_row(self, t: Any) -> Any:
+        return self._row_of(0, self.schedule.block(self.listed(t)))
 
     @property
     def first_row(self) -> Any:
@@ -301,19 +327,20 @@ class Tile:
 
         With `apart`, a loop for full blocks and a loop for those that a mask cuts.
         """
-
-        def loop(first: Any, end: Any, masked: bool, state: tuple) -> tuple:
-            def step(t: Any, state: tuple) -> tuple:
-                row, carry = state
-                return self.row_after(t, row), body(Step(self, t, row, masked), carry)
-
-            return lax.fori_loop(first, end, step, state)
-
         state, problem = (self.first_row, carry), self.schedule.problem
         if self.lists is None or not apart:
-            return loop(self.first_step, self.next_step, problem.causal, state)[1]
-        state = loop(self.first_step, self.first_cut, False, state)
-        return loop(self.first_cut, self.next_step, True, state)[1]
+            return self.loop(body, self.first_step, self.next_step, problem.causal, state)[1]
+        state = self.loop(body, self.first_step, self.first_cut, False, state)
+        return self.loop(body, self.first_cut, self.next_step, True, state)[1]
+
+    def loop(self, body: Any, first: Any, end: Any, masked: bool, state: tuple) -> tuple:
+        """The row and the carry, after some steps that are masked or not."""
+
+        def step(t: Any, state: tuple) -> tuple:
+            row, carry = state
+            return self.row_after(t, row), body(Step(self, t, row, masked), carry)
+
+        return lax.fori_loop(first, end, step, state)
 
 
 class Step(NamedTuple):

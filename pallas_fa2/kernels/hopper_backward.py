@@ -22,7 +22,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import mosaic, passes, ptx
-from pallas_fa2.kernels.backward_pair import KeyGradient, Scores, ValueGradient
+from pallas_fa2.kernels.backward_order import (
+    OrderedLoader,
+    OrderedSchedule,
+    OrderedVisits,
+    Turns,
+)
+from pallas_fa2.kernels.backward_pair import (
+    KeyGradient,
+    OrderedKeyGradient,
+    OrderedScores,
+    OrderedValueGradient,
+    Scores,
+    ValueGradient,
+)
 from pallas_fa2.kernels.backward_roles import (
     ColumnBlock,
     Inputs,
@@ -61,14 +74,17 @@ def gradients(
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. To `zeros`, of
-    `passes.prepare`, dQ is added, in any order: it is not bitwise reproducible. Under a mask, `classes` are those of tiles,
+    `passes.prepare`, dQ is added; unless `config.ordered`, in any order: it is not bitwise reproducible
+    then. Under a mask, `classes` are those of tiles,
     `[B | 1, N | 1, T tiles, S tiles]`; `data` is what masks and scores read.
     """
-    schedule = Schedule.of(problem, config)
+    schedule = (OrderedSchedule if config.ordered else Schedule).of(problem, config)
     seen = None if classes is None else schedule.seen(classes)
     inputs = Inputs(jnp.asarray(schedule.table(seen)), q, k, v, dout, lse, delta)
     if seen is not None:
         inputs = inputs._replace(lists=jnp.asarray(seen.lists))
+    if isinstance(seen, OrderedVisits):
+        inputs = inputs._replace(runs=jnp.asarray(seen.runs))
     if data is not None:
         data = data.with_places(config.block_q, config.block_kv)
         if not config.paired:  # where shared memory has room, queries bring their data
@@ -87,6 +103,10 @@ def gradients(
         assert data is not None
         sums = Sums.start(problem, q.dtype, lengths, data)
     outputs = Outputs(zeros, dk, dv, sums)
+    if isinstance(schedule, OrderedSchedule):
+        outputs = outputs._replace(
+            turns=jnp.zeros(schedule.turns_shape, I32), claims=schedule.claims
+        )
     flat_outputs, output_tree = jax.tree.flatten(outputs)
 
     def run(refs: tuple, memory: Memory) -> None:
@@ -101,12 +121,12 @@ def gradients(
             config, q.dtype, inputs.lse.shape[2:-1], [stored(s.dtype) for s in problem.pairs()]
         ),
         (),
-        {"cta": inputs.table.shape[0]},
+        {"cta": schedule.hands},
         len(config.registers),
         {PAIR: 2} if config.paired else {},
     )
     found = pl.run_state(lambda refs: kernel(*flat, *refs))(tuple(flat_outputs))
-    dq, dk, dv, sums = jax.tree.unflatten(output_tree, found)
+    dq, dk, dv, sums, *_ = jax.tree.unflatten(output_tree, found)
     dq = passes.finish(problem, config, dq, q.dtype)
     return dq, schedule.join(dk), schedule.join(dv), sums
 
@@ -132,16 +152,18 @@ def _body(schedule: Schedule, inputs: Inputs, outputs: Outputs, memory: Memory) 
 
         def visit(k: Any, entry: list[Any], state: tuple) -> tuple:
             first_step, dq_row = state
-            tile = Tile(schedule, k, first_step, *entry, lists=inputs.lists)
+            arrays = {"lists": inputs.lists} | ({"runs": inputs.runs} if config.ordered else {})
+            tile = schedule.tile(k, first_step, entry, **arrays)
             return tile.next_step, role.visit(tile, dq_row)
 
         role.open()
-        state = I32(0), I32(schedule.dq_shape[0] - 1)
-        steps, dq_row = mosaic.each_tile(inputs.table, visit, state, prefetch=False)
-        role.close(steps, inputs.table[lax.axis_index("cta"), 0, 0], dq_row)
+        state = I32(0), role.start(I32(schedule.dq_shape[0] - 1))
+        found = schedule.each_tile(inputs.table, outputs.claims, visit, state)
+        tiles, (steps, dq_row) = found
+        role.close(steps, tiles, dq_row)
         mosaic.leave_together(memory.done, me)
 
-    kinds = (KeyGradient, ValueGradient, Scores) if config.paired else (KeyHalf, KeyHalf, Loader)
+    kinds = KINDS[config.paired, config.ordered]
     roles = [functools.partial(run, me) for me in range(len(kinds))]
     mosaic.assign_roles(lax.axis_index("warpgroup"), *roles)
 
@@ -187,7 +209,7 @@ class KeyHalf(ColumnBlock):
             plgpu.commit_smem()
             plgpu.barrier_arrive(memory.ds_there)
             dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2 * len(panels))
-            self.add_dq(dq, dq_row)
+            self.add_dq(t - 1, dq, dq_row)
             plgpu.wgmma_wait(0)
 
         pl.run_scoped(products, self.dq_accumulator)
@@ -204,7 +226,7 @@ class KeyHalf(ColumnBlock):
             self.multiply_dq_of(dq_acc, steps - 1, tiles - 1)
             return dq_acc[...]
 
-        self.add_dq(pl.run_scoped(product, self.dq_accumulator), dq_row)
+        self.add_dq(steps - 1, pl.run_scoped(product, self.dq_accumulator), dq_row)
         self.memory.keys.release(tiles - 1)
 
     def ds_of(self, t: Any) -> Any:
@@ -223,5 +245,27 @@ class KeyHalf(ColumnBlock):
         dq_acc[...] = ptx.zeros((DQ_TILE, columns.size))
         plgpu.wgmma(dq_acc, ds.transpose((1, 0)), self.keys_of(jnp.maximum(k, 0)).at[:, columns])
 
-    def add_dq(self, dq: jax.Array, row: Any) -> None:
+    def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
+        """Of step t."""
         ptx.add_fragments(self.outputs.dq.at[row, self.config.dq_numbers(self.me)], dq)
+
+
+class OrderedHalf(KeyHalf):
+    def open(self) -> None:
+        super().open()
+        Turns.of(self.memory).open()
+
+    def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
+        turns = Turns.of(self.memory)
+        turns.take(t)
+        super().add_dq(t, dq, row)
+        turns.give(t)
+
+
+# What the warpgroups of a CTA do: in pairs or not, with dQ in one order or not.
+KINDS = {
+    (False, False): (KeyHalf, KeyHalf, Loader),
+    (False, True): (OrderedHalf, OrderedHalf, OrderedLoader),
+    (True, False): (KeyGradient, ValueGradient, Scores),
+    (True, True): (OrderedKeyGradient, OrderedValueGradient, OrderedScores),
+}

@@ -80,13 +80,13 @@ def any_above(tile: jax.Array, limit: float) -> jax.Array:
         bound = arith.constant(ir.F32Type.get(), limit)
         above = [arith.cmpf(arith.CmpFPredicate.OGT, x, bound) for x in _scalars(tile)]
         vote = "vote.sync.any.pred p, p, -1;"
-        return _splat(_ask(above, vote, []))
+        return splat(_ask(above, vote, []))
 
     layout = TILE if tile.ndim == 2 else ROWS
-    return inline(f"any_above {limit}", found, _ANSWER, layout)(tile) != 0
+    return inline(f"any_above {limit}", found, NUMBER, layout)(tile) != 0
 
 
-_ANSWER = plgpu.ShapeDtypeStruct((), I32, plgpu.Layout.WG_SPLAT(shape=()))
+NUMBER = plgpu.ShapeDtypeStruct((), I32, plgpu.Layout.WG_SPLAT(shape=()))
 
 
 def any_from_two(tile: jax.Array) -> jax.Array:
@@ -95,13 +95,13 @@ def any_from_two(tile: jax.Array) -> jax.Array:
     return _any_from_two(tile) != 0  # pyright: ignore[reportCallIssue]
 
 
-@plgpu.inline_mgpu(arg_types=(TILE,), return_type=_ANSWER)
+@plgpu.inline_mgpu(arg_types=(TILE,), return_type=NUMBER)
 def _any_from_two(_: Any, tile: Any) -> Any:
     word = ir.IntegerType.get_signless(32)
     bits = functools.reduce(arith.ori, [arith.bitcast(word, x) for x in _scalars(tile)])
     exponent = arith.andi(bits, i32(1 << 30))
     above = arith.cmpi(arith.CmpIPredicate.ne, exponent, i32(0))
-    return _splat(_ask([above], "vote.sync.any.pred p, p, -1;", []))
+    return splat(_ask([above], "vote.sync.any.pred p, p, -1;", []))
 
 
 def any_infinite(rows: jax.Array, warpgroup: Any) -> jax.Array:
@@ -109,7 +109,7 @@ def any_infinite(rows: jax.Array, warpgroup: Any) -> jax.Array:
     return _any_infinite(rows, FIRST_QUESTION + warpgroup)  # pyright: ignore[reportCallIssue]
 
 
-@plgpu.inline_mgpu(arg_types=(ROWS, plgpu.Layout.WG_SPLAT), return_type=_ANSWER)
+@plgpu.inline_mgpu(arg_types=(ROWS, plgpu.Layout.WG_SPLAT), return_type=NUMBER)
 def _any_infinite(_: Any, rows: Any, barrier: Any) -> Any:
     infinity = arith.constant(ir.F32Type.get(), math.inf)
     not_below = arith.CmpFPredicate.UGE  # holds for NaN
@@ -119,7 +119,7 @@ def _any_infinite(_: Any, rows: Any, barrier: Any) -> Any:
     # This shuffle changes nothing, but ptxas learns that a branch on the answer is uniform; it would
     # otherwise serialize every WGMMA in the branch (C7520).
     code = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
-    return _splat(llvm.inline_asm(answer.type, [answer], code, "=r,r", has_side_effects=True))
+    return splat(llvm.inline_asm(answer.type, [answer], code, "=r,r", has_side_effects=True))
 
 
 def _ask(mine: list[Any], question: str, operands: list[Any]) -> Any:
@@ -138,7 +138,7 @@ def thread_number() -> Any:
     return llvm.inline_asm(thread.type, [thread], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
 
 
-def _splat(answer: Any) -> Any:
+def splat(answer: Any) -> Any:
     return mgpu.FragmentedArray.splat(answer, shape=(), is_signed=True)
 
 

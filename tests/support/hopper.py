@@ -2,9 +2,11 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 from pallas_fa2 import plan
+from pallas_fa2.kernels import mosaic
 from pallas_fa2.spec import Device
 from tests.contract.cases import Case, causal, causal_end
 
@@ -47,3 +49,20 @@ def planned_with(tuned: plan.Tuned) -> Iterator[None]:
 
 def name(value: Case | plan.Tuned) -> str:
     return str(value) if isinstance(value, Case) else f"{value.config.warpgroups}wg"
+
+
+@contextlib.contextmanager
+def all_at_once() -> Iterator[None]:
+    """Interpreted CTAs of the backward run side by side, which otherwise run one after another: as one
+    cluster."""
+    launch = mosaic.launch
+
+    def as_cluster(
+        name: str, run: Any, memory: Any, out: Any, grid: Any, groups: int, cluster: Any = ()
+    ) -> Any:
+        if name == "attention_gradients":
+            grid, cluster = {"all": 1}, {**grid, **dict(cluster)}
+        return launch(name, run, memory, out, grid, groups, dict(cluster))
+
+    with mock.patch.object(mosaic, "launch", as_cluster):
+        yield

@@ -70,6 +70,7 @@ INLINE: dict[str, Callable[..., Any]] = {
     "_expect_mail": lambda *_: None,
     "reciprocal": jnp.reciprocal,
     "zeros": lambda *shape: jnp.zeros(tuple(map(int, shape)), "float32"),
+    "_meet_warps": lambda: None,
     "_turn_sync": lambda _: None,
     "_turn_arrive": lambda _: None,
     "column_numbers": lambda start, count: start + jnp.arange(int(count), dtype="int32"),

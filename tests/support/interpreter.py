@@ -208,6 +208,12 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             return self._mail(operations.send_mail, eqn, token, values, block=values[3]), []
         if name == "_wait_for_mail":
             return self._mail(operations.wait_for_mail, eqn, token, values), []
+        if name == "_claim_tile":
+            return self._claim(eqn, token, *values), []
+        if name == "_next_tile":
+            return self._next_tile(eqn, token, *values)
+        if name in operations.TURNS:
+            return self._turn(name, eqn, token, *values), []
         if name in ("load", "store"):
             return self._copy_rows(eqn, token, *values), []
         out = inline.INLINE[name](*values, *parameters)
@@ -248,7 +254,7 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
 
     @staticmethod
     def _target(eqn, target, leaves):
-        transforms, _ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
+        transforms, *_ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
         return jaxpr_interpret.resolve_ref(eqn.invars[0].aval, target, transforms)
 
     def _add(self, eqn, token, meaning, target, tile, *leaves):
@@ -263,6 +269,47 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             transforms=transforms,
             value=meaning(tile),
         )
+
+    def _turn(self, name, eqn, token, target, *values):
+        waits = name in ("_await_turn", "_take_turn")
+        ordinal = {"ordinal": values[0]} if waits else {}
+        target, transforms = self._target(eqn, target, values[len(ordinal) :])
+        return callback.io_callback(
+            operations.TURNS[name],
+            gpu_callbacks.TOKEN_SHAPE_DTYPE,
+            token=token,
+            thread=self.thread,
+            target=target,
+            transforms=transforms,
+            **ordinal,
+        )
+
+    def _claim(self, eqn, token, counter, place, *leaves):
+        transforms = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
+        aval = eqn.invars[0].aval
+        counter, at = jaxpr_interpret.resolve_ref(aval, counter, transforms[0])
+        place, there = jaxpr_interpret.resolve_ref(eqn.invars[1].aval, place, transforms[1])
+        return callback.io_callback(
+            operations.claim_tile,
+            gpu_callbacks.TOKEN_SHAPE_DTYPE,
+            token=token,
+            thread=self.thread,
+            refs=(counter, place),
+            transforms=(at, there),
+        )
+
+    def _next_tile(self, eqn, token, place, number, *leaves):
+        place, transforms = self._target(eqn, place, leaves)
+        token, found = callback.io_callback(
+            operations.next_tile,
+            (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct((), "int32")),
+            token=token,
+            thread=self.thread,
+            place=place,
+            transforms=transforms,
+            number=number,
+        )
+        return token, [found]
 
     def _mail(self, function, eqn, token, values, **others):
         refs = [var.aval for var in eqn.invars if isinstance(var.aval, state.AbstractRef)]

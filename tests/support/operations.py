@@ -1,6 +1,7 @@
 """What the interpreter's equations do to memory, one at a time, on the host."""
 
 import dataclasses
+import functools
 import inspect
 import threading
 import types
@@ -162,6 +163,7 @@ def add_to_gmem(*, token, thread, target, transforms, value, source_info):
     """Adds from registers, atomically per element."""
     memory = the_memory()
     place = _locate(target, transforms)
+    memory.turns.wait(thread, _row(place))
     with _ReduceTask.atomic:
         old, _, _ = memory.get_buffer_content(*place, thread)
         memory.store_buffer_content(*place, old + value, thread)
@@ -172,12 +174,91 @@ def add_to_gmem(*, token, thread, target, transforms, value, source_info):
 
 
 @gpu_callbacks.fail_on_exception
+def await_turn(*, token, thread, target, transforms, ordinal):
+    memory = the_memory()
+    place = _locate(target, transforms)
+
+    def told() -> int:
+        return int(memory.get_buffer_content(*place, thread)[0])
+
+    memory.turns.promise(thread, _row(place), int(ordinal), told)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def take_turn(*, token, thread, target, transforms, ordinal):
+    """By who adds: nothing else depends on the thread then."""
+    memory = the_memory()
+    place = _locate(target, transforms)
+
+    def told() -> int:
+        return int(memory.get_buffer_content(*place, thread)[0])
+
+    memory.turns.wait_for(lambda: told() >= ordinal)
+    shared.current.added.append((_row(place), int(ordinal), told()))
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def end_turn(*, token, thread, target, transforms, warps=1):
+    memory = the_memory()
+    place = _locate(target, transforms)
+
+    def add() -> None:
+        old, _, _ = memory.get_buffer_content(*place, thread)
+        memory.store_buffer_content(*place, old + warps, thread)
+
+    memory.turns.tell(add)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def claim_tile(*, token, thread, refs, transforms):
+    memory = the_memory()
+    counter, place = map(_locate, refs, transforms)
+
+    def claim() -> None:
+        old, _, _ = memory.get_buffer_content(*counter, thread)
+        memory.store_buffer_content(*counter, old + 1, thread)
+        memory.store_buffer_content(*place, old + 1, thread)
+
+    memory.turns.tell(claim)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def next_tile(*, token, thread, place, transforms, number):
+    memory = the_memory()
+    place = _locate(place, transforms)
+
+    def claimed() -> np.ndarray:
+        return memory.get_buffer_content(*place, thread)[0]
+
+    memory.turns.wait_for(lambda: claimed() > number)
+    return token, claimed()
+
+
+TURNS = {
+    "_await_turn": await_turn,
+    "_end_turn": end_turn,
+    "_take_turn": take_turn,
+    "_give_turn": functools.partial(end_turn, warps=4),
+}
+
+
+def _row(place: tuple) -> int:
+    row = place[1].range[0]
+    return row.start if isinstance(row, slice) else int(row)
+
+
+@gpu_callbacks.fail_on_exception
 def send_mail(*, token, thread, source, target, arrived, transforms, block, source_info):
     """Copies to the same place in another block of the cluster, which finds mail there."""
     memory = the_memory()
     source, target, (letterbox, at) = map(_locate, (source, target, arrived), transforms)
     value, _, _ = memory.get_buffer_content(*source, thread)
-    target = dataclasses.replace(target[0], block_id=int(block)), target[1]
+    block = thread.block_id // 2 * 2 + int(block)  # of a cluster that may hold several pairs
+    target = dataclasses.replace(target[0], block_id=block), target[1]
     memory.store_buffer_content(*target, value, thread)
     clock = None
     if memory.detect_races:
@@ -185,7 +266,7 @@ def send_mail(*, token, thread, source, target, arrived, transforms, block, sour
         clock.inc(memory.get_next_tma_thread_id())
         races.check_read(thread, clock.async_smem_clock.copy(), *source, source_info)
         races.check_write(thread, clock.async_smem_clock.copy(), *target, source_info)
-    letterbox = dataclasses.replace(letterbox, block_id=int(block))
+    letterbox = dataclasses.replace(letterbox, block_id=block)
     memory.mail.deliver((letterbox, str(at.range)), clock)
     return token
 

@@ -41,6 +41,8 @@ class Run:
     races: list[str] = dataclasses.field(default_factory=list)
     # of a load by inline code, until its thread arrives at the barrier that says it is there
     landing: dict[Thread, Clock] = dataclasses.field(default_factory=dict)
+    # (row, how many additions come before, how many there were) of each that has its turn
+    added: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     failure: Exception | None = None  # the first: the others only say that a thread was aborted
 
 
@@ -201,6 +203,47 @@ class Letterboxes:
             return self.delivered[place][number]
 
 
+class Turns:
+    """Which additions to device memory must wait, and until how many have been told of.
+
+    The four warps of a warpgroup that loads are one thread here, which cannot wait for a turn and pass
+    others on at the same time. So what it waits for is put down, and whoever adds waits instead.
+    """
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.promises = collections.defaultdict(list)
+        self.kept = collections.Counter()
+
+    def promise(self, thread: Thread, row: int, ordinal: int, told: Any) -> None:
+        """The block's next addition to a row comes after so many; `told()` says how many there were."""
+        with self.changed:
+            self.promises[thread.block_id, row].append((ordinal, told))
+
+    def wait(self, thread: Thread, row: int) -> None:
+        with self.changed:
+            mine = self.promises.get((thread.block_id, row))
+            if mine is None:
+                return
+            ordinal, told = mine[self.kept[thread, row]]
+            self.kept[thread, row] += 1
+            if not self.changed.wait_for(lambda: told() >= ordinal, current.barrier_timeout):
+                raise TimeoutError(f"{name(thread)}: row {row} is at turn {told()}, not {ordinal}")
+            current.added.append((row, ordinal, told()))
+
+    def wait_for(self, there: Any) -> None:
+        with self.changed:
+            if not self.changed.wait_for(there, current.barrier_timeout):
+                raise TimeoutError(
+                    "waited for a turn that does not come, or a tile that nobody claims"
+                )
+
+    def tell(self, add: Any) -> None:
+        with self.changed:
+            add()
+            self.changed.notify_all()
+
+
 class Memory(shared_memory.GPUSharedMemory):
     """Knows, for each thread, its wgmmas in flight and its TMA stores by commit group."""
 
@@ -211,6 +254,7 @@ class Memory(shared_memory.GPUSharedMemory):
         # (read clock, write clock) of every store not yet in a group
         self.uncommitted_stores = collections.defaultdict(list)
         self.mail = Letterboxes()
+        self.turns = Turns()
         gpu_callbacks.get_races().next_cluster()
 
     def set_failed(self, exception: Exception, *args: Any, **kwargs: Any) -> None:

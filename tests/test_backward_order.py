@@ -1,0 +1,189 @@
+"""dQ in one order: who adds before whom, that nobody waits for ever, and what the compiler makes of it."""
+
+import dataclasses
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa2 as fa
+from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
+from pallas_fa2.kernels import backward_order, visits
+from pallas_fa2.kernels.backward_order import OrderedSchedule, OrderedVisits
+from pallas_fa2.kernels.backward_schedule import Config, Step
+from pallas_fa2.kernels.mosaic import Problem
+from tests.support import compile_gate, interpreter, shared
+from tests.support.hopper import all_at_once, planned_for_h200
+
+
+def schedule(
+    head_dim: int, q_len: int, kv_len: int, offset: int | None, heads: tuple[int, int] = (4, 2)
+) -> OrderedSchedule:
+    problem = Problem(2, q_len, kv_len, *heads, scale=1.0, offset=offset)
+    return OrderedSchedule.of(problem, Config(head_dim, ctas=6, ordered=True))
+
+
+SCHEDULES = [
+    schedule(64, 1000, 1000, 0),
+    schedule(128, 700, 700, 0),
+    schedule(128, 300, 900, 600),
+    schedule(256, 900, 500, 0, (6, 2)),
+    schedule(128, 500, 700, None),
+]
+
+
+def rows_of(plan: OrderedSchedule, tile: Any) -> list[int]:
+    """Of dQ, in the order of the tile's visits; every head of its group, in turn."""
+    first = plan.first_q_block(tile.place[2])
+    heads = range(plan.group)
+    return [tile._row_of(h, m) for h in heads for m in range(first, plan.q_blocks)]
+
+
+@pytest.mark.parametrize("plan", SCHEDULES, ids=str)
+def test_a_tile_adds_after_those_before_it_in_the_order(plan: OrderedSchedule) -> None:
+    added = dict.fromkeys(range(plan.dq_shape[0]), 0)
+    for number in range(plan.order.count):
+        tile = plan.tile(0, 0, [number])
+        for row in rows_of(plan, tile):
+            assert plan.ordinal(Step(tile, 0, row, masked=False)) == added[row]
+            added[row] += 1
+
+
+def random_classes(*shape: int) -> np.ndarray:
+    found = np.random.default_rng(0).choice([EMPTY, PARTIAL, FULL], shape).astype(np.int32)
+    found[:, :, 1] = EMPTY
+    return found
+
+
+def test_lists_go_from_the_first_block_to_the_last_in_runs() -> None:
+    classes = random_classes(2, 3, 5, 11)
+    plan, seen = SCHEDULES[0], OrderedVisits.of(classes)
+    added = np.zeros((2, 3, 11), int)
+    for tile in reversed(range(5)):
+        for at in np.ndindex(2, 3):
+            expected = [m for m in range(11) if classes[*at, tile, m] != EMPTY] or [0]
+            assert seen.counts[*at, tile] == len(expected)
+            entries = seen.lists[*at, tile, : len(expected)]
+            assert [int(plan.block(jnp.int32(x))) for x in entries] == expected
+            ordinals = entries >> backward_order.ORDINAL_BIT & (backward_order.MOST_TILES - 1)
+            assert ordinals.tolist() == added[*at, expected].tolist()
+            added[*at, expected] += 1
+            found, place = [], 0
+            while place < len(expected):
+                run = int(seen.runs[*at, tile, place])
+                cut, full = run & 0xFFFF, run >> backward_order.FULL_BIT
+                assert cut + full > 0
+                found += [PARTIAL] * cut + [FULL] * full
+                place += cut + full
+            assert found == [max(classes[*at, tile, m], PARTIAL) for m in expected]
+
+
+def test_the_device_lists_what_the_host_does() -> None:
+    classes = random_classes(1, 2, 6, 17)
+    on_device = jax.jit(OrderedVisits.of)(jnp.asarray(classes))
+    chex.assert_trees_all_equal(tuple(on_device), tuple(OrderedVisits.of(classes)))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_table_counts_what_each_tile_visits(known: bool) -> None:
+    plan = dataclasses.replace(SCHEDULES[1], problem=SCHEDULES[4].problem)
+    classes = random_classes(2, 4, plan.q_blocks, plan.kv_tiles)
+    seen = plan.seen(classes if known else jnp.asarray(classes))
+    counts = np.broadcast_to(seen.counts, (2, plan.heads, plan.kv_tiles))
+    expected = [counts[plan.place(number)] for number in range(plan.order.count)]
+    assert np.asarray(plan.table(seen)).tolist() == expected
+
+
+CALLS = {
+    "causal": lambda ids: fa.Causal(),
+    "end": lambda ids: fa.Causal(align="end"),
+    "full": lambda ids: None,
+    "packed": lambda ids: fa.Causal() & fa.Segments(ids),
+    "window": lambda ids: fa.Causal() & fa.Window(100),
+    "dense": lambda ids: fa.Dense(jnp.tril(jnp.ones((300, 300), bool))),
+}
+
+
+def gradients(name: str, implementation: str) -> Any:
+    def run(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            options = {"implementation": implementation, "deterministic": True}
+            return fa.flash_attention(q, k, v, mask=CALLS[name](ids), **options)
+
+        return jax.vjp(attend, q, k, v)[1](dout)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "name, head_dim, lengths, heads, ctas",
+    [
+        ("causal", 128, (400, 400), (1, 1), 3),
+        ("end", 64, (300, 420), (2, 1), 3),
+        ("full", 256, (100, 260), (1, 1), 4),
+        ("packed", 128, (300, 300), (2, 1), 3),
+        ("packed", 256, (200, 200), (1, 1), 4),
+        ("window", 64, (400, 400), (1, 1), 2),
+        ("dense", 128, (300, 300), (1, 1), 2),
+    ],
+)
+def test_turns_come_in_order(
+    name: str, head_dim: int, lengths: tuple, heads: tuple, ctas: int
+) -> None:
+    """With fewer CTAs than tiles, all at the same time."""
+    shapes = [(1, lengths[i], heads[i], head_dim) for i in (0, 1, 1, 0)]
+    keys = jax.random.split(jax.random.key(0), 5)
+    args = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=False)]
+    args.append(jnp.sort(jax.random.randint(keys[4], (1, lengths[0]), 0, 3), 1))
+    with planned_for_h200(cores=ctas), all_at_once():
+        got = interpreter.run(gradients(name, "hopper"), *args)
+    expected = jax.jit(gradients(name, "reference"))(*args)
+    chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)
+    added = shared.current.added
+    nothing = max(row for row, _, _ in added)  # where dQ goes before the first step
+    assert all(ordinal == turn for row, ordinal, turn in added if row != nothing)
+    assert max(ordinal for _, ordinal, _ in added) > 0
+
+
+@pytest.mark.parametrize("head_dim, name", [(64, "causal"), (128, "packed"), (256, "full")])
+def test_compiles_without_spills_where_it_multiplies(head_dim: int, name: str) -> None:
+    shapes = [(2, 4096, heads, head_dim) for heads in (4, 2, 2, 4)]
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    with planned_for_h200():
+        reports = compile_gate.compile_for_h200(
+            gradients(name, "hopper"), *args, jax.ShapeDtypeStruct((2, 4096), jnp.int32)
+        )
+    (report,) = (x for x in reports if x.name == "attention_gradients")
+    # of a step, four values at most; the loader puts more aside, which has 24 registers and time
+    assert compile_gate.spills_while_multiplying(report) <= 4
+    assert report.spill_stores <= 400
+    compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
+
+
+def test_what_masks_may_list_has_room_in_an_entry() -> None:
+    assert visits.MOST < 1 << (backward_order.EMPTY_BIT - backward_order.BLOCK_BIT)
+    assert -(-visits.MOST * 64 // Config.block_kv) <= backward_order.MOST_TILES
+
+
+def test_blockwise_sums_gradients_of_score_data() -> None:
+    """Where they are asked for; the forward is ours."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v = (jax.random.normal(key, (1, 70, 2, 64), jnp.bfloat16) for key in keys[:3])
+    slopes = jax.random.uniform(keys[3], (2,))
+
+    def loss(implementation: str) -> Any:
+        def run(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+            options = {"implementation": implementation, "deterministic": True}
+            out = fa.flash_attention(q, k, v, score=fa.alibi(slopes), **options)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        return jax.grad(run, (0, 1, 2, 3))
+
+    with planned_for_h200(cores=2):
+        got = interpreter.run(loss("hopper"), q, k, v, slopes)
+    assert not shared.current.added
+    expected = jax.jit(loss("reference"))(q, k, v, slopes)
+    chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)
