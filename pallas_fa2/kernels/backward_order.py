@@ -30,8 +30,8 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
 from pallas_fa2.kernels import mosaic, ptx, visits
 from pallas_fa2.kernels.backward_roles import TURN_BARRIERS, Loader, Memory
-from pallas_fa2.kernels.backward_schedule import Schedule, Step, Tile
-from pallas_fa2.kernels.mosaic import I32
+from pallas_fa2.kernels.backward_schedule import Config, Schedule, Step, Tile
+from pallas_fa2.kernels.mosaic import I32, Problem
 
 # An entry of a list: whether the block is seen in full, how many tiles add to its row before, which
 # block it is, and whether it is visited at all.
@@ -89,6 +89,13 @@ def _next(x: Any, xp: Any) -> Any:
 class OrderedSchedule(Schedule):
     """Tiles are numbered in the order in which they are taken: all heads of a section, from the last
     keys to the first."""
+
+    @classmethod
+    def of(cls, problem: Problem, config: Config) -> "OrderedSchedule":
+        """Under a mask with a tile for each head of a group, as the longest may come last."""
+        if problem.mask is not None:
+            return cls(problem, config, problem.group)
+        return super().of(problem, config)  # pyright: ignore[reportReturnType]
 
     @property
     def order(self) -> mosaic.Order:
