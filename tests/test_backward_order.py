@@ -53,7 +53,7 @@ def test_a_tile_adds_after_those_before_it_in_the_order(plan: OrderedSchedule) -
 
 
 def test_under_a_mask_each_head_of_a_group_has_tiles() -> None:
-    problem = Problem(1, 9000, 9000, 8, 2, scale=1.0, offset=None)
+    problem = Problem(1, 9000, 9000, 64, 16, scale=1.0, offset=None)
     config = Config(128, ordered=True)
     assert OrderedSchedule.of(problem, config).parts == 1
     masked = dataclasses.replace(problem, mask="any")
