@@ -1,5 +1,7 @@
 """Which blocks tiles visit, and that every tile is dealt once, on the host and on the device alike."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 from benchmarks.shapes import DOCUMENTS
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
 from pallas_fa2.kernels import visits
+from pallas_fa2.kernels.backward_schedule import Config, Schedule
+from pallas_fa2.kernels.mosaic import Problem
 from pallas_fa2.kernels.visits import Visits
 
 
@@ -76,3 +80,17 @@ def test_on_the_device_the_longest_hand_has_little_more_than_the_mean(name, sect
 def test_what_reaches_past_the_end_is_cut():
     classes = visits.cut_last(np.array([[FULL, FULL], [FULL, EMPTY]], np.int32))
     assert classes.tolist() == [[FULL, PARTIAL], [FULL, EMPTY]]
+
+
+def test_a_known_mask_divides_groups_as_a_causal_call_does():
+    """Multi-query heads: 128 tiles for 132 CTAs, the longest of them twice the mean."""
+    causal = Problem(4, 4096, 4096, 16, 1, scale=1.0, offset=0)
+    masked = dataclasses.replace(causal, offset=None, mask="q.index >= k.index")
+    config = Config(128)
+    first_query, first_key = 64 * np.arange(64)[:, None], 128 * np.arange(32)
+    seen = np.where(first_query >= first_key + 127, FULL, PARTIAL)
+    classes = np.where(first_key > first_query + 63, EMPTY, seen).astype(np.int32)[None, None]
+    parts = Schedule.of(causal, config).parts
+    assert parts > 1
+    assert Schedule.of(masked, config, classes).parts == parts
+    assert Schedule.of(masked, config, np.full_like(classes, FULL)).parts == 1

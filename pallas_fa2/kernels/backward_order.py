@@ -91,7 +91,7 @@ class OrderedSchedule(Schedule):
     keys to the first."""
 
     @classmethod
-    def of(cls, problem: Problem, config: Config) -> "OrderedSchedule":
+    def of(cls, problem: Problem, config: Config, classes: Any = None) -> "OrderedSchedule":
         """Under a mask with a tile for each head of a group, as the longest may come last."""
         if problem.mask is not None:
             return cls(problem, config, problem.group)

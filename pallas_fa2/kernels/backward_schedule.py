@@ -128,11 +128,12 @@ class Schedule:
     parts: int = 1
 
     @classmethod
-    def of(cls, problem: Problem, config: Config) -> "Schedule":
-        """With the fewest parts that keep all CTAs busy."""
+    def of(cls, problem: Problem, config: Config, classes: Any = None) -> "Schedule":
+        """With the fewest parts that keep all CTAs busy, as far as classes of tiles are known."""
         group = problem.group
         schedules = [cls(problem, config, n) for n in range(1, group + 1) if group % n == 0]
-        return next((s for s in schedules[:-1] if s._unevenness <= UNEVEN), schedules[-1])
+        found = (s for s in schedules[:-1] if s._unevenness(classes) <= UNEVEN)
+        return next(found, schedules[-1])
 
     @property
     def group(self) -> int:
@@ -215,9 +216,12 @@ class Schedule:
         _, _, kv_tile = self.place(np.arange(self.order.count))
         return self.steps(kv_tile) + 0.5
 
-    @property
-    def _unevenness(self) -> float:
+    def _unevenness(self, classes: Any) -> float:
         """When the last CTA is done, by when all would be if they could share everything."""
+        if isinstance(classes, np.ndarray):
+            counts = self.table(self.seen(classes))[:, 1:, 1]
+            loads = np.sum(visits.costs(counts), 1, where=counts > 0)
+            return max(loads) * self._most_hands / sum(loads)
         _, last = mosaic.share(self._costs, self._most_hands)
         return last * self._most_hands / sum(self._costs)
 

@@ -78,7 +78,7 @@ def gradients(
     then. Under a mask, `classes` are those of tiles,
     `[B | 1, N | 1, T tiles, S tiles]`; `data` is what masks and scores read.
     """
-    schedule = (OrderedSchedule if config.ordered else Schedule).of(problem, config)
+    schedule = (OrderedSchedule if config.ordered else Schedule).of(problem, config, classes)
     seen = None if classes is None else schedule.seen(classes)
     inputs = Inputs(jnp.asarray(schedule.table(seen)), q, k, v, dout, lse, delta)
     if seen is not None:

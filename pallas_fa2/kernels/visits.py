@@ -70,7 +70,8 @@ class Visits(NamedTuple):
         head = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads, 1)
         number = head * np.int32(tiles) + order
         counts = xp.take_along_axis(self.counts, order, -1)
-        section = _wide_enough(section, batch * heads, tiles, hands)
+        if xp is jnp:
+            section = _wide_enough(section, batch * heads, tiles, hands)
 
         def in_order(x: Any) -> Any:
             x = xp.broadcast_to(x, number.shape).reshape(-1, section, tiles)
@@ -89,15 +90,19 @@ class Visits(NamedTuple):
 
 
 def _wide_enough(section: int, heads: int, tiles: int, hands: int) -> int:
-    """The next multiple that divides the heads and has tiles for all CTAs, half of them twice."""
+    """For dealing in turns, the next multiple that divides the heads and has tiles for all CTAs, half of them twice."""
     sizes = (n for n in range(section, heads, section) if heads % n == 0)
     return next((n for n in sizes if n * tiles >= 1.5 * hands), heads)
 
 
+def costs(counts: np.ndarray) -> np.ndarray:
+    """Of tiles. Their beginnings and ends cost about as much as a block, and the mask half as much."""
+    visited, cut = decode(counts)
+    return visited + 0.5 * cut + 1.0
+
+
 def _to_the_first_free(entries: np.ndarray, hands: int) -> np.ndarray:
-    visited, cut = decode(entries[:, 1])
-    # A tile's beginning and end cost about as much as a block, and the mask half as much.
-    table = mosaic.deal(visited + 0.5 * cut + 1.0, min(hands, len(entries)))
+    table = mosaic.deal(costs(entries[:, 1]), min(hands, len(entries)))
     dealt = np.concatenate([table, np.zeros_like(table)], -1)
     for row in dealt:
         row[1 : 1 + row[0, 0]] = entries[row[1 : 1 + row[0, 0], 0]]
