@@ -58,6 +58,10 @@ def test_contract_interpreted(case: Case, tuned: Tuned) -> None:
         suite.check(case, "hopper", run=interpreter.run, gradients=gradients)
 
 
+def packed(ids: Any) -> Any:
+    return fa.Causal() & fa.Segments(ids)
+
+
 def attend_and_differentiate(mask: Any) -> Any:
     def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
         out, pull = jax.vjp(
@@ -133,6 +137,24 @@ def test_float16_multi_query_and_one_head_compile_clean(head_dim: int) -> None:
     assert_clean(*compile_both(attend_and_differentiate(fa.Causal()), *args))
 
 
+@pytest.mark.parametrize(
+    "head_dim, make", [(64, lambda _: fa.Causal()), (128, packed), (256, lambda _: fa.Causal())]
+)
+def test_the_backward_takes_memory_for_dq_and_two_numbers_a_row(head_dim: int, make: Any) -> None:
+    """In float32: dQ, and of the logsumexp and delta a number each (under documents with their data)."""
+    batch, length, heads = 2, 4096, 4
+    args = arrays(length, length, head_dim, n=heads, k=heads)
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+
+    def run(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
+        return attend_and_differentiate(make(ids))(q, k, v, dout)
+
+    with planned_for_h200():
+        size = compile_gate.temporary_bytes_for_h200(run, *args, ids)
+    row_bytes = 4 * batch * length * heads
+    assert size - row_bytes * head_dim <= (3 if make is packed else 2) * row_bytes + 2**18
+
+
 @pytest.mark.parametrize("mask, length", [("start", 4097), ("full", 1001)])
 @pytest.mark.parametrize("tuned", FORWARDS, ids=lambda t: f"h{t.config.head_dim}_{name(t)}")
 def test_odd_lengths_compile_clean(tuned: Tuned, mask: str, length: int) -> None:
@@ -151,10 +173,6 @@ def test_odd_lengths_compile_clean_backward(head_dim: int, mask: str, length: in
     assert backward.spill_stores <= 96 and backward.spill_loads <= 192
     compile_gate.assert_clean(forward)
     compile_gate.assert_clean(dataclasses.replace(backward, spill_stores=0, spill_loads=0))
-
-
-def packed(ids: Any) -> Any:
-    return fa.Causal() & fa.Segments(ids)
 
 
 def nobody_known(ids: Any) -> Any:

@@ -132,6 +132,13 @@ def hlo_for_h200(fn: Callable[..., Any], *args: Any) -> str:
     return _text(_compile(fn, *args))
 
 
+def temporary_bytes_for_h200(fn: Callable[..., Any], *args: Any) -> int:
+    """Device memory that `jax.jit(fn)(*args)` takes beside its arguments and results."""
+    analysis = _compile(fn, *args).memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
 def assert_clean(report: KernelReport) -> None:
     """Fail if the kernel spills, has its wgmmas serialized, or asks for too much shared memory."""
     faults = []
