@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels import fragments, mosaic, ptx
 from pallas_fa2.kernels.backward_schedule import PANEL, Schedule, Step
 from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, Ring
@@ -198,7 +198,7 @@ class Columns:
         assert self.sums is not None
         queries = pl.ds(self.step.first_query + self.place.start, self.place.size)
         array, field = self.sums.place(self.problem.score, source)
-        ptx.add_column_sums(array.at[self.step.head[0], field, queries], gradient)
+        fragments.add_column_sums(array.at[self.step.head[0], field, queries], gradient)
 
     def _add_to_pairs(self, source: Source, gradient: jax.Array) -> None:
         assert self.sums is not None
@@ -207,9 +207,9 @@ class Columns:
         array = self.sums.of_pairs(self.problem.score, source)
         target = mosaic.shared_at(array, *self.step.head, *place)
         if array.dtype == jnp.float32:
-            ptx.add_fragments(target, gradient)
+            fragments.add_fragments(target, gradient)
         else:
-            ptx.store_fragments(target, gradient.astype(array.dtype))
+            fragments.store_fragments(target, gradient.astype(array.dtype))
 
     def add(self, gathered: list[dict[Source, jax.Array]]) -> None:
         """The gradients of some pieces."""
@@ -218,7 +218,7 @@ class Columns:
             assert self.sums is not None
             array, field = self.sums.place(self.problem.score, source)
             rows = pl.ds(self.first_key, 64) if source.side == "k" else head
-            ptx.add_row_sums(
+            fragments.add_row_sums(
                 array.at[batch, field, rows],
                 functools.reduce(jnp.add, (x[source] for x in gathered)),
             )

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -325,11 +324,6 @@ def _by_warp(number: int, code: str, constraints: str, *operands: Any) -> None:
     llvm.inline_asm(void, [thread, *operands], code, f"r,{constraints}", has_side_effects=True)
 
 
-def _address(ref: Any) -> Any:
-    i64 = ir.IntegerType.get_signless(64)
-    return llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
-
-
 @plgpu.inline_mgpu(arg_types=())
 def _meet_warps(_: Any) -> None:
     """The warps of the warpgroup that loads wait for each other."""
@@ -340,13 +334,13 @@ def _meet_warps(_: Any) -> None:
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
 def _await_turn(_: Any, turn: Any, ordinal: Any) -> None:
     code = "look: ld.acquire.gpu.global.b32 v, [$1]; setp.lt.s32 p, v, $2; @p bra look;"
-    _by_warp(POLLS, code, "l,r", _address(turn), ordinal.registers[()])
+    _by_warp(POLLS, code, "l,r", ptx.address(turn), ordinal.registers[()])
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
 def _end_turn(_: Any, turn: Any) -> None:
     code = "@leader red.release.gpu.global.add.s32 [$1], 1;"
-    _by_warp(TELLS, code, "l", _address(turn))
+    _by_warp(TELLS, code, "l", ptx.address(turn))
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
@@ -355,7 +349,7 @@ def _claim_tile(_: Any, last: Any, place: Any) -> None:
         "@leader atom.relaxed.gpu.global.add.s32 v, [$1], 1; @leader add.s32 v, v, 1; "
         "@leader st.relaxed.gpu.global.b32 [$2], v;"
     )
-    _by_warp(CLAIMS_BY, code, "l,l", _address(last), _address(place))
+    _by_warp(CLAIMS_BY, code, "l,l", ptx.address(last), ptx.address(place))
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=ptx.NUMBER)
@@ -366,7 +360,7 @@ def _next_tile(_: Any, place: Any, number: Any) -> Any:
         "{ .reg .pred p; look: ld.relaxed.gpu.global.b32 $0, [$1]; "
         "setp.le.s32 p, $0, $2; @p bra look; }"
     )
-    operands = [_address(place), number]
+    operands = [ptx.address(place), number]
     return ptx.splat(llvm.inline_asm(i32, operands, code, "=&r,l,r", has_side_effects=True))
 
 
@@ -376,7 +370,7 @@ def _take_turn(_: Any, turn: Any, ordinal: Any) -> None:
         "{ .reg .pred p; .reg .b32 v; look: ld.acquire.gpu.global.b32 v, [$0]; "
         "setp.lt.s32 p, v, $1; @p bra look; }"
     )
-    operands = [_address(turn), ordinal.registers[()]]
+    operands = [ptx.address(turn), ordinal.registers[()]]
     llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, "l,r", has_side_effects=True)
 
 
@@ -387,5 +381,5 @@ def _give_turn(_: Any, turn: Any) -> None:
         "{ .reg .pred p; setp.eq.b32 p, $1, 0; bar.warp.sync -1; "
         "@p red.release.gpu.global.add.s32 [$0], 1; }"
     )
-    operands = [_address(turn), lane]
+    operands = [ptx.address(turn), lane]
     llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, "l,r", has_side_effects=True)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import ptx
+from pallas_fa2.kernels import fragments, ptx
 from pallas_fa2.kernels.backward_columns import join
 from pallas_fa2.kernels.backward_order import (
     OrderedSchedule,
@@ -156,7 +156,7 @@ class WideGradient(ColumnBlock):
         dq = pl.run_scoped(products, self.accumulator(DQ_TILE))
         plgpu.commit_smem()  # all warps are done with P and dS: one arrives for all
         self.memory.p_ring.release(t)
-        ptx.add_fragments(self.outputs.dq.at[row, self.config.dq_numbers(part)], dq)
+        fragments.add_fragments(self.outputs.dq.at[row, self.config.dq_numbers(part)], dq)
         self.give_turn(row, part)
 
     def take_turn(self, step: Step, part: Any) -> None:

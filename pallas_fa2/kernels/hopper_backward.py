@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import mosaic, passes, ptx
+from pallas_fa2.kernels import fragments, mosaic, passes, ptx
 from pallas_fa2.kernels.backward_order import (
     OrderedLoader,
     OrderedSchedule,
@@ -247,7 +247,7 @@ class KeyHalf(ColumnBlock):
 
     def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
         """Of step t."""
-        ptx.add_fragments(self.outputs.dq.at[row, self.config.dq_numbers(self.me)], dq)
+        fragments.add_fragments(self.outputs.dq.at[row, self.config.dq_numbers(self.me)], dq)
 
 
 class OrderedHalf(KeyHalf):

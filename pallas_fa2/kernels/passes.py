@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import mosaic, ptx, tma
+from pallas_fa2.kernels import fragments, mosaic, tma
 from pallas_fa2.kernels.backward_schedule import Config, Schedule
 from pallas_fa2.kernels.mosaic import ROWS, ROWS_PER_WARPGROUP, TILE, Problem
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE
@@ -47,7 +47,7 @@ def prepare(
         for part in range(config.dq_parts):
             tile = config.dq_place(part)
             nothing = mosaic.constant(0.0, tuple(x.size for x in tile), TILE)
-            ptx.store_fragments(block.at[config.dq_numbers(part)], nothing)
+            fragments.store_fragments(block.at[config.dq_numbers(part)], nothing)
         plgpu.barrier_wait(arrived.at[0])
         for start in range(0, config.block_q, ROWS_PER_WARPGROUP):
             total = _row_products(*(tile.at[pl.ds(start, ROWS_PER_WARPGROUP)] for tile in tiles))
@@ -87,7 +87,7 @@ def _row_products(a: Any, b: Any) -> jax.Array:
 
 
 def finish(problem: Problem, config: Config, dq: jax.Array, dtype: Any) -> jax.Array:
-    """dQ, `[B, T, N, H]`, from the parts of all blocks as `ptx.add_fragments` has added them up."""
+    """dQ, `[B, T, N, H]`, from the parts of all blocks as `fragments.add_fragments` has added them up."""
     schedule = Schedule(problem, config)
 
     def run(refs: tuple, memory: list[Any]) -> None:
@@ -96,7 +96,7 @@ def finish(problem: Problem, config: Config, dq: jax.Array, dtype: Any) -> jax.A
         for part in range(config.dq_parts):
             rows, columns = config.dq_place(part)
             numbers = parts.at[lax.axis_index("cta"), config.dq_numbers(part)]
-            found = ptx.load_fragments(numbers, columns.size)
+            found = fragments.load_fragments(numbers, columns.size)
             tile.at[rows, columns][...] = (found * problem.scale).astype(dtype)
         plgpu.commit_smem()
         Rows(target, batch, pl.ds(first, config.block_q), head).store(tile)
@@ -142,7 +142,7 @@ def finish_pairs(pieces: jax.Array, entries: int, dtype: Any) -> jax.Array:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def sum_of(sources: list[Any]) -> jax.Array:
-        parts = (ptx.load_fragments(source, COLUMNS_AT_ONCE) for source in sources)
+        parts = (fragments.load_fragments(source, COLUMNS_AT_ONCE) for source in sources)
         return functools.reduce(jnp.add, (x.astype(jnp.float32) for x in parts))
 
     shape = entries, heads, q_pieces * COLUMNS_AT_ONCE, k_pieces * ROWS_PER_WARPGROUP

@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_fa2.kernels import dropout
 from pallas_fa2.kernels.dropout import RowKeys
-from pallas_fa2.kernels.mosaic import COLUMNS, I32, ROWS, ROWS_PER_WARPGROUP, TILE, inline
+from pallas_fa2.kernels.mosaic import COLUMNS, I32, ROWS, TILE, inline
 
 # Of PTX's 16 named barriers, Mosaic has 0 and one for each of up to four warpgroups.
 FIRST_TURN = 5
@@ -78,7 +78,7 @@ def any_above(tile: jax.Array, limit: float) -> jax.Array:
 
     def found(_: Any, tile: Any) -> Any:
         bound = arith.constant(ir.F32Type.get(), limit)
-        above = [arith.cmpf(arith.CmpFPredicate.OGT, x, bound) for x in _scalars(tile)]
+        above = [arith.cmpf(arith.CmpFPredicate.OGT, x, bound) for x in scalars(tile)]
         vote = "vote.sync.any.pred p, p, -1;"
         return splat(_ask(above, vote, []))
 
@@ -98,7 +98,7 @@ def any_from_two(tile: jax.Array) -> jax.Array:
 @plgpu.inline_mgpu(arg_types=(TILE,), return_type=NUMBER)
 def _any_from_two(_: Any, tile: Any) -> Any:
     word = ir.IntegerType.get_signless(32)
-    bits = functools.reduce(arith.ori, [arith.bitcast(word, x) for x in _scalars(tile)])
+    bits = functools.reduce(arith.ori, [arith.bitcast(word, x) for x in scalars(tile)])
     exponent = arith.andi(bits, i32(1 << 30))
     above = arith.cmpi(arith.CmpIPredicate.ne, exponent, i32(0))
     return splat(_ask([above], "vote.sync.any.pred p, p, -1;", []))
@@ -113,7 +113,7 @@ def any_infinite(rows: jax.Array, warpgroup: Any) -> jax.Array:
 def _any_infinite(_: Any, rows: Any, barrier: Any) -> Any:
     infinity = arith.constant(ir.F32Type.get(), math.inf)
     not_below = arith.CmpFPredicate.UGE  # holds for NaN
-    found = [arith.cmpf(not_below, x, infinity) for x in _scalars(rows)]
+    found = [arith.cmpf(not_below, x, infinity) for x in scalars(rows)]
     together = "barrier.cta.red.or.pred p, $2, 128, p;"
     answer = _ask(found, together, [barrier.registers[()]])
     # This shuffle changes nothing, but ptxas learns that a branch on the answer is uniform; it would
@@ -142,12 +142,12 @@ def splat(answer: Any) -> Any:
     return mgpu.FragmentedArray.splat(answer, shape=(), is_signed=True)
 
 
-def _scalars(array: Any) -> list[Any]:
+def scalars(array: Any) -> list[Any]:
     """A thread's own values of an array."""
-    return [x for register in array.registers.flat for x in _elements(register)]
+    return [x for register in array.registers.flat for x in elements(register)]
 
 
-def _elements(register: Any) -> list[Any]:
+def elements(register: Any) -> list[Any]:
     count = ir.VectorType(register.type).shape[0]
     return [llvm.extractelement(register, i32(e)) for e in range(count)]
 
@@ -160,7 +160,7 @@ def _each(tile: Any, function: Callable) -> Any:
     """function(a thread's value, the place of its register, its place there) of each."""
     results = np.empty_like(tile.registers)
     for at, register in np.ndenumerate(tile.registers):
-        for e, x in enumerate(_elements(register)):
+        for e, x in enumerate(elements(register)):
             register = llvm.insertelement(register, function(x, at, e), i32(e))
         results[at] = register
     return mgpu.FragmentedArray(_registers=results, _layout=tile.layout, _is_signed=tile.is_signed)
@@ -187,140 +187,6 @@ def reciprocal(tile: jax.Array) -> jax.Array:
 
     result = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, TILE)
     return inline("reciprocal", lambda _, tile: _each(tile, one), result, TILE)(tile)
-
-
-def add_fragments(target: Any, tile: jax.Array) -> None:
-    """Adds a float32 tile of 64 rows to device memory, as it lies in registers, 16 bytes at a time.
-
-    `target` is as large, `[4096]` for 64 columns, in the order (eight, warp, group, thread, half,
-    element) that `load_fragments` undoes: row 16 warp + 8 half + group and column 8 eight + 2 thread +
-    element (PTX ISA, wgmma's D fragment). A warp then adds 512 bytes side by side.
-    """
-    _add_fragments(target, tile)  # pyright: ignore[reportCallIssue]
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
-def _add_fragments(_: Any, target: Any, tile: Any) -> None:
-    start, values = _start(target, 16), _scalars(tile)
-    for i in range(0, len(values), 4):
-        # 128 threads add 2048 bytes
-        code = f"red.relaxed.gpu.global.add.v4.f32 [$0 + {512 * i}], {{$1, $2, $3, $4}};"
-        void, operands = ir.Type.parse("!llvm.void"), [start, *values[i : i + 4]]
-        llvm.inline_asm(void, operands, code, "l,f,f,f,f", has_side_effects=True)
-
-
-def store_fragments(target: Any, tile: jax.Array) -> None:
-    """Stores a tile in the same order: of 32 bits 16 bytes at a time, of 16 bits 8 bytes."""
-    _store_fragments(target, tile)  # pyright: ignore[reportCallIssue]
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
-def _store_fragments(_: Any, target: Any, tile: Any) -> None:
-    word = ir.IntegerType.get_signless(32)
-    wide = mgpu.utils.bitwidth(tile.mlir_dtype) == 32
-    words = _scalars(tile) if wide else list(tile.registers.flat)
-    words, count = [llvm.bitcast(word, x) for x in words], 4 if wide else 2
-    start, names = _start(target, 4 * count), ", ".join(f"${1 + i}" for i in range(count))
-    for i in range(0, len(words), count):
-        code = f"st.global.v{count}.b32 [$0 + {512 * i}], {{{names}}};"
-        void, operands = ir.Type.parse("!llvm.void"), [start, *words[i : i + count]]
-        llvm.inline_asm(void, operands, code, "l" + ",r" * count, has_side_effects=True)
-
-
-def load_fragments(source: Any, columns: int) -> jax.Array:
-    """A tile of 64 rows from device memory, where another kernel has stored it or added it up."""
-    dtype = source.dtype
-
-    def load(_: Any, source: Any) -> Any:
-        word, start = ir.IntegerType.get_signless(32), _start(source, 8 * dtype.itemsize // 2)
-        pair = ir.VectorType.get((2,), ir.MemRefType(source.type).element_type)
-        layout = TILE.to_mgpu()
-        registers = np.empty(layout.registers_shape((ROWS_PER_WARPGROUP, columns)), object)
-        count = dtype.itemsize  # of words that a thread loads at a time: two registers
-        for i in range(0, registers.size, 2):
-            words = _load_words(start, 256 * count * i, count)
-            halves = words[: count // 2], words[count // 2 :]
-            for e, half in enumerate(halves):
-                both = llvm.mlir_undef(ir.VectorType.get((len(half),), word))
-                for place, x in enumerate(half):
-                    both = llvm.insertelement(both, x, i32(place))
-                registers.flat[i + e] = llvm.bitcast(pair, both)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-    result = plgpu.ShapeDtypeStruct((ROWS_PER_WARPGROUP, columns), dtype, TILE)
-    return inline(f"load_fragments {columns}", load, result, plgpu.RefType())(source)
-
-
-def _load_words(start: Any, place: int, count: int) -> list[Any]:
-    word, names = ir.IntegerType.get_signless(32), ", ".join(f"${i}" for i in range(count))
-    struct = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
-    code = f"ld.global.nc.v{count}.b32 {{{names}}}, [${count} + {place}];"
-    found = llvm.inline_asm(struct, [start], code, "=r," * count + "l")
-    return [llvm.extractvalue(word, found, [i]) for i in range(count)]
-
-
-def _start(target: Any, size: int) -> Any:
-    """Where a thread's own bytes of a tile begin, as each has so many at a time."""
-    i64 = ir.IntegerType.get_signless(64)
-    thread = arith.andi(thread_number(), i32(127))
-    start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
-    return arith.addi(start, arith.extui(i64, arith.muli(thread, i32(size))))
-
-
-def add_row_sums(target: Any, tile: jax.Array) -> None:
-    """Adds the sums of a float32 tile's rows to device memory, `[64]`."""
-    _add_row_sums(target, tile)  # pyright: ignore[reportCallIssue]
-
-
-def add_column_sums(target: Any, tile: jax.Array) -> None:
-    """Adds the sums of a float32 tile's columns to device memory."""
-    _add_column_sums(target, tile)  # pyright: ignore[reportCallIssue]
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
-def _add_row_sums(_: Any, target: Any, tile: Any) -> None:
-    """Of PTX's accumulator fragments, a thread has rows r and r + 8, the same as three neighbours."""
-    halves: dict[int, list[Any]] = {0: [], 8: []}
-    for at, pair in np.ndenumerate(tile.registers):
-        halves[8 * sum(at[2:])] += _elements(pair)
-    thread = thread_number()
-    warp, lane = (arith.andi(thread, i32(mask)) for mask in (96, 31))
-    row = arith.addi(arith.shrui(warp, i32(1)), arith.shrui(lane, i32(2)))
-    _add_among(target, row, halves, lanes=(1, 2), leaders=3)
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
-def _add_column_sums(_: Any, target: Any, tile: Any) -> None:
-    """A thread has two of each eight columns, the same as seven others of its warp."""
-    columns: dict[int, list[Any]] = {}
-    for at, pair in np.ndenumerate(tile.registers):
-        for e, value in enumerate(_elements(pair)):
-            columns.setdefault(8 * at[1] + e, []).append(value)
-    column = arith.shli(arith.andi(thread_number(), i32(3)), i32(1))
-    _add_among(target, column, columns, lanes=(4, 8, 16), leaders=28)
-
-
-def _add_among(
-    target: Any, first: Any, parts: dict[int, list[Any]], lanes: tuple[int, ...], leaders: int
-) -> None:
-    """Adds a thread's parts of each sum up, and over lanes that differ in these bits; those without the
-    bits `leaders` then add them to `target`, at the distance from `first` that each has as its key."""
-    i64 = ir.IntegerType.get_signless(64)
-    start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
-    start = arith.addi(start, arith.extui(i64, arith.shli(first, i32(2))))
-    lane = arith.andi(thread_number(), i32(leaders))
-    sums = {place: functools.reduce(arith.addf, values) for place, values in parts.items()}
-    for place, value in sums.items():
-        for bit in lanes:
-            code = f"shfl.sync.bfly.b32 $0, $1, {bit}, 31, -1;"
-            other = llvm.inline_asm(value.type, [value], code, "=f,f", has_side_effects=True)
-            value = arith.addf(value, other)
-        code = (
-            "{ .reg .pred p; setp.eq.s32 p, $2, 0; "
-            f"@p red.relaxed.gpu.global.add.f32 [$0 + {4 * place}], $1; }}"
-        )
-        void = ir.Type.parse("!llvm.void")
-        llvm.inline_asm(void, [start, value, lane], code, "l,f,r", has_side_effects=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,8 +229,13 @@ _OPERAND = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform
 _NUMBER = plgpu.Layout.WG_SPLAT
 
 
+def address(ref: Any, bits: int = 64) -> Any:
+    """Of device memory; of shared memory in 32 bits."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(bits), mgpu.utils.memref_ptr(ref))
+
+
 def _shared_address(ref: Any) -> Any:
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
+    return address(ref, 32)
 
 
 def _by_one_thread(code: str, *operands: Any) -> None:
@@ -429,7 +300,7 @@ def _hide(s: jax.Array, bound: jax.Array, kept: Any, name: str) -> jax.Array:
 
     def hide(_: Any, tile: Any, bound: Any) -> Any:
         first_column = arith.shli(arith.andi(thread_number(), i32(3)), i32(1))
-        bounds = [arith.subi(x, first_column) for x in _scalars(bound)]
+        bounds = [arith.subi(x, first_column) for x in scalars(bound)]
         minus_infinity = arith.constant(ir.F32Type.get(), -math.inf)
 
         def hidden(x: Any, at: tuple[int, ...], e: int) -> Any:
@@ -453,7 +324,7 @@ def negate_dropped(
     """
 
     def negate(_: Any, p: Any, first: Any, second: Any, columns: Any) -> Any:
-        first, second, columns = map(_scalars, (first, second, columns))
+        first, second, columns = map(scalars, (first, second, columns))
 
         @functools.cache
         def word(query: int, key: int) -> Any:
@@ -523,7 +394,7 @@ def pin(positive: jax.Array) -> None:
 
 @plgpu.inline_mgpu(arg_types=(TILE,))
 def _pin(_: Any, positive: Any) -> None:
-    total = functools.reduce(arith.addf, _scalars(positive))
+    total = functools.reduce(arith.addf, scalars(positive))
     # A barrier that nobody ever arrives at, and ptxas cannot know.
     arrive = f"{{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; @p bar.arrive {NEVER_USED}, 128; }}"
     llvm.inline_asm(ir.Type.parse("!llvm.void"), [total], arrive, "f", has_side_effects=True)

@@ -1,4 +1,4 @@
-"""What the library's inline code means, by its name: `ptx` and `pair_tile`."""
+"""What the library's inline code means, by its name: `ptx`, `fragments` and `pair_tile`."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,0 +1,149 @@
+"""Tiles between registers and device memory, as they lie in registers; and sums of their rows and columns.
+
+None of it orders memory. The interpreter in the tests knows each inner function by its name.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_fa2.kernels.mosaic import ROWS_PER_WARPGROUP, TILE, inline
+from pallas_fa2.kernels.ptx import address, elements, i32, scalars, thread_number
+
+
+def add_fragments(target: Any, tile: jax.Array) -> None:
+    """Adds a float32 tile of 64 rows to device memory, as it lies in registers, 16 bytes at a time.
+
+    `target` is as large, `[4096]` for 64 columns, in the order (eight, warp, group, thread, half,
+    element) that `load_fragments` undoes: row 16 warp + 8 half + group and column 8 eight + 2 thread +
+    element (PTX ISA, wgmma's D fragment). A warp then adds 512 bytes side by side.
+    """
+    _add_fragments(target, tile)  # pyright: ignore[reportCallIssue]
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+def _add_fragments(_: Any, target: Any, tile: Any) -> None:
+    start, values = _start(target, 16), scalars(tile)
+    for i in range(0, len(values), 4):
+        # 128 threads add 2048 bytes
+        code = f"red.relaxed.gpu.global.add.v4.f32 [$0 + {512 * i}], {{$1, $2, $3, $4}};"
+        void, operands = ir.Type.parse("!llvm.void"), [start, *values[i : i + 4]]
+        llvm.inline_asm(void, operands, code, "l,f,f,f,f", has_side_effects=True)
+
+
+def store_fragments(target: Any, tile: jax.Array) -> None:
+    """Stores a tile in the same order: of 32 bits 16 bytes at a time, of 16 bits 8 bytes."""
+    _store_fragments(target, tile)  # pyright: ignore[reportCallIssue]
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+def _store_fragments(_: Any, target: Any, tile: Any) -> None:
+    word = ir.IntegerType.get_signless(32)
+    count = mgpu.utils.bitwidth(tile.mlir_dtype) // 8  # of words that a thread has in two registers
+    words = scalars(tile) if count == 4 else tile.registers.flat
+    words = [llvm.bitcast(word, x) for x in words]
+    start, names = _start(target, 4 * count), ", ".join(f"${1 + i}" for i in range(count))
+    for i in range(0, len(words), count):
+        code = f"st.global.v{count}.b32 [$0 + {512 * i}], {{{names}}};"
+        void, operands = ir.Type.parse("!llvm.void"), [start, *words[i : i + count]]
+        llvm.inline_asm(void, operands, code, "l" + ",r" * count, has_side_effects=True)
+
+
+def load_fragments(source: Any, columns: int) -> jax.Array:
+    """A tile of 64 rows from device memory, where another kernel has stored it or added it up."""
+    dtype = source.dtype
+
+    def load(_: Any, source: Any) -> Any:
+        count = dtype.itemsize  # of words that a thread has in two registers
+        word, start = ir.IntegerType.get_signless(32), _start(source, 4 * count)
+        pair = ir.VectorType.get((2,), ir.MemRefType(source.type).element_type)
+        layout = TILE.to_mgpu()
+        registers = np.empty(layout.registers_shape((ROWS_PER_WARPGROUP, columns)), object)
+        for i in range(0, registers.size, 2):
+            words = _load_words(start, 256 * count * i, count)
+            halves = words[: count // 2], words[count // 2 :]
+            for e, half in enumerate(halves):
+                both = llvm.mlir_undef(ir.VectorType.get((len(half),), word))
+                for place, x in enumerate(half):
+                    both = llvm.insertelement(both, x, i32(place))
+                registers.flat[i + e] = llvm.bitcast(pair, both)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct((ROWS_PER_WARPGROUP, columns), dtype, TILE)
+    return inline(f"load_fragments {columns}", load, result, plgpu.RefType())(source)
+
+
+def _load_words(start: Any, place: int, count: int) -> list[Any]:
+    word, names = ir.IntegerType.get_signless(32), ", ".join(f"${i}" for i in range(count))
+    struct = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
+    code = f"ld.global.nc.v{count}.b32 {{{names}}}, [${count} + {place}];"
+    found = llvm.inline_asm(struct, [start], code, "=r," * count + "l")
+    return [llvm.extractvalue(word, found, [i]) for i in range(count)]
+
+
+def _start(target: Any, size: int) -> Any:
+    """Where a thread's own bytes of a tile begin, as each has so many at a time."""
+    i64 = ir.IntegerType.get_signless(64)
+    thread = arith.andi(thread_number(), i32(127))
+    return arith.addi(address(target), arith.extui(i64, arith.muli(thread, i32(size))))
+
+
+def add_row_sums(target: Any, tile: jax.Array) -> None:
+    """Adds the sums of a float32 tile's rows to device memory, `[64]`."""
+    _add_row_sums(target, tile)  # pyright: ignore[reportCallIssue]
+
+
+def add_column_sums(target: Any, tile: jax.Array) -> None:
+    """Adds the sums of a float32 tile's columns to device memory."""
+    _add_column_sums(target, tile)  # pyright: ignore[reportCallIssue]
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+def _add_row_sums(_: Any, target: Any, tile: Any) -> None:
+    """Of PTX's accumulator fragments, a thread has rows r and r + 8, the same as three neighbours."""
+    halves: dict[int, list[Any]] = {0: [], 8: []}
+    for at, pair in np.ndenumerate(tile.registers):
+        halves[8 * sum(at[2:])] += elements(pair)
+    thread = thread_number()
+    warp, lane = (arith.andi(thread, i32(mask)) for mask in (96, 31))
+    row = arith.addi(arith.shrui(warp, i32(1)), arith.shrui(lane, i32(2)))
+    _add_among(target, row, halves, lanes=(1, 2), leaders=3)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+def _add_column_sums(_: Any, target: Any, tile: Any) -> None:
+    """A thread has two of each eight columns, the same as seven others of its warp."""
+    columns: dict[int, list[Any]] = {}
+    for at, pair in np.ndenumerate(tile.registers):
+        for e, value in enumerate(elements(pair)):
+            columns.setdefault(8 * at[1] + e, []).append(value)
+    column = arith.shli(arith.andi(thread_number(), i32(3)), i32(1))
+    _add_among(target, column, columns, lanes=(4, 8, 16), leaders=28)
+
+
+def _add_among(
+    target: Any, first: Any, parts: dict[int, list[Any]], lanes: tuple[int, ...], leaders: int
+) -> None:
+    """Adds a thread's parts of each sum up, and over lanes that differ in these bits; those without the
+    bits `leaders` then add them to `target`, at the distance from `first` that each has as its key."""
+    i64 = ir.IntegerType.get_signless(64)
+    start = arith.addi(address(target), arith.extui(i64, arith.shli(first, i32(2))))
+    lane = arith.andi(thread_number(), i32(leaders))
+    sums = {place: functools.reduce(arith.addf, values) for place, values in parts.items()}
+    for place, value in sums.items():
+        for bit in lanes:
+            code = f"shfl.sync.bfly.b32 $0, $1, {bit}, 31, -1;"
+            other = llvm.inline_asm(value.type, [value], code, "=f,f", has_side_effects=True)
+            value = arith.addf(value, other)
+        code = (
+            "{ .reg .pred p; setp.eq.s32 p, $2, 0; "
+            f"@p red.relaxed.gpu.global.add.f32 [$0 + {4 * place}], $1; }}"
+        )
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [start, value, lane], code, "l,f,r", has_side_effects=True)
