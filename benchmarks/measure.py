@@ -91,13 +91,9 @@ class Problem:
     allowed: list[float]
 
 
-def problem(shape: Shape, backward: bool = True) -> Problem:
-    """Random data, dense float32 attention, and what dense attention in bfloat16 allows."""
-    return prepared(shape, backward)()
-
-
-def prepared(shape: Shape, backward: bool) -> Callable[[], Problem]:
-    """`problem`, compiled and not yet run.
+def prepared(shape: Shape, backward: bool = True) -> Callable[[], Problem]:
+    """Random data, dense float32 attention, and what dense attention in bfloat16 allows: compiled, not yet
+    run.
 
     Where there is no room for dense scores, the blockwise implementation stands for the dense one.
     """
@@ -259,12 +255,6 @@ def rows(
         name: {"forward": row} | ({"both": both[name]} if name in both else {})
         for name, row in forward.items()
     }
-
-
-def row(attention: Callable, problem: Problem, iterations: int, backward: bool) -> dict[str, dict]:
-    """Of a function of q, k, v and data."""
-    programs = Programs.of(attention, problem.shape, backward)
-    return rows({"it": programs}, problem, iterations)["it"]
 
 
 def measure(

@@ -64,7 +64,7 @@ def autotune(query: Any, key: Any, value: Any, *, iterations: int = 10, **option
 
     times = [(config, measure(config)) for config in candidates(spec, device)]
     tuning = Tuning(spec, device, tuple(sorted(times, key=lambda time: time[1])))
-    plan.TUNED[dataclasses.replace(spec, deterministic=False), device] = tuning.best
+    plan.TUNED[plan.tuning_key(spec, device)] = tuning.best
     return tuning
 
 

@@ -106,6 +106,12 @@ def test_ours_is_aligned_to_the_last_key_where_that_matters():
     assert [mask.align for mask in aligned] == ["start", "end"]
 
 
+def row_of(attention, problem, iterations, backward):
+    """What is measured of a function of q, k, v and data."""
+    programs = measure.Programs.of(attention, problem.shape, backward)
+    return measure.rows({"it": programs}, problem, iterations)["it"]
+
+
 @pytest.fixture
 def cpu(monkeypatch):
     """Implementations that a CPU runs, and a clock that needs no GPU."""
@@ -122,7 +128,7 @@ def cpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def problem():
-    return measure.problem(PREFILL)
+    return measure.prepared(PREFILL)()
 
 
 def test_a_run_on_a_cpu(cpu, tmp_path, capsys):
@@ -162,7 +168,7 @@ def wrong_in_the_last_head(q, k, v):
 
 @pytest.mark.parametrize("attention", [wrong_out, not_a_number, wrong_in_the_last_head])
 def test_a_wrong_result_gets_no_speed(cpu, problem, attention):
-    row = measure.row(attention, problem, 10, backward=True)
+    row = row_of(attention, problem, 10, backward=True)
     assert set(row) == {"forward"}
     assert row["forward"]["refused"] == "wrong result" and len(row["forward"]["error"]) == 1
     assert "tflops" not in row["forward"]
@@ -181,7 +187,7 @@ def test_a_wrong_gradient_leaves_the_forward_its_speed(cpu, problem):
         return dq, 1.02 * dk, dv
 
     attention.defvjp(forward, backward)
-    row = measure.row(attention, problem, 10, backward=True)
+    row = row_of(attention, problem, 10, backward=True)
     assert "tflops" in row["forward"]
     assert row["both"]["refused"] == "wrong result"
     assert [e > limit for e, limit in zip(row["both"]["error"], problem.allowed, strict=True)] == [
@@ -194,7 +200,7 @@ def test_a_failing_rival_does_not_end_the_run(cpu, problem):
         raise NotImplementedError("not\n  this shape")
 
     expected = {"forward": {"refused": "NotImplementedError: not this shape"}}
-    assert measure.row(broken, problem, 10, backward=True) == expected
+    assert row_of(broken, problem, 10, backward=True) == expected
 
 
 def test_a_dead_device_ends_the_run(cpu, problem):
@@ -202,7 +208,7 @@ def test_a_dead_device_ends_the_run(cpu, problem):
     for x in dead:
         x.delete()
     with pytest.raises(RuntimeError, match="deleted"):
-        measure.row(wrong_out, dataclasses.replace(problem, args=tuple(dead)), 10, True)
+        row_of(wrong_out, dataclasses.replace(problem, args=tuple(dead)), 10, True)
 
 
 def test_corners_are_of_the_first_and_the_last_key_head():
@@ -439,6 +445,6 @@ def test_what_has_no_speed_is_not_drawn():
 
 
 def test_the_forward_alone(cpu, problem):
-    assert set(
-        measure.row(functools.partial(attend("reference"), PREFILL), problem, 10, False)
-    ) == {"forward"}
+    assert set(row_of(functools.partial(attend("reference"), PREFILL), problem, 10, False)) == {
+        "forward"
+    }

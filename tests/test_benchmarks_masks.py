@@ -16,7 +16,7 @@ from benchmarks import measure, plot, record, report, rivals, run
 from benchmarks.rivals import Implementation
 from benchmarks.shapes import MASKS, SHAPES, Shape
 from tests.support.hopper import planned_for_h200
-from tests.test_benchmarks import of, result
+from tests.test_benchmarks import of, result, row_of
 
 TINY = Shape(1, 24, 24, 4, 2, 16, True)
 WINDOW = dataclasses.replace(TINY, window=5)
@@ -172,7 +172,7 @@ def test_another_mask_or_score_gets_no_speed(cpu, name):
     def attention(q, k, v, *data):
         return rivals.xla(without, q, k, v) + (0 * data[0].sum() if shape.bias else 0)
 
-    found = measure.row(attention, measure.problem(shape, False), 1, False)
+    found = row_of(attention, measure.prepared(shape, False)(), 1, False)
     assert found["forward"]["refused"] == "wrong result"
 
 
@@ -181,13 +181,13 @@ def test_a_wrong_gradient_of_the_bias_is_found(cpu):
         halved = 0.5 * bias + jax.lax.stop_gradient(0.5 * bias)
         return rivals.ours(BIASED, q, k, v, halved)
 
-    found = measure.row(attention, measure.problem(BIASED), 1, True)
+    found = row_of(attention, measure.prepared(BIASED)(), 1, True)
     assert "tflops" in found["forward"] and found["both"]["refused"] == "wrong result"
     assert found["both"]["error"][4] == pytest.approx(0.5, abs=0.01)
 
 
 def test_where_dense_scores_have_no_room_the_truth_is_blockwise(monkeypatch):
-    expected = measure.problem(DOCUMENTS)
+    expected = measure.prepared(DOCUMENTS)()
     monkeypatch.setattr(measure, "XLA_SCORES", 0.0)
     attend, used = fa.flash_attention, []
 
@@ -196,16 +196,16 @@ def test_where_dense_scores_have_no_room_the_truth_is_blockwise(monkeypatch):
         return attend(*args, implementation=implementation, **options)
 
     monkeypatch.setattr(fa, "flash_attention", watched)
-    found = measure.problem(DOCUMENTS)
+    found = measure.prepared(DOCUMENTS)()
     assert set(used) == {"blockwise"}
     assert all(e < 1e-5 for e in measure.distances(found.expected, expected.expected))
 
 
 def test_what_ours_refuses_is_reported(monkeypatch):
     shape = dataclasses.replace(BIASED, head_dim=256)
-    problem = measure.problem(shape, False)
+    problem = measure.prepared(shape, False)()
     with planned_for_h200():
-        found = measure.row(functools.partial(rivals.ours, shape), problem, 1, False)
+        found = row_of(functools.partial(rivals.ours, shape), problem, 1, False)
     assert "with data of pairs of tokens, head dims are at most" in found["forward"]["refused"]
     text = report.report(of(bias={"shape": dataclasses.asdict(shape), "allowed": problem.allowed,
                                   "rows": {"ours": found}}))  # fmt: skip

@@ -49,7 +49,6 @@ class OrderedVisits(NamedTuple):
     """
 
     counts: Any  # int32 [B | 1, heads | 1, tiles]: blocks
-    cut: Any  # int32, of the same shape: those that are cut
     lists: Any  # int32 [B | 1, heads | 1, tiles, blocks]
     runs: Any  # int32, of the same shape: from a place in the list on, a run
 
@@ -72,8 +71,7 @@ class OrderedVisits(NamedTuple):
         full_end = xp.take_along_axis(_next(~full, xp), xp.minimum(cut_end, blocks - 1), -1)
         full_end = xp.where(cut_end < blocks, full_end, blocks)
         runs = (full_end - cut_end) << np.int32(FULL_BIT) | (cut_end - block)
-        counts, cut = (xp.sum(x, -1, dtype=np.int32) for x in (listed, cut))
-        return cls(counts, cut, lists, runs)
+        return cls(xp.sum(listed, -1, dtype=np.int32), lists, runs)
 
 
 def _next(x: Any, xp: Any) -> Any:

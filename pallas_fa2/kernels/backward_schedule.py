@@ -238,10 +238,14 @@ class Schedule:
         return (self.q_blocks - self.first_q_block(kv_tile)) * self.group
 
     @property
+    def blocks(self) -> int:
+        """Of queries, of all heads."""
+        return self.problem.batch * self.problem.q_heads * self.q_blocks
+
+    @property
     def dq_shape(self) -> tuple[int, int]:
         """A row for each block of queries of each head, and one for what is no gradient."""
-        blocks = self.problem.batch * self.problem.q_heads * self.q_blocks
-        return blocks + 1, self.config.block_q * self.config.head_dim
+        return self.blocks + 1, self.config.block_q * self.config.head_dim
 
     def join(self, gradient: list[jax.Array]) -> jax.Array:
         """`[B, S, K, H]` from the numbers that make up dK or dV, and the parts of each group."""

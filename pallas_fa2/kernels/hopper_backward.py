@@ -75,8 +75,8 @@ def gradients(
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. To `zeros`, of
     `passes.prepare`, dQ is added; unless `config.ordered`, in any order: it is not bitwise reproducible
-    then. Under a mask, `classes` are those of tiles,
-    `[B | 1, N | 1, T tiles, S tiles]`; `data` is what masks and scores read.
+    then. Under a mask, `classes` are those of tiles, `[B | 1, N | 1, T tiles, S tiles]`; `data` is what
+    masks and scores read.
     """
     schedule = (OrderedSchedule if config.ordered else Schedule).of(problem, config, classes)
     seen = None if classes is None else schedule.seen(classes)
@@ -157,9 +157,8 @@ def _body(schedule: Schedule, inputs: Inputs, outputs: Outputs, memory: Memory) 
             return tile.next_step, role.visit(tile, dq_row)
 
         role.open()
-        state = I32(0), role.start(I32(schedule.dq_shape[0] - 1))
-        found = schedule.each_tile(inputs.table, outputs.claims, visit, state)
-        tiles, (steps, dq_row) = found
+        state = I32(0), role.start(I32(schedule.blocks))
+        tiles, (steps, dq_row) = schedule.each_tile(inputs.table, outputs.claims, visit, state)
         role.close(steps, tiles, dq_row)
         mosaic.leave_together(memory.done, me)
 

@@ -1,6 +1,6 @@
 """What comes before and after the Hopper backward: passes over O, dO and dQ, as fast as memory is.
 
-XLA takes 1.4 to 1.6 times as long, as it puts a tile's registers in order by columns of four bytes.
+XLA takes 1.4 times as long (docs/performance.md).
 """
 
 import functools
@@ -59,7 +59,7 @@ def prepare(
         run,
         [*(mosaic.operand(*shape, dtype=out.dtype) for _ in range(2)), mosaic.barriers(1, 2)],
         [jax.ShapeDtypeStruct(x, jnp.float32) for x in (delta, schedule.dq_shape)],
-        {"cta": schedule.dq_shape[0] - 1},
+        {"cta": schedule.blocks},
         1,
     )
     return tuple(kernel(out, dout))
@@ -82,7 +82,7 @@ def _row_products(a: Any, b: Any) -> jax.Array:
         x, y = (plgpu.load(ref.at[:, panel], layout=TILE).astype(jnp.float32) for ref in (a, b))
         return mosaic.by_eights(jnp.add, x * y)
 
-    total = sum(map(product, panels[1:]), product(panels[0]))
+    total = functools.reduce(jnp.add, map(product, panels))
     return plgpu.layout_cast(jnp.sum(total, 1), ROWS)
 
 
@@ -109,7 +109,7 @@ def finish(problem: Problem, config: Config, dq: jax.Array, dtype: Any) -> jax.A
         run,
         [mosaic.operand(config.block_q, config.head_dim, dtype=dtype)],
         jax.ShapeDtypeStruct(shape, dtype),
-        {"cta": schedule.dq_shape[0] - 1},
+        {"cta": schedule.blocks},
         1,
     )
     return kernel(dq)
@@ -158,7 +158,7 @@ def finish_pairs(pieces: jax.Array, entries: int, dtype: Any) -> jax.Array:
 
 
 def _unravel(number: Any, shape: tuple[int, ...]) -> list[Any]:
-    """The place in an array of this shape of its so-manieth element."""
+    """Of the element with this number in an array of this shape, the place on each axis."""
     place = []
     for size in reversed(shape):
         number, at = mosaic.div(number, size), mosaic.rem(number, size)

@@ -90,7 +90,8 @@ class Visits(NamedTuple):
 
 
 def _wide_enough(section: int, heads: int, tiles: int, hands: int) -> int:
-    """For dealing in turns, the next multiple that divides the heads and has tiles for all CTAs, half of them twice."""
+    """For dealing in turns: the next multiple that divides the heads and has tiles for all CTAs, half of
+    them twice."""
     sizes = (n for n in range(section, heads, section) if heads % n == 0)
     return next((n for n in sizes if n * tiles >= 1.5 * hands), heads)
 

@@ -173,28 +173,25 @@ def add_to_gmem(*, token, thread, target, transforms, value, source_info):
     return token
 
 
+def _counter(place, thread):
+    """What an integer in memory is, whenever it is asked."""
+    return lambda: np.int32(the_memory().get_buffer_content(*place, thread)[0])
+
+
 @gpu_callbacks.fail_on_exception
 def await_turn(*, token, thread, target, transforms, ordinal):
-    memory = the_memory()
     place = _locate(target, transforms)
-
-    def told() -> int:
-        return int(memory.get_buffer_content(*place, thread)[0])
-
-    memory.turns.promise(thread, _row(place), int(ordinal), told)
+    told = _counter(place, thread)
+    the_memory().turns.promise(thread, _row(place), int(ordinal), told)
     return token
 
 
 @gpu_callbacks.fail_on_exception
 def take_turn(*, token, thread, target, transforms, ordinal):
     """By who adds: nothing else depends on the thread then."""
-    memory = the_memory()
     place = _locate(target, transforms)
-
-    def told() -> int:
-        return int(memory.get_buffer_content(*place, thread)[0])
-
-    memory.turns.wait_for(lambda: told() >= ordinal)
+    told = _counter(place, thread)
+    the_memory().turns.wait_for(lambda: told() >= ordinal)
     shared.current.added.append((_row(place), int(ordinal), told()))
     return token
 
@@ -228,13 +225,8 @@ def claim_tile(*, token, thread, refs, transforms):
 
 @gpu_callbacks.fail_on_exception
 def next_tile(*, token, thread, place, transforms, number):
-    memory = the_memory()
-    place = _locate(place, transforms)
-
-    def claimed() -> np.ndarray:
-        return memory.get_buffer_content(*place, thread)[0]
-
-    memory.turns.wait_for(lambda: claimed() > number)
+    claimed = _counter(_locate(place, transforms), thread)
+    the_memory().turns.wait_for(lambda: claimed() > number)
     return token, claimed()
 
 
