@@ -1,8 +1,9 @@
-"""Whether a mask lets every token see itself, by its code.
+"""Whether a mask leaves no query without a key and no key without a query, by its code.
 
-If so, no query is without a key and no key without a query: there is nothing whose values a kernel must
-keep from spreading. The code is followed with one token in both places. What is computed twice from the
-same values has the same name, and is equal; for all else there are the intervals of `bounds`.
+If so, there is nothing whose values a kernel must keep from spreading. As many queries as keys: if every
+token sees itself. The code is followed with one token in both places. What is computed twice from the
+same values has the same name, and is equal; for all else there are the intervals of `bounds`. Otherwise,
+where a mask reads positions alone, some pairs are tried.
 """
 
 import functools
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
+from jax.extend.core import jaxpr_as_fun
 
 from pallas_fa2 import bounds
 from pallas_fa2.bounds import Interval
@@ -29,10 +31,35 @@ class Named(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def every_token_sees_itself(spec: Spec) -> bool:
+def every_token_takes_part(spec: Spec) -> bool:
     """False where the code does not say so."""
-    if spec.mask is None or spec.positions or spec.q_len != spec.kv_len:
+    if spec.mask is None or spec.positions or not (spec.q_len and spec.kv_len):
         return False
+    if spec.q_len == spec.kv_len:
+        return _every_token_sees_itself(spec)
+    return len(spec.mask.jaxpr.in_avals) == 2 and _every_token_has_a_witness(spec)
+
+
+def _every_token_has_a_witness(spec: Spec) -> bool:
+    """Against the token of its own index, or with the same distance to the end; or the nearest there is."""
+    lengths = spec.q_len, spec.kv_len
+    assert spec.mask is not None
+    sees = jax.vmap(jaxpr_as_fun(spec.mask.jaxpr))
+
+    def takes_part(side: int) -> jax.Array:
+        own, others = lengths[side], lengths[1 - side]
+        index = jnp.arange(own, dtype=jnp.int32)
+        found = []
+        for shift in (0, others - own):
+            pair = index, jnp.clip(index + shift, 0, others - 1)
+            found += sees(*(pair if side == 0 else pair[::-1]))
+        return jnp.all(found[0] | found[1])
+
+    return bool(bounds.evaluate_now(lambda: takes_part(0) & takes_part(1)))
+
+
+def _every_token_sees_itself(spec: Spec) -> bool:
+    assert spec.mask is not None
     code, names = spec.mask.jaxpr, _argument_names(spec)
 
     def sees_itself() -> jax.Array:

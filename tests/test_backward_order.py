@@ -15,6 +15,7 @@ from pallas_fa2.kernels import backward_order, visits
 from pallas_fa2.kernels.backward_order import OrderedSchedule, OrderedVisits
 from pallas_fa2.kernels.backward_schedule import Config, Step
 from pallas_fa2.kernels.mosaic import Problem
+from pallas_fa2.kernels.tiles import Claims
 from tests.support import compile_gate, interpreter, shared
 from tests.support.hopper import all_at_once, planned_for_h200
 
@@ -46,7 +47,7 @@ def rows_of(plan: OrderedSchedule, tile: Any) -> list[int]:
 def test_a_tile_adds_after_those_before_it_in_the_order(plan: OrderedSchedule) -> None:
     added = dict.fromkeys(range(plan.dq_shape[0]), 0)
     for number in range(plan.order.count):
-        tile = plan.tile(0, 0, [number])
+        tile = plan.tile(0, 0, [number, 0])
         for row in rows_of(plan, tile):
             assert plan.ordinal(Step(tile, 0, row, masked=False)) == added[row]
             added[row] += 1
@@ -102,7 +103,10 @@ def test_the_table_counts_what_each_tile_visits(known: bool) -> None:
     seen = plan.seen(classes if known else jnp.asarray(classes))
     counts = np.broadcast_to(seen.counts, (2, plan.heads, plan.kv_tiles))
     expected = [counts[plan.place(number)] for number in range(plan.order.count)]
-    assert np.asarray(plan.table(seen)).tolist() == expected
+    entries = np.asarray(plan.tiles(seen).table)[Claims.in_front(plan.hands) :]
+    assert entries[:-1, 0].tolist() == list(range(plan.order.count))
+    assert entries[:-1, 1].tolist() == expected
+    assert entries[-1, 0] == plan.order.count
 
 
 CALLS = {

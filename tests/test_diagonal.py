@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import pallas_fa2 as fa
-from pallas_fa2.diagonal import every_token_sees_itself
+from pallas_fa2.diagonal import every_token_takes_part
 from pallas_fa2.spec import describe
 
 IDS = jnp.zeros((2, 24), jnp.int32)
@@ -21,7 +21,7 @@ def image_text(q, k):
 def says(mask, kv_len=24, **options):
     q = jax.ShapeDtypeStruct((2, 24, 4, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, kv_len, 4, 64), jnp.bfloat16)
-    return every_token_sees_itself(describe(q, k, k, mask=mask, **options)[0])
+    return every_token_takes_part(describe(q, k, k, mask=mask, **options)[0])
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,15 @@ def test_where_some_may_not_it_does_not_say_so(mask):
 def test_other_lengths_and_given_positions_are_other_tokens():
     assert not says(fa.Window(3), kv_len=30)
     assert not says(fa.Window(3), q_positions=jnp.arange(24) + 5)
+
+
+@pytest.mark.parametrize("kv_len", [7, 60])
+def test_other_lengths_by_pairs_that_see_each_other(kv_len):
+    shift = kv_len - 24
+    seen = fa.mask_fn(lambda q, k: q.index + shift >= k.index)
+    assert says(seen, kv_len) == (kv_len > 24)  # the first queries would be without a key
+    assert says(fa.mask_fn(lambda q, k: (q.index + k.index) >= 0), kv_len)
+    assert says(fa.mask_fn(lambda q, k: q.index >= k.index), kv_len) == (kv_len < 24)
+    near = fa.mask_fn(lambda q, k: q.index + shift - k.index <= 3)
+    assert says(near, kv_len) == (kv_len < 24)
+    assert not says(fa.Segments(IDS, jnp.zeros((2, kv_len), jnp.int32)), kv_len)

@@ -107,8 +107,7 @@ class Columns:
 
     def probabilities(self, s: jax.Array) -> jax.Array:
         """P^T in float32, from S^T."""
-        problem, config = self.problem, self.schedule.config
-        lse = self.row(self.lse)
+        problem, lse = self.problem, self.row(self.lse)
         of_rows = mosaic.over_columns(lse, s.shape)
         if problem.score is None:
             exponent = s * (problem.scale * LOG2E) + of_rows
@@ -117,9 +116,9 @@ class Columns:
             exponent = self.hide_what_is_not_there(exponent, lse)
         if self.step.masked:
             exponent = self.hide_unseen(exponent)
-        if problem.score is None and problem.kv_len % config.block_kv:
-            # Keys past the end are zeros that nothing hides. Their part of dQ is 0 and their dK and
-            # dV are cut off, as long as p stays finite; a true p is at most 1.
+        if problem.score is None and self.reaches_past:
+            # Keys past the end are zeros. Their part of dQ is 0 and their dK and dV are cut off, as
+            # long as p stays finite; a true p is at most 1.
             exponent = jnp.minimum(exponent, 0.0)
         return jnp.exp2(exponent)
 
@@ -141,10 +140,14 @@ class Columns:
         """P^T with 0 where it is dropped."""
         return p if self.problem.dropout is None else jnp.maximum(p, 0.0)
 
+    @property
+    def reaches_past(self) -> bool:
+        return self.step.masked and self.schedule.reaches_past
+
     def hide_what_is_not_there(self, exponent: jax.Array, lse: jax.Array) -> jax.Array:
         """-inf for keys and queries past the end, where a score may be anything."""
         problem, config, shape = self.problem, self.schedule.config, exponent.shape
-        if problem.kv_len % config.block_kv:
+        if self.reaches_past:
             number = mosaic.index(shape, 0, self.first_key)
             there = mosaic.over_rows(number < problem.kv_len, shape)
             exponent = jnp.where(there, exponent, -jnp.inf)
@@ -158,6 +161,8 @@ class Columns:
         problem, step = self.problem, self.step
         if problem.mask is not None:
             return problem.mask.hide(exponent, self.pair_at)
+        if not problem.causal:
+            return exponent
         # where a query comes before the first that sees a key
         shift = self.first_key - step.first_query - self.place.start - problem.offset
         return ptx.hide_before(exponent, mosaic.index(exponent.shape, 0, shift))

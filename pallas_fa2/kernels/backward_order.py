@@ -15,13 +15,11 @@ next tile that it has. Those who add see barriers in shared memory alone.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -31,13 +29,12 @@ from pallas_fa2.kernels import mosaic, ptx, visits
 from pallas_fa2.kernels.backward_roles import TURN_BARRIERS, Loader, Memory
 from pallas_fa2.kernels.backward_schedule import Config, Schedule, Step, Tile
 from pallas_fa2.kernels.mosaic import I32, Problem
+from pallas_fa2.kernels.tiles import Claims
 
 # An entry of a list: whether the block is seen in full, how many tiles add to its row before, which
 # block it is, and whether it is visited at all.
 ORDINAL_BIT, BLOCK_BIT, EMPTY_BIT = 1, 15, 30
 MOST_TILES = 1 << (BLOCK_BIT - ORDINAL_BIT)
-# How many claims of a CTA are kept: by the fourth after it all warps have read one.
-CLAIMS = 8
 # The entry of a run: how many blocks that the mask cuts, and how many full ones after them.
 FULL_BIT = 16
 
@@ -111,39 +108,18 @@ class OrderedSchedule(Schedule):
     def seen(self, classes: Any) -> OrderedVisits:  # pyright: ignore[reportIncompatibleMethodOverride]
         return OrderedVisits.of(self.of_key_tiles(classes))
 
-    def table(self, seen: Any) -> Any:
-        """int32 `[tiles]`: how many blocks each visits under a mask. CTAs claim them as they come free."""
-        if seen is None:
-            return np.zeros(1, np.int32)
-        batch, head, tile = self.place(np.arange(self.order.count, dtype=np.int32))
-        shape = self.order.batch, self.order.heads, self.kv_tiles
-        return visits.module_of(seen.counts).broadcast_to(seen.counts, shape)[batch, head, tile]
-
-    @property
-    def claims(self) -> jax.Array:
-        """Of each CTA, the tiles that it has claimed; and the last that anybody has."""
-        return jnp.full((self.hands + 1, CLAIMS), -1, I32)
-
-    def each_tile(self, table: Any, claims: Any, body: Any, carry: Any) -> tuple[Any, Any]:
-        masked = self.problem.mask is not None
-
-        def claimed(k: Any, number: Any) -> Any:
-            return next_tile(claims.at[lax.axis_index("cta"), k & I32(CLAIMS - 1)], number)
-
-        def visit(state: tuple) -> tuple:
-            k, number, carry = state
-            carry = body(k, [number, table[number]] if masked else [number], carry)
-            return k + 1, claimed(k + 1, number), carry
-
-        def left(state: tuple) -> Any:
-            return state[1] < self.order.count
-
-        state = I32(0), claimed(I32(0), I32(-1)), carry
-        tiles, _, carry = lax.while_loop(left, visit, state)
-        return tiles, carry
+    def tiles(self, seen: Any) -> Claims:
+        """With how many blocks each visits under a mask."""
+        numbers = np.arange(self.order.count, dtype=np.int32)
+        counts = 0 * numbers
+        if seen is not None:
+            shape = self.order.batch, self.order.heads, self.kv_tiles
+            counts = visits.module_of(seen.counts).broadcast_to(seen.counts, shape)
+            counts = counts[self.place(numbers)]
+        return Claims.of(numbers, counts, self.hands, reserved=False)
 
     def tile(self, k: Any, first_step: Any, entry: list[Any], **arrays: Any) -> "OrderedTile":
-        return OrderedTile(self, k, first_step, *entry, **arrays)
+        return OrderedTile(self, k, first_step, *self.known(entry), **arrays)
 
     def block(self, listed: Any) -> Any:
         return listed >> I32(BLOCK_BIT) & I32((1 << (EMPTY_BIT - BLOCK_BIT)) - 1)
@@ -230,23 +206,18 @@ class OrderedLoader(Loader):
     buffers; so none of them is ever two phases of a barrier behind, and takes one for the other.
     """
 
-    def open(self) -> None:
-        super().open()
-        claim(self.outputs.claims, I32(0))
-
     def start(self, row: Any) -> tuple[Any, Any, Any]:
         return row, I32(0), row
 
-    def visit(self, tile: Tile, dq_row: Any) -> Any:
+    def visit(self, tile: Tile, dq_row: Any, look: Callable) -> Any:
         def load(step: Step, before: tuple) -> tuple:
-            claim_next(self.outputs.claims, step)
             self.load(step)
             self.pass_turns(step.t, *before)
             if self.memory.pairs:  # several pieces a step: the bound above does not hold for theirs
                 _meet_warps()  # pyright: ignore[reportCallIssue]
             return step.row, self.schedule.ordinal(step), before[0]  # pyright: ignore[reportAttributeAccessIssue]
 
-        return tile.each_step(load, dq_row)
+        return tile.each_step(load, dq_row), look()
 
     def pass_turns(self, t: Any, row: Any, ordinal: Any, row_before: Any) -> None:
         """Of the step before t, and of the one before that."""
@@ -266,19 +237,9 @@ class OrderedLoader(Loader):
         super().close(steps, tiles, dq_row)
 
 
-def claim(claims: Any, k: Any) -> None:
-    """The CTA's k-th tile, by one thread of the warpgroup."""
-    place = claims.at[lax.axis_index("cta"), k & I32(CLAIMS - 1)]
-    _claim_tile(claims.at[claims.shape[0] - 1, 0], place)  # pyright: ignore[reportCallIssue]
-
-
-def claim_next(claims: Any, step: Step) -> None:
-    """The next tile, in the last step of one: not sooner, as another CTA may be free before."""
-    pl.when(step.last)(lambda: claim(claims, step.tile.k + 1))
-
-
 WARPS = 4
-POLLS, TELLS, CLAIMS_BY = 1, 2, 3  # which warp of the four; the first one issues copies
+# Which warp of the four; the first one issues copies, and the last claims tiles.
+POLLS, TELLS = 1, 2
 
 
 def await_turn(turns: Any, row: Any, ordinal: Any) -> None:
@@ -305,23 +266,6 @@ def give_turn(turn: Any) -> None:
     _give_turn(turn)  # pyright: ignore[reportCallIssue]
 
 
-def next_tile(place: Any, number: Any) -> Any:
-    """The tile that has been claimed there, after this one."""
-    return _next_tile(place, number)  # pyright: ignore[reportCallIssue]
-
-
-def _by_warp(number: int, code: str, constraints: str, *operands: Any) -> None:
-    """`code` uses the operands from $1 on, the registers v and p, and leader, true in one thread."""
-    thread = arith.andi(ptx.thread_number(), ptx.i32(127))
-    code = (
-        "{ .reg .pred p, leader; .reg .b32 v; shr.b32 v, $0, 5; "
-        f"setp.ne.b32 p, v, {number}; setp.eq.b32 leader, $0, {32 * number}; "
-        f"@p bra done; {code} done: }}"
-    )
-    void = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(void, [thread, *operands], code, f"r,{constraints}", has_side_effects=True)
-
-
 @plgpu.inline_mgpu(arg_types=())
 def _meet_warps(_: Any) -> None:
     """The warps of the warpgroup that loads wait for each other."""
@@ -332,34 +276,13 @@ def _meet_warps(_: Any) -> None:
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
 def _await_turn(_: Any, turn: Any, ordinal: Any) -> None:
     code = "look: ld.acquire.gpu.global.b32 v, [$1]; setp.lt.s32 p, v, $2; @p bra look;"
-    _by_warp(POLLS, code, "l,r", ptx.address(turn), ordinal.registers[()])
+    ptx.by_warp(POLLS, code, "l,r", ptx.address(turn), ordinal.registers[()])
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
 def _end_turn(_: Any, turn: Any) -> None:
     code = "@leader red.release.gpu.global.add.s32 [$1], 1;"
-    _by_warp(TELLS, code, "l", ptx.address(turn))
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-def _claim_tile(_: Any, last: Any, place: Any) -> None:
-    code = (
-        "@leader atom.relaxed.gpu.global.add.s32 v, [$1], 1; @leader add.s32 v, v, 1; "
-        "@leader st.relaxed.gpu.global.b32 [$2], v;"
-    )
-    _by_warp(CLAIMS_BY, code, "l,l", ptx.address(last), ptx.address(place))
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=ptx.NUMBER)
-def _next_tile(_: Any, place: Any, number: Any) -> Any:
-    """A CTA's tiles have ever larger numbers, and their places are used in turn."""
-    i32, number = ir.IntegerType.get_signless(32), number.registers[()]
-    code = (
-        "{ .reg .pred p; look: ld.relaxed.gpu.global.b32 $0, [$1]; "
-        "setp.le.s32 p, $0, $2; @p bra look; }"
-    )
-    operands = [ptx.address(place), number]
-    return ptx.splat(llvm.inline_asm(i32, operands, code, "=&r,l,r", has_side_effects=True))
+    ptx.by_warp(TELLS, code, "l", ptx.address(turn))
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))

@@ -12,16 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import fragments, ptx
 from pallas_fa2.kernels.backward_columns import join
-from pallas_fa2.kernels.backward_order import (
-    OrderedSchedule,
-    claim,
-    claim_next,
-    give_turn,
-    take_turn,
-)
+from pallas_fa2.kernels.backward_order import OrderedSchedule, give_turn, take_turn
 from pallas_fa2.kernels.backward_roles import ColumnBlock, Loader
 from pallas_fa2.kernels.backward_schedule import DQ_TILE, PAIR, Step, Tile
-from pallas_fa2.kernels.mosaic import I32, Ring
+from pallas_fa2.kernels.mosaic import Ring
 from pallas_fa2.kernels.tma import Rows
 
 
@@ -34,6 +28,12 @@ class Scores(ColumnBlock, Loader):
 
     def open(self) -> None:
         """It releases nothing."""
+        pl.when(lax.axis_index(PAIR) == 0)(self.tiles.open)
+
+    def claim_next(self, step: Step) -> None:
+        """By one CTA for both."""
+        in_time = step.last & (lax.axis_index(PAIR) == 0)
+        self.tiles.claim(step.tile.k + 1, in_time)
 
     def load_keys(self, tile: Tile) -> None:
         """The CTA's, and those columns of the other's that meet its half of dQ."""
@@ -44,7 +44,7 @@ class Scores(ColumnBlock, Loader):
         half = pl.ds(columns * rank, columns)
         self.memory.keys.fill(tile.k, rows(rows=mine), rows(rows=others, columns=half))
 
-    def visit(self, tile: Tile, dq_row: Any) -> Any:
+    def visit(self, tile: Tile, dq_row: Any, look: Callable) -> Any:
         first = Step(tile, tile.first_step, tile.first_row, masked=False)
         self.load_queries(first)
         self.load_keys(tile)
@@ -52,9 +52,10 @@ class Scores(ColumnBlock, Loader):
         self.load_douts(first)
         self.wait_for_keys(tile)
         tile.each_step(self.step, apart=True)
-        return dq_row
+        return dq_row, look()
 
     def step(self, step: Step, _: Any) -> None:
+        self.claim_next(step)
         memory, t, square = self.memory, step.t, self.accumulator(self.config.block_q)
         (p_smem,), (ds_smem,) = memory.p_ring.at(t), memory.ds_ring.at(t)
         block = self.columns(step, *(ring.at(t)[1] for ring in memory.rings[:2]))
@@ -171,9 +172,10 @@ class KeyGradient(WideGradient):
     def left(self) -> Ring:
         return self.memory.ds_ring
 
-    def visit(self, tile: Tile, dq_row: Any) -> Any:
-        self.store(tile, (self.outputs.dk, self.gradient(tile) * self.scale))
-        return dq_row
+    def visit(self, tile: Tile, dq_row: Any, look: Callable) -> Any:
+        gradient, seen = self.gradient(tile), look()
+        self.store(tile, (self.outputs.dk, gradient * self.scale))
+        return dq_row, seen
 
 
 class ValueGradient(WideGradient):
@@ -181,19 +183,10 @@ class ValueGradient(WideGradient):
     def left(self) -> Ring:
         return self.memory.p_ring
 
-    def visit(self, tile: Tile, dq_row: Any) -> Any:
-        self.store(tile, (self.outputs.dv, self.scaled(self.gradient(tile))))
-        return dq_row
-
-
-class OrderedScores(Scores):
-    def open(self) -> None:
-        super().open()
-        pl.when(lax.axis_index(PAIR) == 0)(lambda: claim(self.outputs.claims, I32(0)))
-
-    def step(self, step: Step, _: Any) -> None:
-        pl.when(lax.axis_index(PAIR) == 0)(lambda: claim_next(self.outputs.claims, step))
-        super().step(step, _)
+    def visit(self, tile: Tile, dq_row: Any, look: Callable) -> Any:
+        gradient, seen = self.gradient(tile), look()
+        self.store(tile, (self.outputs.dv, self.scaled(gradient)))
+        return dq_row, seen
 
 
 class InTurn(WideGradient):

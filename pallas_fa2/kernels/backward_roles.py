@@ -16,6 +16,7 @@ from pallas_fa2.kernels.backward_columns import Columns, join
 from pallas_fa2.kernels.backward_schedule import PAIR, PANEL, Config, Schedule, Step, Tile
 from pallas_fa2.kernels.mosaic import I32, Ring
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, Side
+from pallas_fa2.kernels.tiles import Claims, Dealt
 from pallas_fa2.kernels.tma import Rows
 from pallas_fa2.kernels.token_data import Sums
 
@@ -23,7 +24,6 @@ from pallas_fa2.kernels.token_data import Sums
 class Inputs(NamedTuple):
     """In device memory."""
 
-    table: Any
     q: Any
     k: Any
     v: Any
@@ -40,9 +40,8 @@ class Outputs(NamedTuple):
     dk: list[Any]  # an array for each number that a gradient is made of
     dv: list[Any]
     scores: Sums | None = None
-    # Where dQ is added in one order:
-    turns: Any = None  # of each block of queries, how many tiles have added to it
-    claims: Any = None  # which tile each CTA takes next
+    # Where dQ is added in one order, of each block of queries, how many tiles have added to it.
+    turns: Any = None
 
 
 class Memory(NamedTuple):
@@ -215,6 +214,7 @@ class Role:
     """What a warpgroup does."""
 
     schedule: Schedule
+    tiles: Dealt | Claims
     inputs: Inputs
     outputs: Outputs
     memory: Memory
@@ -235,8 +235,9 @@ class Role:
         """What the first tile's `visit` gets, where `row` is that of no gradient."""
         return row
 
-    def visit(self, tile: Tile, dq_row: Any) -> Any:
-        """A tile. `dq_row` is where dQ of the step before goes; returns it for the last step."""
+    def visit(self, tile: Tile, dq_row: Any, look: Callable) -> tuple[Any, Any]:
+        """A tile. `dq_row` is where dQ of the step before goes; returns it for the last step, and
+        look()."""
         raise NotImplementedError
 
     def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
@@ -246,16 +247,24 @@ class Role:
 class Loader(Role):
     """Keys and values of one tile after another, and the queries that they meet."""
 
-    def visit(self, tile: Tile, dq_row: Any) -> Any:
+    def open(self) -> None:
+        self.tiles.open()
+
+    def visit(self, tile: Tile, dq_row: Any, look: Callable) -> Any:
         tile.each_step(lambda step, _: self.load(step))
-        return dq_row
+        return dq_row, look()
 
     def load(self, step: Step) -> None:
+        self.claim_next(step)
         pl.when(step.first)(lambda: self.load_keys(step.tile))
         self.load_queries(step)
         pl.when(step.first)(lambda: self.load_values(step.tile))
         self.load_douts(step)
         self.load_pairs(step)
+
+    def claim_next(self, step: Step) -> None:
+        """The next tile, in the last step of one: not sooner, as another CTA may be free before."""
+        self.tiles.claim(step.tile.k + 1, step.last)
 
     def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
         for ring in self.memory.rings:

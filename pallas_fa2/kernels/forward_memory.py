@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from pallas_fa2.kernels import mosaic, visits
 from pallas_fa2.kernels.forward_schedule import Tile
 from pallas_fa2.kernels.mosaic import Ring
+from pallas_fa2.kernels.tiles import Claims, Dealt
 
 
 class Memory(NamedTuple):
@@ -77,7 +78,6 @@ class Memory(NamedTuple):
 class Inputs(NamedTuple):
     """In device memory."""
 
-    table: Any
     q: Any
     k: Any
     v: Any
@@ -85,12 +85,17 @@ class Inputs(NamedTuple):
     data: Any = None  # of masks and scores
 
 
+class Outputs(NamedTuple):
+    out: Any
+    lse: Any
+
+
 class Arrays(NamedTuple):
     """In device memory."""
 
+    tiles: Dealt | Claims
     inputs: Inputs
-    out: Any
-    lse: Any
+    outputs: Outputs
 
     def block(self, tile: Tile, t: Any) -> Any:
         """Which keys the tile visits as its t-th."""

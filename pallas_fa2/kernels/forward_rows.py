@@ -218,11 +218,11 @@ class RowBlock(RowScores):
         out[...] = (acc * mosaic.over_rows(share, acc.shape)).astype(out.dtype)
         lse[...] = sum_of_all
         plgpu.commit_smem()
-        Rows(self.arrays.out, batch, rows, head, columns).store(out)
+        Rows(self.arrays.outputs.out, batch, rows, head, columns).store(out)
 
         @pl.when(columns.start == 0)
         def _() -> None:
-            target = self.arrays.lse.at[batch, head, rows]
+            target = self.arrays.outputs.lse.at[batch, head, rows]
             plgpu.copy_smem_to_gmem(lse, target, commit_group=False)
 
         plgpu.commit_smem_to_gmem_group()

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 
 from pallas_fa2.kernels import mosaic, visits
 from pallas_fa2.kernels.mosaic import Problem
+from pallas_fa2.kernels.tiles import Claims, Dealt
 from pallas_fa2.kernels.visits import Visits
 
 
@@ -91,15 +92,16 @@ class Schedule:
         p = self.problem
         return mosaic.Order(p.batch, p.q_heads, self.q_tiles, self._section, p.causal)
 
-    def table(self, seen: Visits | None) -> Any:
-        """Which tiles each CTA takes."""
+    def tiles(self, seen: Visits | None) -> Dealt | Claims:
+        """Which each CTA takes."""
         p = self.problem
         if seen is not None:
             return seen.deal(p.batch, p.q_heads, self._section, self.config.ctas)
-        _, _, tile = self.order.place(np.arange(self.order.count))
-        ctas = min(self.config.ctas, self.order.count)
+        numbers = np.arange(self.order.count, dtype=np.int32)
+        _, _, tile = self.order.place(numbers)
         # A tile's beginning and end cost about as much as a block.
-        return mosaic.deal(self.blocks(tile)[0] + 1.0, ctas)
+        costs, ctas = self.blocks(tile)[0] + 1.0, min(self.config.ctas, self.order.count)
+        return Dealt.of(numbers[:, None], costs, ctas)
 
     def blocks(self, q_tile: Any) -> tuple[Any, Any]:
         """How many key blocks a tile visits, and how many of them, the last ones, are cut."""

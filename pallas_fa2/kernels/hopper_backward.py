@@ -13,6 +13,7 @@ of dQ's columns over all of the block's keys, as what bounds this kernel otherwi
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +32,6 @@ from pallas_fa2.kernels.backward_order import (
 from pallas_fa2.kernels.backward_pair import (
     KeyGradient,
     OrderedKeyGradient,
-    OrderedScores,
     OrderedValueGradient,
     Scores,
     ValueGradient,
@@ -54,6 +54,7 @@ from pallas_fa2.kernels.backward_schedule import (
     Tile,
 )
 from pallas_fa2.kernels.mosaic import I32, Problem
+from pallas_fa2.kernels.tiles import Claims, Dealt, each_tile, launch
 from pallas_fa2.kernels.token_data import Sums, TokenData, stored
 
 
@@ -80,7 +81,7 @@ def gradients(
     """
     schedule = (OrderedSchedule if config.ordered else Schedule).of(problem, config, classes)
     seen = None if classes is None else schedule.seen(classes)
-    inputs = Inputs(jnp.asarray(schedule.table(seen)), q, k, v, dout, lse, delta)
+    tiles, inputs = schedule.tiles(seen), Inputs(q, k, v, dout, lse, delta)
     if seen is not None:
         inputs = inputs._replace(lists=jnp.asarray(seen.lists))
     if isinstance(seen, OrderedVisits):
@@ -91,7 +92,6 @@ def gradients(
             inputs = inputs._replace(lse=_with_query_data(lse, data))
             data = data._replace(q=None, row_keys=None)
         inputs = inputs._replace(data=data)
-    flat, tree = jax.tree.flatten(inputs)
     # Of a part of a group, a gradient leaves as two numbers whose sum is as good as in float32.
     shape = (*k.shape[:2], schedule.heads, k.shape[3])
     count = 1 if schedule.parts == 1 else 2
@@ -104,29 +104,19 @@ def gradients(
         sums = Sums.start(problem, q.dtype, lengths, data)
     outputs = Outputs(zeros, dk, dv, sums)
     if isinstance(schedule, OrderedSchedule):
-        outputs = outputs._replace(
-            turns=jnp.zeros(schedule.turns_shape, I32), claims=schedule.claims
-        )
-    flat_outputs, output_tree = jax.tree.flatten(outputs)
-
-    def run(refs: tuple, memory: Memory) -> None:
-        inputs = jax.tree.unflatten(tree, refs[: len(flat)])
-        outputs = jax.tree.unflatten(output_tree, refs[len(flat) :])
-        _body(schedule, inputs, outputs, memory)
-
-    kernel = mosaic.launch(
+        outputs = outputs._replace(turns=jnp.zeros(schedule.turns_shape, I32))
+    dq, dk, dv, sums, _ = launch(
         "attention_gradients",
-        run,
+        functools.partial(_body, schedule),
         memory_of(
             config, q.dtype, inputs.lse.shape[2:-1], [stored(s.dtype) for s in problem.pairs()]
         ),
-        (),
-        {"cta": schedule.hands},
+        tiles,
+        inputs,
+        outputs,
         len(config.registers),
         {PAIR: 2} if config.paired else {},
     )
-    found = pl.run_state(lambda refs: kernel(*flat, *refs))(tuple(flat_outputs))
-    dq, dk, dv, sums, *_ = jax.tree.unflatten(output_tree, found)
     dq = passes.finish(problem, config, dq, q.dtype)
     return dq, schedule.join(dk), schedule.join(dv), sums
 
@@ -143,23 +133,26 @@ def _with_query_data(lse: jax.Array, data: TokenData) -> jax.Array:
     return jnp.concatenate([lse[:, :, None], *rows], 2)
 
 
-def _body(schedule: Schedule, inputs: Inputs, outputs: Outputs, memory: Memory) -> None:
+def _body(
+    schedule: Schedule, tiles: Dealt | Claims, inputs: Inputs, outputs: Outputs, memory: Memory
+) -> None:
     config = schedule.config
 
     def run(me: int) -> None:
         mosaic.set_registers(config.registers, me)
-        role = kinds[me](schedule, inputs, outputs, memory, me)
+        role = kinds[me](schedule, tiles, inputs, outputs, memory, me)
 
-        def visit(k: Any, entry: list[Any], state: tuple) -> tuple:
+        def visit(k: Any, entry: list[Any], state: tuple, look: Callable) -> tuple:
             first_step, dq_row = state
             arrays = {"lists": inputs.lists} | ({"runs": inputs.runs} if config.ordered else {})
             tile = schedule.tile(k, first_step, entry, **arrays)
-            return tile.next_step, role.visit(tile, dq_row)
+            dq_row, seen = role.visit(tile, dq_row, look)
+            return (tile.next_step, dq_row), seen
 
         role.open()
         state = I32(0), role.start(I32(schedule.blocks))
-        tiles, (steps, dq_row) = schedule.each_tile(inputs.table, outputs.claims, visit, state)
-        role.close(steps, tiles, dq_row)
+        taken, (steps, dq_row) = each_tile(tiles, visit, state)
+        role.close(steps, taken, dq_row)
         mosaic.leave_together(memory.done, me)
 
     kinds = KINDS[config.paired, config.ordered]
@@ -179,7 +172,7 @@ class KeyHalf(ColumnBlock):
         super().open()
         plgpu.barrier_arrive(self.memory.ds_there)  # as if there were a step before the first
 
-    def visit(self, tile: Tile, dq_row: Any) -> Any:
+    def visit(self, tile: Tile, dq_row: Any, look: Callable) -> Any:
         def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array, Any]:
             last = tile.each_step(functools.partial(self.step, dk_acc, dv_acc), dq_row, apart=True)
             return dk_acc[...], dv_acc[...], last
@@ -188,8 +181,9 @@ class KeyHalf(ColumnBlock):
         wide = self.accumulator(self.config.head_dim)
         dk, dv, last = pl.run_scoped(accumulate, wide, wide)
         self.memory.values.release(tile.k)
+        seen = look()
         self.store(tile, (self.outputs.dv, self.scaled(dv)), (self.outputs.dk, dk * self.scale))
-        return last
+        return last, seen
 
     def step(self, dk_acc: Any, dv_acc: Any, step: Step, dq_row: Any) -> Any:
         """dV and dK of a step, and dQ of the step before."""
@@ -266,5 +260,5 @@ KINDS = {
     (False, False): (KeyHalf, KeyHalf, Loader),
     (False, True): (OrderedHalf, OrderedHalf, OrderedLoader),
     (True, False): (KeyGradient, ValueGradient, Scores),
-    (True, True): (OrderedKeyGradient, OrderedValueGradient, OrderedScores),
+    (True, True): (OrderedKeyGradient, OrderedValueGradient, Scores),
 }

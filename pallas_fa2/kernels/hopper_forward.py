@@ -13,6 +13,7 @@ overflows, the tile is done again with true maxima (`RowBlock.repeat`).
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,14 +23,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import mosaic, ptx
-from pallas_fa2.kernels.forward_memory import Arrays, Inputs, Memory
+from pallas_fa2.kernels.forward_memory import Arrays, Inputs, Memory, Outputs
 from pallas_fa2.kernels.forward_rows import RowBlock
 from pallas_fa2.kernels.forward_schedule import Config, Schedule, Tile
 from pallas_fa2.kernels.mosaic import I32, TILE, Problem
 from pallas_fa2.kernels.ptx import Turns
+from pallas_fa2.kernels.tiles import Claims, Dealt, each_tile, launch
 from pallas_fa2.kernels.tma import Rows
 from pallas_fa2.kernels.token_data import TokenData, stored
 from pallas_fa2.kernels.visits import Visits
+
+# In how many blocks a claim is answered (2500 clocks), where a block of keys takes 600 or more.
+CLAIM_AHEAD = 4
 
 
 def attention(
@@ -66,7 +71,7 @@ def attention(
         done=[plgpu.Barrier(num_arrivals=groups + 1) for _ in range(2)],
         pairs=pairs,
     )
-    inputs = Inputs(jnp.asarray(schedule.table(seen)), q, k, v)
+    tiles, inputs = schedule.tiles(seen), Inputs(q, k, v)
     if seen is not None:
         inputs = inputs._replace(lists=jnp.asarray(seen.lists))
     if data is not None:
@@ -75,22 +80,17 @@ def attention(
         if problem.reads_keys():
             buffers = plgpu.SMEM((stages, data.k.shape[1], config.block_kv), jnp.int32)
             memory = memory._replace(key_data=buffers)
-    flat, tree = jax.tree.flatten(inputs)
     lse_shape = (problem.batch, problem.q_heads, schedule.q_tiles * config.block_q)
+    outputs = Outputs(lax.empty(q.shape, dtype), lax.empty(lse_shape, jnp.float32))
 
-    def run(refs: tuple, memory: Memory) -> None:
-        arrays = Arrays(jax.tree.unflatten(tree, refs[: len(flat)]), *refs[len(flat) :])
-        warpgroup = lax.axis_index("warpgroup")
+    def run(tiles: Dealt | Claims, inputs: Inputs, outputs: Outputs, memory: Memory) -> None:
+        arrays, warpgroup = Arrays(tiles, inputs, outputs), lax.axis_index("warpgroup")
         multiply = functools.partial(_multiply, schedule, arrays, memory, warpgroup)
         load = functools.partial(_load, schedule, arrays, memory)
         mosaic.assign_roles(warpgroup, *[multiply] * groups, load)
 
-    out_type = (
-        jax.ShapeDtypeStruct(q.shape, dtype),
-        jax.ShapeDtypeStruct(lse_shape, jnp.float32),
-    )
-    ctas = inputs.table.shape[0]
-    return mosaic.launch("attention", run, memory, out_type, {"cta": ctas}, groups + 1)(*flat)
+    out, lse = launch("attention", run, memory, tiles, inputs, outputs, groups + 1)
+    return out, lse
 
 
 def _pair_buffers(config: Config, problem: Problem, key_rows: int) -> list[Any]:
@@ -107,8 +107,9 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
     """The loading warpgroup: queries, keys and values of one tile after another."""
     problem, config, inputs = schedule.problem, schedule.config, arrays.inputs
     mosaic.set_registers(config.shares, -1)
+    arrays.tiles.open()
 
-    def visit(n: Any, entry: list[Any], before: tuple[Any, Any]) -> tuple[Any, Any]:
+    def visit(n: Any, entry: list[Any], before: tuple[Any, Any], look: Callable) -> tuple:
         tile = Tile(schedule, *entry)
         (batch, head, _), (first_step, first_data) = tile.place, before
 
@@ -143,12 +144,18 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
 
             pl.when(tile.has_data(t))(fill)
 
+        def claim(t: Any) -> None:
+            in_time = t == jnp.maximum(tile.visited - CLAIM_AHEAD, 0)
+            arrays.tiles.claim(n + 1, in_time)
+
         def load(t: Any, _: Any) -> None:
+            claim(t)
             load_keys(t)
             load_key_data(t)
             load_values(t - 1)
             load_pairs(t)  # which have fewer buffers: values do not wait for them
 
+        claim(I32(0))
         load_keys(I32(0))
         for g in range(config.warpgroups):
             memory.queries(g).fill(n, Rows(inputs.q, batch, rows(g), head))
@@ -156,9 +163,9 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
         load_pairs(I32(0))
         lax.fori_loop(I32(1), tile.visited, load, None)
         load_values(tile.visited - 1)
-        return tile.next_steps(before)
+        return tile.next_steps(before), look()
 
-    mosaic.each_tile(inputs.table, visit, (I32(0), I32(0)))
+    each_tile(arrays.tiles, visit, (I32(0), I32(0)))
     for ring in memory.rings:
         ring.drain()
     for g in range(config.warpgroups):
@@ -169,11 +176,11 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
 
 def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any) -> None:
     """A multiplying warpgroup: 64 rows of one tile after another."""
-    config, inputs = schedule.config, arrays.inputs
+    config = schedule.config
     mosaic.set_registers(config.shares, 0)
     queries, turns = memory.queries(warpgroup), Turns(warpgroup, config.warpgroups)
 
-    def visit(n: Any, entry: list[Any], before: tuple[Any, Any]) -> tuple[Any, Any]:
+    def visit(n: Any, entry: list[Any], before: tuple[Any, Any], look: Callable) -> tuple:
         """The CTA's n-th tile; the rings, and that of key data, have been through some steps before."""
         (q,) = queries.wait(n)
         if config.q_in_registers:
@@ -181,6 +188,7 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
         tile = Tile(schedule, *entry)
         block = RowBlock(tile, arrays, memory, turns, q, warpgroup, *before)
         acc, statistics = block.attend()
+        seen = look()
         total = statistics.total.sum(axis=1)
         infinite = ptx.any_infinite(total, warpgroup)
 
@@ -204,14 +212,14 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
             queries.release(n)
             return here.next_steps
 
-        return lax.cond(infinite != 0, repeat, finish)
+        return lax.cond(infinite != 0, repeat, finish), seen
 
     for ring in memory.rings:
         ring.open()
     for ring in (queries, *memory.pairs_of(warpgroup)):
         ring.open()
     turns.open()
-    mosaic.each_tile(inputs.table, visit, (I32(0), I32(0)))
+    each_tile(arrays.tiles, visit, (I32(0), I32(0)))
     turns.close()
     plgpu.wait_smem_to_gmem(0)
     mosaic.leave_together(memory.done, 0)

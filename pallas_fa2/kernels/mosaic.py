@@ -6,7 +6,6 @@ every kernel and look for races. What Pallas cannot say stands in `ptx`.
 
 import dataclasses
 import functools
-import heapq
 import math
 import operator
 import types
@@ -317,51 +316,6 @@ class Order:
         return div(head, self.heads), rem(head, self.heads), tile
 
 
-def share(costs: Sequence[float] | np.ndarray, hands: int) -> tuple[list[list[int]], float]:
-    """List scheduling: each tile, in order, to the CTA that is free first; and when all are done."""
-    free = [(0.0, hand) for hand in range(hands)]
-    dealt: list[list[int]] = [[] for _ in range(hands)]
-    for number, cost in enumerate(costs):
-        time, hand = free[0]
-        dealt[hand].append(number)
-        heapq.heapreplace(free, (time + cost, hand))
-    return dealt, max(time for time, _ in free)
-
-
-def deal(costs: Sequence[float] | np.ndarray, hands: int) -> np.ndarray:
-    """int32 `[hands, 2 + most, 1]`, a row a CTA: how many tiles it takes, their numbers, and a zero."""
-    dealt, _ = share(costs, hands)
-    table = np.zeros((hands, 2 + max(map(len, dealt)), 1), np.int32)
-    for row, numbers in zip(table[..., 0], dealt, strict=True):
-        row[0] = len(numbers)
-        row[1 : 1 + len(numbers)] = numbers
-    return table
-
-
-def each_tile(
-    table: Any, body: Callable[[Any, list[Any], Any], Any], carry: Any, prefetch: bool = True
-) -> Any:
-    """carry = body(k, entry, carry) for the CTA's tiles; an entry begins with a tile's number.
-
-    With `prefetch` an entry is read a tile ahead, and held in registers.
-    """
-    cta = lax.axis_index("cta")
-
-    def entry(k: Any) -> list[Any]:
-        return [table[cta, k, i] for i in range(table.shape[2])]
-
-    def step(k: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
-        this, carry = state
-        following = entry(k + 2)
-        return following, body(k, this, carry)
-
-    if prefetch:
-        return lax.fori_loop(I32(0), table[cta, 0, 0], step, (entry(1), carry))[1]
-    return lax.fori_loop(
-        I32(0), table[cta, 0, 0], lambda k, carry: body(k, entry(k + 1), carry), carry
-    )
-
-
 def by_eights(combine: Callable, tile: jax.Array) -> jax.Array:
     """A tile's groups of eight columns combined: `[64, 8]`, of which each thread holds two columns.
 
@@ -393,7 +347,8 @@ def launch(
     flat, tree = jax.tree.flatten(memory)
 
     def body(*refs: Any) -> None:
-        run(refs[: -len(flat)], jax.tree.unflatten(tree, refs[-len(flat) :]))
+        arrays = len(refs) - len(flat)
+        run(refs[:arrays], jax.tree.unflatten(tree, refs[arrays:]))
 
     body.__name__ = name
     params = plgpu.CompilerParams(

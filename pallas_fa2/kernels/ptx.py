@@ -238,6 +238,18 @@ def _shared_address(ref: Any) -> Any:
     return address(ref, 32)
 
 
+def by_warp(number: int, code: str, constraints: str, *operands: Any) -> None:
+    """By one warp of a warpgroup: `code` uses the operands from $1 on, the registers v and p, and leader, true in one thread."""
+    thread = arith.andi(thread_number(), i32(127))
+    code = (
+        "{ .reg .pred p, leader; .reg .b32 v; shr.b32 v, $0, 5; "
+        f"setp.ne.b32 p, v, {number}; setp.eq.b32 leader, $0, {32 * number}; "
+        f"@p bra done; {code} done: }}"
+    )
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, [thread, *operands], code, f"r,{constraints}", has_side_effects=True)
+
+
 def _by_one_thread(code: str, *operands: Any) -> None:
     """`code` uses the operands from $1 on, and the registers a and b."""
     thread = arith.andi(thread_number(), i32(127))

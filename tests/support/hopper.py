@@ -52,15 +52,15 @@ def name(value: Case | plan.Tuned) -> str:
 
 
 @contextlib.contextmanager
-def all_at_once() -> Iterator[None]:
-    """Interpreted CTAs of the backward run side by side, which otherwise run one after another: as one
+def all_at_once(kernel: str = "attention_gradients") -> Iterator[None]:
+    """Interpreted CTAs of a kernel run side by side, which otherwise run one after another: as one
     cluster."""
     launch = mosaic.launch
 
     def as_cluster(
         name: str, run: Any, memory: Any, out: Any, grid: Any, groups: int, cluster: Any = ()
     ) -> Any:
-        if name == "attention_gradients":
+        if name == kernel:
             grid, cluster = {"all": 1}, {**grid, **dict(cluster)}
         return launch(name, run, memory, out, grid, groups, dict(cluster))
 

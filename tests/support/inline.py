@@ -1,4 +1,4 @@
-"""What the library's inline code means, by its name: `ptx`, `fragments` and `pair_tile`."""
+"""What the library's inline code means, by its name: `ptx`, `fragments`, `pair_tile`, `listing`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_fa2.kernels import dropout
+from pallas_fa2.kernels import dropout, listing
 
 
 def _columns(tile: jax.Array) -> jax.Array:
@@ -60,6 +60,15 @@ def _negate_dropped(p, first, second, columns, key_axis, threshold, _):
     return jnp.where((bits if key_axis == "1" else bits.T) < int(threshold), -p, p)
 
 
+def _by_warps(x):
+    return x.reshape(-1, listing.LANES)
+
+
+def _sum_of_lanes_before(x):
+    warps = _by_warps(x)
+    return (jnp.cumsum(warps, 1) - warps).reshape(-1)
+
+
 # A warpgroup is one thread here: its four warps share their answers.
 INLINE: dict[str, Callable[..., Any]] = {
     "any_above": lambda tile, limit: jnp.any(tile > float(limit)).astype("int32"),
@@ -74,6 +83,9 @@ INLINE: dict[str, Callable[..., Any]] = {
     "_turn_sync": lambda _: None,
     "_turn_arrive": lambda _: None,
     "column_numbers": lambda start, count: start + jnp.arange(int(count), dtype="int32"),
+    "_thread_numbers": lambda: jnp.arange(listing.THREADS, dtype="int32"),
+    "_sum_of_lanes": lambda x: jnp.repeat(_by_warps(x).sum(1), listing.LANES),
+    "_sum_of_lanes_before": _sum_of_lanes_before,
     "negate_dropped": _negate_dropped,
     "hide_after": lambda s, last: jnp.where(_columns(s) <= last[:, None], s, -jnp.inf),
     "hide_before": lambda s, first: jnp.where(_columns(s) >= first[:, None], s, -jnp.inf),

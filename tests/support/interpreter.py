@@ -208,14 +208,18 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             return self._mail(operations.send_mail, eqn, token, values, block=values[3]), []
         if name == "_wait_for_mail":
             return self._mail(operations.wait_for_mail, eqn, token, values), []
-        if name == "_claim_tile":
+        if name == "_claim":
             return self._claim(eqn, token, *values), []
-        if name == "_next_tile":
-            return self._next_tile(eqn, token, *values)
+        if name in ("_look", "_settle"):
+            return self._claimed(name, eqn, token, *values)
         if name in operations.TURNS:
             return self._turn(name, eqn, token, *values), []
         if name in ("load", "store"):
             return self._copy_rows(eqn, token, *values), []
+        if name == "_gather":
+            return self._gather(eqn, token, *values)
+        if name in ("_scatter", "_scatter_pairs"):
+            return self._scatter(eqn, token, *values), []
         out = inline.INLINE[name](*values, *parameters)
         return token, [] if out is None else [out]
 
@@ -257,6 +261,35 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         transforms, *_ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
         return jaxpr_interpret.resolve_ref(eqn.invars[0].aval, target, transforms)
 
+    def _gather(self, eqn, token, source, places, *leaves):
+        source, transforms = self._target(eqn, source, leaves)
+        out = eqn.outvars[0].aval
+        token, found = callback.io_callback(
+            functools.partial(operations.gather, source_info=eqn.source_info),
+            (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(out.shape, out.dtype)),
+            token=token,
+            thread=self.thread,
+            source=source,
+            transforms=transforms,
+            places=places,
+        )
+        return token, [found]
+
+    def _scatter(self, eqn, token, target, places, *values_and_leaves):
+        count = eqn.params["pytree_args"].num_leaves - 2  # but for the target and the places
+        values, leaves = values_and_leaves[:count], values_and_leaves[count:]
+        target, transforms = self._target(eqn, target, leaves)
+        return callback.io_callback(
+            functools.partial(operations.scatter, source_info=eqn.source_info),
+            gpu_callbacks.TOKEN_SHAPE_DTYPE,
+            token=token,
+            thread=self.thread,
+            target=target,
+            transforms=transforms,
+            places=places,
+            values=values,
+        )
+
     def _add(self, eqn, token, meaning, target, tile, *leaves):
         target, transforms = self._target(eqn, target, leaves)
         function = functools.partial(operations.add_to_gmem, source_info=eqn.source_info)
@@ -284,32 +317,42 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             **ordinal,
         )
 
-    def _claim(self, eqn, token, counter, place, *leaves):
-        transforms = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
-        aval = eqn.invars[0].aval
-        counter, at = jaxpr_interpret.resolve_ref(aval, counter, transforms[0])
-        place, there = jaxpr_interpret.resolve_ref(eqn.invars[1].aval, place, transforms[1])
+    def _claim(self, eqn, token, *values):
+        *refs, already, count, number = values[:6]
+        leaves = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], values[6:])
+        avals = [var.aval for var in eqn.invars]
+        refs, places = zip(
+            *(jaxpr_interpret.resolve_ref(*x) for x in zip(avals, refs, leaves, strict=False)),
+            strict=True,
+        )
         return callback.io_callback(
             operations.claim_tile,
             gpu_callbacks.TOKEN_SHAPE_DTYPE,
             token=token,
             thread=self.thread,
-            refs=(counter, place),
-            transforms=(at, there),
+            refs=refs,
+            transforms=places,
+            already=already,
+            count=count,
+            number=number,
         )
 
-    def _next_tile(self, eqn, token, place, number, *leaves):
-        place, transforms = self._target(eqn, place, leaves)
-        token, found = callback.io_callback(
-            operations.next_tile,
-            (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct((), "int32")),
+    def _claimed(self, name, eqn, token, place, *values):
+        """What is there, or what will be there in a round."""
+        numbers = 3 if name == "_settle" else 0
+        number = values[2] if numbers else None
+        place, transforms = self._target(eqn, place, values[numbers:])
+        entry = jax.ShapeDtypeStruct((), "int32")
+        token, *found = callback.io_callback(
+            operations.claimed_tile,
+            (gpu_callbacks.TOKEN_SHAPE_DTYPE, entry, entry),
             token=token,
             thread=self.thread,
             place=place,
             transforms=transforms,
             number=number,
         )
-        return token, [found]
+        return token, found
 
     def _mail(self, function, eqn, token, values, **others):
         refs = [var.aval for var in eqn.invars if isinstance(var.aval, state.AbstractRef)]

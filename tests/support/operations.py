@@ -173,6 +173,36 @@ def add_to_gmem(*, token, thread, target, transforms, value, source_info):
     return token
 
 
+@gpu_callbacks.fail_on_exception
+def gather(*, token, thread, source, transforms, places, source_info):
+    """For each thread the number at its place of a row; 0 where there is no such place."""
+    memory = the_memory()
+    key, row = _locate(source, transforms)
+    found, _, _ = memory.get_buffer_content(key, row, thread)
+    if memory.detect_races:
+        clock = memory.incr_clock(thread).async_smem_clock
+        gpu_callbacks.get_races().check_read(thread, clock, key, row, source_info)
+    inside = np.asarray(places) < len(found)
+    return token, np.where(inside, found[np.where(inside, places, 0)], 0).astype(found.dtype)
+
+
+@gpu_callbacks.fail_on_exception
+def scatter(*, token, thread, target, transforms, places, values, source_info):
+    """Each thread's values side by side, to its place of a row; what has no place there is dropped."""
+    memory = the_memory()
+    key, row = _locate(target, transforms)
+    *outer, inside = row.range
+    each = np.arange(len(values))
+    there = (np.asarray(places)[:, None] * len(values) + each).reshape(-1)
+    for place, value in zip(there.tolist(), np.stack(values, -1).reshape(-1), strict=True):
+        if place < inside.stop - inside.start:
+            access = interpret_utils.Access((*outer, inside.start + place))
+            memory.store_buffer_content(key, access, value, thread)
+            if memory.detect_races:
+                gpu_callbacks.get_races().check_scatter(thread, key, access, source_info)
+    return token
+
+
 def _counter(place, thread):
     """What an integer in memory is, whenever it is asked."""
     return lambda: np.int32(the_memory().get_buffer_content(*place, thread)[0])
@@ -210,24 +240,37 @@ def end_turn(*, token, thread, target, transforms, warps=1):
 
 
 @gpu_callbacks.fail_on_exception
-def claim_tile(*, token, thread, refs, transforms):
+def claim_tile(*, token, thread, refs, transforms, already, count, number):
     memory = the_memory()
-    counter, place = map(_locate, refs, transforms)
+    last, entries, place = map(_locate, refs, transforms)
+
+    def read(place: tuple) -> np.ndarray:
+        return memory.get_buffer_content(*place, thread)[0]
 
     def claim() -> None:
-        old, _, _ = memory.get_buffer_content(*counter, thread)
-        memory.store_buffer_content(*counter, old + 1, thread)
-        memory.store_buffer_content(*place, old + 1, thread)
+        claims = read(last)[0]
+        memory.store_buffer_content(*last, read(last) + np.array([1, 0], np.int32), thread)
+        key, first = entries
+        at = (_row(entries) + min(int(claims + already), int(count)), *first.range[1:])
+        entry = read((key, dataclasses.replace(first, range=at))).copy()
+        entry[0] |= np.int32(-1 << 31) if number & 1 else 0
+        memory.store_buffer_content(*place, entry, thread)
 
     memory.turns.tell(claim)
     return token
 
 
 @gpu_callbacks.fail_on_exception
-def next_tile(*, token, thread, place, transforms, number):
-    claimed = _counter(_locate(place, transforms), thread)
-    the_memory().turns.wait_for(lambda: claimed() > number)
-    return token, claimed()
+def claimed_tile(*, token, thread, place, transforms, number):
+    memory, place = the_memory(), _locate(place, transforms)
+
+    def read() -> np.ndarray:
+        return memory.get_buffer_content(*place, thread)[0]
+
+    if number is not None:
+        memory.turns.wait_for(lambda: (read()[0] < 0) == (number & 1 == 1))
+    first, second = read()
+    return token, first if number is None else first & np.int32(2**31 - 1), second
 
 
 TURNS = {

@@ -97,6 +97,7 @@ class Races:
         self.cluster = 0
         self.union_of: dict[Key, tuple[Key, int]] = {}
         self.history: dict[Key, dict[str, list[Access]]] = {}
+        self.scattered: dict[tuple[Key, tuple[slice | int, ...]], str] = {}
 
     @property
     def races_found(self) -> bool:
@@ -114,6 +115,15 @@ class Races:
 
     def check_add(self, thread, clock, key, access, source_info=None) -> None:
         self._check("add", thread, clock, key, access, source_info)
+
+    def check_scatter(self, thread, key, access, source_info=None) -> None:
+        """Of one element by one of the threads, which nothing orders: no other may write it."""
+        now = f"{name(thread)}, {where_of(source_info)}"
+        with self.lock:
+            before = self.scattered.get((key, access.range))
+            self.scattered[key, access.range] = now
+        if before is not None:
+            report(f"{access.range} is written twice, by {before} and {now}")
 
     def next_cluster(self) -> None:
         """The blocks so far are done. Only what they did to global memory still matters."""

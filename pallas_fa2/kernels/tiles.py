@@ -1,0 +1,238 @@
+"""Which tiles a CTA takes, one after another: dealt when a call is traced, or claimed as it becomes free.
+
+Both are an entry for each tile, int32: its number and, under a mask, the counts of the blocks that it
+visits (`visits.decode`). A number that is no tile's ends the work of a CTA.
+"""
+
+import dataclasses
+import heapq
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels.mosaic import I32, div, rem
+
+# How many claims of a CTA are kept: by the fourth after it all warps have read one.
+CLAIMS = 8
+# The warp, of the four that load, that claims; the first one issues copies.
+CLAIMS_BY = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Dealt:
+    """A list of each CTA's tiles."""
+
+    table: Any  # int32 [hands, 1 + most, 1 or 2]; what follows a CTA's last entry is no tile
+    count: int  # of tiles
+
+    @classmethod
+    def of(cls, entries: np.ndarray, costs: Sequence[float] | np.ndarray, hands: int) -> "Dealt":
+        """Of entries `[tiles, 1 or 2]` in order, each to the CTA that is free first."""
+        dealt, _ = share(costs, hands)
+        table = np.zeros((hands, 1 + max(map(len, dealt)), entries.shape[1]), np.int32)
+        table[..., 0] = len(entries)
+        for row, places in zip(table, dealt, strict=True):
+            row[: len(places)] = entries[places]
+        return cls(table, len(entries))
+
+    @property
+    def hands(self) -> int:
+        return self.table.shape[0]
+
+    def first(self) -> list[Any]:
+        return self.look(I32(0))
+
+    def look(self, k: Any) -> list[Any]:
+        """Begins to read the k-th entry."""
+        cta = lax.axis_index("cta")
+        return [self.table[cta, k, i] for i in range(self.table.shape[2])]
+
+    def settle(self, k: Any, entry: list[Any]) -> list[Any]:
+        """The k-th entry, of what `look` has seen."""
+        return entry
+
+    def open(self) -> None:
+        """By the warpgroup that loads, before the first tile."""
+
+    def claim(self, k: Any, when: Any) -> None:
+        """By that warpgroup: the k-th tile, in time for its loads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Claims:
+    """One list of all tiles, and what CTAs have claimed of it.
+
+    With `reserved`, each CTA has its first tile by its own number. (A CTA that begins when others are
+    done has an early tile then, for which later ones must not wait.)
+    """
+
+    table: Any  # int32 [hands CLAIMS + 1 + tiles + 1, 2]: see `in_front`; entries; what is no tile
+    hands: int
+    reserved: bool = True
+
+    @staticmethod
+    def in_front(hands: int) -> int:
+        """How many rows come before the entries, all of them -1 at first: the last claims of each CTA,
+        and how many claims there have been, less one."""
+        return hands * CLAIMS + 1
+
+    @classmethod
+    def of(cls, numbers: np.ndarray, counts: Any, hands: int, reserved: bool = True) -> "Claims":
+        """Tiles in this order."""
+        front = np.full((cls.in_front(hands), 2), -1, np.int32)
+        end = np.array([[len(numbers), 0]], np.int32)
+        xp = np if isinstance(counts, np.ndarray) else jnp
+        table = xp.concatenate([front, xp.stack([numbers, counts], -1), end])
+        return cls(table, hands, reserved)
+
+    @property
+    def count(self) -> int:
+        return self.table.shape[0] - self.in_front(self.hands) - 1
+
+    @property
+    def _already(self) -> int:
+        """How many of a CTA's tiles are no claims."""
+        return 1 if self.reserved else 0
+
+    def _place(self, k: Any) -> Any:
+        slot = lax.axis_index("cta") * CLAIMS + rem(k - self._already, CLAIMS)
+        return self.table.at[slot]
+
+    def _round(self, k: Any) -> Any:
+        """By its last bit a claim is told from the one that it replaces."""
+        return div(k - self._already, CLAIMS)
+
+    def first(self) -> list[Any]:
+        if not self.reserved:
+            return self.settle(I32(0), self.look(I32(0)))
+        place = self.in_front(self.hands) + lax.axis_index("cta")
+        return [self.table[place, i] for i in range(2)]
+
+    def look(self, k: Any) -> list[Any]:
+        return list(_look(self._place(k)))  # pyright: ignore[reportCallIssue]
+
+    def settle(self, k: Any, entry: list[Any]) -> list[Any]:
+        return list(_settle(self._place(k), *entry, self._round(k)))  # pyright: ignore[reportCallIssue]
+
+    def open(self) -> None:
+        if not self.reserved:
+            self._claim(I32(0))
+
+    def claim(self, k: Any, when: Any) -> None:
+        lax.cond(when, lambda: self._claim(k), lambda: None)
+
+    def _claim(self, k: Any) -> None:
+        entries = self.in_front(self.hands)
+        already = I32(1 + self._already * self.hands)
+        refs = self.table.at[entries - 1], self.table.at[entries], self._place(k)
+        _claim(*refs, already, I32(self.count), self._round(k))  # pyright: ignore[reportCallIssue]
+
+
+def each_tile(tiles: Dealt | Claims, body: Callable, carry: Any) -> tuple[Any, Any]:
+    """How many tiles the CTA takes, and the carry after them.
+
+    body(k, entry, carry, look) -> (carry, look()): it looks for the next entry where the answer need not
+    be waited for, and where few registers are in use.
+    """
+
+    def visit(state: tuple) -> tuple:
+        k, entry, carry = state
+        carry, seen = body(k, entry, carry, lambda: tiles.look(k + 1))
+        return k + 1, tiles.settle(k + 1, seen), carry
+
+    state = I32(0), tiles.first(), carry
+    k, _, carry = lax.while_loop(lambda state: state[1][0] < tiles.count, visit, state)
+    return k, carry
+
+
+def launch(
+    name: str,
+    run: Callable,
+    memory: Any,
+    tiles: Dealt | Claims,
+    inputs: Any,
+    outputs: Any,
+    warpgroups: int,
+    cluster: Mapping[str, int] = types.MappingProxyType({}),
+) -> Any:
+    """`outputs` as they are after run(tiles, inputs, outputs, memory) in every warpgroup of every CTA."""
+    table, claimed = jnp.asarray(tiles.table), isinstance(tiles, Claims)
+    read, read_tree = jax.tree.flatten(([] if claimed else [table], inputs))
+    written, written_tree = jax.tree.flatten(([table] if claimed else [], outputs))
+
+    def body(refs: tuple, memory: Any) -> None:
+        dealt, inputs = jax.tree.unflatten(read_tree, refs[: len(read)])
+        claims, outputs = jax.tree.unflatten(written_tree, refs[len(read) :])
+        (table,) = *dealt, *claims
+        run(dataclasses.replace(tiles, table=table), inputs, outputs, memory)
+
+    kernel = mosaic.launch(name, body, memory, (), {"cta": tiles.hands}, warpgroups, cluster)
+    found = pl.run_state(lambda refs: kernel(*read, *refs))(tuple(written))
+    return jax.tree.unflatten(written_tree, found)[1]
+
+
+def share(costs: Sequence[float] | np.ndarray, hands: int) -> tuple[list[list[int]], float]:
+    """List scheduling: each tile, in order, to the CTA that is free first; and when all are done."""
+    free = [(0.0, hand) for hand in range(hands)]
+    dealt: list[list[int]] = [[] for _ in range(hands)]
+    for number, cost in enumerate(costs):
+        time, hand = free[0]
+        dealt[hand].append(number)
+        heapq.heapreplace(free, (time + cost, hand))
+    return dealt, max(time for time, _ in free)
+
+
+_PAIR = (ptx.NUMBER, ptx.NUMBER)
+_ROW = plgpu.RefType()
+_SCALAR = plgpu.Layout.WG_SPLAT
+
+
+@plgpu.inline_mgpu(arg_types=(_ROW, _ROW, _ROW, _SCALAR, _SCALAR, _SCALAR))
+def _claim(_: Any, last: Any, entries: Any, place: Any, *numbers: Any) -> None:
+    """The entry at `last` + `already`, or the one after all; by one thread, for which nobody waits."""
+    code = (
+        "{ .reg .b64 e, a; "
+        "@leader atom.relaxed.gpu.global.add.s32 v, [$1], 1; @leader add.s32 v, v, $4; "
+        "@leader min.s32 v, v, $5; @leader mad.wide.s32 a, v, 8, $2; "
+        "@leader ld.global.b64 e, [a]; "
+        # the round's last bit becomes the sign of the number, the lower half
+        "@leader shl.b32 v, $6, 31; @leader cvt.u64.u32 a, v; @leader or.b64 e, e, a; "
+        "@leader st.relaxed.gpu.global.b64 [$3], e; }"
+    )
+    refs = [ptx.address(x) for x in (last, entries, place)]
+    ptx.by_warp(CLAIMS_BY, code, "l,l,l,r,r,r", *refs, *(x.registers[()] for x in numbers))
+
+
+@plgpu.inline_mgpu(arg_types=(_ROW,), return_type=_PAIR)
+def _look(_: Any, place: Any) -> Any:
+    code = "{ .reg .b64 e; ld.relaxed.gpu.global.b64 e, [$2]; mov.b64 {$0, $1}, e; }"
+    return _pair(code, "=r,=r,l", ptx.address(place))
+
+
+@plgpu.inline_mgpu(arg_types=(_ROW, _SCALAR, _SCALAR, _SCALAR), return_type=_PAIR)
+def _settle(_: Any, place: Any, *numbers: Any) -> Any:
+    """Looks again until the claim is of this round."""
+    code = (
+        "{ .reg .pred p; .reg .b32 v; .reg .b64 e; "
+        "look: shl.b32 v, $5, 31; xor.b32 v, v, $0; setp.ge.s32 p, v, 0; @p bra done; "
+        "ld.relaxed.gpu.global.b64 e, [$2]; mov.b64 {$0, $1}, e; bra look; "
+        "done: and.b32 $0, $0, 0x7fffffff; }"
+    )
+    return _pair(code, "=r,=r,l,0,1,r", ptx.address(place), *(x.registers[()] for x in numbers))
+
+
+def _pair(code: str, constraints: str, *operands: Any) -> Any:
+    i32 = ir.IntegerType.get_signless(32)
+    both = ir.Type.parse("!llvm.struct<(i32, i32)>")
+    found = llvm.inline_asm(both, operands, code, constraints, has_side_effects=True)
+    return tuple(ptx.splat(llvm.extractvalue(i32, found, [i])) for i in range(2))

@@ -1,0 +1,90 @@
+"""Which CTA takes which tiles: dealt, or claimed while others claim."""
+
+from typing import Any
+from unittest import mock
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa2 as fa
+from pallas_fa2.kernels import tiles
+from pallas_fa2.kernels.backward_schedule import Config, Schedule
+from pallas_fa2.kernels.mosaic import Problem
+from pallas_fa2.kernels.tiles import Claims, Dealt
+from tests.support import interpreter
+from tests.support.hopper import all_at_once, planned_for_h200
+
+
+def test_tiles_go_to_the_cta_that_is_free_first():
+    entries = np.arange(5, dtype=np.int32)[:, None]
+    dealt = Dealt.of(entries, [3.0, 1.0, 1.0, 1.0, 1.0], 2)
+    assert dealt.table[..., 0].tolist() == [[0, 4, 5, 5], [1, 2, 3, 5]]
+
+
+def test_claims_come_before_the_tiles():
+    numbers = np.arange(4, dtype=np.int32)
+    claims = Claims.of(numbers, 10 * numbers, hands=3)
+    front = 3 * tiles.CLAIMS + 1
+    assert (claims.table[:front] == -1).all() and claims.count == 4
+    assert claims.table[front:].tolist() == [[0, 0], [1, 10], [2, 20], [3, 30], [4, 0]]
+
+
+@pytest.mark.parametrize(
+    "length, heads, causal, claims",
+    [(4096, 16, True, True), (1024, 16, True, False), (4096, 16, False, True),
+     (4224, 16, False, False)],
+)  # fmt: skip
+def test_long_tiles_that_do_not_come_out_even_are_claimed(
+    length: int, heads: int, causal: bool, claims: bool
+) -> None:
+    """4224 tokens are 33 tiles a head, and with four entries 16 for each of 132 CTAs."""
+    problem = Problem(4, length, length, heads, heads, scale=1.0, offset=0 if causal else None)
+    found = Schedule.of(problem, Config(128)).tiles(None)
+    assert isinstance(found, Claims) == claims
+
+
+MASKS = {
+    "causal": lambda ids: fa.Causal(),
+    "full": lambda ids: None,
+    "packed": lambda ids: fa.Causal() & fa.Segments(ids),
+}
+
+
+@pytest.mark.parametrize(
+    "kernel, name, head_dim, lengths, ctas",
+    [
+        ("attention", "packed", 64, (260, 260), 2),
+        ("attention_gradients", "packed", 128, (260, 260), 2),
+        ("attention_gradients", "causal", 64, (260, 260), 2),
+        ("attention_gradients", "full", 256, (64, 260), 4),
+    ],
+)
+def test_ctas_claim_tiles_side_by_side(
+    kernel: str, name: str, head_dim: int, lengths: tuple, ctas: int
+) -> None:
+    """Each more than are kept; at H = 256 pairs of CTAs share a claim."""
+    shapes = [(2, length, 4, head_dim) for length in (*lengths, lengths[1], lengths[0])]
+    keys = jax.random.split(jax.random.key(0), 5)
+    args = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=False)]
+    args.append(jnp.sort(jax.random.randint(keys[4], (2, lengths[0]), 0, 3), 1))
+
+    def run(implementation: str) -> Any:
+        def attend(q: Any, k: Any, v: Any, ids: Any) -> Any:
+            return fa.flash_attention(q, k, v, mask=MASKS[name](ids), implementation=implementation)
+
+        def gradients(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
+            out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, ids), q, k, v)
+            return out, pull(dout)
+
+        if kernel == "attention":
+            return lambda q, k, v, dout, ids: attend(q, k, v, ids)
+        return gradients
+
+    claims = mock.patch.object(Schedule, "claims", True)
+    with planned_for_h200(cores=ctas), all_at_once(kernel), claims:
+        got = interpreter.run(run("hopper"), *args)
+    expected = jax.jit(run("reference"))(*args)
+    chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)
