@@ -165,7 +165,7 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
         load_values(tile.visited - 1)
         return tile.next_steps(before), look()
 
-    each_tile(arrays.tiles, visit, (I32(0), I32(0)))
+    each_tile(arrays.tiles, visit, (I32(0), I32(0)), early=True)
     for ring in memory.rings:
         ring.drain()
     for g in range(config.warpgroups):
@@ -219,7 +219,7 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
     for ring in (queries, *memory.pairs_of(warpgroup)):
         ring.open()
     turns.open()
-    each_tile(arrays.tiles, visit, (I32(0), I32(0)))
+    each_tile(arrays.tiles, visit, (I32(0), I32(0)), early=True)
     turns.close()
     plgpu.wait_smem_to_gmem(0)
     mosaic.leave_together(memory.done, 0)

@@ -138,16 +138,21 @@ class Claims:
         _claim(*refs, already, I32(self.count), self._round(k))  # pyright: ignore[reportCallIssue]
 
 
-def each_tile(tiles: Dealt | Claims, body: Callable, carry: Any) -> tuple[Any, Any]:
+def each_tile(
+    tiles: Dealt | Claims, body: Callable, carry: Any, early: bool = False
+) -> tuple[Any, Any]:
     """How many tiles the CTA takes, and the carry after them.
 
     body(k, entry, carry, look) -> (carry, look()): it looks for the next entry where the answer need not
-    be waited for, and where few registers are in use.
+    be waited for, and where few registers are in use. With `early`, what is dealt is read before.
     """
+    early = early and isinstance(tiles, Dealt)
 
     def visit(state: tuple) -> tuple:
         k, entry, carry = state
-        carry, seen = body(k, entry, carry, lambda: tiles.look(k + 1))
+        following = tiles.look(k + 1) if early else None
+        look = (lambda: following) if early else (lambda: tiles.look(k + 1))
+        carry, seen = body(k, entry, carry, look)
         return k + 1, tiles.settle(k + 1, seen), carry
 
     state = I32(0), tiles.first(), carry
