@@ -234,7 +234,8 @@ def test_scores_compile_without_spills_in_loops(head_dim: int, make: Any, data: 
     assert forward.spill_stores <= 48
     # At H = 64 a step has twice the queries, and a slope beside each probability.
     assert compile_gate.spills_while_multiplying(backward) <= (130 if head_dim == 64 else 0)
-    assert backward.spill_stores <= (600 if head_dim == 64 else 64 if data else 16)
+    # Outside of the loops, once a tile; to claim the next one takes some.
+    assert backward.spill_stores <= (600 if head_dim == 64 else 128 if data else 16)
     for report in (forward, backward):
         compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
 

@@ -265,6 +265,12 @@ class Schedule:
         """Whether there are blocks of which something is hidden, without a mask but a causal one."""
         return self.problem.causal or self.reaches_past
 
+    @property
+    def cuts_apart(self) -> bool:
+        """Whether they have a loop of their own: at H = 64 and 256 it is no faster, and more is put aside, as
+        where there are data of pairs."""
+        return self.cuts and self.config.head_dim in (96, 128) and not self.problem.pairs()
+
     def steps_of_head(self, kv_tile: Any) -> tuple[Any, Any]:
         """How many blocks a head has, and how many of them, the first ones, are cut."""
         first, c = self.first_q_block(kv_tile), self.config
@@ -376,8 +382,7 @@ class Tile:
         With `apart`, a loop for full blocks and a loop for those of which something is hidden.
         """
         state, cuts = (self.first_row, carry), self.schedule.cuts
-        if self.lists is None and apart and cuts and self.schedule.config.head_dim > 64:
-            # At H = 64 it makes no difference, but that more is put aside.
+        if self.lists is None and apart and self.schedule.cuts_apart:
             return self._each_head(body, state)[1]
         if self.lists is None or not apart:
             return self.loop(body, self.first_step, self.next_step, cuts, state)[1]
