@@ -16,7 +16,17 @@ from jax import lax
 from jax.core import Tracer
 
 from pallas_fa2.spec import Operands, Spec
-from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, Pointwise, alike, called, follow
+from pallas_fa2.tokens import (
+    K_AXIS,
+    LEADING,
+    Q_AXIS,
+    Pointwise,
+    alike,
+    called,
+    follow,
+    off_mesh,
+    traced,
+)
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -290,7 +300,7 @@ def is_jax_numpys(eqn: Any) -> bool:
         return False
     # A Python number is weakly typed, and the code then converts it.
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
-    theirs = jax.make_jaxpr(getattr(jnp, name))(*avals).eqns[0]
+    theirs = traced(getattr(jnp, name), *avals).eqns[0]
     return str(theirs.params.get("jaxpr")) == str(eqn.params["jaxpr"])
 
 
@@ -345,7 +355,7 @@ def evaluate_now(compute: Callable[[], jax.Array]) -> np.ndarray:
         host = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX was told to use another platform alone
         host = None
-    with jax.ensure_compile_time_eval(), jax.default_device(host):
+    with off_mesh(), jax.ensure_compile_time_eval(), jax.default_device(host):
         return np.asarray(jax.jit(compute)())  # one program, not one an operation
 
 

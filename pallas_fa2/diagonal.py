@@ -41,7 +41,8 @@ def every_token_takes_part(spec: Spec) -> bool:
 
 
 def _every_token_has_a_witness(spec: Spec) -> bool:
-    """Against the token of its own index, or with the same distance to the end; or the nearest there is."""
+    """Against the token of its own index, or with the same distance to the end; or the nearest there
+    is."""
     lengths = spec.q_len, spec.kv_len
     assert spec.mask is not None
     sees = jax.vmap(jaxpr_as_fun(spec.mask.jaxpr))

@@ -10,6 +10,7 @@ the reduction of a gradient are the same for all of them.
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -245,10 +246,20 @@ class Pointwise:
         return lift(self, *args)
 
 
+def off_mesh() -> AbstractContextManager:
+    """Around what is the same on a mesh, also inside `shard_map`, as without one."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def traced(fn: Callable, *scalars: Any) -> ClosedJaxpr:
+    with off_mesh():
+        return jax.make_jaxpr(fn)(*scalars)
+
+
 def trace(name: str, fn: Callable, *args: Any) -> Pointwise:
     """Traces `fn` on the element types of `args` (arrays with the five leading axes)."""
     scalars = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[LEADING:], x.dtype), args)
-    jaxpr = jax.make_jaxpr(fn)(*scalars)
+    jaxpr = traced(fn, *scalars)
     for const in _captured(jaxpr):
         raise ValueError(
             f"{name} captures an array of shape {jnp.shape(const)}; a mask or score function may "
@@ -278,7 +289,7 @@ def _derivative(fn: Callable, scalars: Any) -> str:
     def tangent(others: list, floats: list) -> Any:
         return jax.jvp(lambda *x: of_floats(others, *x), floats, floats)
 
-    return str(jax.make_jaxpr(tangent)(leaves, [leaves[i] for i in at]))
+    return str(traced(tangent, leaves, [leaves[i] for i in at]))
 
 
 def _captured(jaxpr: ClosedJaxpr) -> list:

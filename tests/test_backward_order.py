@@ -17,7 +17,7 @@ from pallas_fa2.kernels.backward_schedule import Config, Step
 from pallas_fa2.kernels.mosaic import Problem
 from pallas_fa2.kernels.tiles import Claims
 from tests.support import compile_gate, interpreter, shared
-from tests.support.hopper import all_at_once, planned_for_h200
+from tests.support.hopper import all_at_once, packed_inputs, planned_for_h200
 
 
 def schedule(
@@ -146,10 +146,7 @@ def test_turns_come_in_order(
     name: str, head_dim: int, lengths: tuple, heads: tuple, ctas: int
 ) -> None:
     """With fewer CTAs than tiles, all at the same time."""
-    shapes = [(1, lengths[i], heads[i], head_dim) for i in (0, 1, 1, 0)]
-    keys = jax.random.split(jax.random.key(0), 5)
-    args = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=False)]
-    args.append(jnp.sort(jax.random.randint(keys[4], (1, lengths[0]), 0, 3), 1))
+    args = packed_inputs(1, lengths, heads, head_dim)
     with planned_for_h200(cores=ctas), all_at_once():
         got = interpreter.run(gradients(name, "hopper"), *args)
     expected = jax.jit(gradients(name, "reference"))(*args)

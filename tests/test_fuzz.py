@@ -33,6 +33,26 @@ def test_random_calls(part: int) -> None:
             raise shrink(wrong, gpu=False) from None
 
 
+# Found by `python -m tests.fuzz --gpu`, and why.
+FOUND = [
+    # XLA let the backward of a scan write to slices, and dQ was added to whatever was there
+    "Case(seed=765, value_dim=128, dtype='bfloat16', transform='scan')",
+    "Case(seed=880, group=2, value_dim=64, dtype='float16', transform='scan')",
+    # there Mosaic found arrays that were not aligned
+    "Case(q_len=33, kv_len=33, head_dim=64, value_dim=64, dtype='float16', transform='scan')",
+    # arrays of no numbers had no place in a batch that vmap makes
+    "Case(seed=308, dtype='bfloat16', dropout=0.9, transform='vmap of grad')",
+    "Case(seed=506, dtype='float16', mask=Chunked(size=7), transform='vmap of grad')",
+    "Case(seed=642, dtype='bfloat16', dropout=0.2, transform='grad of vmap')",
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("line", FOUND)
+def test_what_was_found_on_a_gpu(line: str) -> None:
+    assert check(parse(line), None).ran == {"hopper"}
+
+
 def drop_dlse(out: Any, dout: Any, dlse: Any, dtype: Any) -> Any:
     return row_delta(out, dout, None, dtype)
 

@@ -16,7 +16,7 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.kernels import hopper_backward
-from pallas_fa2.kernels.hopper import MAX_GRID
+from pallas_fa2.kernels.hopper import MAX_COUNT
 from tests.contract import suite
 from tests.contract.cases import Case
 from tests.contract.dense import Truth
@@ -107,11 +107,11 @@ ELEMENTS = Large(Case("elements", 5, 128, 128, 16, 1, 128), "batch", 1640)  # 23
 WORKSPACE = Large(Case("workspace", 5, 65, 65, 16, 1, 64), "batch", 3280)  # 16 GB, half of it dQ
 GRID = [
     Large(Case("entries", 5, 8, 8, 1, 1, 64), "batch", 14_000),
-    Large(Case("heads", 1, 8, 8, 5, 5, 64), "heads", MAX_GRID // 5),
-    Large(Case("grouped_heads", 1, 8, 8, 10, 5, 128), "heads", MAX_GRID // 10),
+    Large(Case("heads", 1, 8, 8, 5, 5, 64), "heads", MAX_COUNT // 5),
+    Large(Case("grouped_heads", 1, 8, 8, 10, 5, 128), "heads", MAX_COUNT // 10),
     # as many blocks of 64 as there may be
-    Large(Case("blocks_of_queries", 1, 85, 64, 1, 1, 64), "queries", 64 * MAX_GRID // 85),
-    Large(Case("blocks_of_keys", 1, 64, 85, 1, 1, 64), "keys", 64 * MAX_GRID // 85),
+    Large(Case("blocks_of_queries", 1, 85, 64, 1, 1, 64), "queries", 64 * MAX_COUNT // 85),
+    Large(Case("blocks_of_keys", 1, 64, 85, 1, 1, 64), "keys", 64 * MAX_COUNT // 85),
 ]
 
 
@@ -127,7 +127,7 @@ def test_large_calls_on_hopper(large: Large) -> None:
 
 @pytest.mark.gpu
 def test_more_heads_than_hopper_takes() -> None:
-    large = GRID[1]._replace(times=MAX_GRID // 5 + 1)
+    large = GRID[1]._replace(times=MAX_COUNT // 5 + 1)
     q, k, v, *_ = jax.eval_shape(large.repeat, *large.case.inputs())
     assert fa.explain(q, k, v).implementation == "blockwise"
     check(large, None)
@@ -141,7 +141,7 @@ def test_large_is_what_is_said() -> None:
     assert size(ELEMENTS, ELEMENTS.case.q_len) > 2**31
     block = hopper_backward.Config(WORKSPACE.case.head_dim).block_q
     assert size(WORKSPACE, WORKSPACE.case.q_len) < 2**31 < size(WORKSPACE, block)
-    assert GRID[0].times * GRID[0].case.batch > MAX_GRID
+    assert GRID[0].times * GRID[0].case.batch > MAX_COUNT
 
 
 @pytest.mark.parametrize("along", ARGUMENTS)

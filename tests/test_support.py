@@ -73,6 +73,8 @@ def ring(bug=None, consumers=1):
 
             def square(acc):
                 plgpu.wgmma(acc, slots.at[slot], slots.at[slot])
+                if bug == "wgmma before the load":
+                    plgpu.barrier_wait(full.at[slot])
                 if bug == "release before the wgmma has read":
                     release()
                 return acc[...]

@@ -5,7 +5,6 @@ from unittest import mock
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,7 +14,7 @@ from pallas_fa2.kernels.backward_schedule import Config, Schedule
 from pallas_fa2.kernels.mosaic import Problem
 from pallas_fa2.kernels.tiles import Claims, Dealt
 from tests.support import interpreter
-from tests.support.hopper import all_at_once, planned_for_h200
+from tests.support.hopper import all_at_once, packed_inputs, planned_for_h200
 
 
 def test_tiles_go_to_the_cta_that_is_free_first():
@@ -66,10 +65,7 @@ def test_ctas_claim_tiles_side_by_side(
     kernel: str, name: str, head_dim: int, lengths: tuple, ctas: int
 ) -> None:
     """Each more than are kept; at H = 256 pairs of CTAs share a claim."""
-    shapes = [(2, length, 4, head_dim) for length in (*lengths, lengths[1], lengths[0])]
-    keys = jax.random.split(jax.random.key(0), 5)
-    args = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=False)]
-    args.append(jnp.sort(jax.random.randint(keys[4], (2, lengths[0]), 0, 3), 1))
+    args = packed_inputs(2, lengths, (4, 4), head_dim)
 
     def run(implementation: str) -> Any:
         def attend(q: Any, k: Any, v: Any, ids: Any) -> Any:

@@ -47,6 +47,7 @@ def loss(implementation: str, q: Any, k: Any, v: Any, lengths: Any, slopes: Any)
         q, k, v, mask=fa.Causal() & fa.Lengths(kv=lengths), score=fa.alibi(slopes),
         return_lse=True, implementation=implementation,
     )  # fmt: skip
+    out = out.astype(jnp.float32)
     return jnp.sum(out * jnp.cos(out)) + jnp.sum(jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)))
 
 
@@ -143,10 +144,8 @@ SPECS = (BY_HEAD, BY_HEAD, BY_HEAD, P("b"), P("h"))
 OF_GRADIENTS = (*SPECS[:3], P("h"))
 
 
-def put(mesh: jax.sharding.Mesh, specs: Any) -> list:
-    return [
-        jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(ARGUMENTS, specs, strict=True)
-    ]
+def put(mesh: jax.sharding.Mesh, specs: Any, args: Any = ARGUMENTS) -> list:
+    return [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
@@ -176,23 +175,68 @@ def test_gradients_through_shard_map(kind: AxisType) -> None:
     assert_same(jax.device_get(got), jax.device_get(gradients("reference")(*ARGUMENTS)))
 
 
-def test_hopper_is_traced_in_shard_map(monkeypatch: pytest.MonkeyPatch) -> None:
+CALLS: dict[str, Callable] = {
+    "full": lambda ids, slopes: {},
+    "packed": lambda ids, slopes: {"mask": fa.Causal() & fa.Segments(ids)},
+    "window": lambda ids, slopes: {"mask": fa.Causal() & fa.Window(30)},
+    "lengths": lambda ids, slopes: {"mask": fa.Lengths(kv=ids[:, 0])},
+    "capped": lambda ids, slopes: {"mask": fa.Causal(), "score": fa.soft_cap(5.0)},
+    "alibi": lambda ids, slopes: {"mask": fa.Segments(ids), "score": fa.alibi(slopes)},
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_hopper_is_traced_in_shard_map(
+    name: str, kind: AxisType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its results vary over the mesh as its inputs do: else gradients would be summed over it."""
     monkeypatch.setattr(api, "device_of", lambda x: H200)
-    x = jax.ShapeDtypeStruct((B, 128, N, 64), jnp.bfloat16)
     seen = []
 
-    def local(q: Any, k: Any, v: Any) -> Any:
-        attend = functools.partial(fa.flash_attention, return_lse=True, implementation="hopper")
-        (out, lse), pull = jax.vjp(attend, q, k, v)
-        found = (out, lse, *pull((out, lse)))
+    def local(q: Any, k: Any, v: Any, ids: Any, slopes: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+            options = CALLS[name](ids, slopes) | {"implementation": "hopper"}
+            return fa.flash_attention(q, k, v, return_lse=True, **options)
+
+        found, pull = jax.vjp(attend, q, k, v, slopes)
+        found = (*found, *pull(found))
         seen.extend(jax.typeof(y).manual_axis_type.varying for y in found)
         return found
 
-    with jax.set_mesh(eight_devices(AxisType.Auto)):
-        specs = (BY_HEAD, P("b", "h"), BY_HEAD, BY_HEAD, BY_HEAD)
-        jax.make_jaxpr(jax.shard_map(local, in_specs=(BY_HEAD,) * 3, out_specs=specs))(x, x, x)
-    assert seen == [{"b", "h"}] * 5
+    mesh = eight_devices(kind)
+    specs = (BY_HEAD, BY_HEAD, BY_HEAD, P("b"), P("h"))
+    shapes = [(B, 128, N, 64)] * 3 + [(B, 128), (N,)]
+    dtypes = [jnp.bfloat16] * 3 + [jnp.int32, jnp.float32]
+    args = put(mesh, specs, map(jnp.zeros, shapes, dtypes))
+    out = (BY_HEAD, P("b", "h"), BY_HEAD, BY_HEAD, BY_HEAD, P("h"))
+    with jax.set_mesh(mesh):
+        jax.make_jaxpr(jax.shard_map(local, in_specs=specs, out_specs=out))(*args)
+    assert seen == [{"b", "h"}] * 5 + [{"h"}]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["shard_map", "jit"])
+def test_batch_entries_over_all_gpus(how: str) -> None:
+    """As many as the machine has: the kernels' gradients are those of one device, of the slopes their
+    sum."""
+    devices = jax.devices()
+    mesh = jax.make_mesh((len(devices),), ("b",), (AxisType.Auto,), devices=devices)
+    specs = (P("b"),) * 4 + (P(),)
+    sizes = [(2 * len(devices), 300, heads, 64) for heads in (N, K, K)]
+    q, k, v = (normal(i, *size).astype(jnp.bfloat16) for i, size in enumerate(sizes))
+    args = q, k, v, jnp.arange(sizes[0][0]) * 60, SLOPES
+    step = gradients("hopper")
+    with jax.set_mesh(mesh):
+        if how == "shard_map":
+            step = jax.shard_map(step, in_specs=specs, out_specs=(*specs[:3], P()))
+        got = jax.device_get(jax.jit(step)(*put(mesh, specs, args)))
+    alone = jax.device_get(jax.jit(gradients("hopper"))(*args))
+    expected = jax.device_get(jax.jit(gradients("reference"))(*args))
+    for x, y, z in zip(got, alone, expected, strict=True):
+        x, y, z = (np.asarray(a, np.float32) for a in (x, y, z))
+        assert np.abs(x - y).max() <= 0.01 * np.abs(y).max()
+        assert np.abs(x - z).max() <= 0.03 * np.abs(z).max()
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -220,10 +264,7 @@ def test_sinks_on_a_mesh(kind: AxisType, by_heads: bool) -> None:
     mesh = eight_devices(kind)
     specs = (*SPECS[:3], P("h") if by_heads else P())
     with jax.set_mesh(mesh):
-        placed = [
-            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)
-        ]
-        got = step(*placed)
+        got = step(*put(mesh, specs, args))
     assert_same(jax.device_get(got), jax.device_get(step(*args)))
 
 

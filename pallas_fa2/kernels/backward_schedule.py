@@ -200,10 +200,11 @@ class Schedule:
 
         (At H = 64 by up to 14 %, through all of a kernel, by how their two warpgroups happen to meet.)
         Not tiles that are soon over, as a claim is answered after a step; nor equal ones that come out
-        even, as the faster CTAs would take one more.
+        even, as the faster CTAs would take one more. Nor under data of pairs, which leave no registers.
         """
         even = not self.problem.causal and self.order.count % self.hands == 0
-        return self.problem.q_len * self.group >= 2048 and not even
+        long = self.problem.q_len * self.group >= 2048
+        return long and not even and not self.problem.pairs()
 
     def tile(self, k: Any, first_step: Any, entry: list[Any], **arrays: Any) -> "Tile":
         """A CTA's k-th, of its entry in the table."""
@@ -267,8 +268,8 @@ class Schedule:
 
     @property
     def cuts_apart(self) -> bool:
-        """Whether they have a loop of their own: at H = 64 and 256 it is no faster, and more is put aside, as
-        where there are data of pairs."""
+        """Whether they have a loop of their own: at H = 64 and 256 it is no faster, and more is put
+        aside, as where there are data of pairs."""
         return self.cuts and self.config.head_dim in (96, 128) and not self.problem.pairs()
 
     def steps_of_head(self, kv_tile: Any) -> tuple[Any, Any]:

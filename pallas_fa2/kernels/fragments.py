@@ -14,7 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_fa2.kernels.mosaic import ROWS_PER_WARPGROUP, TILE, inline
-from pallas_fa2.kernels.ptx import address, elements, i32, scalars, thread_number
+from pallas_fa2.kernels.ptx import address, elements, i32, scalars, thread_number, words
 
 
 def add_fragments(target: Any, tile: jax.Array) -> None:
@@ -66,8 +66,8 @@ def load_fragments(source: Any, columns: int) -> jax.Array:
         layout = TILE.to_mgpu()
         registers = np.empty(layout.registers_shape((ROWS_PER_WARPGROUP, columns)), object)
         for i in range(0, registers.size, 2):
-            words = _load_words(start, 256 * count * i, count)
-            halves = words[: count // 2], words[count // 2 :]
+            loaded = _load_words(start, 256 * count * i, count)
+            halves = loaded[: count // 2], loaded[count // 2 :]
             for e, half in enumerate(halves):
                 both = llvm.mlir_undef(ir.VectorType.get((len(half),), word))
                 for place, x in enumerate(half):
@@ -80,11 +80,9 @@ def load_fragments(source: Any, columns: int) -> jax.Array:
 
 
 def _load_words(start: Any, place: int, count: int) -> list[Any]:
-    word, names = ir.IntegerType.get_signless(32), ", ".join(f"${i}" for i in range(count))
-    struct = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
+    names = ", ".join(f"${i}" for i in range(count))
     code = f"ld.global.nc.v{count}.b32 {{{names}}}, [${count} + {place}];"
-    found = llvm.inline_asm(struct, [start], code, "=r," * count + "l")
-    return [llvm.extractvalue(word, found, [i]) for i in range(count)]
+    return words(count, code, "l", start)
 
 
 def _start(target: Any, size: int) -> Any:

@@ -23,8 +23,8 @@ from pallas_fa2.tokens import Q_AXIS
 HEAD_DIMS = (64, 96, 128, 256)
 # TMA coordinates are 32-bit, and no launch on larger arrays has been tested.
 MAX_ELEMENTS = 2**31 - 1
-# CUDA's limit for two of a grid's three axes: batch entries times sections of heads, heads, tiles.
-MAX_GRID = 65_535
+# Nor with more heads, batch entries times key heads, or blocks of 64 tokens.
+MAX_COUNT = 65_535
 # Of data of one side's tokens: in every kernel shared memory has room for so many beside the rest.
 MOST_ROWS = 12
 
@@ -45,10 +45,10 @@ def refuses(spec: Spec, device: Device) -> str | None:
         return f"the scale must be positive, but it is {spec.scale:g}"
     if (elements := _entry_elements(spec)) > MAX_ELEMENTS:
         return f"a batch entry has fewer than 2^31 elements, and here are {elements}"
-    if spec.q_heads > MAX_GRID:
-        return f"it has {MAX_GRID} heads at most, and here are {spec.q_heads}"
-    if (length := max(spec.q_len, spec.kv_len)) > 64 * MAX_GRID:
-        return f"its sequences have {64 * MAX_GRID} tokens at most, and here are {length}"
+    if spec.q_heads > MAX_COUNT:
+        return f"it has {MAX_COUNT} heads at most, and here are {spec.q_heads}"
+    if (length := max(spec.q_len, spec.kv_len)) > 64 * MAX_COUNT:
+        return f"its sequences have {64 * MAX_COUNT} tokens at most, and here are {length}"
     return None
 
 
@@ -83,7 +83,7 @@ def _entry_elements(spec: Spec) -> int:
 
 def batch_limit(spec: Spec) -> int:
     """How many batch entries one launch takes."""
-    return max(1, min(MAX_GRID // spec.kv_heads, MAX_ELEMENTS // max(_entry_elements(spec), 1)))
+    return max(1, min(MAX_COUNT // spec.kv_heads, MAX_ELEMENTS // max(_entry_elements(spec), 1)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,10 +263,11 @@ def over_batch(kernel: Callable, limit: int) -> Callable:
 
         def join(x: jax.Array, batched: bool) -> jax.Array:
             x = x if batched else x[None]
-            return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(-1, *x.shape[2:])
+            x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+            return x.reshape(size * batch, *x.shape[2:])
 
         out = call(*jax.tree.map(join, args, tuple(batched)))
-        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
+        out = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), out)
         return out, jax.tree.map(lambda _: True, out)
 
     return call

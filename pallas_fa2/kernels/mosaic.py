@@ -331,6 +331,17 @@ def section_of(heads: int, bytes_per_head: int, budget: int) -> int:
     return max(d for d in range(1, heads + 1) if heads % d == 0 and d <= fit)
 
 
+def apart(kernel: Callable) -> Callable:
+    """The kernel, on arrays that have memory of their own.
+
+    XLA would fuse it with slices around it, as in a scan, and has it read and write in the middle of
+    larger arrays. Mosaic wants arrays aligned to 256 bytes, and what a kernel adds to (`pl.run_state`) is
+    no longer what it was before.
+    """
+    barrier = lax.optimization_barrier
+    return lambda *arrays: barrier(kernel(*barrier(arrays)))
+
+
 def launch(
     name: str,
     run: Callable,
@@ -340,7 +351,8 @@ def launch(
     warpgroups: int,
     cluster: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Callable[..., Any]:
-    """A kernel: run(arrays in device memory, memory) in every warpgroup of every CTA.
+    """A kernel: run(arrays in device memory, memory) in every warpgroup of every CTA. Without
+    `out_type` it writes to references, and what makes these is to be `apart`.
 
     Profiles show its name. `memory` is a pytree of what a CTA allocates; `grid` counts clusters.
     """
@@ -358,7 +370,7 @@ def launch(
         # The kernels name their layouts. Pallas's default infers them, for longer than all else takes.
         lowering_semantics=plgpu.LoweringSemantics.Lane,
     )
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=flat,
@@ -370,3 +382,5 @@ def launch(
         thread_name="warpgroup",
         compiler_params=params,
     )
+    writes_references = not jax.tree.leaves(out_type)
+    return kernel if writes_references else apart(kernel)

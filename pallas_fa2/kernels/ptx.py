@@ -152,6 +152,17 @@ def elements(register: Any) -> list[Any]:
     return [llvm.extractelement(register, i32(e)) for e in range(count)]
 
 
+def words(
+    count: int, code: str, constraints: str, *operands: Any, side_effects: bool = False
+) -> list[Any]:
+    """The registers $0, $1, ... of `code`, so many; operands follow."""
+    word = ir.IntegerType.get_signless(32)
+    all_words = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
+    constraints = ",".join(["=r"] * count + [constraints])
+    found = llvm.inline_asm(all_words, operands, code, constraints, has_side_effects=side_effects)
+    return [llvm.extractvalue(word, found, [i]) for i in range(count)]
+
+
 def i32(value: int) -> Any:
     return arith.constant(ir.IntegerType.get_signless(32), value)
 
@@ -239,7 +250,8 @@ def _shared_address(ref: Any) -> Any:
 
 
 def by_warp(number: int, code: str, constraints: str, *operands: Any) -> None:
-    """By one warp of a warpgroup: `code` uses the operands from $1 on, the registers v and p, and leader, true in one thread."""
+    """By one warp of a warpgroup: `code` uses the operands from $1 on, the registers v and p, and
+    `leader`, which is true in one thread."""
     thread = arith.andi(thread_number(), i32(127))
     code = (
         "{ .reg .pred p, leader; .reg .b32 v; shr.b32 v, $0, 5; "

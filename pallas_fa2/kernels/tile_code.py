@@ -18,7 +18,7 @@ from pallas_fa2.kernels import dropout, mosaic, pointwise, ptx
 from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.mosaic import LOG2E, over_columns
 from pallas_fa2.kernels.values import Functions, Value, spread
-from pallas_fa2.tokens import Pointwise
+from pallas_fa2.tokens import Pointwise, traced
 
 FUNCTIONS = Functions(ptx.reciprocal, mosaic.over, ptx.any_from_two)
 # Code in branches is not shared by a score and its slope.
@@ -258,4 +258,4 @@ def combined(scores: tuple[Pointwise, ...]) -> tuple[ClosedJaxpr, ClosedJaxpr]:
         return pull(jnp.ones((), out.dtype))
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
-    return jax.make_jaxpr(value)(*shapes), jax.make_jaxpr(derivative)(*shapes)
+    return traced(value, *shapes), traced(derivative, *shapes)

@@ -16,8 +16,6 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from pallas_fa2.kernels import mosaic, ptx
 from pallas_fa2.kernels.mosaic import I32, div, rem
@@ -129,13 +127,13 @@ class Claims:
             self._claim(I32(0))
 
     def claim(self, k: Any, when: Any) -> None:
-        lax.cond(when, lambda: self._claim(k), lambda: None)
+        pl.when(when)(lambda: self._claim(k))
 
     def _claim(self, k: Any) -> None:
         entries = self.in_front(self.hands)
         already = I32(1 + self._already * self.hands)
         refs = self.table.at[entries - 1], self.table.at[entries], self._place(k)
-        _claim(*refs, already, I32(self.count), self._round(k))  # pyright: ignore[reportCallIssue]
+        _claim_tile(*refs, already, I32(self.count), self._round(k))  # pyright: ignore[reportCallIssue]
 
 
 def each_tile(
@@ -182,8 +180,12 @@ def launch(
         run(dataclasses.replace(tiles, table=table), inputs, outputs, memory)
 
     kernel = mosaic.launch(name, body, memory, (), {"cta": tiles.hands}, warpgroups, cluster)
-    found = pl.run_state(lambda refs: kernel(*read, *refs))(tuple(written))
-    return jax.tree.unflatten(written_tree, found)[1]
+
+    @mosaic.apart
+    def after(read: list, written: tuple) -> tuple:
+        return pl.run_state(lambda refs: kernel(*read, *refs))(written)
+
+    return jax.tree.unflatten(written_tree, after(read, tuple(written)))[1]
 
 
 def share(costs: Sequence[float] | np.ndarray, hands: int) -> tuple[list[list[int]], float]:
@@ -197,13 +199,13 @@ def share(costs: Sequence[float] | np.ndarray, hands: int) -> tuple[list[list[in
     return dealt, max(time for time, _ in free)
 
 
-_PAIR = (ptx.NUMBER, ptx.NUMBER)
+_ENTRY = (ptx.NUMBER, ptx.NUMBER)
 _ROW = plgpu.RefType()
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
 @plgpu.inline_mgpu(arg_types=(_ROW, _ROW, _ROW, _SCALAR, _SCALAR, _SCALAR))
-def _claim(_: Any, last: Any, entries: Any, place: Any, *numbers: Any) -> None:
+def _claim_tile(_: Any, last: Any, entries: Any, place: Any, *numbers: Any) -> None:
     """The entry at `last` + `already`, or the one after all; by one thread, for which nobody waits."""
     code = (
         "{ .reg .b64 e, a; "
@@ -218,13 +220,13 @@ def _claim(_: Any, last: Any, entries: Any, place: Any, *numbers: Any) -> None:
     ptx.by_warp(CLAIMS_BY, code, "l,l,l,r,r,r", *refs, *(x.registers[()] for x in numbers))
 
 
-@plgpu.inline_mgpu(arg_types=(_ROW,), return_type=_PAIR)
+@plgpu.inline_mgpu(arg_types=(_ROW,), return_type=_ENTRY)
 def _look(_: Any, place: Any) -> Any:
     code = "{ .reg .b64 e; ld.relaxed.gpu.global.b64 e, [$2]; mov.b64 {$0, $1}, e; }"
-    return _pair(code, "=r,=r,l", ptx.address(place))
+    return _entry(code, "l", ptx.address(place))
 
 
-@plgpu.inline_mgpu(arg_types=(_ROW, _SCALAR, _SCALAR, _SCALAR), return_type=_PAIR)
+@plgpu.inline_mgpu(arg_types=(_ROW, _SCALAR, _SCALAR, _SCALAR), return_type=_ENTRY)
 def _settle(_: Any, place: Any, *numbers: Any) -> Any:
     """Looks again until the claim is of this round."""
     code = (
@@ -233,11 +235,8 @@ def _settle(_: Any, place: Any, *numbers: Any) -> Any:
         "ld.relaxed.gpu.global.b64 e, [$2]; mov.b64 {$0, $1}, e; bra look; "
         "done: and.b32 $0, $0, 0x7fffffff; }"
     )
-    return _pair(code, "=r,=r,l,0,1,r", ptx.address(place), *(x.registers[()] for x in numbers))
+    return _entry(code, "l,0,1,r", ptx.address(place), *(x.registers[()] for x in numbers))
 
 
-def _pair(code: str, constraints: str, *operands: Any) -> Any:
-    i32 = ir.IntegerType.get_signless(32)
-    both = ir.Type.parse("!llvm.struct<(i32, i32)>")
-    found = llvm.inline_asm(both, operands, code, constraints, has_side_effects=True)
-    return tuple(ptx.splat(llvm.extractvalue(i32, found, [i])) for i in range(2))
+def _entry(code: str, constraints: str, *operands: Any) -> Any:
+    return tuple(map(ptx.splat, ptx.words(2, code, constraints, *operands, side_effects=True)))

@@ -5,10 +5,15 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
+
 from pallas_fa2 import plan
 from pallas_fa2.kernels import mosaic
 from pallas_fa2.spec import Device
 from tests.contract.cases import Case, causal, causal_end
+
+Two = tuple[int, int]
 
 CAUSAL = (causal, causal_end)
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
@@ -49,6 +54,15 @@ def planned_with(tuned: plan.Tuned) -> Iterator[None]:
 
 def name(value: Case | plan.Tuned) -> str:
     return str(value) if isinstance(value, Case) else f"{value.config.warpgroups}wg"
+
+
+def packed_inputs(batch: int, lengths: Two, heads: Two, head_dim: int) -> list[jax.Array]:
+    """q, k, v and dout, of lengths (T, S) and (query, key) heads, and each query's document of three."""
+    shapes = [(batch, lengths[i], heads[i], head_dim) for i in (0, 1, 1, 0)]
+    *keys, key = jax.random.split(jax.random.key(0), 5)
+    arrays = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=True)]
+    ids = jax.random.randint(key, (batch, lengths[0]), 0, 3)
+    return [*arrays, jnp.sort(ids, 1)]
 
 
 @contextlib.contextmanager

@@ -199,38 +199,52 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         name, *parameters = eqn.params["mgpu_fn"].__name__.split()
         if name in inline.LOADED:
             meaning = functools.partial(inline.LOADED[name], parameters)
-            return self._load(eqn, token, meaning, *values)
+            return self._load(eqn, token, meaning, values)
         if name in inline.STORED:
-            return self._store(eqn, token, inline.STORED[name], *values), []
+            return self._store(eqn, token, inline.STORED[name], values), []
         if name in inline.ADDED:
-            return self._add(eqn, token, inline.ADDED[name], *values), []
-        if name == "_send_mail":
-            return self._mail(operations.send_mail, eqn, token, values, block=values[3]), []
-        if name == "_wait_for_mail":
-            return self._mail(operations.wait_for_mail, eqn, token, values), []
-        if name == "_claim":
-            return self._claim(eqn, token, *values), []
-        if name in ("_look", "_settle"):
-            return self._claimed(name, eqn, token, *values)
-        if name in operations.TURNS:
-            return self._turn(name, eqn, token, *values), []
+            target, tile, *leaves = values
+            values = target, inline.ADDED[name](tile), *leaves
+            return self._operate(operations.add_to_gmem, eqn, token, values)
+        if name in operations.OPERATIONS:
+            return self._operate(operations.OPERATIONS[name], eqn, token, values)
         if name in ("load", "store"):
-            return self._copy_rows(eqn, token, *values), []
-        if name == "_gather":
-            return self._gather(eqn, token, *values)
-        if name in ("_scatter", "_scatter_pairs"):
-            return self._scatter(eqn, token, *values), []
+            (view,) = parameters
+            copy = functools.partial(operations.copy_rows, way=name, view=view)
+            return self._operate(copy, eqn, token, values, self.mesh_location)
         out = inline.INLINE[name](*values, *parameters)
         return token, [] if out is None else [out]
 
-    def _load(self, eqn, token, meaning, ref, *leaves):
-        aval, (out,) = eqn.invars[0].aval, eqn.outvars
-        (transforms,) = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
-        ref, transforms = jaxpr_interpret.resolve_ref(aval, ref, transforms)
+    def _operate(self, operation, eqn, token, values, *before):
+        """operation(token, thread, *before, references with their transforms, all else)."""
+        results = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+        token, *found = callback.io_callback(
+            functools.partial(operation, source_info=eqn.source_info),
+            (gpu_callbacks.TOKEN_SHAPE_DTYPE, *results),
+            token,
+            self.thread,
+            *before,
+            *self._operands(eqn, values),
+        )
+        return token, found
+
+    @staticmethod
+    def _operands(eqn, values):
+        """Of inline code: each reference with its transforms, then the others as they are."""
+        count = eqn.params["pytree_args"].num_leaves
+        transforms = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], values[count:])
+        for var, value, of_value in zip(eqn.invars, values, transforms, strict=False):
+            if isinstance(var.aval, state.AbstractRef):
+                value = jaxpr_interpret.resolve_ref(var.aval, value, of_value)
+            yield value
+
+    def _load(self, eqn, token, meaning, values):
+        (out,) = eqn.outvars
+        (ref, transforms), *_ = self._operands(eqn, values)
         shape, convert = meaning(out.aval.shape)
         token, found = gpu_callbacks.call_get(
             token=token,
-            result_shape_and_dtype=jax.ShapeDtypeStruct(shape, aval.dtype),
+            result_shape_and_dtype=jax.ShapeDtypeStruct(shape, eqn.invars[0].aval.dtype),
             mesh_location=self.mesh_location,
             thread=self.thread,
             allocation_key_as_array=ref,
@@ -239,8 +253,9 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         )
         return token, [convert(found)]
 
-    def _store(self, eqn, token, meaning, target, tile, *leaves):
-        return self._write(eqn, token, *self._target(eqn, target, leaves), meaning(tile))
+    def _store(self, eqn, token, meaning, values):
+        (target, transforms), tile = self._operands(eqn, values)
+        return self._write(eqn, token, target, transforms, meaning(tile))
 
     def _write(self, eqn, token, target, transforms, value):
         token, _ = gpu_callbacks.call_swap(
@@ -255,142 +270,6 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             source_info=eqn.source_info,
         )
         return token
-
-    @staticmethod
-    def _target(eqn, target, leaves):
-        transforms, *_ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], leaves)
-        return jaxpr_interpret.resolve_ref(eqn.invars[0].aval, target, transforms)
-
-    def _gather(self, eqn, token, source, places, *leaves):
-        source, transforms = self._target(eqn, source, leaves)
-        out = eqn.outvars[0].aval
-        token, found = callback.io_callback(
-            functools.partial(operations.gather, source_info=eqn.source_info),
-            (gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct(out.shape, out.dtype)),
-            token=token,
-            thread=self.thread,
-            source=source,
-            transforms=transforms,
-            places=places,
-        )
-        return token, [found]
-
-    def _scatter(self, eqn, token, target, places, *values_and_leaves):
-        count = eqn.params["pytree_args"].num_leaves - 2  # but for the target and the places
-        values, leaves = values_and_leaves[:count], values_and_leaves[count:]
-        target, transforms = self._target(eqn, target, leaves)
-        return callback.io_callback(
-            functools.partial(operations.scatter, source_info=eqn.source_info),
-            gpu_callbacks.TOKEN_SHAPE_DTYPE,
-            token=token,
-            thread=self.thread,
-            target=target,
-            transforms=transforms,
-            places=places,
-            values=values,
-        )
-
-    def _add(self, eqn, token, meaning, target, tile, *leaves):
-        target, transforms = self._target(eqn, target, leaves)
-        function = functools.partial(operations.add_to_gmem, source_info=eqn.source_info)
-        return callback.io_callback(
-            function,
-            gpu_callbacks.TOKEN_SHAPE_DTYPE,
-            token=token,
-            thread=self.thread,
-            target=target,
-            transforms=transforms,
-            value=meaning(tile),
-        )
-
-    def _turn(self, name, eqn, token, target, *values):
-        waits = name in ("_await_turn", "_take_turn")
-        ordinal = {"ordinal": values[0]} if waits else {}
-        target, transforms = self._target(eqn, target, values[len(ordinal) :])
-        return callback.io_callback(
-            operations.TURNS[name],
-            gpu_callbacks.TOKEN_SHAPE_DTYPE,
-            token=token,
-            thread=self.thread,
-            target=target,
-            transforms=transforms,
-            **ordinal,
-        )
-
-    def _claim(self, eqn, token, *values):
-        *refs, already, count, number = values[:6]
-        leaves = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], values[6:])
-        avals = [var.aval for var in eqn.invars]
-        refs, places = zip(
-            *(jaxpr_interpret.resolve_ref(*x) for x in zip(avals, refs, leaves, strict=False)),
-            strict=True,
-        )
-        return callback.io_callback(
-            operations.claim_tile,
-            gpu_callbacks.TOKEN_SHAPE_DTYPE,
-            token=token,
-            thread=self.thread,
-            refs=refs,
-            transforms=places,
-            already=already,
-            count=count,
-            number=number,
-        )
-
-    def _claimed(self, name, eqn, token, place, *values):
-        """What is there, or what will be there in a round."""
-        numbers = 3 if name == "_settle" else 0
-        number = values[2] if numbers else None
-        place, transforms = self._target(eqn, place, values[numbers:])
-        entry = jax.ShapeDtypeStruct((), "int32")
-        token, *found = callback.io_callback(
-            operations.claimed_tile,
-            (gpu_callbacks.TOKEN_SHAPE_DTYPE, entry, entry),
-            token=token,
-            thread=self.thread,
-            place=place,
-            transforms=transforms,
-            number=number,
-        )
-        return token, found
-
-    def _mail(self, function, eqn, token, values, **others):
-        refs = [var.aval for var in eqn.invars if isinstance(var.aval, state.AbstractRef)]
-        numbers = eqn.params["pytree_args"].num_leaves
-        transforms = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], values[numbers:])
-        keys, indices = zip(
-            *(jaxpr_interpret.resolve_ref(*x) for x in zip(refs, values, transforms, strict=False)),
-            strict=True,
-        )
-        if function is operations.send_mail:
-            names = dict(zip(("source", "target", "arrived"), keys, strict=True))
-            others = names | others | {"transforms": indices}
-            function = functools.partial(function, source_info=eqn.source_info)
-        else:
-            others = {"arrived": keys[0], "transforms": indices[0]}
-        return callback.io_callback(
-            function, gpu_callbacks.TOKEN_SHAPE_DTYPE, token=token, thread=self.thread, **others
-        )
-
-    def _copy_rows(self, eqn, token, array, buffer, *scalars_and_leaves):
-        *place, _ = scalars_and_leaves[:5]
-        transforms = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], scalars_and_leaves[5:])
-        array, _ = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, array, transforms[0])
-        buffer, inner = jaxpr_interpret.resolve_ref(eqn.invars[1].aval, buffer, transforms[1])
-        function = functools.partial(
-            operations.copy_rows, name=eqn.params["mgpu_fn"].__name__, source_info=eqn.source_info
-        )
-        return callback.io_callback(
-            function,
-            gpu_callbacks.TOKEN_SHAPE_DTYPE,
-            token=token,
-            mesh_location=self.mesh_location,
-            thread=self.thread,
-            array=array,
-            buffer=buffer,
-            transforms=inner,
-            place=place,
-        )
 
     def _check_use(self, eqn, token, accumulator, use):
         return self._call(

@@ -23,10 +23,22 @@ def the_memory() -> shared.Memory:
     return memory
 
 
-def _locate(key_as_array: np.ndarray, transforms: Any) -> tuple[shared.Key, interpret_utils.Access]:
+def _locate(ref: tuple[np.ndarray, Any]) -> tuple[shared.Key, interpret_utils.Access]:
+    key_as_array, transforms = ref
     key = shared.Key.from_array(key_as_array)
     indexing = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
     return key, the_memory().access(key, indexing)
+
+
+def _inline(operation: Callable) -> Callable:
+    """operation(thread, operands) -> results, as a callback that hands its token on. References come with
+    their transforms (`_locate`)."""
+
+    @gpu_callbacks.fail_on_exception
+    def call(token: Any, thread: Any, *operands: Any, **static: Any) -> tuple:
+        return token, *(operation(thread, *operands, **static) or ())
+
+    return call
 
 
 class LoadTask(gpu_callbacks.AsyncCopyGmemToSmemTask):
@@ -111,8 +123,8 @@ def copy_smem_to_gmem(
 ):
     memory = the_memory()
     if predicate is None or bool(predicate):
-        src_key, src_access = _locate(src_allocation_key_as_array, src_transforms)
-        dst_key, dst_access = _locate(dst_allocation_key_as_array, dst_transforms)
+        src_key, src_access = _locate((src_allocation_key_as_array, src_transforms))
+        dst_key, dst_access = _locate((dst_allocation_key_as_array, dst_transforms))
         make = gpu_callbacks.AsyncCopySmemToGmemTask if reduction_op is None else _ReduceTask
         task = make(
             mesh_location,
@@ -132,15 +144,14 @@ def copy_smem_to_gmem(
     return token
 
 
-@gpu_callbacks.fail_on_exception
-def copy_rows(*, token, mesh_location, thread, name, array, buffer, transforms, place, source_info):
+@_inline
+def copy_rows(thread, mesh_location, array, buffer, *place_and_length, way, view, source_info):
     """`tma.Rows` by inline code. TMA clips at the length, but its view of `whole` groups before."""
-    way, view = name.split()
     memory = the_memory()
-    batch, first, head, column = map(int, place)
-    inside = _locate(buffer, transforms)
+    batch, first, head, column, _ = map(int, place_and_length)
+    inside = _locate(buffer)
     rows, columns = inside[1].shape
-    array = shared.Key.from_array(array)
+    array = shared.Key.from_array(array[0])
     length = memory.buffer_shape_and_dtype(array).shape[1]
     if view == "whole" and first + rows > length // tma.GROUP * tma.GROUP:
         raise IndexError(f"rows {first} to {first + rows} of {length} are not all in whole groups")
@@ -155,14 +166,12 @@ def copy_rows(*, token, mesh_location, thread, name, array, buffer, transforms, 
             *common, *inside, *outside, source_info, clock=clock
         )
     memory.execute_async_task(task)
-    return token
 
 
-@gpu_callbacks.fail_on_exception
-def add_to_gmem(*, token, thread, target, transforms, value, source_info):
+@_inline
+def add_to_gmem(thread, target, value, *, source_info):
     """Adds from registers, atomically per element."""
-    memory = the_memory()
-    place = _locate(target, transforms)
+    memory, place = the_memory(), _locate(target)
     memory.turns.wait(thread, _row(place))
     with _ReduceTask.atomic:
         old, _, _ = memory.get_buffer_content(*place, thread)
@@ -170,27 +179,26 @@ def add_to_gmem(*, token, thread, target, transforms, value, source_info):
     if memory.detect_races:
         clock = memory.incr_clock(thread).async_smem_clock
         gpu_callbacks.get_races().check_add(thread, clock, *place, source_info)
-    return token
 
 
-@gpu_callbacks.fail_on_exception
-def gather(*, token, thread, source, transforms, places, source_info):
+@_inline
+def _gather(thread, source, places, *, source_info):
     """For each thread the number at its place of a row; 0 where there is no such place."""
     memory = the_memory()
-    key, row = _locate(source, transforms)
+    key, row = _locate(source)
     found, _, _ = memory.get_buffer_content(key, row, thread)
     if memory.detect_races:
         clock = memory.incr_clock(thread).async_smem_clock
         gpu_callbacks.get_races().check_read(thread, clock, key, row, source_info)
     inside = np.asarray(places) < len(found)
-    return token, np.where(inside, found[np.where(inside, places, 0)], 0).astype(found.dtype)
+    return [np.where(inside, found[np.where(inside, places, 0)], 0).astype(found.dtype)]
 
 
-@gpu_callbacks.fail_on_exception
-def scatter(*, token, thread, target, transforms, places, values, source_info):
+@_inline
+def _scatter(thread, target, places, *values, source_info):
     """Each thread's values side by side, to its place of a row; what has no place there is dropped."""
     memory = the_memory()
-    key, row = _locate(target, transforms)
+    key, row = _locate(target)
     *outer, inside = row.range
     each = np.arange(len(values))
     there = (np.asarray(places)[:, None] * len(values) + each).reshape(-1)
@@ -200,7 +208,6 @@ def scatter(*, token, thread, target, transforms, places, values, source_info):
             memory.store_buffer_content(key, access, value, thread)
             if memory.detect_races:
                 gpu_callbacks.get_races().check_scatter(thread, key, access, source_info)
-    return token
 
 
 def _counter(place, thread):
@@ -208,41 +215,37 @@ def _counter(place, thread):
     return lambda: np.int32(the_memory().get_buffer_content(*place, thread)[0])
 
 
-@gpu_callbacks.fail_on_exception
-def await_turn(*, token, thread, target, transforms, ordinal):
-    place = _locate(target, transforms)
+@_inline
+def _await_turn(thread, target, ordinal, **_):
+    place = _locate(target)
     told = _counter(place, thread)
     the_memory().turns.promise(thread, _row(place), int(ordinal), told)
-    return token
 
 
-@gpu_callbacks.fail_on_exception
-def take_turn(*, token, thread, target, transforms, ordinal):
+@_inline
+def _take_turn(thread, target, ordinal, **_):
     """By who adds: nothing else depends on the thread then."""
-    place = _locate(target, transforms)
+    place = _locate(target)
     told = _counter(place, thread)
     the_memory().turns.wait_for(lambda: told() >= ordinal)
     shared.current.added.append((_row(place), int(ordinal), told()))
-    return token
 
 
-@gpu_callbacks.fail_on_exception
-def end_turn(*, token, thread, target, transforms, warps=1):
-    memory = the_memory()
-    place = _locate(target, transforms)
+@_inline
+def _end_turn(thread, target, *, warps=1, **_):
+    memory, place = the_memory(), _locate(target)
 
     def add() -> None:
         old, _, _ = memory.get_buffer_content(*place, thread)
         memory.store_buffer_content(*place, old + warps, thread)
 
     memory.turns.tell(add)
-    return token
 
 
-@gpu_callbacks.fail_on_exception
-def claim_tile(*, token, thread, refs, transforms, already, count, number):
+@_inline
+def _claim_tile(thread, last, entries, place, already, count, number, **_):
     memory = the_memory()
-    last, entries, place = map(_locate, refs, transforms)
+    last, entries, place = map(_locate, (last, entries, place))
 
     def read(place: tuple) -> np.ndarray:
         return memory.get_buffer_content(*place, thread)[0]
@@ -257,28 +260,25 @@ def claim_tile(*, token, thread, refs, transforms, already, count, number):
         memory.store_buffer_content(*place, entry, thread)
 
     memory.turns.tell(claim)
-    return token
 
 
-@gpu_callbacks.fail_on_exception
-def claimed_tile(*, token, thread, place, transforms, number):
-    memory, place = the_memory(), _locate(place, transforms)
+@_inline
+def _look(thread, place, **_):
+    """What is claimed there, or was a round ago."""
+    return tuple(the_memory().get_buffer_content(*_locate(place), thread)[0])
+
+
+@_inline
+def _settle(thread, place, _number, _counts, turn, **_):
+    """What is claimed there in a round, by its last bit."""
+    memory, place = the_memory(), _locate(place)
 
     def read() -> np.ndarray:
         return memory.get_buffer_content(*place, thread)[0]
 
-    if number is not None:
-        memory.turns.wait_for(lambda: (read()[0] < 0) == (number & 1 == 1))
-    first, second = read()
-    return token, first if number is None else first & np.int32(2**31 - 1), second
-
-
-TURNS = {
-    "_await_turn": await_turn,
-    "_end_turn": end_turn,
-    "_take_turn": take_turn,
-    "_give_turn": functools.partial(end_turn, warps=4),
-}
+    memory.turns.wait_for(lambda: (read()[0] < 0) == (turn & 1 == 1))
+    number, counts = read()
+    return number & np.int32(2**31 - 1), counts
 
 
 def _row(place: tuple) -> int:
@@ -286,11 +286,11 @@ def _row(place: tuple) -> int:
     return row.start if isinstance(row, slice) else int(row)
 
 
-@gpu_callbacks.fail_on_exception
-def send_mail(*, token, thread, source, target, arrived, transforms, block, source_info):
+@_inline
+def _send_mail(thread, source, target, arrived, block, *, source_info):
     """Copies to the same place in another block of the cluster, which finds mail there."""
     memory = the_memory()
-    source, target, (letterbox, at) = map(_locate, (source, target, arrived), transforms)
+    source, target, (letterbox, at) = map(_locate, (source, target, arrived))
     value, _, _ = memory.get_buffer_content(*source, thread)
     block = thread.block_id // 2 * 2 + int(block)  # of a cluster that may hold several pairs
     target = dataclasses.replace(target[0], block_id=block), target[1]
@@ -303,18 +303,33 @@ def send_mail(*, token, thread, source, target, arrived, transforms, block, sour
         races.check_write(thread, clock.async_smem_clock.copy(), *target, source_info)
     letterbox = dataclasses.replace(letterbox, block_id=block)
     memory.mail.deliver((letterbox, str(at.range)), clock)
-    return token
 
 
-@gpu_callbacks.fail_on_exception
-def wait_for_mail(*, token, thread, arrived, transforms):
+@_inline
+def _wait_for_mail(thread, arrived, _turn, **_):
     memory = the_memory()
-    letterbox, at = _locate(arrived, transforms)
+    letterbox, at = _locate(arrived)
     clock = memory.mail.wait(thread, (letterbox, str(at.range)))
     if clock is not None:
         with memory.lock:
             memory.clocks[thread].update(clock)
-    return token
+
+
+# Of inline code, by its name.
+OPERATIONS = {
+    "_await_turn": _await_turn,
+    "_claim_tile": _claim_tile,
+    "_end_turn": _end_turn,
+    "_gather": _gather,
+    "_give_turn": functools.partial(_end_turn, warps=4),
+    "_look": _look,
+    "_scatter": _scatter,
+    "_scatter_pairs": _scatter,
+    "_send_mail": _send_mail,
+    "_settle": _settle,
+    "_take_turn": _take_turn,
+    "_wait_for_mail": _wait_for_mail,
+}
 
 
 @gpu_callbacks.fail_on_exception
@@ -337,7 +352,7 @@ def execute_wgmma(*, token, thread, source_info=None, **operands):
         clock = memory.start_wgmma(thread, accumulator)
         for name in "ab":
             where = (operands[f"{name}_allocation_key_as_array"], operands[f"{name}_transforms"])
-            gpu_callbacks.get_races().check_read(thread, clock, *_locate(*where), source_info)
+            gpu_callbacks.get_races().check_read(thread, clock, *_locate(where), source_info)
     return token
 
 
