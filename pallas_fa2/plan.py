@@ -41,47 +41,62 @@ class Tuned(NamedTuple):
 # accumulator of 64 rows takes 128 registers of each thread, which leaves room for 64 keys.
 HOPPER_FORWARD = (
     Tuned(
-        hopper_forward.Config(64, 2, block_kv=128, stages=2, registers=(240, 24)),
+        hopper_forward.Config(64, 64, 2, block_kv=128, stages=2, registers=(240, 24)),
         longest_causal=1024,
     ),
-    Tuned(hopper_forward.Config(64, 3, block_kv=128, stages=2, registers=(160, 32))),
+    Tuned(hopper_forward.Config(64, 64, 3, block_kv=128, stages=2, registers=(160, 32))),
+    *(
+        Tuned(
+            hopper_forward.Config(
+                dim, dim, 2, block_kv=128, stages=2, registers=(240, 24), q_in_registers=True
+            )
+        )
+        for dim in (96, 128)
+    ),
     Tuned(
         hopper_forward.Config(
-            96, 2, block_kv=128, stages=2, registers=(240, 24), q_in_registers=True
+            192, 128, 2, block_kv=128, stages=2, registers=(240, 24), out_columns=64
         )
     ),
     Tuned(
         hopper_forward.Config(
-            128, 2, block_kv=128, stages=2, registers=(240, 24), q_in_registers=True
+            192, 192, 2, block_kv=64, stages=2, registers=(240, 24), out_columns=96
         )
     ),
-    Tuned(hopper_forward.Config(256, 2, block_kv=64, stages=2, registers=(240, 24))),
+    Tuned(hopper_forward.Config(256, 256, 2, block_kv=64, stages=2, registers=(240, 24))),
     # Functions take registers: for Q, or of a third warpgroup.
     *(
         Tuned(
-            hopper_forward.Config(dim, 2, block_kv=128, stages=2, registers=(240, 24)), general=True
+            hopper_forward.Config(dim, dim, 2, block_kv=128, stages=2, registers=(240, 24)),
+            general=True,
         )
         for dim in (64, 96, 128)
     ),
-    # Data of keys take the room of half of the output.
-    Tuned(
-        hopper_forward.Config(256, 2, block_kv=64, stages=2, registers=(240, 24), out_columns=64),
-        general=True,
+    # Data of keys take the room of half of the output, or of half of the keys.
+    *(
+        Tuned(
+            hopper_forward.Config(
+                *dims, 2, block_kv=64, stages=2, registers=(240, 24), out_columns=out_columns
+            ),
+            general=True,
+        )
+        for dims, out_columns in (((192, 128), 64), ((192, 192), 96), ((256, 256), 64))
     ),
     # Of data of pairs, a block of keys brings 2 to 8 bytes for each of a CTA's rows.
     *(
         Tuned(
-            hopper_forward.Config(dim, 2, block_kv=64, stages=2, registers=(240, 24)), general=True
+            hopper_forward.Config(dim, dim, 2, block_kv=64, stages=2, registers=(240, 24)),
+            general=True,
         )
         for dim in (64, 96, 128)
     ),
 )
 
 
-def hopper_forwards(dim: int) -> list[Tuned]:
-    """The forward kernels of a head dim, or of the next size up."""
-    size = min(t.config.head_dim for t in HOPPER_FORWARD if t.config.head_dim >= dim)
-    return [t for t in HOPPER_FORWARD if t.config.head_dim == size]
+def hopper_forwards(head_dim: int, value_dim: int) -> list[Tuned]:
+    """The forward kernels of these head dims, or of the next sizes up."""
+    dims = hopper.kernel_dims(head_dim, value_dim)
+    return [t for t in HOPPER_FORWARD if (t.config.head_dim, t.config.value_dim) == dims]
 
 
 # What `autotune` has found.
@@ -154,11 +169,13 @@ def _configure(name: str, spec: Spec, device: Device, passed_over: tuple) -> Pla
     if name == "hopper":
         forward = TUNED.get(tuning_key(spec, device))
         if forward is None:
-            kernels = hopper_forwards(spec.largest_dim)
+            kernels = hopper_forwards(spec.head_dim, spec.value_dim)
             tuned = next(t for t in kernels if t.serves(spec))
             forward = dataclasses.replace(tuned.config, ctas=device.cores)
         backward = hopper_backward.Config(
-            hopper.kernel_dim(spec), ctas=device.cores, ordered=spec.deterministic
+            *hopper.kernel_dims(spec.head_dim, spec.value_dim),
+            ctas=device.cores,
+            ordered=spec.deterministic,
         )
         if spec.deterministic and spec.scores:  # the kernels sum those in any order
             of_data = "blockwise", block_sizes(spec)

@@ -77,11 +77,6 @@ class Spec:
         return self.q_heads // self.kv_heads
 
     @property
-    def largest_dim(self) -> int:
-        """Of the head dims of queries, keys and values."""
-        return max(self.head_dim, self.value_dim)
-
-    @property
     def masked(self) -> bool:
         """Whether there is a mask, other than one that is known to be causal."""
         return self.mask is not None and self.causal is None

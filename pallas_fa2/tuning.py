@@ -72,7 +72,7 @@ def candidates(spec: Spec, device: Device) -> list[hopper_forward.Config]:
     """The kernels of the call's head dim; causal calls also choose how many heads share the L2."""
     return [
         dataclasses.replace(kernel.config, ctas=device.cores, section_bytes=section)
-        for kernel in plan.hopper_forwards(spec.largest_dim)
+        for kernel in plan.hopper_forwards(spec.head_dim, spec.value_dim)
         if kernel.general != spec.plain and kernel.fits(spec)
         for section in (SECTIONS if spec.causal else (kernel.config.section_bytes,))
     ]

@@ -26,6 +26,8 @@ MASKS = {"full": None, "start": fa.Causal(), "end": fa.Causal(align="end")}
 # One for each kind of mask and of kernel, and small: interpreting takes long.
 LENGTHS = {
     "packed_h256": (200, 200),
+    "packed_h192": (130, 130),
+    "packed_hv_smaller": (139, 139),
     "lengths_h64": (200, 330),
     "window_h96": (130, 130),
     "rising_documents_h128": (130, 260),
@@ -36,6 +38,11 @@ TOLD_APART = [
     if case.name in LENGTHS
 ]
 FORWARDS = [t for t in HOPPER_FORWARD if not t.general]
+DIMS = pytest.mark.parametrize("dims", hopper.KERNEL_DIMS)
+
+
+def of_dims(tuned: Tuned) -> str:
+    return f"h{tuned.config.head_dim}_hv{tuned.config.value_dim}_{name(tuned)}"
 
 
 INTERPRETED = each_variant([*SHORT, *TOLD_APART])
@@ -46,7 +53,7 @@ def test_every_forward_is_interpreted() -> None:
     wide = {
         t
         for t in HOPPER_FORWARD
-        if t.general and t.config.block_kv == 64 and t.config.head_dim < 256
+        if t.general and t.config.block_kv == 64 and t.config.head_dim <= 128
     }
     assert {tuned for _, tuned in INTERPRETED} >= {t for t in HOPPER_FORWARD if t not in wide}
 
@@ -72,14 +79,18 @@ def attend_and_differentiate(mask: Any) -> Any:
     return run
 
 
-def arrays(t: int, s: int, h: int, dtype: Any = jnp.bfloat16, n: int = 4, k: int = 2) -> list:
-    shapes = ((2, t, n, h), (2, s, k, h), (2, s, k, h), (2, t, n, h))
+def arrays(
+    t: int, s: int, dims: tuple[int, int], dtype: Any = jnp.bfloat16, n: int = 4, k: int = 2
+) -> list:
+    h, hv = dims
+    shapes = ((2, t, n, h), (2, s, k, h), (2, s, k, hv), (2, t, n, hv))
     return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
 def compile_forward(tuned: Tuned, mask: str, length: int) -> KernelReport:
     query_length = 2048 if mask == "end" else length
-    query, key, value, _ = arrays(query_length, length, tuned.config.head_dim)
+    dims = tuned.config.head_dim, tuned.config.value_dim
+    query, key, value, _ = arrays(query_length, length, dims)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         return fa.flash_attention(q, k, v, mask=MASKS[mask], implementation="hopper")
@@ -90,7 +101,7 @@ def compile_forward(tuned: Tuned, mask: str, length: int) -> KernelReport:
 
 
 @pytest.mark.parametrize("mask, length", [("full", 4000), ("start", 4096), ("end", 4000)])
-@pytest.mark.parametrize("tuned", FORWARDS, ids=lambda t: f"h{t.config.head_dim}_{name(t)}")
+@pytest.mark.parametrize("tuned", FORWARDS, ids=of_dims)
 def test_every_forward_compiles_clean(tuned: Tuned, mask: str, length: int) -> None:
     """Nothing spills or is serialized, and all exponentials come before the wait for P V."""
     report = compile_forward(tuned, mask, length)
@@ -126,15 +137,15 @@ def assert_clean(forward: KernelReport, backward: KernelReport) -> None:
 
 
 @pytest.mark.parametrize("mask, length", [("full", 4000), ("start", 4096), ("end", 4000)])
-@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
-def test_every_backward_compiles_clean(head_dim: int, mask: str, length: int) -> None:
-    args = arrays(2048 if mask == "end" else length, length, head_dim)
+@DIMS
+def test_every_backward_compiles_clean(dims: Any, mask: str, length: int) -> None:
+    args = arrays(2048 if mask == "end" else length, length, dims)
     assert_clean(*compile_both(attend_and_differentiate(MASKS[mask]), *args))
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_float16_multi_query_and_one_head_compile_clean(head_dim: int) -> None:
-    args = arrays(1000, 1000, head_dim, jnp.float16, 3, 1)
+    args = arrays(1000, 1000, (head_dim, head_dim), jnp.float16, 3, 1)
     assert_clean(*compile_both(attend_and_differentiate(fa.Causal()), *args))
 
 
@@ -144,7 +155,7 @@ def test_float16_multi_query_and_one_head_compile_clean(head_dim: int) -> None:
 def test_the_backward_takes_memory_for_dq_and_two_numbers_a_row(head_dim: int, make: Any) -> None:
     """In float32: dQ, and of the logsumexp and delta a number each (under documents with their data)."""
     batch, length, heads = 2, 4096, 4
-    args = arrays(length, length, head_dim, n=heads, k=heads)
+    args = arrays(length, length, (head_dim, head_dim), n=heads, k=heads)
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
 
     def run(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
@@ -157,19 +168,19 @@ def test_the_backward_takes_memory_for_dq_and_two_numbers_a_row(head_dim: int, m
 
 
 @pytest.mark.parametrize("mask, length", [("start", 4097), ("full", 1001)])
-@pytest.mark.parametrize("tuned", FORWARDS, ids=lambda t: f"h{t.config.head_dim}_{name(t)}")
+@pytest.mark.parametrize("tuned", FORWARDS, ids=of_dims)
 def test_odd_lengths_compile_clean(tuned: Tuned, mask: str, length: int) -> None:
     compile_gate.assert_clean(compile_forward(tuned, mask, length))
 
 
 @pytest.mark.parametrize("mask, length", [("start", 4097), ("full", 1001)])
-@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
-def test_odd_lengths_compile_clean_backward(head_dim: int, mask: str, length: int) -> None:
-    args = arrays(length, length, head_dim)
+@DIMS
+def test_odd_lengths_compile_clean_backward(dims: Any, mask: str, length: int) -> None:
+    args = arrays(length, length, dims)
     forward, backward = compile_both(attend_and_differentiate(MASKS[mask]), *args)
     # At H = 64, causal, the loop that the gate finds is that of the tiles: at their ends, it may be.
     if spilled := max(compile_gate.spills_while_multiplying(backward), 0):
-        assert (head_dim, mask) == (64, "start") and spilled <= 2
+        assert (dims, mask) == ((64, 64), "start") and spilled <= 2
     # A tile's end has the most code here: gradients in two numbers each, copied by pieces.
     assert backward.spill_stores <= 96 and backward.spill_loads <= 192
     compile_gate.assert_clean(forward)
@@ -193,7 +204,7 @@ def nobody_known(ids: Any) -> Any:
     ],
 )
 def test_masks_compile_without_spills_in_loops(head_dim: int, make: Any, length: int) -> None:
-    args = arrays(length, length, head_dim)
+    args = arrays(length, length, (head_dim, head_dim))
     ids = jax.ShapeDtypeStruct((2, length), jnp.int32)
 
     def run(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
@@ -219,7 +230,7 @@ def test_masks_compile_without_spills_in_loops(head_dim: int, make: Any, length:
     ],
 )
 def test_scores_compile_without_spills_in_loops(head_dim: int, make: Any, data: Any) -> None:
-    args = *arrays(4096, 4096, head_dim), jax.ShapeDtypeStruct(data, jnp.float32)
+    args = *arrays(4096, 4096, (head_dim, head_dim)), jax.ShapeDtypeStruct(data, jnp.float32)
 
     def attend(q: Any, k: Any, v: Any, data: Any) -> Any:
         score = make(data)
@@ -244,15 +255,23 @@ def test_scores_compile_without_spills_in_loops(head_dim: int, make: Any, data: 
 def test_no_length_is_padded_in_memory(length: int) -> None:
     with planned_for_h200():
         hlo = compile_gate.hlo_for_h200(
-            attend_and_differentiate(None), *arrays(length, length, 128)
+            attend_and_differentiate(None), *arrays(length, length, (128, 128))
         )
     assert "mosaic_gpu" in hlo
     assert not re.search(r"bf16\[\d+,(1008|8),\d+,128\]", hlo)
 
 
-def is_sliced_by_xla(head_dim: int, make: Any) -> bool:
+@pytest.mark.parametrize("dims", [(72, 72), (160, 160), (192, 128), (64, 128), (40, 24)])
+def test_no_head_dim_is_padded_in_memory(dims: tuple[int, int]) -> None:
+    with planned_for_h200():
+        hlo = compile_gate.hlo_for_h200(attend_and_differentiate(None), *arrays(256, 256, dims))
+    assert "mosaic_gpu" in hlo
+    assert {int(n) for n in re.findall(r"bf16\[\d+,\d+,\d+,(\d+)\]", hlo)} == set(dims)
+
+
+def is_sliced_by_xla(dims: tuple[int, int], make: Any) -> bool:
     """Whether a kernel of a scan reads or writes slices of what is stacked."""
-    q, k, v, dout = arrays(256, 256, head_dim)
+    q, k, v, dout = arrays(256, 256, dims)
     stacked = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (q, k, v, dout)]
     ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
 
@@ -272,18 +291,18 @@ def is_sliced_by_xla(head_dim: int, make: Any) -> bool:
     return '"dynamic_slice_fusion"' in hlo
 
 
-@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
+@DIMS
 @pytest.mark.parametrize("make", [lambda _: None, packed], ids=["full", "packed"])
-def test_kernels_have_arrays_of_their_own(head_dim: int, make: Any) -> None:
+def test_kernels_have_arrays_of_their_own(dims: Any, make: Any) -> None:
     """What they add to, or claim from, would not be what it is before them in a slice."""
-    assert not is_sliced_by_xla(head_dim, make)
+    assert not is_sliced_by_xla(dims, make)
 
 
 def test_kernels_in_slices_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.clear_caches()
     with monkeypatch.context() as patched:
         patched.setattr(mosaic, "apart", lambda kernel: kernel)
-        assert is_sliced_by_xla(64, lambda _: None)
+        assert is_sliced_by_xla((64, 64), lambda _: None)
     jax.clear_caches()
 
 
@@ -292,7 +311,8 @@ def test_dk_and_dv_have_memory_of_their_own(kv_heads: int, arrays_each: int) -> 
     """Cut or padded afterwards, two results that begin as one empty array would share its memory."""
     with planned_for_h200():
         hlo = compile_gate.hlo_for_h200(
-            attend_and_differentiate(fa.Causal()), *arrays(63, 200, 64, jnp.bfloat16, 2, kv_heads)
+            attend_and_differentiate(fa.Causal()),
+            *arrays(63, 200, (64, 64), jnp.bfloat16, 2, kv_heads),
         )
     of_forward = 2
     assert hlo.count('custom_call_target="AllocateBuffer"') == of_forward + 2 * arrays_each
@@ -302,7 +322,7 @@ def test_dk_and_dv_have_memory_of_their_own(kv_heads: int, arrays_each: int) -> 
 def test_no_buffer_of_all_pairs(mask: str) -> None:
     with planned_for_h200():
         hlo = compile_gate.hlo_for_h200(
-            attend_and_differentiate(MASKS[mask]), *arrays(1536, 1536, 128)
+            attend_and_differentiate(MASKS[mask]), *arrays(1536, 1536, (128, 128))
         )
     assert "mosaic_gpu" in hlo
     assert not re.search(r"1536,1536", hlo)

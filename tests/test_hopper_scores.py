@@ -229,6 +229,7 @@ def check(
         ("dropped_capped_causal_end", 70, 75, 128),
         ("dropped_at_places", 70, 75, 64),
         ("dropped", 70, 75, 256),
+        ("elementary", 70, 75, 192),
     ],
 )
 def test_scores_interpreted(name: str, t: int, s: int, head_dim: int) -> None:
@@ -238,7 +239,7 @@ def test_scores_interpreted(name: str, t: int, s: int, head_dim: int) -> None:
 
 ON_A_GPU = [
     *((name, 128) for name in CASES),
-    *((name, head_dim) for name in ("cap_causal", "elementary") for head_dim in (64, 256)),
+    *((name, head_dim) for name in ("cap_causal", "elementary") for head_dim in (64, 192, 256)),
     ("learned_cap", 64),
     ("learned_cap_documents", 256),
     *((name, 64) for name in ("biased_causal_end", "biased_and_capped_holes", "scaled_by_pairs")),

@@ -139,7 +139,8 @@ def test_large_is_what_is_said() -> None:
         return case.batch * large.times * length * case.q_heads * case.head_dim
 
     assert size(ELEMENTS, ELEMENTS.case.q_len) > 2**31
-    block = hopper_backward.Config(WORKSPACE.case.head_dim).block_q
+    head_dim = WORKSPACE.case.head_dim
+    block = hopper_backward.Config(head_dim, head_dim).block_q
     assert size(WORKSPACE, WORKSPACE.case.q_len) < 2**31 < size(WORKSPACE, block)
     assert GRID[0].times * GRID[0].case.batch > MAX_COUNT
 

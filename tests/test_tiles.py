@@ -41,7 +41,7 @@ def test_long_tiles_that_do_not_come_out_even_are_claimed(
 ) -> None:
     """4224 tokens are 33 tiles a head, and with four entries 16 for each of 132 CTAs."""
     problem = Problem(4, length, length, heads, heads, scale=1.0, offset=0 if causal else None)
-    found = Schedule.of(problem, Config(128)).tiles(None)
+    found = Schedule.of(problem, Config(128, 128)).tiles(None)
     assert isinstance(found, Claims) == claims
 
 

@@ -1,4 +1,4 @@
-"""Copies of rows, for lengths that are multiples of 8 and for others."""
+"""Copies of rows, for lengths and head dims that are multiples of a tile's and for others."""
 
 from typing import Any
 
@@ -16,12 +16,24 @@ from tests.support import compile_gate, interpreter
 
 TILE = 64
 LENGTHS = (3, 8, 9, 70, 127, 128)
-PLACES = pytest.mark.parametrize("columns", [64, 96, 128, 256])
+# Of arrays, and of shared memory: as wide, or with panels that are missing or cut.
+WIDTHS = [
+    (64, 64),
+    (96, 96),
+    (128, 128),
+    (256, 256),
+    (40, 64),
+    (64, 128),
+    (160, 192),
+    (80, 96),
+    (200, 256),
+]
+PLACES = pytest.mark.parametrize("dim, columns", WIDTHS)
 
 
-def through_shared_memory(x: jax.Array, length: int) -> jax.Array:
+def through_shared_memory(x: jax.Array, length: int, columns: int) -> jax.Array:
     """`x` `[B, T, N, H]`, tile by tile, in an array of another length."""
-    batch, _, heads, columns = x.shape
+    batch, _, heads, dim = x.shape
     tiles = -(-length // TILE)
 
     def run(refs: tuple, memory: tuple) -> None:
@@ -36,13 +48,13 @@ def through_shared_memory(x: jax.Array, length: int) -> jax.Array:
         plgpu.wait_smem_to_gmem(0)
 
     memory = mosaic.operand(TILE, columns, dtype=x.dtype), mosaic.barriers(3)
-    shape = jax.ShapeDtypeStruct((batch, length, heads, columns), x.dtype)
+    shape = jax.ShapeDtypeStruct((batch, length, heads, dim), x.dtype)
     return mosaic.launch("copy", run, memory, shape, {"cta": batch * heads * tiles}, 1)(x)
 
 
-def check(length: int, columns: int, call: Any) -> None:
-    """What lies beyond an entry is the next one: it is neither loaded nor stored."""
-    x = jax.random.normal(jax.random.key(0), (3, length, 2, columns), jnp.bfloat16)
+def check(length: int, dim: int, call: Any) -> None:
+    """What lies beyond an entry is the next one, beyond a row the next head: neither is loaded or stored."""
+    x = jax.random.normal(jax.random.key(0), (3, length, 2, dim), jnp.bfloat16)
     np.testing.assert_array_equal(call(x, length), x)
     longer = length + TILE // 2
     zeros = ((0, 0), (0, TILE // 2), (0, 0), (0, 0))
@@ -51,27 +63,41 @@ def check(length: int, columns: int, call: Any) -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @PLACES
-def test_rows_interpreted(length: int, columns: int) -> None:
+def test_rows_interpreted(length: int, dim: int, columns: int) -> None:
     def call(x: jax.Array, longer: int) -> Any:
-        return interpreter.run(lambda x: through_shared_memory(x, longer), x)
+        return interpreter.run(lambda x: through_shared_memory(x, longer, columns), x)
 
-    check(length, columns, call)
+    check(length, dim, call)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [*LENGTHS, 1000, 4097])
 @PLACES
-def test_rows_on_a_gpu(length: int, columns: int) -> None:
-    check(length, columns, jax.jit(through_shared_memory, static_argnums=1))
+def test_rows_on_a_gpu(length: int, dim: int, columns: int) -> None:
+    run = jax.jit(through_shared_memory, static_argnums=(1, 2))
+    check(length, dim, lambda x, longer: run(x, longer, columns))
 
 
 @pytest.mark.parametrize(
-    "length, columns, copies", [(4096, 128, 1), (3, 128, 1), (4097, 64, 1), (4097, 128, 2)]
+    "length, dim, columns, copies",
+    [
+        (4096, 128, 128, 1),
+        (3, 128, 128, 1),
+        (4097, 64, 64, 1),
+        (4097, 128, 128, 2),
+        (4097, 40, 64, 1),
+        (4096, 160, 192, 1),
+        (4097, 160, 192, 2),
+        (4096, 80, 96, 3),
+        (4096, 200, 256, 4),
+    ],
 )
-def test_rows_compile(length: int, columns: int, copies: int) -> None:
-    """One copy, or one of whole groups and one in a loop."""
-    x = jax.ShapeDtypeStruct((2, length, 2, columns), jnp.bfloat16)
-    (report,) = compile_gate.compile_for_h200(lambda x: through_shared_memory(x, length), x)
+def test_rows_compile(length: int, dim: int, columns: int, copies: int) -> None:
+    """One copy, or one of whole groups and one in a loop, or one of each panel in a loop."""
+    x = jax.ShapeDtypeStruct((2, length, 2, dim), jnp.bfloat16)
+    (report,) = compile_gate.compile_for_h200(
+        lambda x: through_shared_memory(x, length, columns), x
+    )
     compile_gate.assert_clean(report)
     assert (report.count("UTMALDG"), report.count("UTMASTG")) == (copies, copies)
 

@@ -96,7 +96,7 @@ def test_a_known_mask_divides_groups_as_a_causal_call_does():
     """Multi-query heads: 128 tiles for 132 CTAs, the longest of them twice the mean."""
     causal = Problem(4, 4096, 4096, 16, 1, scale=1.0, offset=0)
     masked = dataclasses.replace(causal, offset=None, mask="q.index >= k.index")
-    config = Config(128)
+    config = Config(128, 128)
     first_query, first_key = 64 * np.arange(64)[:, None], 128 * np.arange(32)
     seen = np.where(first_query >= first_key + 127, FULL, PARTIAL)
     classes = np.where(first_key > first_query + 63, EMPTY, seen).astype(np.int32)[None, None]

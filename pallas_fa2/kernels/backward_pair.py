@@ -1,4 +1,4 @@
-"""The Hopper backward at H = 256: two CTAs share a block of keys and send each other dS."""
+"""The Hopper backward for H > 128: two CTAs share a block of keys and send each other dS."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from pallas_fa2.kernels.tma import Rows
 
 
 class Scores(ColumnBlock, Loader):
-    """P and dS of 64 keys at H = 256, for the warpgroups that own the gradients.
+    """P and dS of 64 keys, for the warpgroups that own the gradients.
 
     It also loads: the next Q behind P, the next dO behind dS. What it has read is released by those who
     wait for its P and dS.
@@ -96,7 +96,11 @@ class Scores(ColumnBlock, Loader):
 
 
 class WideGradient(ColumnBlock):
-    """A gradient of 64 keys at H = 256, and a quarter of the columns of dQ."""
+    """A gradient of 64 keys, and some of the columns of dQ."""
+
+    @property
+    def columns_owned(self) -> int:
+        raise NotImplementedError
 
     @property
     def left(self) -> Ring:
@@ -115,7 +119,7 @@ class WideGradient(ColumnBlock):
             return acc[...]
 
         self.wait_for_keys(tile)
-        gradient = pl.run_scoped(accumulate, self.accumulator(self.config.head_dim))
+        gradient = pl.run_scoped(accumulate, self.accumulator(self.columns_owned))
         self.add_dq(tile, tile.next_step - 1, tile.last_row)
         self.memory.keys.release(tile.k)
         self.memory.values.release(tile.k)
@@ -139,25 +143,27 @@ class WideGradient(ColumnBlock):
 
     def add_dq(self, tile: Tile, t: Any, row: Any, then: Any = None) -> None:
         """This warpgroup's part of dQ of step t: two products, and `then` while they are in flight."""
-        part = 2 * lax.axis_index(PAIR) + self.me
+        rank = lax.axis_index(PAIR)
+        part, columns = 2 * rank + self.me, self.config.dq_half(rank, self.me)
         self.take_turn(Step(tile, t, row, masked=False), part)
         (ds,) = self.memory.ds_ring.at(t) if self.me == 0 else self.memory.ds_ring.wait(t)
         ds_of_other = self.memory.mail.wait(t)
 
         def products(dq_acc: Any) -> jax.Array:
-            dq_acc[...] = ptx.zeros((DQ_TILE, DQ_TILE))
-            k = self.keys_of(tile.k).at[:, pl.ds(part * DQ_TILE, DQ_TILE)]
-            k_of_other = self.memory.k_of_other.at[0, :, pl.ds(self.me * DQ_TILE, DQ_TILE)]
+            dq_acc[...] = ptx.zeros((DQ_TILE, columns.size))
+            k = self.keys_of(tile.k).at[:, columns]
+            k_of_other = self.memory.k_of_other.at[0, :, self.config.dq_half(0, self.me)]
             plgpu.wgmma(dq_acc, ds.at[0].transpose((1, 0)), k)
             plgpu.wgmma(dq_acc, ds_of_other.transpose((1, 0)), k_of_other)
             if then is not None:
                 then(2)
             return dq_acc[...]
 
-        dq = pl.run_scoped(products, self.accumulator(DQ_TILE))
+        dq = pl.run_scoped(products, self.accumulator(columns.size))
         plgpu.commit_smem()  # all warps are done with P and dS: one arrives for all
         self.memory.p_ring.release(t)
-        fragments.add_fragments(self.outputs.dq.at[row, self.config.dq_numbers(part)], dq)
+        numbers = self.config.dq_numbers(pl.ds(0, DQ_TILE), columns)
+        fragments.add_fragments(self.outputs.dq.at[row, numbers], dq)
         self.give_turn(row, part)
 
     def take_turn(self, step: Step, part: Any) -> None:
@@ -169,6 +175,10 @@ class WideGradient(ColumnBlock):
 
 class KeyGradient(WideGradient):
     @property
+    def columns_owned(self) -> int:
+        return self.config.head_dim
+
+    @property
     def left(self) -> Ring:
         return self.memory.ds_ring
 
@@ -179,6 +189,10 @@ class KeyGradient(WideGradient):
 
 
 class ValueGradient(WideGradient):
+    @property
+    def columns_owned(self) -> int:
+        return self.config.value_dim
+
     @property
     def left(self) -> Ring:
         return self.memory.p_ring

@@ -51,9 +51,9 @@ class Memory(NamedTuple):
     """
 
     k: Any  # [stages, kv_rows, H]
-    v: Any
+    v: Any  # [stages, kv_rows, Hv]
     q: Any  # [stages, block_q, H]
-    dout: Any
+    dout: Any  # [stages, block_q, Hv]
     lse: Any  # [stages, block_q]
     delta: Any
     ds: Any  # [stages, panels, kv_rows, PANEL]
@@ -154,13 +154,15 @@ def memory_of(
 ) -> Memory:
     """`row_data` is how many rows lie with lse: what masks and scores read of queries. `pairs` are the
     dtypes of what they read of pairs."""
-    dim, block_q, kv_rows = config.head_dim, config.block_q, config.kv_rows
+    dim, value_dim = config.head_dim, config.value_dim
+    block_q, kv_rows = config.block_q, config.kv_rows
     (q_stages, do_stages), (k_stages, v_stages) = config.stages, config.kv_stages
     rings, warpgroups = q_stages + do_stages + k_stages + v_stages, len(config.registers)
 
-    def scores(columns: int) -> Any:
-        shape = config.ds_stages, columns // PANEL, kv_rows, PANEL
-        return mosaic.operand(*shape, dtype=dtype, beside=dim)  # WGMMA takes one swizzle for both
+    def scores(dim: int) -> Any:
+        """P or dS, to be multiplied by rows of that dim: WGMMA takes one swizzle for both."""
+        shape = config.ds_stages, block_q // PANEL, kv_rows, PANEL
+        return mosaic.operand(*shape, dtype=dtype, beside=dim)
 
     pieces = ()
     if pairs:
@@ -171,12 +173,12 @@ def memory_of(
         rings += stages * len(pairs)
     memory = Memory(
         k=mosaic.operand(k_stages, kv_rows, dim, dtype=dtype),
-        v=mosaic.operand(v_stages, kv_rows, dim, dtype=dtype),
+        v=mosaic.operand(v_stages, kv_rows, value_dim, dtype=dtype),
         q=mosaic.operand(q_stages, block_q, dim, dtype=dtype),
-        dout=mosaic.operand(do_stages, block_q, dim, dtype=dtype),
+        dout=mosaic.operand(do_stages, block_q, value_dim, dtype=dtype),
         lse=plgpu.SMEM((q_stages, *row_data, block_q), jnp.float32),
         delta=plgpu.SMEM((do_stages, block_q), jnp.float32),
-        ds=scores(block_q),
+        ds=scores(dim),
         # All that complete by two arrivals in one array: each array costs a register for its phases,
         # and at H = 128 those make the difference to spilling.
         full=mosaic.barriers(
@@ -192,8 +194,8 @@ def memory_of(
         # in one array, as each begins at a multiple of 1024 bytes
         lse=plgpu.SMEM((q_stages + do_stages, block_q), jnp.float32),
         delta=None,
-        p=scores(block_q),
-        ds_of_other=mosaic.operand(config.ds_stages, kv_rows, block_q, dtype=dtype),
+        p=scores(value_dim),
+        ds_of_other=mosaic.operand(config.ds_stages, kv_rows, block_q, dtype=dtype, beside=dim),
         arrived=plgpu.SMEM((config.ds_stages, 2), jnp.uint32),
         k_of_other=mosaic.operand(k_stages, kv_rows, dim // 2, dtype=dtype),
         once=mosaic.barriers(q_stages + do_stages + 2 * config.ds_stages),
@@ -428,7 +430,7 @@ class ColumnBlock(Role):
             if i and i % places == 0:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             # By panels, as dS: their addresses differ by constants, and hold fewer registers.
-            for start in range(0, self.config.head_dim, PANEL):
+            for start in range(0, place.shape[1], PANEL):
                 panel = number(start)
                 place.at[:, pl.ds(start, panel.shape[1])][...] = panel
             plgpu.commit_smem()

@@ -16,7 +16,7 @@ from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE
 from pallas_fa2.kernels.tiles import Claims, Dealt, share
 from pallas_fa2.kernels.visits import Visits
 
-# A block's dQ is formed and added in tiles of 64 x 64 (or less): an accumulator of 32 registers.
+# A block's dQ is formed and added in tiles of 64 x 64 or less: an accumulator of 32 registers.
 DQ_TILE = 64
 # dS lies in panels of 64 queries, the width of a swizzled row.
 PANEL = 64
@@ -28,7 +28,8 @@ PAIR = "pair"
 class Config:
     """Tile sizes and schedule of one backward kernel."""
 
-    head_dim: int  # of queries, keys and values: 64, 96, 128 or 256
+    head_dim: int  # of queries and keys, up to 256; arrays may have less
+    value_dim: int  # of values, as many up to 128
     ctas: int = 132  # persistent, one a multiprocessor
     ordered: bool = False  # dQ is added in one order, the same in every run
     # Q, dO and float32 dQ of the heads that run at the same time, of 60 MB of L2.
@@ -80,8 +81,9 @@ class Config:
     def room(self, query_rows: int) -> int:
         """Bytes of shared memory, up to H = 128, that are left by operands, so many rows of data of
         queries and 2 KB of all else."""
-        (q, do), (k, v), dim, block_q = self.stages, self.kv_stages, self.head_dim, self.block_q
-        operands = (k + v) * self.kv_rows * dim + (q + do) * block_q * dim
+        (q, do), (k, v), block_q = self.stages, self.kv_stages, self.block_q
+        operands = (k * self.kv_rows + q * block_q) * self.head_dim
+        operands += (v * self.kv_rows + do * block_q) * self.value_dim
         operands += self.ds_stages * self.kv_rows * block_q
         row_bytes = (q * (1 + query_rows) + do) * block_q * 4
         return mosaic.SHARED_MEMORY_BYTES - 2 * operands - row_bytes - 2048
@@ -92,20 +94,33 @@ class Config:
         return min(self.pieces, self.room(query_rows) // piece_bytes)
 
     @property
+    def _dq_columns(self) -> list[Any]:
+        """How a block's dQ is divided: for the warpgroups that form it. Of a pair of CTAs each has half, and
+        the one that owns dV gets most of that."""
+        if self.paired:
+            return [self.dq_half(cta, me) for cta in range(2) for me in range(2)]
+        starts = range(0, self.head_dim, DQ_TILE)
+        return [pl.ds(start, min(DQ_TILE, self.head_dim - start)) for start in starts]
+
+    def dq_half(self, cta: Any, me: int) -> Any:
+        """Of a pair's CTA, the columns of a warpgroup."""
+        half = self.head_dim // 2
+        return pl.ds(cta * half + (half - DQ_TILE) * me, DQ_TILE if me else half - DQ_TILE)
+
+    @property
     def dq_parts(self) -> int:
         """How many tiles of dQ a block of queries has."""
-        return self.block_q // DQ_TILE * -(-self.head_dim // DQ_TILE)
+        return self.block_q // DQ_TILE * len(self._dq_columns)
 
     def dq_place(self, part: int) -> tuple[Any, Any]:
         """The rows and columns of a part, within the block."""
-        row, column = divmod(part, self.dq_parts * DQ_TILE // self.block_q)
-        first = column * DQ_TILE
-        return pl.ds(row * DQ_TILE, DQ_TILE), pl.ds(first, min(DQ_TILE, self.head_dim - first))
+        row, column = divmod(part, len(self._dq_columns))
+        return pl.ds(row * DQ_TILE, DQ_TILE), self._dq_columns[column]
 
-    def dq_numbers(self, part: Any) -> Any:
-        """Where it is among the block's numbers, as it lies in registers."""
-        columns = self.dq_place(part)[1].size if isinstance(part, int) else DQ_TILE
-        return pl.ds(part * DQ_TILE**2, columns * DQ_TILE)
+    def dq_numbers(self, rows: Any, columns: Any) -> Any:
+        """Where a part is among the block's numbers, as it lies in registers."""
+        first = rows.start * self.head_dim + columns.start * DQ_TILE
+        return pl.ds(first, columns.size * DQ_TILE)
 
     @property
     def tile(self) -> tuple[int, int]:

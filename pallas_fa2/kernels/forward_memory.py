@@ -13,7 +13,7 @@ class Memory(NamedTuple):
 
     q: Any  # [warpgroups, 1, 64, H]
     k: Any  # [stages, block_kv, H]
-    v: Any
+    v: Any  # [stages, block_kv, Hv]
     out: Any  # [warpgroups, 64, columns of a piece]
     lse: Any  # [warpgroups, 64]
     key_data: Any  # [stages, rows, block_kv], if masks or scores read any

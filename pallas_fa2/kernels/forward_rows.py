@@ -111,7 +111,7 @@ class RowBlock(RowScores):
             self.release_data(0, statistics)
         elif problem.mask is not None:
             pl.when(self.tile.first_is_cut)(lambda: self.release_data(0, statistics))
-        acc = mosaic.constant(0.0, (rows, self.schedule.config.head_dim), TILE)
+        acc = mosaic.constant(0.0, (rows, self.schedule.config.value_dim), TILE)
         return acc, statistics, p.astype(self.dtype)
 
     def next_block(
@@ -244,7 +244,7 @@ class RowBlock(RowScores):
         scores that rise by 127 in base 2 within a block.
         """
         rows, config = self.shape[0], self.schedule.config
-        pieces, parts = config.out_pieces, config.block_kv // REPEAT_KV
+        pieces, parts = config.key_pieces, config.block_kv // REPEAT_KV
 
         def scores(s_acc: Any, first_key: Any) -> jax.Array:
             for piece in pieces:

@@ -17,7 +17,8 @@ from pallas_fa2.kernels.visits import Visits
 class Config:
     """Tile sizes and schedule of one forward kernel."""
 
-    head_dim: int  # of queries, keys and values: 64, 96, 128 or 256
+    head_dim: int  # of queries and keys, up to 256; arrays may have less
+    value_dim: int
     warpgroups: int  # that multiply; each owns 64 query rows
     block_kv: int
     stages: int
@@ -46,7 +47,7 @@ class Config:
     def room(self, key_rows: int) -> int:
         """Bytes of shared memory that are left by keys and values and so many rows of their data, queries,
         the output and 2 KB of all else."""
-        kv_bytes = 2 * self.stages * self.block_kv * self.head_dim * 2
+        kv_bytes = self.stages * self.block_kv * (self.head_dim + self.value_dim) * 2
         rows_bytes = self.block_q * (self.head_dim + self.out_pieces[0].size) * 2
         data_bytes = self.stages * key_rows * self.block_kv * 4
         return mosaic.SHARED_MEMORY_BYTES - kv_bytes - rows_bytes - data_bytes - 2048
@@ -62,8 +63,16 @@ class Config:
     @property
     def out_pieces(self) -> list[Any]:
         """Columns of the output that leave together."""
-        size = min(self.head_dim, self.out_columns)
-        return [pl.ds(start, size) for start in range(0, self.head_dim, size)]
+        return self._pieces(self.value_dim)
+
+    @property
+    def key_pieces(self) -> list[Any]:
+        """Columns of the keys that come together when a tile is repeated."""
+        return self._pieces(self.head_dim)
+
+    def _pieces(self, dim: int) -> list[Any]:
+        size = min(self.value_dim, self.out_columns)
+        return [pl.ds(start, size) for start in range(0, dim, size)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +93,7 @@ class Schedule:
     @property
     def _section(self) -> int:
         p = self.problem
-        kv_bytes = 2 * 2 * p.kv_len * self.config.head_dim
+        kv_bytes = 2 * p.kv_len * (self.config.head_dim + self.config.value_dim)
         return mosaic.section_of(p.kv_heads, kv_bytes, self.config.section_bytes) * p.group
 
     @property

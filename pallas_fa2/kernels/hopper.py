@@ -20,7 +20,10 @@ from pallas_fa2.kernels.token_data import TokenData
 from pallas_fa2.spec import Device, Operands, Spec
 from pallas_fa2.tokens import Q_AXIS
 
-HEAD_DIMS = (64, 96, 128, 256)
+# Of queries and keys, and of values: what the kernels are made for. They take smaller ones as well, whose
+# missing columns TMA fills with zeros.
+KERNEL_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+LARGEST_DIM = KERNEL_DIMS[-1][0]
 # TMA coordinates are 32-bit, and no launch on larger arrays has been tested.
 MAX_ELEMENTS = 2**31 - 1
 # Nor with more heads, batch entries times key heads, or blocks of 64 tokens.
@@ -35,8 +38,8 @@ def refuses(spec: Spec, device: Device) -> str | None:
     if spec.dtype.name not in ("bfloat16", "float16"):
         return f"its inputs are bfloat16 or float16, not {spec.dtype.name}"
     for name, dim in (("H", spec.head_dim), ("Hv", spec.value_dim)):
-        if dim > HEAD_DIMS[-1] or dim % 8:
-            return f"head dims are multiples of 8 up to {HEAD_DIMS[-1]}, but {name} is {dim}"
+        if dim > LARGEST_DIM or dim % 8:
+            return f"head dims are multiples of 8 up to {LARGEST_DIM}, but {name} is {dim}"
     if reason := token_data.refuses(spec) or _refuses_data(spec):
         return reason
     if spec.masked and _listed_blocks(spec) > visits.MOST:
@@ -57,11 +60,11 @@ def _refuses_data(spec: Spec) -> str | None:
         if (rows := token_data.token_rows(spec, side)) > MOST_ROWS:
             what = "masks, scores and dropout"
             return f"its {what} read {MOST_ROWS} arrays of {name} at most, and here are {rows}"
-    size, dim = token_data.pair_bytes(spec), kernel_dim(spec)
-    if size and dim > 128:
-        return f"with data of pairs of tokens, head dims are at most 128, but here {dim} is needed"
+    size, dims = token_data.pair_bytes(spec), kernel_dims(spec.head_dim, spec.value_dim)
+    if size and (dim := max(spec.head_dim, spec.value_dim)) > 128:
+        return f"with data of pairs of tokens, head dims are at most 128, and here is {dim}"
     rows = token_data.token_rows(spec, "q") + (2 if spec.dropout_rate else 0)
-    if size and hopper_backward.Config(dim).pair_stages(size, rows) < 1:
+    if size and hopper_backward.Config(*dims).pair_stages(size, rows) < 1:
         return f"its data of pairs of tokens are too many for shared memory ({size} bytes a pair)"
     return None
 
@@ -71,14 +74,15 @@ def _listed_blocks(spec: Spec) -> int:
     return max(-(-spec.kv_len // 64), spec.group * -(-spec.q_len // 64))
 
 
-def kernel_dim(spec: Spec) -> int:
-    """The head dim of the backward kernel: the next size up for queries, keys and values alike."""
-    return next(d for d in HEAD_DIMS if d >= spec.largest_dim)
+def kernel_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Those of the kernels that take these."""
+    return next((h, v) for h, v in KERNEL_DIMS if h >= head_dim and v >= value_dim)
 
 
 def _entry_elements(spec: Spec) -> int:
     """The size of the largest array that the kernels see, for one batch entry."""
-    return max(spec.q_len * spec.q_heads, spec.kv_len * spec.kv_heads) * kernel_dim(spec)
+    head_dim, _ = kernel_dims(spec.head_dim, spec.value_dim)
+    return max(spec.q_len * spec.q_heads, spec.kv_len * spec.kv_heads) * head_dim
 
 
 def batch_limit(spec: Spec) -> int:
@@ -235,11 +239,6 @@ def tame_all(
     return q, jnp.where(keys, k, 0), jnp.where(keys, v, jnp.nan), dout
 
 
-def _widen(x: jax.Array, dim: int) -> jax.Array:
-    """`[B, T, N, H]` with H the kernel's."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, dim - x.shape[3])))
-
-
 def over_batch(kernel: Callable, limit: int) -> Callable:
     """A kernel for any batch, the first axis of every array, and under vmap, which adds to it.
 
@@ -308,11 +307,9 @@ def forward(
 
     if extras.tames:
         k, v = tame_keys(k, v)
-    widen = functools.partial(_widen, dim=config.head_dim)
-    arrays = widen(part.queries(q)), widen(part.keys(k)), widen(part.keys(v))
+    arrays = part.queries(q), part.keys(k), part.keys(v)
     out, lse = over_batch(kernel, batch_limit(spec))(*arrays, extras.traced)
-    out = part.restore_queries(out)[..., : spec.value_dim]
-    return out, part.restore_queries(lse, -jnp.inf, axis=2)
+    return part.restore_queries(out), part.restore_queries(lse, -jnp.inf, axis=2)
 
 
 def backward(
@@ -348,23 +345,21 @@ def backward(
         extra = round_up(part.q_len, config.block_q) - part.q_len
         return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
-    of_delta = [_widen(part.queries(x), round_up(spec.value_dim, 32)) for x in (out, dout)]
+    of_delta = [part.queries(x) for x in (out, dout)]
     if extras.tames:
         q, k, v, dout = tame_all(q, k, v, dout)
-    widen = functools.partial(_widen, dim=config.head_dim)
     dq, dk, dv, sums = over_batch(kernel, batch_limit(spec))(
-        widen(part.queries(q)),
-        widen(part.keys(k)),
-        widen(part.keys(v)),
-        widen(part.queries(dout)),
+        part.queries(q),
+        part.keys(k),
+        part.keys(v),
+        part.queries(dout),
         rows(jnp.where(lse == -jnp.inf, -jnp.inf, lse * -LOG2E), -jnp.inf),
         None if dlse is None else rows(dlse, 0.0),
         *of_delta,
         extras.traced,
     )
-    dq = part.restore_queries(dq)[..., : spec.head_dim]
-    dk = part.restore_keys(dk, spec.kv_len)[..., : spec.head_dim]
-    dv = part.restore_keys(dv, spec.kv_len)[..., : spec.value_dim]
+    dq = part.restore_queries(dq)
+    dk, dv = (part.restore_keys(x, spec.kv_len) for x in (dk, dv))
     floats, part_floats = (split_floats(x.scores)[0] for x in (operands, part_operands))
     dscores = token_data.gradients(extras.spec, extras.score, sums, part_floats)
     dscores = [part.restore_data(dx, x) for dx, x in zip(dscores, floats, strict=True)]

@@ -71,7 +71,8 @@ def gradients(
     classes: Any = None,
     data: TokenData | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Sums | None]:
-    """dQ `[B, T, N, H]`, dK and dV `[B, S, K, H]` in the inputs' dtype, and what the data of scores get.
+    """dQ, dK and dV like q `[B, T, N, H]`, k `[B, S, K, H]` and v `[B, S, K, Hv]`, and what the data of scores
+    get. Head dims are `config`'s or less.
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. To `zeros`, of
@@ -93,10 +94,10 @@ def gradients(
             data = data._replace(q=None, row_keys=None)
         inputs = inputs._replace(data=data)
     # Of a part of a group, a gradient leaves as two numbers whose sum is as good as in float32.
-    shape = (*k.shape[:2], schedule.heads, k.shape[3])
+    shapes = ((*x.shape[:2], schedule.heads, x.shape[3]) for x in (k, v))
     count = 1 if schedule.parts == 1 else 2
     # one each: of one for all, XLA may let two share their memory
-    dk, dv = ([lax.empty(shape, k.dtype) for _ in range(count)] for _ in range(2))
+    dk, dv = ([lax.empty(shape, k.dtype) for _ in range(count)] for shape in shapes)
     sums = None
     if problem.score is not None:
         lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
@@ -117,7 +118,7 @@ def gradients(
         len(config.registers),
         {PAIR: 2} if config.paired else {},
     )
-    dq = passes.finish(problem, config, dq, q.dtype)
+    dq = passes.finish(problem, config, dq, q)
     return dq, schedule.join(dk), schedule.join(dv), sums
 
 
@@ -178,8 +179,8 @@ class KeyHalf(ColumnBlock):
             return dk_acc[...], dv_acc[...], last
 
         self.wait_for_keys(tile)
-        wide = self.accumulator(self.config.head_dim)
-        dk, dv, last = pl.run_scoped(accumulate, wide, wide)
+        wide = (self.accumulator(dim) for dim in (self.config.head_dim, self.config.value_dim))
+        dk, dv, last = pl.run_scoped(accumulate, *wide)
         self.memory.values.release(tile.k)
         seen = look()
         self.store(tile, (self.outputs.dv, self.scaled(dv)), (self.outputs.dk, dk * self.scale))
@@ -240,7 +241,8 @@ class KeyHalf(ColumnBlock):
 
     def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
         """Of step t."""
-        fragments.add_fragments(self.outputs.dq.at[row, self.config.dq_numbers(self.me)], dq)
+        numbers = self.config.dq_numbers(*self.config.dq_place(self.me))
+        fragments.add_fragments(self.outputs.dq.at[row, numbers], dq)
 
 
 class OrderedHalf(KeyHalf):

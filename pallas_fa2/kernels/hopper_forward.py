@@ -46,9 +46,10 @@ def attention(
     seen: Visits | None = None,
     data: TokenData | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`out [B, T, N, H]` and natural `lse [B, N, T']`; T' is T rounded up to whole tiles.
+    """`out [B, T, N, Hv]` and natural `lse [B, N, T']`; T' is T rounded up to whole tiles.
 
-    q is `[B, T, N, H]`, k and v `[B, S, K, H]`, bfloat16 or float16. Under a mask, `seen` lists the
+    q is `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, Hv]`, bfloat16 or float16; head dims are
+    `config`'s or less. Under a mask, `seen` lists the
     blocks of keys of every tile; `data` is what masks and scores read.
     """
     schedule = Schedule(problem, config)
@@ -61,8 +62,9 @@ def attention(
     memory = Memory(
         q=mosaic.operand(groups, 1, rows, dim, dtype=dtype),
         k=mosaic.operand(stages, config.block_kv, dim, dtype=dtype),
-        v=mosaic.operand(stages, config.block_kv, dim, dtype=dtype),
-        out=mosaic.operand(groups, rows, config.out_pieces[0].size, dtype=dtype),
+        v=mosaic.operand(stages, config.block_kv, config.value_dim, dtype=dtype),
+        # beside queries, as keys of a repeated tile come here
+        out=mosaic.operand(groups, rows, config.out_pieces[0].size, dtype=dtype, beside=dim),
         lse=plgpu.SMEM((groups, rows), jnp.float32),
         key_data=None,
         full=mosaic.barriers(3 * groups + rings * stages + pair_slots),
@@ -81,7 +83,8 @@ def attention(
             buffers = plgpu.SMEM((stages, data.k.shape[1], config.block_kv), jnp.int32)
             memory = memory._replace(key_data=buffers)
     lse_shape = (problem.batch, problem.q_heads, schedule.q_tiles * config.block_q)
-    outputs = Outputs(lax.empty(q.shape, dtype), lax.empty(lse_shape, jnp.float32))
+    out_shape = *q.shape[:3], v.shape[3]
+    outputs = Outputs(lax.empty(out_shape, dtype), lax.empty(lse_shape, jnp.float32))
 
     def run(tiles: Dealt | Claims, inputs: Inputs, outputs: Outputs, memory: Memory) -> None:
         arrays, warpgroup = Arrays(tiles, inputs, outputs), lax.axis_index("warpgroup")

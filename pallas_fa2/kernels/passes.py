@@ -30,11 +30,11 @@ def prepare(
 ) -> tuple[jax.Array, jax.Array]:
     """-rowsum(dO ∘ O) in float32, `[B, N, T']`, and zeros to which dQ will be added.
 
-    `out` and `dout` are `[B, T, N, Hv]`, Hv a multiple of 32; T' is a multiple of `block_q`, and 0 stands
-    there for rows that do not exist.
+    `out` and `dout` are `[B, T, N, Hv]`; T' is a multiple of `block_q`, and 0 stands there for rows that do
+    not exist.
     """
     schedule = Schedule(problem, config)
-    shape = config.block_q, out.shape[-1]
+    shape = config.block_q, config.value_dim
 
     def run(refs: tuple, memory: list[Any]) -> None:
         *arrays, delta, dq = refs
@@ -47,7 +47,7 @@ def prepare(
         for part in range(config.dq_parts):
             tile = config.dq_place(part)
             nothing = mosaic.constant(0.0, tuple(x.size for x in tile), TILE)
-            fragments.store_fragments(block.at[config.dq_numbers(part)], nothing)
+            fragments.store_fragments(block.at[config.dq_numbers(*tile)], nothing)
         plgpu.barrier_wait(arrived.at[0])
         for start in range(0, config.block_q, ROWS_PER_WARPGROUP):
             total = _row_products(*(tile.at[pl.ds(start, ROWS_PER_WARPGROUP)] for tile in tiles))
@@ -75,8 +75,8 @@ def _place(schedule: Schedule) -> tuple[Any, Any, Any]:
 
 def _row_products(a: Any, b: Any) -> jax.Array:
     """rowsum(a ∘ b) in float32, of 64 rows in shared memory."""
-    tiling, _ = tma.tiles(a.shape[1], a.dtype)
-    panels = [pl.ds(start, tiling.tiling[1]) for start in range(0, a.shape[1], tiling.tiling[1])]
+    width = tma.panel(a)
+    panels = [pl.ds(start, width) for start in range(0, a.shape[1], width)]
 
     def product(panel: Any) -> jax.Array:
         x, y = (plgpu.load(ref.at[:, panel], layout=TILE).astype(jnp.float32) for ref in (a, b))
@@ -86,8 +86,9 @@ def _row_products(a: Any, b: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.sum(total, 1), ROWS)
 
 
-def finish(problem: Problem, config: Config, dq: jax.Array, dtype: Any) -> jax.Array:
-    """dQ, `[B, T, N, H]`, from the parts of all blocks as `fragments.add_fragments` has added them up."""
+def finish(problem: Problem, config: Config, dq: jax.Array, q: jax.Array) -> jax.Array:
+    """dQ, like q `[B, T, N, H]`, from the parts of all blocks as `fragments.add_fragments` has added them
+    up."""
     schedule = Schedule(problem, config)
 
     def run(refs: tuple, memory: list[Any]) -> None:
@@ -95,20 +96,19 @@ def finish(problem: Problem, config: Config, dq: jax.Array, dtype: Any) -> jax.A
         batch, head, first = _place(schedule)
         for part in range(config.dq_parts):
             rows, columns = config.dq_place(part)
-            numbers = parts.at[lax.axis_index("cta"), config.dq_numbers(part)]
+            numbers = parts.at[lax.axis_index("cta"), config.dq_numbers(rows, columns)]
             found = fragments.load_fragments(numbers, columns.size)
-            tile.at[rows, columns][...] = (found * problem.scale).astype(dtype)
+            tile.at[rows, columns][...] = (found * problem.scale).astype(q.dtype)
         plgpu.commit_smem()
         Rows(target, batch, pl.ds(first, config.block_q), head).store(tile)
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    shape = problem.batch, problem.q_len, problem.q_heads, config.head_dim
     kernel = mosaic.launch(
         "finish_gradients",
         run,
-        [mosaic.operand(config.block_q, config.head_dim, dtype=dtype)],
-        jax.ShapeDtypeStruct(shape, dtype),
+        [mosaic.operand(config.block_q, config.head_dim, dtype=q.dtype)],
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
         {"cta": schedule.blocks},
         1,
     )

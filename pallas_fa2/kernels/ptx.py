@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_fa2.kernels import dropout
+from pallas_fa2.kernels import dropout, tma
 from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.mosaic import COLUMNS, I32, ROWS, TILE, inline
 
@@ -227,7 +227,9 @@ class Mail:
     def send(self, step: Any, tile: Any, cta: Any) -> None:
         """To the same place in another CTA, whose stage is free; `tile` has been committed."""
         stage = self._stage(step)
-        _send_mail(tile, self.tiles.at[stage], self.arrived.at[stage], cta)  # pyright: ignore[reportCallIssue]
+        operand = tma.as_operand(tile)
+        send = plgpu.inline_mgpu(arg_types=(operand, operand, plgpu.RefType(), _NUMBER))(_send_mail)
+        send(tile, self.tiles.at[stage], self.arrived.at[stage], cta)  # pyright: ignore[reportCallIssue]
 
     def wait(self, step: Any) -> Any:
         stage = self._stage(step)
@@ -236,7 +238,6 @@ class Mail:
         return self.tiles.at[stage]
 
 
-_OPERAND = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))  # pyright: ignore[reportAbstractUsage]
 _NUMBER = plgpu.Layout.WG_SPLAT
 
 
@@ -284,7 +285,6 @@ def _expect_mail(_: Any, arrived: Any, size: Any) -> None:
     _by_one_thread(code, _shared_address(arrived), size.registers[()])
 
 
-@plgpu.inline_mgpu(arg_types=(_OPERAND, _OPERAND, plgpu.RefType(), _NUMBER))
 def _send_mail(_: Any, source: Any, target: Any, arrived: Any, cta: Any) -> None:
     shape = ir.MemRefType(source.type)
     size = math.prod(shape.shape) * mgpu.utils.bytewidth(shape.element_type)

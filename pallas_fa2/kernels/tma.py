@@ -1,10 +1,11 @@
-"""Rows of a head between device memory and shared memory by TMA, for sequences of any length.
+"""Rows of a head between device memory and shared memory by TMA, for any length and head dim.
 
-Shared memory lies in tiles of 8 rows, as WGMMA reads it, and TMA fills them by a view of device memory
-in which a sequence is groups of 8 rows. TMA stops at a view's end, and that can only be the end of a
-group. Where a length is no multiple of 8, that view has the whole groups alone. Another has the rows as
-a dimension of its own and stops anywhere; it can fill what lies in one piece, which are 8 rows, or any
-number where a row is one swizzled line (H = 64). So what contains a sequence's end is copied by pieces.
+Shared memory lies in tiles of 8 rows and some columns, as WGMMA reads it, and TMA fills them by a view of
+device memory in which a sequence is groups of 8 rows and a row is panels of columns. TMA stops at a view's
+end, and that can only be the end of a group and of a panel. Where a length is no multiple of 8, that view
+has the whole groups alone. Another has the rows as a dimension of its own and stops anywhere; it can fill
+what lies in one piece, which are 8 rows, or any number where a row is one swizzled line (H = 64). So what
+contains a sequence's end is copied by pieces. Where a panel is cut, pieces are of 8 rows and one panel.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import launch_context
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,27 +27,44 @@ THREADS = 128  # of a warpgroup
 
 
 def tiles(columns: int, dtype: Any) -> tuple[Any, ...]:
-    """Tiles of 8 rows swizzled over 128 bytes, or 64 where rows are no multiple of 128 (H = 96)."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = 128 if columns * itemsize % 128 == 0 else 64
+    """Of rows with so many columns: panels of 128 bytes, or of 64 where two CTAs could not have whole ones
+    of half a row each (H = 96 and 192)."""
+    row_bytes = columns * jnp.dtype(dtype).itemsize
+    return _tiled(128 if row_bytes == 128 or row_bytes % 256 == 0 else 64, dtype)
+
+
+def _tiled(swizzle: int, dtype: Any) -> tuple[Any, ...]:
+    """Tiles of 8 rows swizzled over so many bytes, a panel's width."""
+    columns = swizzle // jnp.dtype(dtype).itemsize
     return (
-        plgpu.TilingTransform((GROUP, swizzle // itemsize)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.TilingTransform((GROUP, columns)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
     )
+
+
+def panel(buffer: Any) -> int:
+    """How many columns of shared memory lie side by side: a swizzled line."""
+    (tiling,) = (x.tiling for x in buffer.transforms if hasattr(x, "tiling"))
+    return tiling[-1]
+
+
+def as_operand(buffer: Any) -> Any:
+    """The type with which inline code takes it as it lies."""
+    return plgpu.RefType(_tiled(panel(buffer) * buffer.dtype.itemsize, buffer.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """Some rows of one head of an array `[B, T, N, H]` in device memory.
 
-    Those from T on do not exist: they are loaded as zeros and not stored.
+    Those from T on do not exist, nor do columns from H on: they are loaded as zeros and not stored.
     """
 
     array: Any
     batch: Any
     rows: Any  # a slice; it starts at a multiple of 8 and has a multiple of 8
     head: Any
-    columns: Any = None  # a slice; all of them if None
+    columns: Any = None  # a slice, at a multiple of its size; as many as the buffer has if None
     # Whether they are always copied by pieces where the length needs it: less code, and registers.
     by_pieces: bool = False
 
@@ -56,13 +75,21 @@ class Rows:
 
     @property
     def ragged(self) -> bool:
-        """Whether Pallas cannot say it. A sequence shorter than a group is a group of its own."""
+        """Whether the rows end within a group. A sequence shorter than that is a group of its own."""
         length = self.array.shape[1]
         return length > GROUP and length % GROUP != 0
 
+    def narrow(self, buffer: Any) -> bool:
+        """Whether there may be columns that do not exist."""
+        dim = self.array.shape[3]
+        columns = pl.ds(0, buffer.shape[-1]) if self.columns is None else self.columns
+        if isinstance(columns.start, int):
+            return columns.start + columns.size > dim
+        return dim % columns.size != 0
+
     def load(self, buffer: Any, barriers: Any, i: Any) -> None:
         """Fills shared memory; arrives once at barrier i of an array when it is there."""
-        if self.ragged:
+        if self.ragged or self.narrow(buffer):
             self._copy(buffer, Barriers.of(barriers), i)
             plgpu.barrier_arrive(barriers.at[i])
         else:
@@ -70,7 +97,7 @@ class Rows:
 
     def store(self, buffer: Any) -> None:
         """Empties shared memory, in the caller's commit group."""
-        if self.ragged:
+        if self.ragged or self.narrow(buffer):
             self._copy(buffer, None, 0)
         else:
             plgpu.copy_smem_to_gmem(buffer, self.ref, commit_group=False)
@@ -79,28 +106,26 @@ class Rows:
         column = 0 if self.columns is None else self.columns.start
         place = self.batch, self.rows.start, self.head, column
         scalars = [jnp.asarray(x, jnp.int32) for x in (*place, i)]
-        refs = plgpu.RefType(), plgpu.RefType(tiles(buffer.shape[-1], buffer.dtype))
-        types = *refs, *[plgpu.Layout.WG_SPLAT] * len(scalars)
+        types = plgpu.RefType(), as_operand(buffer), *[plgpu.Layout.WG_SPLAT] * len(scalars)
+        dim, width = self.array.shape[3], panel(buffer)
 
-        def copy(whole: bool) -> None:
+        def copy(view: str) -> None:
             def inline(ctx: Any, array: Any, buffer: Any, *scalars: Any) -> None:
                 *place, i = (x.registers[()] for x in scalars)
-                _issue(ctx, array, buffer, place, whole, barriers and barriers.find(ctx.module, i))
+                _issue(ctx, array, buffer, place, view, barriers and barriers.find(ctx.module, i))
 
             # The interpreter in the tests knows it by this name.
-            inline.__name__ = f"{'load' if barriers else 'store'} {'whole' if whole else 'pieces'}"
+            inline.__name__ = f"{'load' if barriers else 'store'} {view} {width}"
             plgpu.inline_mgpu(arg_types=types)(inline)(self.array, buffer, *scalars)
 
-        if self.by_pieces or _is_one_line(buffer):
-            return copy(False)
+        if dim > width and dim % width != 0:  # a row shorter than a panel is one
+            return copy("panels")
+        if not self.ragged:
+            return copy("whole")
+        if self.by_pieces or width == buffer.shape[-1]:
+            return copy("pieces")
         inside = self.rows.start + self.rows.size <= self.array.shape[1]
-        lax.cond(inside, lambda: copy(True), lambda: copy(False))
-
-
-def _is_one_line(buffer: Any) -> bool:
-    """Whether a row of shared memory is one swizzled line."""
-    tiling, _ = tiles(buffer.shape[-1], buffer.dtype)
-    return tiling.tiling[-1] == buffer.shape[-1]
+        lax.cond(inside, lambda: copy("whole"), lambda: copy("pieces"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +162,7 @@ class Barriers:
         return mgpu.utils.BarrierRef(found[0], i, no_phases, 1)
 
 
-def _issue(ctx: Any, array: Any, buffer: Any, place: list[Any], whole: bool, barrier: Any) -> None:
+def _issue(ctx: Any, array: Any, buffer: Any, place: list[Any], view: str, barrier: Any) -> None:
     """A load, if there is a barrier, or a store; `buffer` is [groups, panels, 8, columns]."""
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     kind = ir.MemRefType(buffer.type)
@@ -145,13 +170,13 @@ def _issue(ctx: Any, array: Any, buffer: Any, place: list[Any], whole: bool, bar
     itemsize = mgpu.bitwidth(kind.element_type) // 8
     batch, first, head, column = (arith.index_cast(index, x) for x in place)
 
-    def copy(buffer: Any, row: Any, rows: int, *view: Any) -> None:
+    def copy(buffer: Any, rows: Any, columns: Any, *transforms: Any) -> None:
         source, target = (buffer, array) if barrier is None else (array, buffer)
         ctx.async_copy(
             src_ref=source,
             dst_ref=target,
-            gmem_slice=(batch, mgpu.ds(row, rows), head, mgpu.ds(column, panels * width)),
-            gmem_transform=view,
+            gmem_slice=(batch, rows, head, columns),
+            gmem_transform=transforms,
             barrier=barrier,
             swizzle=width * itemsize,
             arrive=False,
@@ -161,19 +186,26 @@ def _issue(ctx: Any, array: Any, buffer: Any, place: list[Any], whole: bool, bar
         share = math.prod(kind.shape) * itemsize // THREADS  # a thread's; each will arrive once
         expect = f"mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], {share};"
         _assembly(None, expect, "r", barrier.get_ptr())
-    if whole:
-        view = mgpu.TileTransform((GROUP, width), launch_context.Rounding.DOWN)
-        return copy(buffer, first, GROUP * groups, view)
+    all_rows, all_columns = mgpu.ds(first, GROUP * groups), mgpu.ds(column, panels * width)
+    if view == "whole":
+        tiled = mgpu.TileTransform((GROUP, width), launch_context.Rounding.DOWN)
+        return copy(buffer, all_rows, all_columns, tiled)
 
-    view = mgpu.TileTransform((width,)), mgpu.TransposeTransform((1, 0, 2))
+    in_panels = mgpu.TileTransform((width,)), mgpu.TransposeTransform((1, 0, 2))
     if panels == 1:
         rows = mgpu.memref_fold(mgpu.memref_transpose(buffer, (1, 0, 2, 3)), 1, 2)
-        return copy(rows, first, GROUP * groups, *view)
+        return copy(rows, all_rows, all_columns, *in_panels)
 
     def copy_group(group: Any, nothing: list) -> list:
         _assembly(None, '.pragma "nounroll";', "")
         row = arith.addi(first, arith.muli(group, arith.constant(index, GROUP)))
-        copy(mgpu.memref_slice(buffer, group), row, GROUP, *view)
+        rows, target = mgpu.ds(row, GROUP), mgpu.memref_slice(buffer, group)
+        if view == "pieces":
+            copy(target, rows, all_columns, *in_panels)
+            return nothing
+        for i in range(panels):
+            start = arith.addi(column, arith.constant(index, i * width))
+            copy(mgpu.memref_slice(target, i), rows, mgpu.ds(start, width))
         return nothing
 
     # A number that the compiler does not know: it would unroll the loop, and spill.

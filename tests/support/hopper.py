@@ -28,7 +28,7 @@ def planned_for_h200(cores: int = H200.cores) -> Iterator[None]:
 
 
 def _forwards(case: Case) -> list[plan.Tuned]:
-    kernels = plan.hopper_forwards(max(case.head_dim, case.value_dim or 0))
+    kernels = plan.hopper_forwards(case.head_dim, case.value_dim or case.head_dim)
     causal = case.mask in CAUSAL
     general = case.score is not None or not (causal or case.mask is None)
     found = [t for t in kernels if t.general == general and (causal or t.longest_causal is None)]

@@ -209,8 +209,8 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         if name in operations.OPERATIONS:
             return self._operate(operations.OPERATIONS[name], eqn, token, values)
         if name in ("load", "store"):
-            (view,) = parameters
-            copy = functools.partial(operations.copy_rows, way=name, view=view)
+            view, panel = parameters
+            copy = functools.partial(operations.copy_rows, way=name, view=view, panel=int(panel))
             return self._operate(copy, eqn, token, values, self.mesh_location)
         out = inline.INLINE[name](*values, *parameters)
         return token, [] if out is None else [out]

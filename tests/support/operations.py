@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import math
 import threading
 import types
 from collections.abc import Callable
@@ -144,17 +145,26 @@ def copy_smem_to_gmem(
     return token
 
 
+def _end(size: int, unit: int) -> float:
+    """Where what a view in whole units shows is not all that there is; of one unit, it is."""
+    return size // unit * unit if size > unit and size % unit else math.inf
+
+
 @_inline
-def copy_rows(thread, mesh_location, array, buffer, *place_and_length, way, view, source_info):
-    """`tma.Rows` by inline code. TMA clips at the length, but its view of `whole` groups before."""
+def copy_rows(
+    thread, mesh_location, array, buffer, *place_and_length, way, view, panel, source_info
+):
+    """`tma.Rows` by inline code. TMA clips at the end of an array, but a view of whole units before."""
     memory = the_memory()
     batch, first, head, column, _ = map(int, place_and_length)
     inside = _locate(buffer)
     rows, columns = inside[1].shape
     array = shared.Key.from_array(array[0])
-    length = memory.buffer_shape_and_dtype(array).shape[1]
-    if view == "whole" and first + rows > length // tma.GROUP * tma.GROUP:
+    _, length, _, dim = memory.buffer_shape_and_dtype(array).shape
+    if view == "whole" and first + rows > _end(length, tma.GROUP):
         raise IndexError(f"rows {first} to {first + rows} of {length} are not all in whole groups")
+    if view != "panels" and column + columns > _end(dim, panel):
+        raise IndexError(f"{column + columns} of {dim} columns are not all in whole panels")
     window = batch, slice(first, first + rows, 1), head, slice(column, column + columns, 1)
     outside = array, interpret_utils.Access(window)
     clock = memory.incr_clock(thread) if memory.detect_races else None
