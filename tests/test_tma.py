@@ -10,28 +10,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import mosaic
+from pallas_fa2.kernels import mosaic, tma
 from pallas_fa2.kernels.tma import Rows
 from tests.support import compile_gate, interpreter
 
 TILE = 64
 LENGTHS = (3, 8, 9, 70, 127, 128)
-# Of arrays, and of shared memory: as wide, or with panels that are missing or cut.
+# Of arrays, and of shared memory: as wide, or with columns that are missing; with another's panels, some of
+# which are cut.
 WIDTHS = [
-    (64, 64),
-    (96, 96),
-    (128, 128),
-    (256, 256),
-    (40, 64),
-    (64, 128),
-    (160, 192),
-    (80, 96),
-    (200, 256),
+    *((n, n, None) for n in (64, 96, 128, 256)),
+    *((40, 64, None), (64, 128, None), (160, 192, None), (80, 96, None), (208, 256, None)),
+    *((80, 128, 64), (200, 256, 32)),
 ]
-PLACES = pytest.mark.parametrize("dim, columns", WIDTHS)
+PLACES = pytest.mark.parametrize("dim, columns, panel", WIDTHS)
 
 
-def through_shared_memory(x: jax.Array, length: int, columns: int) -> jax.Array:
+def through_shared_memory(
+    x: jax.Array, length: int, columns: int, panel: int | None = None
+) -> jax.Array:
     """`x` `[B, T, N, H]`, tile by tile, in an array of another length."""
     batch, _, heads, dim = x.shape
     tiles = -(-length // TILE)
@@ -47,7 +44,8 @@ def through_shared_memory(x: jax.Array, length: int, columns: int) -> jax.Array:
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0)
 
-    memory = mosaic.operand(TILE, columns, dtype=x.dtype), mosaic.barriers(3)
+    panel = panel or tma.panel_width(columns, dim, x.dtype)
+    memory = mosaic.operand(TILE, columns, dtype=x.dtype, panel=panel), mosaic.barriers(3)
     shape = jax.ShapeDtypeStruct((batch, length, heads, dim), x.dtype)
     return mosaic.launch("copy", run, memory, shape, {"cta": batch * heads * tiles}, 1)(x)
 
@@ -63,9 +61,9 @@ def check(length: int, dim: int, call: Any) -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @PLACES
-def test_rows_interpreted(length: int, dim: int, columns: int) -> None:
+def test_rows_interpreted(length: int, dim: int, columns: int, panel: int | None) -> None:
     def call(x: jax.Array, longer: int) -> Any:
-        return interpreter.run(lambda x: through_shared_memory(x, longer, columns), x)
+        return interpreter.run(lambda x: through_shared_memory(x, longer, columns, panel), x)
 
     check(length, dim, call)
 
@@ -73,30 +71,30 @@ def test_rows_interpreted(length: int, dim: int, columns: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [*LENGTHS, 1000, 4097])
 @PLACES
-def test_rows_on_a_gpu(length: int, dim: int, columns: int) -> None:
-    run = jax.jit(through_shared_memory, static_argnums=(1, 2))
-    check(length, dim, lambda x, longer: run(x, longer, columns))
+def test_rows_on_a_gpu(length: int, dim: int, columns: int, panel: int | None) -> None:
+    run = jax.jit(through_shared_memory, static_argnums=(1, 2, 3))
+    check(length, dim, lambda x, longer: run(x, longer, columns, panel))
 
 
 @pytest.mark.parametrize(
-    "length, dim, columns, copies",
+    "length, dim, columns, panel, copies",
     [
-        (4096, 128, 128, 1),
-        (3, 128, 128, 1),
-        (4097, 64, 64, 1),
-        (4097, 128, 128, 2),
-        (4097, 40, 64, 1),
-        (4096, 160, 192, 1),
-        (4097, 160, 192, 2),
-        (4096, 80, 96, 3),
-        (4096, 200, 256, 4),
+        (4096, 128, 128, None, 1),
+        (3, 128, 128, None, 1),
+        (4097, 64, 64, None, 1),
+        (4097, 128, 128, None, 2),
+        (4097, 40, 64, None, 1),
+        (4096, 160, 192, None, 1),
+        (4097, 160, 192, None, 2),
+        (4096, 80, 96, None, 1),
+        (4096, 80, 128, 64, 2),
     ],
 )
-def test_rows_compile(length: int, dim: int, columns: int, copies: int) -> None:
+def test_rows_compile(length: int, dim: int, columns: int, panel: int | None, copies: int) -> None:
     """One copy, or one of whole groups and one in a loop, or one of each panel in a loop."""
     x = jax.ShapeDtypeStruct((2, length, 2, dim), jnp.bfloat16)
     (report,) = compile_gate.compile_for_h200(
-        lambda x: through_shared_memory(x, length, columns), x
+        lambda x: through_shared_memory(x, length, columns, panel), x
     )
     compile_gate.assert_clean(report)
     assert (report.count("UTMALDG"), report.count("UTMASTG")) == (copies, copies)
@@ -115,3 +113,12 @@ def test_an_array_of_barriers_must_be_the_only_one_of_its_kind() -> None:
     x = jax.ShapeDtypeStruct((1, 70, 1, 128), jnp.bfloat16)
     with pytest.raises(ValueError, match="2 arrays of barriers look like"):
         compile_gate.compile_for_h200(copy, x)
+
+
+@pytest.mark.parametrize(
+    "columns, dim, width",
+    [(64, 64, 64), (64, 8, 64), (96, 96, 32), (96, 80, 16), (128, 112, 16), (128, 40, 64), (192, 192, 32),
+     (192, 144, 16), (256, 256, 64), (256, 224, 32), (128, 72, None)],
+)  # fmt: skip
+def test_panels_divide_rows_in_both_memories(columns: int, dim: int, width: int | None) -> None:
+    assert tma.panel_width(columns, dim, jnp.bfloat16) == width

@@ -1,6 +1,7 @@
 """What the warpgroups of the Hopper backward share: their memory, loads, scores and stores."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels import mosaic, ptx, tma
 from pallas_fa2.kernels.backward_columns import Columns, join
 from pallas_fa2.kernels.backward_schedule import PAIR, PANEL, Config, Schedule, Step, Tile
 from pallas_fa2.kernels.mosaic import I32, Ring
@@ -150,20 +151,23 @@ TURN_BARRIERS = 4
 
 
 def memory_of(
-    config: Config, dtype: Any, row_data: tuple[int, ...] = (), pairs: Sequence[Any] = ()
+    config: Config,
+    dims: tuple[int, int],
+    dtype: Any,
+    row_data: tuple[int, ...] = (),
+    pairs: Sequence[Any] = (),
 ) -> Memory:
-    """`row_data` is how many rows lie with lse: what masks and scores read of queries. `pairs` are the
-    dtypes of what they read of pairs."""
-    dim, value_dim = config.head_dim, config.value_dim
+    """`dims` are those of the arrays, H and Hv. `row_data` is how many rows lie with lse: what masks and
+    scores read of queries. `pairs` are the dtypes of what they read of pairs."""
     block_q, kv_rows = config.block_q, config.kv_rows
+    operand = functools.partial(mosaic.operand, dtype=dtype)
+    # P is multiplied by dO, and dS by Q and K: WGMMA takes one swizzle for both.
+    panel = tma.panel_width(config.head_dim, dims[0], dtype)
+    v_panel = tma.panel_width(config.value_dim, dims[1], dtype)
     (q_stages, do_stages), (k_stages, v_stages) = config.stages, config.kv_stages
     rings, warpgroups = q_stages + do_stages + k_stages + v_stages, len(config.registers)
 
-    def scores(dim: int) -> Any:
-        """P or dS, to be multiplied by rows of that dim: WGMMA takes one swizzle for both."""
-        shape = config.ds_stages, block_q // PANEL, kv_rows, PANEL
-        return mosaic.operand(*shape, dtype=dtype, beside=dim)
-
+    scores = config.ds_stages, block_q // PANEL, kv_rows, PANEL
     pieces = ()
     if pairs:
         extra = math.prod(row_data) - 1
@@ -172,13 +176,13 @@ def memory_of(
         pieces = tuple(mosaic.operand(*shape, dtype=kind) for kind in pairs)
         rings += stages * len(pairs)
     memory = Memory(
-        k=mosaic.operand(k_stages, kv_rows, dim, dtype=dtype),
-        v=mosaic.operand(v_stages, kv_rows, value_dim, dtype=dtype),
-        q=mosaic.operand(q_stages, block_q, dim, dtype=dtype),
-        dout=mosaic.operand(do_stages, block_q, value_dim, dtype=dtype),
+        k=operand(k_stages, kv_rows, config.head_dim, panel=panel),
+        v=operand(v_stages, kv_rows, config.value_dim, panel=v_panel),
+        q=operand(q_stages, block_q, config.head_dim, panel=panel),
+        dout=operand(do_stages, block_q, config.value_dim, panel=v_panel),
         lse=plgpu.SMEM((q_stages, *row_data, block_q), jnp.float32),
         delta=plgpu.SMEM((do_stages, block_q), jnp.float32),
-        ds=scores(dim),
+        ds=operand(*scores, panel=panel),
         # All that complete by two arrivals in one array: each array costs a register for its phases,
         # and at H = 128 those make the difference to spilling.
         full=mosaic.barriers(
@@ -194,10 +198,10 @@ def memory_of(
         # in one array, as each begins at a multiple of 1024 bytes
         lse=plgpu.SMEM((q_stages + do_stages, block_q), jnp.float32),
         delta=None,
-        p=scores(value_dim),
-        ds_of_other=mosaic.operand(config.ds_stages, kv_rows, block_q, dtype=dtype, beside=dim),
+        p=operand(*scores, panel=v_panel),
+        ds_of_other=operand(config.ds_stages, kv_rows, block_q, panel=panel),
         arrived=plgpu.SMEM((config.ds_stages, 2), jnp.uint32),
-        k_of_other=mosaic.operand(k_stages, kv_rows, dim // 2, dtype=dtype),
+        k_of_other=operand(k_stages, kv_rows, config.head_dim // 2, panel=panel),
         once=mosaic.barriers(q_stages + do_stages + 2 * config.ds_stages),
         used=plgpu.ClusterBarrier(
             collective_axes=(PAIR,), num_barriers=config.ds_stages, num_arrivals=2

@@ -12,7 +12,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from pallas_fa2 import bounds
-from pallas_fa2.kernels import hopper_backward, hopper_forward, passes, token_data, visits
+from pallas_fa2.kernels import hopper_backward, hopper_forward, passes, tma, token_data, visits
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
 from pallas_fa2.kernels.tile import split_floats
 from pallas_fa2.kernels.tile_code import TileDropout, TileMask, TileScore
@@ -20,8 +20,8 @@ from pallas_fa2.kernels.token_data import TokenData
 from pallas_fa2.spec import Device, Operands, Spec
 from pallas_fa2.tokens import Q_AXIS
 
-# Of queries and keys, and of values: what the kernels are made for. They take smaller ones as well, whose
-# missing columns TMA fills with zeros.
+# Of queries and keys, and of values: what the kernels are made for. Of smaller ones, TMA fills the missing
+# columns with zeros.
 KERNEL_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 LARGEST_DIM = KERNEL_DIMS[-1][0]
 # TMA coordinates are 32-bit, and no launch on larger arrays has been tested.
@@ -239,6 +239,14 @@ def tame_all(
     return q, jnp.where(keys, k, 0), jnp.where(keys, v, jnp.nan), dout
 
 
+def _widen(x: jax.Array, columns: int) -> jax.Array:
+    """With as few columns more as TMA needs for rows with so many in shared memory."""
+    dim = x.shape[3]
+    if tma.panel_width(columns, dim, x.dtype) is not None:
+        return x
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, round_up(dim, 16) - dim)))
+
+
 def over_batch(kernel: Callable, limit: int) -> Callable:
     """A kernel for any batch, the first axis of every array, and under vmap, which adds to it.
 
@@ -307,9 +315,11 @@ def forward(
 
     if extras.tames:
         k, v = tame_keys(k, v)
-    arrays = part.queries(q), part.keys(k), part.keys(v)
-    out, lse = over_batch(kernel, batch_limit(spec))(*arrays, extras.traced)
-    return part.restore_queries(out), part.restore_queries(lse, -jnp.inf, axis=2)
+    q, k = (_widen(x, config.head_dim) for x in (part.queries(q), part.keys(k)))
+    v = _widen(part.keys(v), config.value_dim)
+    out, lse = over_batch(kernel, batch_limit(spec))(q, k, v, extras.traced)
+    out = part.restore_queries(out)[..., : spec.value_dim]
+    return out, part.restore_queries(lse, -jnp.inf, axis=2)
 
 
 def backward(
@@ -345,21 +355,24 @@ def backward(
         extra = round_up(part.q_len, config.block_q) - part.q_len
         return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
-    of_delta = [part.queries(x) for x in (out, dout)]
+    wide_keys = functools.partial(_widen, columns=config.head_dim)
+    wide_values = functools.partial(_widen, columns=config.value_dim)
+    of_delta = [wide_values(part.queries(x)) for x in (out, dout)]
     if extras.tames:
         q, k, v, dout = tame_all(q, k, v, dout)
     dq, dk, dv, sums = over_batch(kernel, batch_limit(spec))(
-        part.queries(q),
-        part.keys(k),
-        part.keys(v),
-        part.queries(dout),
+        wide_keys(part.queries(q)),
+        wide_keys(part.keys(k)),
+        wide_values(part.keys(v)),
+        wide_values(part.queries(dout)),
         rows(jnp.where(lse == -jnp.inf, -jnp.inf, lse * -LOG2E), -jnp.inf),
         None if dlse is None else rows(dlse, 0.0),
         *of_delta,
         extras.traced,
     )
-    dq = part.restore_queries(dq)
-    dk, dv = (part.restore_keys(x, spec.kv_len) for x in (dk, dv))
+    dq = part.restore_queries(dq)[..., : spec.head_dim]
+    dk = part.restore_keys(dk, spec.kv_len)[..., : spec.head_dim]
+    dv = part.restore_keys(dv, spec.kv_len)[..., : spec.value_dim]
     floats, part_floats = (split_floats(x.scores)[0] for x in (operands, part_operands))
     dscores = token_data.gradients(extras.spec, extras.score, sums, part_floats)
     dscores = [part.restore_data(dx, x) for dx, x in zip(dscores, floats, strict=True)]

@@ -110,7 +110,11 @@ def gradients(
         "attention_gradients",
         functools.partial(_body, schedule),
         memory_of(
-            config, q.dtype, inputs.lse.shape[2:-1], [stored(s.dtype) for s in problem.pairs()]
+            config,
+            (q.shape[3], v.shape[3]),
+            q.dtype,
+            inputs.lse.shape[2:-1],
+            [stored(s.dtype) for s in problem.pairs()],
         ),
         tiles,
         inputs,

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels import mosaic, ptx, tma
 from pallas_fa2.kernels.forward_memory import Arrays, Inputs, Memory, Outputs
 from pallas_fa2.kernels.forward_rows import RowBlock
 from pallas_fa2.kernels.forward_schedule import Config, Schedule, Tile
@@ -59,12 +59,14 @@ def attention(
     key_rows = data.k.shape[1] + 1 if data is not None and problem.reads_keys() else 0
     pairs = _pair_buffers(config, problem, key_rows)
     pair_slots = sum(buffer.shape[1] for buffer in pairs) * groups
+    panel = tma.panel_width(dim, q.shape[3], dtype)
+    v_panel = tma.panel_width(config.value_dim, v.shape[3], dtype)
     memory = Memory(
-        q=mosaic.operand(groups, 1, rows, dim, dtype=dtype),
-        k=mosaic.operand(stages, config.block_kv, dim, dtype=dtype),
-        v=mosaic.operand(stages, config.block_kv, config.value_dim, dtype=dtype),
-        # beside queries, as keys of a repeated tile come here
-        out=mosaic.operand(groups, rows, config.out_pieces[0].size, dtype=dtype, beside=dim),
+        q=mosaic.operand(groups, 1, rows, dim, dtype=dtype, panel=panel),
+        k=mosaic.operand(stages, config.block_kv, dim, dtype=dtype, panel=panel),
+        v=mosaic.operand(stages, config.block_kv, config.value_dim, dtype=dtype, panel=v_panel),
+        # as queries: keys of a repeated tile come here
+        out=mosaic.operand(groups, rows, config.out_pieces[0].size, dtype=dtype, panel=panel),
         lse=plgpu.SMEM((groups, rows), jnp.float32),
         key_data=None,
         full=mosaic.barriers(3 * groups + rings * stages + pair_slots),

@@ -126,9 +126,12 @@ def maximum(a: Any, b: int) -> Any:
     return jnp.maximum(a, b) if isinstance(a, jax.Array) else np.maximum(a, b)
 
 
-def operand(*shape: int, dtype: Any, beside: int | None = None) -> Any:
-    """Shared memory that TMA fills and WGMMA reads; `beside` an operand with so many columns, if given."""
-    return plgpu.SMEM(shape, dtype, transforms=tma.tiles(beside or shape[-1], dtype))
+def operand(*shape: int, dtype: Any, panel: int | None = None) -> Any:
+    """Shared memory that TMA fills and WGMMA reads, in panels of so many columns: the operands of a product
+    have the same. The widest if None."""
+    width = panel or tma.panel_width(shape[-1], shape[-1], dtype)
+    assert width is not None, shape
+    return plgpu.SMEM(shape, dtype, transforms=tma.tiles(width, dtype))
 
 
 def accumulator(rows: int, columns: int) -> Any:

@@ -43,7 +43,7 @@ class PairTile:
 
         orientation = "transposed" if self.keys_are_rows else "straight"
         name = f"load_pairs {orientation} {queries} {keys} {start} {count} {loaded.name}"
-        kind = plgpu.RefType(tma.tiles(keys, memory) if self.in_panels else ())
+        kind = tma.as_operand(self.ref) if self.in_panels else plgpu.RefType()
         found = inline(name, load, plgpu.ShapeDtypeStruct(shape, loaded, TILE), kind)(self.ref)
         return found != 0 if dtype == "bool" else found
 

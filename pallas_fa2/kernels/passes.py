@@ -54,10 +54,12 @@ def prepare(
             delta.at[batch, head, pl.ds(first + start, ROWS_PER_WARPGROUP)][...] = -total
 
     delta = problem.batch, problem.q_heads, schedule.q_blocks * config.block_q
+    panel = tma.panel_width(config.value_dim, out.shape[3], out.dtype)
+    arrived = mosaic.barriers(1, 2)
     kernel = mosaic.launch(
         "prepare_gradients",
         run,
-        [*(mosaic.operand(*shape, dtype=out.dtype) for _ in range(2)), mosaic.barriers(1, 2)],
+        [*(mosaic.operand(*shape, dtype=out.dtype, panel=panel) for _ in range(2)), arrived],
         [jax.ShapeDtypeStruct(x, jnp.float32) for x in (delta, schedule.dq_shape)],
         {"cta": schedule.blocks},
         1,
@@ -104,10 +106,11 @@ def finish(problem: Problem, config: Config, dq: jax.Array, q: jax.Array) -> jax
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    panel = tma.panel_width(config.head_dim, q.shape[3], q.dtype)
     kernel = mosaic.launch(
         "finish_gradients",
         run,
-        [mosaic.operand(config.block_q, config.head_dim, dtype=q.dtype)],
+        [mosaic.operand(config.block_q, config.head_dim, dtype=q.dtype, panel=panel)],
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         {"cta": schedule.blocks},
         1,

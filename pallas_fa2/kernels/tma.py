@@ -26,19 +26,21 @@ GROUP = 8  # rows of a tile
 THREADS = 128  # of a warpgroup
 
 
-def tiles(columns: int, dtype: Any) -> tuple[Any, ...]:
-    """Of rows with so many columns: panels of 128 bytes, or of 64 where two CTAs could not have whole ones
-    of half a row each (H = 96 and 192)."""
-    row_bytes = columns * jnp.dtype(dtype).itemsize
-    return _tiled(128 if row_bytes == 128 or row_bytes % 256 == 0 else 64, dtype)
+def panel_width(columns: int, dim: int, dtype: Any) -> int | None:
+    """The widest panel, of 128 bytes or less, of which rows with so many columns in shared memory are made,
+    and rows of `dim` in device memory as well, unless it is wider than they are. There is none for odd
+    multiples of 8 from 72 on."""
+    each = columns // 2 if columns > 128 else columns  # beyond, two CTAs have half of a row each
+    widths = (size // jnp.dtype(dtype).itemsize for size in (128, 64, 32))
+    found = (n for n in widths if each % n == 0 and (dim <= n or dim % n == 0))
+    return next(found, None)
 
 
-def _tiled(swizzle: int, dtype: Any) -> tuple[Any, ...]:
-    """Tiles of 8 rows swizzled over so many bytes, a panel's width."""
-    columns = swizzle // jnp.dtype(dtype).itemsize
+def tiles(width: int, dtype: Any) -> tuple[Any, ...]:
+    """Tiles of 8 rows and a panel's columns, swizzled."""
     return (
-        plgpu.TilingTransform((GROUP, columns)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
+        plgpu.TilingTransform((GROUP, width)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize),  # pyright: ignore[reportAbstractUsage]
     )
 
 
@@ -50,7 +52,7 @@ def panel(buffer: Any) -> int:
 
 def as_operand(buffer: Any) -> Any:
     """The type with which inline code takes it as it lies."""
-    return plgpu.RefType(_tiled(panel(buffer) * buffer.dtype.itemsize, buffer.dtype))
+    return plgpu.RefType(tiles(panel(buffer), buffer.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
