@@ -14,7 +14,7 @@ import numpy as np
 
 import pallas_fa2 as fa
 from benchmarks.rivals import XLA_SCORES, Implementation, mask_of, score_of
-from benchmarks.shapes import BOTH, Shape
+from benchmarks.shapes import Shape
 from pallas_fa2.tuning import milliseconds
 
 # FlashAttention's own rule: twice the error of dense attention in the same dtype.
@@ -26,15 +26,12 @@ ROUNDS = 3
 def inputs(shape: Shape, seed: int = 0) -> tuple[jax.Array, ...]:
     """query, key, value, the cotangent of the output, and the `data` that a shape may have."""
     keys = jax.random.split(jax.random.key(seed), 5)
-    sizes = (
-        (shape.q_len, shape.q_heads),
-        (shape.kv_len, shape.kv_heads),
-        (shape.kv_len, shape.kv_heads),
-        (shape.q_len, shape.q_heads),
-    )
+    of_q, of_k = (shape.q_len, shape.q_heads), (shape.kv_len, shape.kv_heads)
+    dim, value_dim = shape.head_dim, shape.value_dim or shape.head_dim
+    sizes = (*of_q, dim), (*of_k, dim), (*of_k, value_dim), (*of_q, value_dim)
     arrays = tuple(
-        jax.random.normal(key, (shape.batch, length, heads, shape.head_dim), jnp.bfloat16)
-        for key, (length, heads) in zip(keys, sizes, strict=False)
+        jax.random.normal(key, (shape.batch, *size), jnp.bfloat16)
+        for key, size in zip(keys, sizes, strict=False)
     )
     if shape.bias:
         pairs = (1, shape.q_heads, shape.q_len, shape.kv_len)
@@ -242,15 +239,16 @@ def rows(
     programs: Mapping[str, Programs], problem: Problem, iterations: int
 ) -> dict[str, dict[str, dict]]:
     """`speeds` of the forward and, if wanted and unless that is refused, of forward + backward."""
-    flops = problem.shape.forward_flops
+    shape = problem.shape
     forwards = {name: program.forward for name, program in programs.items()}
-    forward = speeds(forwards, without_dout(problem.args), flops, problem, iterations)
+    args = without_dout(problem.args)
+    forward = speeds(forwards, args, shape.forward_flops, problem, iterations)
     boths = {
         name: program.both
         for name, program in programs.items()
         if program.both is not None and "refused" not in forward[name]
     }
-    both = speeds(boths, problem.args, BOTH * flops, problem, iterations)
+    both = speeds(boths, problem.args, shape.both_flops, problem, iterations)
     return {
         name: {"forward": row} | ({"both": both[name]} if name in both else {})
         for name, row in forward.items()

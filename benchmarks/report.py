@@ -10,7 +10,7 @@ import statistics
 from typing import Any
 
 from benchmarks import record as records
-from benchmarks.shapes import BOTH, Shape
+from benchmarks.shapes import Shape
 
 PARTS = {"forward": "forward", "both": "forward + backward", "backward": "backward (difference)"}
 SHORT = 2048
@@ -30,11 +30,12 @@ def tflops(row: dict[str, dict], part: str) -> float | None:
     """Of one implementation, None where it was refused."""
     if part != "backward":
         return row.get(part, {}).get("tflops")
-    forward, both = tflops(row, "forward"), tflops(row, "both")
-    if forward is None or both is None:
+    forward, both = row.get("forward", {}), row.get("both", {})
+    if "tflops" not in forward or "tflops" not in both:
         return None
-    time = BOTH / both - 1 / forward  # for as much work as the forward's
-    return (BOTH - 1) / time if time > 0 else None
+    work = both["tflops"] * both["ms"] - forward["tflops"] * forward["ms"]
+    time = both["ms"] - forward["ms"]
+    return work / time if time > 0 else None
 
 
 def ratio(rows: dict[str, dict], part: str) -> float | None:

@@ -4,13 +4,10 @@ import dataclasses
 
 import numpy as np
 
-# Forward + backward over the forward: the backward has five matrix products, the forward two.
-BOTH = 3.5
-
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One attention problem: batch B, queries T, keys S, heads N and K, head dim H.
+    """One attention problem: batch B, queries T, keys S, heads N and K, head dim H, that of values if another.
 
     With fewer queries than keys, a causal mask lets the last query see every key (prefill). A window
     is of so many keys before a query's own, and causal. Documents are the lengths of those that are
@@ -28,6 +25,7 @@ class Shape:
     documents: tuple[int, ...] = ()
     soft_cap: float | None = None
     bias: bool = False
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         # A file of results has lists.
@@ -45,13 +43,23 @@ class Shape:
 
     @property
     def forward_flops(self) -> float:
-        """Two matrix products over the pairs that see each other.
+        """Two matrix products over the pairs that see each other: Q K^T and P V."""
+        return self._products(keys=1, values=1)
+
+    @property
+    def both_flops(self) -> float:
+        """With five more: Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
+        return self._products(keys=4, values=3)
+
+    def _products(self, keys: int, values: int) -> float:
+        """So many with H and with Hv.
 
         Causal pairs are an area, half a square where T = S, as every paper counts them.
         """
         squares = [(n, n) for n in self.documents] or [(self.q_len, self.kv_len)]
         pairs = sum(self._pairs(t, s) for t, s in squares)
-        return 4 * self.batch * self.q_heads * self.head_dim * pairs
+        dims = keys * self.head_dim + values * (self.value_dim or self.head_dim)
+        return 2 * self.batch * self.q_heads * dims * pairs
 
     def _pairs(self, t: int, s: int) -> float:
         if not self.causal:
@@ -113,6 +121,9 @@ SHAPES = {
     "llama8b_8k": Shape(2, 8192, 8192, 32, 8, 128, True),
     "mqa_4k": Shape(4, 4096, 4096, 16, 1, 128, True),
     "phi3_4k": Shape(4, 4096, 4096, 32, 32, 96, True),
+    "phi2_2k": Shape(8, 2048, 2048, 32, 32, 80, True),
+    "siglip_1k": Shape(16, 1024, 1024, 16, 16, 72, False),
+    "mla_4k": Shape(4, 4096, 4096, 16, 16, 192, True, value_dim=128),
     "d128_s3000_c": Shape(5, 3000, 3000, 16, 16, 128, True),
     "d128_s3000_f": Shape(5, 3000, 3000, 16, 16, 128, False),
     "d128_s4097_c": Shape(4, 4097, 4097, 16, 16, 128, True),

@@ -30,6 +30,14 @@ def test_flops_count_the_pairs_that_see_each_other(t, s):
     assert shape.forward_flops == 4 * 2 * 3 * 8 * (seen - min(t, s) / 2)
     full = dataclasses.replace(shape, causal=False)
     assert full.forward_flops == 4 * 2 * 3 * 8 * t * s
+    assert full.both_flops == 3.5 * full.forward_flops
+
+
+def test_flops_count_the_products_of_each_head_dim():
+    shape = Shape(1, 16, 16, 1, 1, 24, False, value_dim=8)
+    assert shape.forward_flops == 2 * 16 * 16 * (24 + 8)
+    assert shape.both_flops == 2 * 16 * 16 * (4 * 24 + 3 * 8)
+    assert [x.shape[-1] for x in measure.inputs(shape)] == [24, 24, 8, 8]
 
 
 def test_the_sweep_is_that_of_the_papers():
@@ -221,12 +229,13 @@ def test_corners_are_of_the_first_and_the_last_key_head():
     assert found[4][0, :, 1, 1].tolist() == [3, 7, 19, 23]
 
 
-def part(tflops, errors=1):
-    return {"tflops": tflops, "ms": 1.0, "first_call_s": 1.0, "error": [2e-3] * errors}
+def part(tflops, work=1.0, errors=1):
+    ms = work / tflops
+    return {"tflops": tflops, "ms": ms, "first_call_s": 1.0, "error": [2e-3] * errors}
 
 
 def row(tflops):
-    return {"forward": part(tflops), "both": part(0.8 * tflops, 4)}
+    return {"forward": part(tflops), "both": part(0.8 * tflops, 3.5, 4)}
 
 
 def result(shape, **speeds):
@@ -345,8 +354,8 @@ def test_a_row_is_a_line_of_the_file(tmp_path):
     assert record.load(tmp_path / "x.json") == kept
     lines = [line.strip(" ,") for line in (tmp_path / "x.json").read_text().splitlines()]
     forward, both = (line for line in lines if '"tflops"' in line)
-    assert json.loads(f"{{{forward}}}") == {"forward": part(1.0)}
-    assert json.loads(f"{{{both}}}") == {"both": part(0.8, 4)}
+    assert json.loads(f"{{{forward}}}") == {"forward": row(1.0)["forward"]}
+    assert json.loads(f"{{{both}}}") == {"both": row(1.0)["both"]}
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
@@ -382,7 +391,7 @@ def test_ratios_are_to_the_best_rival():
 
 
 def test_the_backward_is_the_difference():
-    found = report.tflops({"forward": part(2.0 / 3), "both": part(7.0 / 10, 4)}, "backward")
+    found = report.tflops({"forward": part(2 / 3, 2.0), "both": part(7 / 10, 7.0)}, "backward")
     assert found == pytest.approx(5.0 / 7)  # two operations in 3 s, seven in 10: five in 7
     assert report.tflops({"forward": part(1.0)}, "backward") is None
 
