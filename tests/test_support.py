@@ -322,6 +322,11 @@ def test_a_clean_kernel_passes_the_gate():
         assert "HGMMA" in report.sass_path.read_text()
 
 
+def test_a_kernel_is_reported_every_time():
+    first, second = (compile_gate.compile_for_h200(chain(), SHAPE) for _ in range(2))
+    assert len(first) == len(second) == 1 and first[0].sass == second[0].sass
+
+
 def test_a_kernel_that_spills_is_refused():
     def body(x, out, a, b, result, full):
         plgpu.copy_gmem_to_smem(x.at[:, pl.ds(0, 64)], a, full)
