@@ -171,7 +171,8 @@ def noise(a: Inputs, shape: Shape, scale: float, goal: Found, steps: Steps) -> F
         row = (p * by).sum(-1, keepdims=True) if whole_row else p * by
         row = delta * row**2 / (p.shape[-1] if whole_row else 1)  # gather adds a row up again
         own = (of_ds + EPS[str(x.dtype)] ** 2 * ds**2) * by**2
-        own = own + 16 * tiny**2 * ds**2 * (by**2 + steps.raw**2)  # what it is a difference of
+        # what it is a difference of: a score, before or after what other functions make of it
+        own = own + 16 * tiny**2 * ds**2 * (by**2 + steps.raw**2 + np.where(seen, steps.s, 0) ** 2)
         return shape.gather(kind, own + row, x, np.sum)
 
     def of_sinks() -> Any:
