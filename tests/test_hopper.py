@@ -243,11 +243,11 @@ def test_scores_compile_without_spills_in_loops(head_dim: int, make: Any, data: 
     forward, backward = compile_both(run, *args)
     assert compile_gate.spills_while_multiplying(forward) == 0
     assert forward.spill_stores <= 48
-    # At H = 64 a step has twice the queries, and a slope beside each probability. (With jax 0.11 it is 130
-    # and 600 bytes, with 0.12 more.)
-    assert compile_gate.spills_while_multiplying(backward) <= (170 if head_dim == 64 else 0)
+    # At H = 64 a step has twice the queries, and a slope beside each probability; jax 0.12 spills more.
+    in_loops, stores = (170, 720) if jax.__version_info__ >= (0, 12) else (130, 600)
+    assert compile_gate.spills_while_multiplying(backward) <= (in_loops if head_dim == 64 else 0)
     # Outside of the loops, once a tile.
-    assert backward.spill_stores <= (720 if head_dim == 64 else 64 if data else 16)
+    assert backward.spill_stores <= (stores if head_dim == 64 else 64 if data else 16)
     for report in (forward, backward):
         compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
 

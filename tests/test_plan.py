@@ -222,15 +222,14 @@ def test_plans_are_hashable_and_equal_for_equal_calls():
 @pytest.mark.parametrize(
     "dims, sizes",
     [
-        ((8, 8), (64, 64)),
-        ((64, 64), (64, 64)),
-        ((72, 8), (96, 96)),
-        ((8, 104), (128, 128)),
-        ((128, 128), (128, 128)),
+        *(
+            (dims, (size, size))
+            for dim, size in ((8, 64), (64, 64), (72, 96), (104, 128), (128, 128), (200, 256))
+            for dims in ((dim, 8), (8, dim))
+        ),
         ((136, 128), (192, 128)),
         ((192, 136), (192, 192)),
         ((8, 136), (192, 192)),
-        ((200, 8), (256, 256)),
     ],
 )
 def test_the_hopper_kernels_are_the_next_size_up(dims, sizes):

@@ -98,7 +98,7 @@ class OrderedSchedule(Schedule):
 
     @property
     def turns_shape(self) -> tuple[int, ...]:
-        """Of the blocks of queries; at H = 256 of the parts of each."""
+        """Of the blocks of queries; in pairs of CTAs of the parts of each."""
         rows, _ = self.dq_shape
         return (rows, self.config.dq_parts) if self.config.paired else (rows,)
 

@@ -61,7 +61,7 @@ class Memory(NamedTuple):
     full: Any
     free: Any
     done: list[Any]
-    # at H = 256
+    # of pairs of CTAs
     p: Any = None  # as dS
     ds_of_other: Any = None
     k_of_other: Any = None  # [1, kv_rows, H / 2]
@@ -83,7 +83,7 @@ class Memory(NamedTuple):
 
     @property
     def _rows_free(self) -> Any:
-        """At H = 256 one warpgroup alone uses Q last, and one dO."""
+        """In pairs one warpgroup alone uses Q last, and one dO."""
         return self.free if self.once is None else self.once
 
     @property

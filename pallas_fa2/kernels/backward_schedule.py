@@ -59,7 +59,7 @@ class Config:
 
     @property
     def stages(self) -> tuple[int, int]:
-        """Of Q and dO. At H = 256 dV is formed a good while before dP of the next step."""
+        """Of Q and dO. In pairs dV is formed a good while before dP of the next step."""
         return (2, 1) if self.paired else (2, 2)
 
     @property
@@ -69,7 +69,7 @@ class Config:
 
     @property
     def ds_stages(self) -> int:
-        """One to be written, one to be read by this warpgroup and one by the other; at H = 256 each
+        """One to be written, one to be read by this warpgroup and one by the other; in pairs each
         is read by others than its writer."""
         return 2 if self.paired else 3
 

@@ -6,7 +6,7 @@ probabilities P^T (keys x queries) are then register operands of dV and dK, and 
 shared memory, whose bandwidth bounds this kernel.
 
 Up to H = 128 two warpgroups divide the work of a tile, each owns half of the block's 128 keys
-(`KeyHalf`). At H = 256 dK and dV of 64 keys alone take half of the register file: a warpgroup
+(`KeyHalf`). Beyond, dK and dV of 64 keys alone take up to half of the register file: a warpgroup
 owns one (`KeyGradient`, `ValueGradient`), and a third, which also loads, forms the scores for both
 (`Scores`). A block then is a pair of CTAs' (a cluster), that send each other their dS: each forms half
 of dQ's columns over all of the block's keys, as what bounds this kernel otherwise is how fast L2 adds.

@@ -172,6 +172,7 @@ PLAIN = [
     *(Case(f"h{h}_causal", 1, 200, 200, 2, 1, h, mask=causal) for h in (128, 256)),
     *(Case(f"h{h}_causal_end", 1, 70, 200, 2, 1, h, mask=causal_end) for h in (128, 256)),
     *(Case(f"h{h}_narrow", 1, 70, 70, 2, 1, h, mask=causal) for h in (8, 104, 160)),
+    Case("h96_causal", 1, 70, 70, 2, 1, 96, mask=causal),
     Case("h96", 1, 200, 260, 2, 1, 96, dtype=f16),
     Case("h80_causal_end", 1, 130, 200, 2, 1, 80, mask=causal_end),
     Case("h192", 1, 130, 130, 2, 1, 192, dtype=f16),
