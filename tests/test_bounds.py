@@ -1,5 +1,6 @@
 """Classes of tiles against the masks themselves, as boolean arrays made in NumPy."""
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL, classify, classify_each
+from tests.support import compile_gate
 from tests.support.tiles import (
     EDGE,
     RAGGED,
@@ -310,3 +312,20 @@ def test_a_mask_of_traced_data_is_classified_at_run_time():
         return found
 
     assert jax.eval_shape(traced, jax.ShapeDtypeStruct((B,), jnp.int32)).shape == (6, 4)
+
+
+def test_classes_on_a_gpu_negate_no_integer():
+    """ptxas up to 13.3 loses the minus of max(max(a, -b), c); XLA writes |x| as max(x, -x)."""
+
+    def apart(q, k):
+        return jnp.maximum(abs(q.row - k.row), abs(q.column - k.column)) <= -k.row
+
+    def classes(row, column):
+        mask = fa.mask_fn(apart)(tokens={"row": row, "column": column})
+        return classify(*describe_shapes(mask, 256, 256), 64, 64)
+
+    ids = jax.ShapeDtypeStruct((256,), jnp.int32)
+    hlo = compile_gate.hlo_for_h200(classes, ids, ids)
+    fused, entry = hlo.split("\nENTRY ")
+    assert "multiply" in fused and "constant(-1)" in entry and "constant(-1)" not in fused
+    assert not re.search(r" s32\S* (negate|abs)\(", hlo)

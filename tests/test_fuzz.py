@@ -15,7 +15,7 @@ from pallas_fa2 import api, spec
 from pallas_fa2.kernels import blockwise, dropout, tile
 from tests.fuzz.case import Case, draw, parse, simpler
 from tests.fuzz.check import Wrong, check, implementations
-from tests.fuzz.masks import Causal, Lengths, Not, Or, Window
+from tests.fuzz.masks import And, Causal, Function, Lengths, Not, Or, Window
 from tests.fuzz.run import nth, shrink
 from tests.fuzz.scores import Bias, SoftCap, Temper
 
@@ -51,6 +51,14 @@ FOUND = [
 @pytest.mark.parametrize("line", FOUND)
 def test_what_was_found_on_a_gpu(line: str) -> None:
     assert check(parse(line), None).ran == {"hopper"}
+
+
+@pytest.mark.gpu
+def test_classes_that_ptxas_computed_wrongly() -> None:
+    """max(max(-a, -b), a) without one minus, by ptxas up to 13.3: tiles were taken for empty."""
+    reach_or_allowed = Or(Function("reach"), Function("allowed"))
+    mask = And(And(reach_or_allowed, Not(Window(3, 5))), Function("dilated"))
+    assert check(Case(seed=12, q_len=74, kv_len=300, mask=mask), None).ran == {"blockwise"}
 
 
 def drop_dlse(out: Any, dout: Any, dlse: Any, dtype: Any) -> Any:

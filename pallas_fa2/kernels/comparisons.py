@@ -93,7 +93,9 @@ class Comparisons:
         return found._replace(limits=tuple(limits))
 
     def _joined(self, primitive: Any, x: Limit, y: Limit) -> Limit:
-        return x._replace(number=self._apply(primitive, x.number, y.number))
+        number = self._apply(primitive, x.number, y.number)
+        number = number._replace(array=self.functions.unfused(number.array, number.axes))
+        return x._replace(number=number)
 
     def _clipped(self, x: Value, most: float) -> Value:
         """What compares alike with numbers of size `most`, and may be added to them."""

@@ -104,6 +104,8 @@ def evaluate(
         operands = [spread(x, axes, shape, functions) for x in ins]
         found = Value(eqn.primitive.bind(*operands, **eqn.params), axes)
         if eqn.outvars[0].aval.dtype == jnp.int32:
+            if eqn.primitive in (lax.max_p, lax.min_p):
+                found = found._replace(array=functions.unfused(found.array, axes))
             found = _bounded(found, eqn.primitive, _Tile(shape, axes, functions), ins)
         return [found]
 

@@ -200,6 +200,25 @@ def reciprocal(tile: jax.Array) -> jax.Array:
     return inline("reciprocal", lambda _, tile: _each(tile, one), result, TILE)(tile)
 
 
+def unfused(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """An int32 that varies over these axes of a tile, which ptxas takes for no maximum or minimum.
+
+    Up to 13.3 it computes max(max(a, -b), c) by one VIMNMX3, without the minus
+    (https://github.com/pytorch/pytorch/issues/190973). It does not look behind a permutation of bytes
+    that leaves each where it is.
+    """
+
+    def one(x: Any, *_: Any) -> Any:
+        return llvm.inline_asm(x.type, [x], "prmt.b32 $0, $1, 0, 0x3210;", "=r,r")
+
+    def all_of(_: Any, array: Any) -> Any:
+        return _each(array, one) if axes else splat(one(array.registers[()]))
+
+    layout = {(): plgpu.Layout.WG_SPLAT(shape=()), (0,): ROWS, (1,): COLUMNS, (0, 1): TILE}[axes]
+    result = plgpu.ShapeDtypeStruct(x.shape, I32, layout)
+    return inline("unfused", all_of, result, layout if axes else plgpu.Layout.WG_SPLAT)(x)
+
+
 @dataclasses.dataclass(frozen=True)
 class Mail:
     """Tiles that the other CTA of a cluster copies here from its shared memory.

@@ -52,6 +52,8 @@ class Functions(NamedTuple):
     over: Callable = lambda array, axis, shape: lax.broadcast_in_dim(array, shape, [axis])
     # Whether some |x| is 2 or more; None where it is not worth asking.
     any_from_two: Callable | None = lambda tile: jnp.any(~(jnp.abs(tile) < 2))
+    # A maximum or minimum of integers over some axes, before it meets another one.
+    unfused: Callable = lambda array, axes: array
 
 
 PLAIN = Functions()

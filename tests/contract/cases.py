@@ -124,6 +124,24 @@ def _dilated(q: Any, k: Any) -> Any:
     return (abs(q.index - k.index) % 3 == 0) | (k.index < 2)
 
 
+@fa.mask_fn
+def _extremes(q: Any, k: Any) -> Any:
+    return k.index >= jnp.maximum(jnp.maximum(q.before, -q.after), q.least)
+
+
+def extremes(case: Case) -> tuple[Any, np.ndarray]:
+    """What ptxas up to 13.3 computes without the minus (see `ptx.unfused`)."""
+    before, after, least = np.random.default_rng(4).integers(0, 100, (3, case.q_len), np.int32)
+    mask = _extremes(
+        q_tokens={
+            name: jnp.asarray(x)
+            for name, x in zip(("before", "after", "least"), (before, -after, least), strict=True)
+        }
+    )
+    first = np.maximum(np.maximum(before, after), least)
+    return mask, everywhere(case, positions(case)[1] >= first[:, None])
+
+
 def dilated(case: Case) -> tuple[Any, np.ndarray]:
     q, k = positions(case)
     return _dilated, everywhere(case, (abs(q - k) % 3 == 0) | (k < 2))
@@ -221,6 +239,7 @@ MASKED = [
     Case("documents_h128", 2, 330, 139, 4, 2, 128, dtype=f16, mask=documents),
     *(Case(f"lengths_h{h}", 2, 200, 330, 2, 1, h, mask=lengths) for h in (64, 128, 256)),
     Case("dilated_h128", 1, 130, 330, 2, 2, 128, mask=dilated),
+    *(Case(f"extremes_h{h}", 1, 130, 139, 1, 1, h, mask=extremes) for h in (64, 128)),
     *(Case(f"holes_h{h}", 2, 130, 330, 4, 2, h, mask=holes) for h in (64, 128)),
     Case("rising_holes_h64", 1, 130, 260, 1, 1, 64, mask=holes, rise=7),
     Case("reach_h64", 1, 300, 300, 4, 2, 64, mask=reach),
