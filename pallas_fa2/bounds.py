@@ -24,6 +24,7 @@ from pallas_fa2.tokens import (
     alike,
     called,
     follow,
+    negative,
     off_mesh,
     traced,
 )
@@ -102,24 +103,16 @@ def _mul(a: Interval, b: Interval) -> Interval:
     return _unless(bad, x)
 
 
-def _negative(x: jax.Array) -> jax.Array:
-    """-x. Of integers it is a product with what XLA does not know to be -1: up to 13.3 ptxas computes
-    max(max(a, -b), c) by one VIMNMX3, without the minus (https://github.com/pytorch/pytorch/issues/190973)."""
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        return -x
-    return x * lax.optimization_barrier(jnp.asarray(-1, x.dtype))
-
-
 def _neg(a: Interval) -> Interval:
     if jnp.issubdtype(a.lo.dtype, jnp.unsignedinteger):  # wraps
         return whole(a.lo.shape, a.lo.dtype)
-    return _unless(_has_no_opposite(a.lo), Interval(_negative(a.hi), _negative(a.lo)))
+    return _unless(_has_no_opposite(a.lo), Interval(negative(a.hi), negative(a.lo)))
 
 
 def _abs(a: Interval) -> Interval:
     if jnp.issubdtype(a.lo.dtype, jnp.unsignedinteger):
         return a
-    of_lo, of_hi = (jnp.maximum(x, _negative(x)) for x in a)
+    of_lo, of_hi = (jnp.maximum(x, negative(x)) for x in a)
     lo = jnp.where((a.lo < 0) & (a.hi > 0), 0, jnp.minimum(of_lo, of_hi))
     return _unless(_has_no_opposite(a.lo), Interval(lo, jnp.maximum(of_lo, of_hi)))
 
