@@ -52,6 +52,7 @@ class Steps(NamedTuple):
     ds: Any
     slope: Any  # of the score functions: d s / d raw
     by_data: list  # for each score, d s / d data, by each of its data
+    between: list  # what score functions have read
     p_sink: Any  # [B, N, T, 1], and the gradient of that logit
     ds_sink: Any
 
@@ -74,9 +75,10 @@ def attention(
     dlse = np.asarray(a.dlse, work)
     k, v = _heads(k, shape.q_heads), _heads(v, shape.q_heads)
     raw = rounded(rounded(np.einsum("btnh,bsnh->bnts", q, k, optimize=True)) * work(scale))
-    s, slope, by_data = raw, np.ones_like(raw), []
+    s, slope, by_data, between = raw, np.ones_like(raw), [], []
     for score, data in a.scores:
         placed = {n: shape.spread(score.kinds[n], x).astype(work) for n, x in data.items()}
+        between.append(s)
         s, by_s, by = score.dense(s, a.i, a.j, placed)
         slope = slope * by_s
         by_data = [{n: x * by_s for n, x in older.items()} for older in by_data] + [by]
@@ -106,7 +108,7 @@ def attention(
     )
     dsinks = None if a.sinks is None else ds_sink.sum((0, 2, 3))
     found = Found(out, lse, dq, dk, dv, dscores, dsinks)
-    return found, Steps(raw, s, p, ds, slope, by_data, p_sink, ds_sink)
+    return found, Steps(raw, s, p, ds, slope, by_data, between, p_sink, ds_sink)
 
 
 def truth(a: Inputs, shape: Shape, scale: float) -> tuple[Found, Steps]:
@@ -172,7 +174,8 @@ def noise(a: Inputs, shape: Shape, scale: float, goal: Found, steps: Steps) -> F
         row = delta * row**2 / (p.shape[-1] if whole_row else 1)  # gather adds a row up again
         own = (of_ds + EPS[str(x.dtype)] ** 2 * ds**2) * by**2
         # what it is a difference of: a score, before or after what other functions make of it
-        own = own + 16 * tiny**2 * ds**2 * (by**2 + steps.raw**2 + np.where(seen, steps.s, 0) ** 2)
+        scores = sum((x**2 for x in steps.between), np.where(seen, steps.s, 0) ** 2)
+        own = own + 16 * tiny**2 * ds**2 * (by**2 + scores)
         return shape.gather(kind, own + row, x, np.sum)
 
     def of_sinks() -> Any:

@@ -81,7 +81,7 @@ def fuzz(count: int, seed: int, start: int, jobs: int, gpu: bool) -> int:
             if why is not None:
                 failures += 1
                 print(f"case {n} of seed {seed}: {why}", flush=True)
-            if (n + 1 - start) % 100 == 0 or n + 1 == end:
+            if (n + 1 - start) % 20 == 0 or n + 1 == end:
                 by = ", ".join(f"{n} by {name}" for name, n in sorted(passed.items()))
                 print(
                     f"{n + 1 - start} cases, {failures} failed; passed {by}; "
