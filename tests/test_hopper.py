@@ -350,6 +350,13 @@ def test_no_extremes_of_three(by: str) -> None:
         assert report.count("VIMNMX3") == 0, report.name
 
 
+def test_a_constant_mask_compiles() -> None:
+    forward, backward = compile_both(
+        attend_and_differentiate(~fa.Lengths()), *arrays(128, 128, (64, 64))
+    )
+    assert_clean(forward, backward)
+
+
 @pytest.mark.parametrize("mask", ["start"])
 def test_no_buffer_of_all_pairs(mask: str) -> None:
     with planned_for_h200():

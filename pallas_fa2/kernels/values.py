@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -63,6 +64,8 @@ def spread(
     x: Value, axes: tuple[int, ...], shape: tuple[int, ...], functions: Functions = PLAIN
 ) -> Any:
     """As an array over these axes of the tile."""
+    if not isinstance(x.array, jax.Array) and x.array.dtype == bool:  # Mosaic has no such constants
+        return spread(x._replace(array=x.array.astype(np.int32)), axes, shape, functions) != 0
     array = x.array if isinstance(x.array, jax.Array) else jnp.asarray(x.array)
     if x.factor != 1.0:
         array = array * x.factor
