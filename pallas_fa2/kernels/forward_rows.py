@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import mosaic, ptx
-from pallas_fa2.kernels.forward_scores import REPEAT_KV, RowScores, Statistics
+from pallas_fa2.kernels.forward_scores import RowScores, Statistics
 from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE
 from pallas_fa2.kernels.tma import Rows
 
@@ -230,9 +230,11 @@ class RowBlock(RowScores):
     def load(self, source: Any, first_key: Any, columns: Any) -> Any:
         """Keys or values into the buffer of the output, once all of the warpgroup have left it."""
         batch, kv_head = self.tile.place[0], self.tile.kv_head
+        count = self.schedule.config.repeat_kv
         buffer, full = self.memory.out.at[self.me], self.memory.repeat_full(self.me)
+        buffer = buffer.at[pl.ds(0, count)]
         mosaic.meet(self.memory.repeat_met(self.me))
-        rows = pl.ds(first_key, REPEAT_KV)
+        rows = pl.ds(first_key, count)
         Rows(source, batch, rows, kv_head, columns).load(buffer, self.memory.full, full)
         plgpu.barrier_wait(self.memory.full.at[full])
         return buffer
@@ -244,12 +246,14 @@ class RowBlock(RowScores):
         scores that rise by 127 in base 2 within a block.
         """
         rows, config = self.shape[0], self.schedule.config
-        pieces, parts = config.key_pieces, config.block_kv // REPEAT_KV
+        pieces = Rows.pieces(self.arrays.inputs.k, config.key_pieces)
+        parts = config.block_kv // config.repeat_kv
 
         def scores(s_acc: Any, first_key: Any) -> jax.Array:
             for piece in pieces:
                 k = self.load(self.arrays.inputs.k, first_key, piece)
-                q = self.queries if len(pieces) == 1 else self.queries.at[:, piece]
+                whole = piece.size == config.head_dim
+                q = self.queries if whole else self.queries.at[:, piece]
                 plgpu.wgmma(s_acc, q, k.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
             return s_acc[...]
@@ -257,8 +261,8 @@ class RowBlock(RowScores):
         def step(t: Any, state: tuple) -> tuple:
             acc, reference, total = state
             first_key = self.arrays.block(self.tile, mosaic.div(t, parts)) * config.block_kv
-            first_key += mosaic.rem(t, parts) * REPEAT_KV
-            square = mosaic.accumulator(rows, REPEAT_KV)
+            first_key += mosaic.rem(t, parts) * config.repeat_kv
+            square = mosaic.accumulator(rows, config.repeat_kv)
             s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key), square)
             queries, data = self.query_data(masked=True), self.data_in_device_memory(first_key)
             s, scale = self.scored(s, first_key, queries, data)

@@ -1,6 +1,7 @@
 """Tile sizes of a Hopper forward kernel, and which blocks a CTA takes in which order."""
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -59,6 +60,11 @@ class Config:
     @property
     def tile(self) -> tuple[int, int]:
         return self.block_q, self.block_kv
+
+    @property
+    def repeat_kv(self) -> int:
+        """Keys that come together when a tile is repeated: they have the rows of the output's buffer."""
+        return math.gcd(self.block_kv, self.rows)
 
     @property
     def out_pieces(self) -> list[Any]:

@@ -19,9 +19,6 @@ from pallas_fa2.kernels.pair_tile import PairTile
 from pallas_fa2.kernels.ptx import Turns
 from pallas_fa2.kernels.tile_code import Pair, Side, Source, TileFunction
 
-# Key blocks of a repeated tile.
-REPEAT_KV = 64
-
 
 class Statistics(NamedTuple):
     """Of the softmax of 64 rows so far."""
@@ -135,7 +132,7 @@ class RowScores:
         problem, data = self.schedule.problem, self.arrays.inputs.data
         if not problem.reads_block():
             return None
-        (batch, head, _), keys = self.tile.place, pl.ds(first_key, REPEAT_KV)
+        (batch, head, _), keys = self.tile.place, pl.ds(first_key, self.schedule.config.repeat_kv)
         rows = pl.ds(self.first_row, self.shape[0])
 
         def pairs(source: Source) -> PairTile:

@@ -45,12 +45,14 @@ def attention(
     v: jax.Array,
     seen: Visits | None = None,
     data: TokenData | None = None,
+    *,
+    value_dim: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """`out [B, T, N, Hv]` and natural `lse [B, N, T']`; T' is T rounded up to whole tiles.
+    """`out [B, T, N, value_dim]` and natural `lse [B, N, T']`; T' is T rounded up to whole tiles.
 
-    q is `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, Hv]`, bfloat16 or float16; head dims are
-    `config`'s or less. Under a mask, `seen` lists the
-    blocks of keys of every tile; `data` is what masks and scores read.
+    q is `[B, T, N, H]`, k `[B, S, K, H']`, v `[B, S, K, Hv']`, bfloat16 or float16; head dims are
+    `config`'s or less, and those of k and v such that TMA can fill panels with them. Under a mask, `seen`
+    lists the blocks of keys of every tile; `data` is what masks and scores read.
     """
     schedule = Schedule(problem, config)
     dtype, dim, groups = q.dtype, config.head_dim, config.warpgroups
@@ -59,7 +61,7 @@ def attention(
     key_rows = data.k.shape[1] + 1 if data is not None and problem.reads_keys() else 0
     pairs = _pair_buffers(config, problem, key_rows)
     pair_slots = sum(buffer.shape[1] for buffer in pairs) * groups
-    panel = tma.panel_width(dim, q.shape[3], dtype)
+    panel = tma.panel_width(dim, k.shape[3], dtype)
     v_panel = tma.panel_width(config.value_dim, v.shape[3], dtype)
     memory = Memory(
         q=mosaic.operand(groups, 1, rows, dim, dtype=dtype, panel=panel),
@@ -85,8 +87,9 @@ def attention(
             buffers = plgpu.SMEM((stages, data.k.shape[1], config.block_kv), jnp.int32)
             memory = memory._replace(key_data=buffers)
     lse_shape = (problem.batch, problem.q_heads, schedule.q_tiles * config.block_q)
-    out_shape = *q.shape[:3], v.shape[3]
-    outputs = Outputs(lax.empty(out_shape, dtype), lax.empty(lse_shape, jnp.float32))
+    outputs = Outputs(
+        lax.empty((*q.shape[:3], value_dim), dtype), lax.empty(lse_shape, jnp.float32)
+    )
 
     def run(tiles: Dealt | Claims, inputs: Inputs, outputs: Outputs, memory: Memory) -> None:
         arrays, warpgroup = Arrays(tiles, inputs, outputs), lax.axis_index("warpgroup")
@@ -184,6 +187,7 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
     config = schedule.config
     mosaic.set_registers(config.shares, 0)
     queries, turns = memory.queries(warpgroup), Turns(warpgroup, config.warpgroups)
+    pieces = Rows.pieces(arrays.outputs.out, config.out_pieces)
 
     def visit(n: Any, entry: list[Any], before: tuple[Any, Any], look: Callable) -> tuple:
         """The CTA's n-th tile; the rings, and that of key data, have been through some steps before."""
@@ -200,7 +204,7 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
         def finish() -> Any:
             queries.release(n)
             here = block.shifted(infinite)
-            for columns in config.out_pieces:
+            for columns in pieces:
                 piece = acc[:, columns.start : columns.start + columns.size]
                 here.store(columns, piece, statistics.reference, total)
             return here.next_steps
@@ -209,11 +213,11 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
             here = block.shifted(infinite - 1)
 
             def piece(i: Any, _: Any) -> None:
-                size = config.out_pieces[0].size
+                size = pieces[0].size
                 columns = pl.ds(i * size, size)
                 here.store(columns, *here.repeat(columns))
 
-            lax.fori_loop(0, len(config.out_pieces), piece, None)
+            lax.fori_loop(0, len(pieces), piece, None)
             queries.release(n)
             return here.next_steps
 

@@ -10,6 +10,7 @@ contains a sequence's end is copied by pieces. Where a panel is cut, pieces are 
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -69,6 +70,12 @@ class Rows:
     columns: Any = None  # a slice, at a multiple of its size; as many as the buffer has if None
     # Whether they are always copied by pieces where the length needs it: less code, and registers.
     by_pieces: bool = False
+
+    @staticmethod
+    def pieces(array: Any, pieces: Sequence[Any]) -> list[Any]:
+        """Slices of columns, without those that do not exist. (Mosaic gives TMA no dimension of one panel:
+        the second would be stored as the first.)"""
+        return [piece for piece in pieces if piece.start < array.shape[3]]
 
     @property
     def ref(self) -> Any:

@@ -190,6 +190,7 @@ PLAIN = [
     *(Case(f"h{h}_causal", 1, 200, 200, 2, 1, h, mask=causal) for h in (128, 256)),
     *(Case(f"h{h}_causal_end", 1, 70, 200, 2, 1, h, mask=causal_end) for h in (128, 256)),
     *(Case(f"h{h}_narrow", 1, 70, 70, 2, 1, h, mask=causal) for h in (8, 104, 160)),
+    Case("h72", 1, 139, 200, 2, 1, 72),
     Case("h96_causal", 1, 70, 70, 2, 1, 96, mask=causal),
     Case("h96", 1, 200, 260, 2, 1, 96, dtype=f16),
     Case("h80_causal_end", 1, 130, 200, 2, 1, 80, mask=causal_end),
@@ -198,6 +199,10 @@ PLAIN = [
     Case("hv_smaller", 1, 70, 70, 2, 1, 192, 128, mask=causal),
     Case("hv_smaller_grouped", 1, 139, 200, 2, 1, 192, 128, mask=causal_end),
     Case("hv_much_smaller", 1, 130, 130, 2, 1, 128, 40),
+    # The output leaves in pieces, of which some do not exist.
+    Case("hv_a_third", 1, 64, 64, 2, 1, 192, 64, mask=causal),
+    Case("rising_7_hv_a_quarter", 1, 64, 128, 1, 1, 256, 64, rise=7),
+    Case("rising_7_h_a_quarter", 1, 64, 128, 1, 1, 64, 256, rise=7),
     Case("hv_larger", 1, 70, 70, 2, 2, 64, 96),
     Case("float16", 1, 130, 130, 2, 1, 64, dtype=f16, mask=causal),
     Case("float16_h128", 1, 130, 130, 2, 1, 128, dtype=f16),
@@ -212,6 +217,7 @@ PLAIN = [
             (200, 101, 139, causal),
         )
     ),
+    Case("rising_7_h80", 1, 130, 260, 1, 1, 80, dtype=f16, mask=causal_end, rise=7),
     Case("rising_7_hv_smaller", 1, 130, 260, 1, 1, 192, 128, mask=causal_end, rise=7),
     Case("scaled", 1, 70, 70, scale=0.5, mask=causal),
     Case("sharp", 1, 70, 70, scale=3.0),

@@ -165,6 +165,10 @@ def copy_rows(
         raise IndexError(f"rows {first} to {first + rows} of {length} are not all in whole groups")
     if view != "panels" and column + columns > _end(dim, panel):
         raise IndexError(f"{column + columns} of {dim} columns are not all in whole panels")
+    if column > 0 and columns == panel >= dim:
+        raise IndexError(
+            f"{column + columns} of {dim} columns, which TMA takes for the first {panel}"
+        )
     window = batch, slice(first, first + rows, 1), head, slice(column, column + columns, 1)
     outside = array, interpret_utils.Access(window)
     clock = memory.incr_clock(thread) if memory.detect_races else None
