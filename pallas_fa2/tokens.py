@@ -343,9 +343,10 @@ def _seen(code: ClosedJaxpr, args: list) -> jax.Array:
     def apply(eqn: Any, ins: list) -> list:
         if (inner := called(eqn)) is not None:
             return follow(*inner, ins, constant, apply)
-        name, (x, *_) = eqn.primitive.name, [*ins, None]
-        if name in ("neg", "abs") and jnp.issubdtype(x.dtype, jnp.signedinteger):
-            return [negative(x) if name == "neg" else jnp.maximum(x, negative(x))]
+        name = eqn.primitive.name
+        if name in ("neg", "abs") and jnp.issubdtype(ins[0].dtype, jnp.signedinteger):
+            opposite = negative(ins[0])
+            return [opposite if name == "neg" else jnp.maximum(ins[0], opposite)]
         with eqn.ctx.manager:
             found = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
         return found if eqn.primitive.multiple_results else [found]
