@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
-from benchmarks import jobs, measure, plot, record, report, rivals, run
+from benchmarks import jobs, kernels, measure, plot, record, report, rivals, run
 from benchmarks.rivals import Implementation
 from benchmarks.shapes import SHAPES, SWEEP, Shape
 
@@ -457,3 +457,19 @@ def test_the_forward_alone(cpu, problem):
     assert set(row_of(functools.partial(attend("reference"), PREFILL), problem, 10, False)) == {
         "forward"
     }
+
+
+def test_time_by_kernels(cpu, monkeypatch, capsys):
+    def launches(fn, args, iterations):
+        assert jax.eval_shape(fn, *args)[0].shape == args[0].shape
+        rest = [("tiny", 0.0005), ("attention", 0.05)]
+        return [[("attention", 0.1 * i), *rest] for i in range(1, iterations + 1)]
+
+    monkeypatch.setattr(kernels, "launches", launches)
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    kernels.main(["tiny", "--iterations", "3"])
+    assert capsys.readouterr().out.splitlines() == [
+        "tiny, ours: 250 us",
+        "     250.0  attention",
+        "       0.5  others",
+    ]
