@@ -244,7 +244,21 @@ def _widen(x: jax.Array, columns: int, multiple: int = 16) -> jax.Array:
     dim = x.shape[3]
     if tma.panel_width(columns, dim, x.dtype) is not None:
         return x
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, round_up(dim, multiple) - dim)))
+    more = (round_up(dim, multiple) - dim) // 8
+    return _by_words(lambda words: jnp.pad(words, ((0, 0),) * 3 + ((0, more), (0, 0))), x)
+
+
+def _narrow(x: jax.Array, dim: int) -> jax.Array:
+    """The first columns."""
+    return x if x.shape[3] == dim else _by_words(lambda words: words[..., : dim // 8, :], x)
+
+
+def _by_words(function: Callable, x: jax.Array) -> jax.Array:
+    """A function of 16 bytes each, `[..., H / 8, 4]`, which XLA loads and stores by one instruction: a pad of
+    numbers of 16 bits runs at half of memory's speed."""
+    words = jax.lax.bitcast_convert_type(x.reshape(*x.shape[:3], -1, 4, 2), jnp.uint32)
+    found = function(words)
+    return jax.lax.bitcast_convert_type(found, x.dtype).reshape(*x.shape[:3], -1)
 
 
 def over_batch(kernel: Callable, limit: int) -> Callable:
@@ -373,9 +387,9 @@ def backward(
         *of_delta,
         extras.traced,
     )
-    dq = part.restore_queries(dq)[..., : spec.head_dim]
-    dk = part.restore_keys(dk, spec.kv_len)[..., : spec.head_dim]
-    dv = part.restore_keys(dv, spec.kv_len)[..., : spec.value_dim]
+    dq = part.restore_queries(_narrow(dq, spec.head_dim))
+    dk = part.restore_keys(_narrow(dk, spec.head_dim), spec.kv_len)
+    dv = part.restore_keys(_narrow(dv, spec.value_dim), spec.kv_len)
     floats, part_floats = (split_floats(x.scores)[0] for x in (operands, part_operands))
     dscores = token_data.gradients(extras.spec, extras.score, sums, part_floats)
     dscores = [part.restore_data(dx, x) for dx, x in zip(dscores, floats, strict=True)]
