@@ -2,35 +2,25 @@
 
     python -m benchmarks.kernels d128_s4096_f,d128_s4097_f --rivals fa3
 
-Microseconds by CUPTI on one GPU, the median over `--iterations`, of each kernel that takes 1 % or more. A
-first call, of which no time counts, does not check results: `benchmarks.run` does.
+Microseconds by CUPTI on one GPU, the median over `--iterations`, of each kernel that takes 1 % or more.
+Results are not checked: `benchmarks.run` does that.
 """
 
 import argparse
+import functools
 import statistics
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import jax
 
 from benchmarks import measure, rivals, run
 from benchmarks.shapes import SHAPES
-
-Launches = list[tuple[str, float]]
-
-
-def launches(fn: Callable, args: tuple, iterations: int) -> Iterable[Launches]:
-    """The name and the milliseconds of every kernel, in each iteration."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    found: Any
-    _, found = profiler.measure(fn, aggregate=False, iterations=iterations)(*args)
-    if not found:
-        raise RuntimeError("no kernel ran")
-    return found if iterations > 1 else [found]
+from pallas_fa2.tuning import launches
 
 
-def shares(found: Iterable[Launches], least: float = 0.01) -> list[tuple[str, float]]:
+def shares(
+    found: Iterable[list[tuple[str, float]]], least: float = 0.01
+) -> list[tuple[str, float]]:
     """Microseconds of each kernel, in the order of their first launches; those of one name together, and
     those below a share of all of them as "others"."""
     totals: list[dict[str, float]] = []
@@ -54,18 +44,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("shapes", type=run.names(SHAPES), help="of benchmarks/shapes.py")
-    parser.add_argument("--rivals", type=run.names(rivals.IMPLEMENTATIONS), default=[])
+    parser.add_argument("shapes", type=run.names_among(SHAPES), help="of benchmarks/shapes.py")
+    parser.add_argument("--rivals", type=run.names_among(rivals.IMPLEMENTATIONS), default=[])
     parser.add_argument("--iterations", type=int, default=10)
     options = parser.parse_args(argv)
     implementations, _ = rivals.importable(("ours", *options.rivals))
     for name in options.shapes:
         shape, args = SHAPES[name], measure.inputs(SHAPES[name])
         for label, implementation in implementations.items():
-
-            def attention(*xs: Any, of: Any = implementation, shape: Any = shape) -> Any:
-                return of.attention(shape, *xs)
-
+            attention = functools.partial(implementation.attention, shape)
             fn = jax.jit(measure.with_gradients(attention))
             print(table(name, label, shares(launches(fn, args, options.iterations))), flush=True)
 

@@ -36,13 +36,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--shapes", type=names(SHAPES), help="some of benchmarks/shapes.py")
+    which.add_argument("--shapes", type=names_among(SHAPES), help="some of benchmarks/shapes.py")
     which.add_argument(
         "--masks", dest="shapes", action="store_const", const=list(MASKS),
         help="those with masks and scores",
     )  # fmt: skip
     parser.add_argument(
-        "--rivals", type=names(rivals.IMPLEMENTATIONS), help="some of benchmarks/rivals.py"
+        "--rivals", type=names_among(rivals.IMPLEMENTATIONS), help="some of benchmarks/rivals.py"
     )
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
@@ -58,7 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def names(known: dict[str, Any]) -> Any:
+def names_among(known: dict[str, Any]) -> Any:
     def names(text: str) -> list[str]:
         chosen = [name for name in text.split(",") if name]
         if unknown := [name for name in chosen if name not in known]:

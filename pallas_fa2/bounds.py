@@ -24,6 +24,7 @@ from pallas_fa2.tokens import (
     alike,
     called,
     follow,
+    magnitude,
     negative,
     off_mesh,
     traced,
@@ -112,7 +113,7 @@ def _neg(a: Interval) -> Interval:
 def _abs(a: Interval) -> Interval:
     if jnp.issubdtype(a.lo.dtype, jnp.unsignedinteger):
         return a
-    of_lo, of_hi = (jnp.maximum(x, negative(x)) for x in a)
+    of_lo, of_hi = map(magnitude, a)
     lo = jnp.where((a.lo < 0) & (a.hi > 0), 0, jnp.minimum(of_lo, of_hi))
     return _unless(_has_no_opposite(a.lo), Interval(lo, jnp.maximum(of_lo, of_hi)))
 

@@ -337,16 +337,21 @@ def negative(x: jax.Array) -> jax.Array:
     return x * lax.optimization_barrier(jnp.asarray(-1, x.dtype))
 
 
+def magnitude(x: jax.Array) -> jax.Array:
+    """|x|, which XLA writes as max(x, -x): with `negative`."""
+    return jnp.maximum(x, negative(x))
+
+
 def _seen(code: ClosedJaxpr, args: list) -> jax.Array:
-    """A mask's code, with negative integers as ptxas takes them; XLA writes |x| as max(x, -x)."""
+    """A mask's code, with `negative` and `magnitude` for those of integers."""
+    rules = {"neg": negative, "abs": magnitude}
 
     def apply(eqn: Any, ins: list) -> list:
         if (inner := called(eqn)) is not None:
             return follow(*inner, ins, constant, apply)
-        name = eqn.primitive.name
-        if name in ("neg", "abs") and jnp.issubdtype(ins[0].dtype, jnp.signedinteger):
-            opposite = negative(ins[0])
-            return [opposite if name == "neg" else jnp.maximum(ins[0], opposite)]
+        rule = rules.get(eqn.primitive.name)
+        if rule is not None and jnp.issubdtype(ins[0].dtype, jnp.signedinteger):
+            return [rule(*ins)]
         with eqn.ctx.manager:
             found = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
         return found if eqn.primitive.multiple_results else [found]

@@ -80,9 +80,16 @@ def candidates(spec: Spec, device: Device) -> list[hopper_forward.Config]:
 
 def milliseconds(fn: Callable, args: tuple, iterations: int) -> float:
     """Median of the kernel time by CUPTI."""
+    found = launches(fn, args, iterations)
+    return statistics.median(sum(ms for _, ms in iteration) for iteration in found)
+
+
+def launches(fn: Callable, args: tuple, iterations: int) -> list[list[tuple[str, float]]]:
+    """The name and the milliseconds of every kernel, in each iteration, by CUPTI."""
     from jax.experimental.mosaic.gpu import profiler
 
-    _, times = profiler.measure(fn, iterations=iterations)(*args)
-    if times is None:
+    found: Any
+    _, found = profiler.measure(fn, aggregate=False, iterations=iterations)(*args)
+    if found is None:
         raise RuntimeError("no kernel ran")
-    return statistics.median(times)
+    return found if iterations > 1 else [found]

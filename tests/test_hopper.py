@@ -10,14 +10,24 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import hopper, mosaic
+from pallas_fa2.kernels import hopper
 from pallas_fa2.plan import HOPPER_FORWARD, Tuned
 from pallas_fa2.spec import describe
 from tests.contract import suite
 from tests.contract.cases import MASKED, PLAIN, Case
 from tests.support import compile_gate, interpreter
 from tests.support.compile_gate import KernelReport
-from tests.support.hopper import each_variant, is_first, name, planned_for_h200, planned_with
+from tests.support.hopper import (
+    DIMS,
+    arrays,
+    attend_and_differentiate,
+    each_variant,
+    is_first,
+    name,
+    packed,
+    planned_for_h200,
+    planned_with,
+)
 
 # The others run on the GPU: long ones, and those whose like is here.
 LIKE_OTHERS = re.compile(r"(full|causal)_(3|63)|rising_4_.*")
@@ -38,7 +48,6 @@ TOLD_APART = [
     if case.name in LENGTHS
 ]
 FORWARDS = [t for t in HOPPER_FORWARD if not t.general]
-DIMS = pytest.mark.parametrize("dims", hopper.KERNEL_DIMS)
 
 
 def of_dims(tuned: Tuned) -> str:
@@ -63,28 +72,6 @@ def test_contract_interpreted(case: Case, tuned: Tuned) -> None:
     gradients = is_first(case, tuned)
     with planned_for_h200(cores=3), planned_with(tuned):  # a CTA takes several tiles
         suite.check(case, "hopper", run=interpreter.run, gradients=gradients)
-
-
-def packed(ids: Any) -> Any:
-    return fa.Causal() & fa.Segments(ids)
-
-
-def attend_and_differentiate(mask: Any) -> Any:
-    def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, pull = jax.vjp(
-            lambda q, k, v: fa.flash_attention(q, k, v, mask=mask, implementation="hopper"), q, k, v
-        )
-        return out, pull(dout)
-
-    return run
-
-
-def arrays(
-    t: int, s: int, dims: tuple[int, int], dtype: Any = jnp.bfloat16, n: int = 4, k: int = 2
-) -> list:
-    h, hv = dims
-    shapes = ((2, t, n, h), (2, s, k, h), (2, s, k, hv), (2, t, n, hv))
-    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
 def compile_forward(tuned: Tuned, mask: str, length: int) -> KernelReport:
@@ -147,24 +134,6 @@ def test_every_backward_compiles_clean(dims: Any, mask: str, length: int) -> Non
 def test_float16_multi_query_and_one_head_compile_clean(head_dim: int) -> None:
     args = arrays(1000, 1000, (head_dim, head_dim), jnp.float16, 3, 1)
     assert_clean(*compile_both(attend_and_differentiate(fa.Causal()), *args))
-
-
-@pytest.mark.parametrize(
-    "head_dim, make", [(64, lambda _: fa.Causal()), (128, packed), (256, lambda _: fa.Causal())]
-)
-def test_the_backward_takes_memory_for_dq_and_two_numbers_a_row(head_dim: int, make: Any) -> None:
-    """In float32: dQ, and of the logsumexp and delta a number each (under documents with their data)."""
-    batch, length, heads = 2, 4096, 4
-    args = arrays(length, length, (head_dim, head_dim), n=heads, k=heads)
-    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-
-    def run(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
-        return attend_and_differentiate(make(ids))(q, k, v, dout)
-
-    with planned_for_h200():
-        size = compile_gate.temporary_bytes_for_h200(run, *args, ids)
-    row_bytes = 4 * batch * length * heads
-    assert size - row_bytes * head_dim <= (3 if make is packed else 2) * row_bytes + 2**18
 
 
 @pytest.mark.parametrize("mask, length", [("start", 4097), ("full", 1001)])
@@ -252,79 +221,6 @@ def test_scores_compile_without_spills_in_loops(head_dim: int, make: Any, data: 
         compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
 
 
-@pytest.mark.parametrize("length", [1001, 3])
-def test_no_length_is_padded_in_memory(length: int) -> None:
-    with planned_for_h200():
-        hlo = compile_gate.hlo_for_h200(
-            attend_and_differentiate(None), *arrays(length, length, (128, 128))
-        )
-    assert "mosaic_gpu" in hlo
-    assert not re.search(r"bf16\[\d+,(1008|8),\d+,128\]", hlo)
-
-
-@pytest.mark.parametrize(
-    "dims, in_memory",
-    [(dims, set(dims)) for dims in ((80, 80), (160, 160), (192, 128), (64, 128), (40, 24))]
-    + [((72, 128), {72, 80, 96, 128})],
-)
-def test_head_dims_are_padded_to_multiples_of_32_at_most(dims: Any, in_memory: set[int]) -> None:
-    """By words of 16 bytes."""
-    with planned_for_h200():
-        hlo = compile_gate.hlo_for_h200(attend_and_differentiate(None), *arrays(256, 256, dims))
-    assert "mosaic_gpu" in hlo
-    assert {int(n) for n in re.findall(r"bf16\[\d+,\d+,\d+,(\d+)\]", hlo)} == in_memory
-    assert not re.search(r" bf16\S* (pad|slice)\(", hlo)
-
-
-def is_sliced_by_xla(dims: tuple[int, int], make: Any) -> bool:
-    """Whether a kernel of a scan reads or writes slices of what is stacked."""
-    q, k, v, dout = arrays(256, 256, dims)
-    stacked = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (q, k, v, dout)]
-    ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
-
-    def run(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
-        def layers(*xs: Any) -> Any:
-            def layer(carry: None, x: tuple) -> tuple:
-                return carry, fa.flash_attention(*x, mask=make(ids), implementation="hopper")
-
-            return jax.lax.scan(layer, None, xs)[1]
-
-        out, pull = jax.vjp(layers, q, k, v)
-        return out, pull(dout)
-
-    with planned_for_h200():
-        hlo = compile_gate.hlo_for_h200(run, *stacked, ids)
-    assert "mosaic_gpu" in hlo
-    return '"dynamic_slice_fusion"' in hlo
-
-
-@DIMS
-@pytest.mark.parametrize("make", [lambda _: None, packed], ids=["full", "packed"])
-def test_kernels_have_arrays_of_their_own(dims: Any, make: Any) -> None:
-    """What they add to, or claim from, would not be what it is before them in a slice."""
-    assert not is_sliced_by_xla(dims, make)
-
-
-def test_kernels_in_slices_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    jax.clear_caches()
-    with monkeypatch.context() as patched:
-        patched.setattr(mosaic, "apart", lambda kernel: kernel)
-        assert is_sliced_by_xla((64, 64), lambda _: None)
-    jax.clear_caches()
-
-
-@pytest.mark.parametrize("kv_heads, arrays_each", [(2, 1), (1, 2)])
-def test_dk_and_dv_have_memory_of_their_own(kv_heads: int, arrays_each: int) -> None:
-    """Cut or padded afterwards, two results that begin as one empty array would share its memory."""
-    with planned_for_h200():
-        hlo = compile_gate.hlo_for_h200(
-            attend_and_differentiate(fa.Causal()),
-            *arrays(63, 200, (64, 64), jnp.bfloat16, 2, kv_heads),
-        )
-    of_forward = 2
-    assert hlo.count('custom_call_target="AllocateBuffer"') == of_forward + 2 * arrays_each
-
-
 @pytest.mark.parametrize("by", ["rows", "numbers"])
 def test_no_extremes_of_three(by: str) -> None:
     """ptxas up to 13.3 computes max(max(a, -b), c) so, without the minus."""
@@ -357,16 +253,6 @@ def test_a_constant_mask_compiles() -> None:
         attend_and_differentiate(~fa.Lengths()), *arrays(128, 128, (64, 64))
     )
     assert_clean(forward, backward)
-
-
-@pytest.mark.parametrize("mask", ["start"])
-def test_no_buffer_of_all_pairs(mask: str) -> None:
-    with planned_for_h200():
-        hlo = compile_gate.hlo_for_h200(
-            attend_and_differentiate(MASKS[mask]), *arrays(1536, 1536, (128, 128))
-        )
-    assert "mosaic_gpu" in hlo
-    assert not re.search(r"1536,1536", hlo)
 
 
 def test_second_derivatives_are_refused_by_name() -> None:

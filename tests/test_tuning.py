@@ -67,3 +67,16 @@ def test_every_candidate_runs(monkeypatch):
     x = jax.random.normal(jax.random.key(0), (2, 512, 4, 64), jnp.bfloat16)
     found = fa.autotune(x, x, x, mask=fa.Causal(), iterations=3)
     assert all(ms > 0 for _, ms in found.times)
+
+
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_times_are_those_of_all_kernels(monkeypatch, iterations):
+    from jax.experimental.mosaic.gpu import profiler
+
+    def measure(fn, *, aggregate, iterations):
+        each = [[("one", 0.5 * i), ("other", 0.25)] for i in range(1, iterations + 1)]
+        return lambda *args: (fn(*args), each[0] if iterations == 1 else each)
+
+    monkeypatch.setattr(profiler, "measure", measure)
+    expected = {1: 0.75, 3: 1.25}[iterations]
+    assert tuning.milliseconds(lambda x: x, (1,), iterations) == expected

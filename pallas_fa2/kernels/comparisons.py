@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa2.kernels.values import Functions, Limit, Sum, Value, spread
+from pallas_fa2.kernels.values import Functions, Limit, Sum, Value, bind
 
 FLIPPED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt", "eq": "eq", "ne": "ne"}
 LARGEST = 2**31 - 1
@@ -93,9 +93,7 @@ class Comparisons:
         return found._replace(limits=tuple(limits))
 
     def _joined(self, primitive: Any, x: Limit, y: Limit) -> Limit:
-        number = self._apply(primitive, x.number, y.number)
-        number = number._replace(array=self.functions.unfused(number.array, number.axes))
-        return x._replace(number=number)
+        return x._replace(number=self._apply(primitive, x.number, y.number))
 
     def _clipped(self, x: Value, most: float) -> Value:
         """What compares alike with numbers of size `most`, and may be added to them."""
@@ -115,9 +113,7 @@ class Comparisons:
         return self._bind(lax.and_p, x, y)
 
     def _bind(self, primitive: Any, x: Value, y: Value) -> Value:
-        axes = tuple(sorted({*x.axes, *y.axes}))
-        operands = (spread(v, axes, self.shape, self.functions) for v in (x, y))
-        return Value(primitive.bind(*operands), axes)
+        return bind(primitive, (x, y), self.shape, self.functions)
 
 
 _ONE = Value(np.int32(1), most=1.0)

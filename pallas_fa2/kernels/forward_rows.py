@@ -231,8 +231,8 @@ class RowBlock(RowScores):
         """Keys or values into the buffer of the output, once all of the warpgroup have left it."""
         batch, kv_head = self.tile.place[0], self.tile.kv_head
         count = self.schedule.config.repeat_kv
-        buffer, full = self.memory.out.at[self.me], self.memory.repeat_full(self.me)
-        buffer = buffer.at[pl.ds(0, count)]
+        buffer = self.memory.out.at[self.me, pl.ds(0, count)]
+        full = self.memory.repeat_full(self.me)
         mosaic.meet(self.memory.repeat_met(self.me))
         rows = pl.ds(first_key, count)
         Rows(source, batch, rows, kv_head, columns).load(buffer, self.memory.full, full)

@@ -18,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from pallas_fa2.kernels.comparisons import FLIPPED, Comparisons, with_sum
 from pallas_fa2.kernels.mosaic import LOG2E
-from pallas_fa2.kernels.values import PLAIN, Functions, Value, spread
+from pallas_fa2.kernels.values import PLAIN, Functions, Value, bind, spread
 from pallas_fa2.tokens import called, follow
 
 # Exact, and the same in every context, as masks want: a tile that was found to be empty or full must be.
@@ -101,11 +101,8 @@ def evaluate(
             return [found if isinstance(found, Value) else Value(found, axes)]
         if (joined := _joined(eqn, ins, comparisons)) is not None:
             return [joined]
-        operands = [spread(x, axes, shape, functions) for x in ins]
-        found = Value(eqn.primitive.bind(*operands, **eqn.params), axes)
+        found = bind(eqn.primitive, ins, shape, functions, **eqn.params)
         if eqn.outvars[0].aval.dtype == jnp.int32:
-            if eqn.primitive in (lax.max_p, lax.min_p):
-                found = found._replace(array=functions.unfused(found.array, axes))
             found = _bounded(found, eqn.primitive, _Tile(shape, axes, functions), ins)
         return [found]
 

@@ -201,12 +201,8 @@ def reciprocal(tile: jax.Array) -> jax.Array:
 
 
 def unfused(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """An int32 that varies over these axes of a tile, which ptxas takes for no maximum or minimum.
-
-    Up to 13.3 it computes max(max(a, -b), c) by one VIMNMX3, without the minus
-    (https://github.com/pytorch/pytorch/issues/190973). It does not look behind a permutation of bytes
-    that leaves each where it is.
-    """
+    """An int32 that varies over these axes of a tile, which ptxas takes for no maximum or minimum: it would
+    lose a minus (`tokens.negative`). It does not look behind a permutation that leaves all bytes in place."""
 
     def one(x: Any, *_: Any) -> Any:
         return llvm.inline_asm(x.type, [x], "prmt.b32 $0, $1, 0, 0x3210;", "=r,r")

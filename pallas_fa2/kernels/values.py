@@ -1,7 +1,7 @@
 """What code on a tile computes with."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -75,3 +75,18 @@ def spread(
         return functions.over(array, x.axes[0], shape)
     sizes = tuple(shape[axis] for axis in axes)
     return lax.broadcast_in_dim(array, sizes, ())
+
+
+def bind(
+    primitive: Any,
+    values: Sequence[Value],
+    shape: tuple[int, ...],
+    functions: Functions,
+    **params: Any,
+) -> Value:
+    """The primitive over all the axes that a value varies over."""
+    axes = tuple(sorted({axis for x in values for axis in x.axes}))
+    array = primitive.bind(*(spread(x, axes, shape, functions) for x in values), **params)
+    if primitive in (lax.max_p, lax.min_p) and array.dtype == jnp.int32:
+        array = functions.unfused(array, axes)
+    return Value(array, axes)

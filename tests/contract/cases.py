@@ -132,12 +132,8 @@ def _extremes(q: Any, k: Any) -> Any:
 def extremes(case: Case) -> tuple[Any, np.ndarray]:
     """What ptxas up to 13.3 computes without the minus (see `ptx.unfused`)."""
     before, after, least = np.random.default_rng(4).integers(0, 100, (3, case.q_len), np.int32)
-    mask = _extremes(
-        q_tokens={
-            name: jnp.asarray(x)
-            for name, x in zip(("before", "after", "least"), (before, -after, least), strict=True)
-        }
-    )
+    tokens = {"before": before, "after": -after, "least": least}
+    mask = _extremes(q_tokens=jax.tree.map(jnp.asarray, tokens))
     first = np.maximum(np.maximum(before, after), least)
     return mask, everywhere(case, positions(case)[1] >= first[:, None])
 

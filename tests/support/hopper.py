@@ -7,15 +7,18 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import pytest
 
+import pallas_fa2 as fa
 from pallas_fa2 import plan
-from pallas_fa2.kernels import mosaic
+from pallas_fa2.kernels import hopper, mosaic
 from pallas_fa2.spec import Device
 from tests.contract.cases import Case, causal, causal_end
 
 Two = tuple[int, int]
 
 CAUSAL = (causal, causal_end)
+DIMS = pytest.mark.parametrize("dims", hopper.KERNEL_DIMS)
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 
 
@@ -80,3 +83,26 @@ def all_at_once(kernel: str = "attention_gradients") -> Iterator[None]:
 
     with mock.patch.object(mosaic, "launch", as_cluster):
         yield
+
+
+def packed(ids: Any) -> Any:
+    return fa.Causal() & fa.Segments(ids)
+
+
+def attend_and_differentiate(mask: Any) -> Any:
+    def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(
+            lambda q, k, v: fa.flash_attention(q, k, v, mask=mask, implementation="hopper"), q, k, v
+        )
+        return out, pull(dout)
+
+    return run
+
+
+def arrays(
+    t: int, s: int, dims: tuple[int, int], dtype: Any = jnp.bfloat16, n: int = 4, k: int = 2
+) -> list:
+    """q, k, v and dout of batch 2, n query and k key heads, without numbers."""
+    h, hv = dims
+    shapes = ((2, t, n, h), (2, s, k, h), (2, s, k, hv), (2, t, n, hv))
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
