@@ -17,6 +17,8 @@ from benchmarks import measure, rivals, run
 from benchmarks.shapes import SHAPES
 from pallas_fa2.tuning import launches
 
+NAME = 100  # characters of a kernel's; those of templates have a thousand
+
 
 def shares(
     found: Iterable[list[tuple[str, float]]], least: float = 0.01
@@ -37,7 +39,7 @@ def shares(
 
 def table(shape: str, implementation: str, times: list[tuple[str, float]]) -> str:
     lines = [f"{shape}, {implementation}: {sum(t for _, t in times):.0f} us"]
-    return "\n".join(lines + [f"{time:10.1f}  {name}" for name, time in times])
+    return "\n".join(lines + [f"{time:10.1f}  {name[:NAME]}" for name, time in times])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,7 +56,11 @@ def main(argv: list[str] | None = None) -> None:
         for label, implementation in implementations.items():
             attention = functools.partial(implementation.attention, shape)
             fn = jax.jit(measure.with_gradients(attention))
-            print(table(name, label, shares(launches(fn, args, options.iterations))), flush=True)
+            try:
+                text = table(name, label, shares(launches(fn, args, options.iterations)))
+            except Exception as e:  # noqa: BLE001 - what one of them does not take, others may
+                text = f"{name}, {label}: {measure.reason(e)}"
+            print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ class Program:
             check = jax.jit(error).lower(results, jax.eval_shape(expected, results)).compile()
             return cls(run, check, seconds)
         except Exception as e:  # noqa: BLE001 - a rival without this shape must not end the run
-            return cls(None, None, 0.0, _reason(e))
+            return cls(None, None, 0.0, reason(e))
 
     def timed(self, args: tuple, iterations: int) -> float:
         """Milliseconds."""
@@ -192,10 +192,10 @@ def _failed(e: Exception, args: tuple) -> dict[str, str]:
     # After a fault that killed the device this raises too: the run ends here, instead of blaming
     # everybody else.
     jax.block_until_ready(-args[0])
-    return {"refused": _reason(e)}
+    return {"refused": reason(e)}
 
 
-def _reason(e: Exception) -> str:
+def reason(e: Exception) -> str:
     return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
 
 

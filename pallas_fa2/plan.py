@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -20,14 +21,13 @@ class Tuned(NamedTuple):
     """A kernel's configuration, and the calls that it serves."""
 
     config: Any
-    longest_causal: int | None = None  # causal calls of up to so many queries; None: all calls
+    longest: tuple[float, float] = (math.inf, math.inf)  # up to so many queries; causal, full
     general: bool = False  # under masks other than a causal one, and with score functions
 
     def serves(self, spec: Spec) -> bool:
         if self.general or not spec.plain:
             return self.general and not spec.plain and self.fits(spec)
-        limit = self.longest_causal
-        return limit is None or (spec.causal is not None and spec.q_len <= limit)
+        return spec.q_len <= self.longest[spec.causal is None]
 
     def fits(self, spec: Spec) -> bool:
         """Whether shared memory has room for the data of pairs. (A row more of keys is their places.)"""
@@ -37,25 +37,25 @@ class Tuned(NamedTuple):
 
 # Of a head dim, the first that serves a call, as measured on an H200 (docs/performance.md). Registers:
 # 128 * (2 * 240 + 24) or 128 * (3 * 160 + 32) of 65,536. At H = 64 three warpgroups are 10 to 20 %
-# faster than two, unless most of their larger tiles lies beyond the diagonal; at H = 256 an
+# faster than two, unless most of their larger tiles lies beyond the diagonal; at H = 96 from 2048 queries
+# on (2 to 4 %; 9 to 19 % at H = 80, whose panels of 16 columns TMA loads slowly); at H = 256 an
 # accumulator of 64 rows takes 128 registers of each thread, which leaves room for 64 keys.
 HOPPER_FORWARD = (
     Tuned(
         hopper_forward.Config(64, 64, 2, block_kv=128, stages=2, registers=(240, 24)),
-        longest_causal=1024,
+        longest=(1024, 0),
     ),
     Tuned(hopper_forward.Config(64, 64, 3, block_kv=128, stages=2, registers=(160, 32))),
     *(
         Tuned(
             hopper_forward.Config(
                 dim, dim, 2, block_kv=128, stages=2, registers=(240, 24), q_in_registers=True
-            )
+            ),
+            longest=longest,
         )
-        for dim in (96, 128)
+        for dim, longest in ((96, (1024, 1024)), (128, (math.inf, math.inf)))
     ),
-    # At H = 80, where TMA is asked for panels of 16 columns and bounds the kernel, it serves 192 rows instead
-    # of 128: 1.06 to 1.27 times as fast as two warpgroups; at H = 96 0.98 to 1.03. More keys would spill.
-    # Second until its results, as well, have been checked on a GPU: `autotune` finds it.
+    # More keys would spill.
     Tuned(hopper_forward.Config(96, 96, 3, block_kv=96, stages=3, registers=(160, 32))),
     Tuned(
         hopper_forward.Config(

@@ -459,6 +459,16 @@ def test_the_forward_alone(cpu, problem):
     }
 
 
+def test_kernels_of_those_who_take_the_shape(cpu, monkeypatch, capsys):
+    def launches(fn, args, iterations):
+        raise ValueError("only tiny heads")
+
+    monkeypatch.setattr(kernels, "launches", launches)
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    kernels.main(["tiny"])
+    assert capsys.readouterr().out == "tiny, ours: ValueError: only tiny heads\n"
+
+
 def test_time_by_kernels(cpu, monkeypatch, capsys):
     def launches(fn, args, iterations):
         assert jax.eval_shape(fn, *args)[0].shape == args[0].shape

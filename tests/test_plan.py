@@ -224,15 +224,18 @@ def test_plans_are_hashable_and_equal_for_equal_calls():
     [
         *(
             (dims, (size, size))
-            for dim, size in ((8, 64), (64, 64), (72, 96), (104, 128), (128, 128), (200, 256))
+            for dim, size in ((8, 64), (64, 64), (80, 96), (72, 128), (128, 128), (200, 256))
             for dims in ((dim, 8), (8, dim))
         ),
-        ((136, 128), (192, 128)),
-        ((192, 136), (192, 192)),
-        ((8, 136), (192, 192)),
+        ((144, 128), (192, 128)),
+        ((192, 144), (192, 192)),
+        ((8, 144), (192, 192)),
+        ((192, 120), (192, 128)),
+        ((136, 128), (256, 256)),
     ],
 )
 def test_the_hopper_kernels_are_the_next_size_up(dims, sizes):
+    """Of odd multiples of 8 the next whose panels are 128 bytes."""
     plan = make_plan(spec(dims=dims), H200)
     for config in (plan.forward, plan.backward):
         assert (config.head_dim, config.value_dim) == sizes

@@ -21,7 +21,7 @@ LENGTHS = (3, 8, 9, 70, 127, 128)
 WIDTHS = [
     *((n, n, None) for n in (64, 96, 128, 256)),
     *((40, 64, None), (64, 128, None), (160, 192, None), (80, 96, None), (208, 256, None)),
-    *((80, 128, 64), (200, 256, 32)),
+    *((80, 128, 64), (112, 128, None), (72, 96, None), (200, 256, 32)),
 ]
 PLACES = pytest.mark.parametrize("dim, columns, panel", WIDTHS)
 
@@ -87,11 +87,12 @@ def test_rows_on_a_gpu(length: int, dim: int, columns: int, panel: int | None) -
         (4096, 160, 192, None, 1),
         (4097, 160, 192, None, 2),
         (4096, 80, 96, None, 1),
-        (4096, 80, 128, 64, 2),
+        (4096, 80, 128, 64, 1),
+        (4097, 72, 96, 32, 1),
     ],
 )
 def test_rows_compile(length: int, dim: int, columns: int, panel: int | None, copies: int) -> None:
-    """One copy, or one of whole groups and one in a loop, or one of each panel in a loop."""
+    """One copy, or one of whole groups and one in a loop, or one in a loop."""
     x = jax.ShapeDtypeStruct((2, length, 2, dim), jnp.bfloat16)
     (report,) = compile_gate.compile_for_h200(
         lambda x: through_shared_memory(x, length, columns, panel), x
@@ -116,9 +117,16 @@ def test_an_array_of_barriers_must_be_the_only_one_of_its_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    "columns, dim, width",
-    [(64, 64, 64), (64, 8, 64), (96, 96, 32), (96, 80, 16), (128, 112, 16), (128, 40, 64), (192, 192, 32),
-     (192, 144, 16), (256, 256, 64), (256, 224, 32), (128, 72, None)],
-)  # fmt: skip
-def test_panels_divide_rows_in_both_memories(columns: int, dim: int, width: int | None) -> None:
+    "columns, dim, width, if_whole",
+    [
+        *((64, 64, 64, 64), (64, 8, 64, 64), (128, 40, 64, 64)),
+        *((96, 96, 32, 32), (192, 192, 32, 32), (256, 256, 64, 64), (256, 224, 32, 32)),
+        *((96, 80, 16, 16), (192, 144, 16, 16), (128, 112, 64, 16), (256, 208, 64, 16)),
+        *((128, 72, 64, 64), (96, 72, 32, 32), (192, 136, 32, 32)),
+    ],
+)
+def test_panels(columns: int, dim: int, width: int, if_whole: int) -> None:
+    """They divide rows in shared memory; and in device memory, unless they would be of 32 bytes."""
     assert tma.panel_width(columns, dim, jnp.bfloat16) == width
+    assert tma.panel_width(columns, dim, jnp.bfloat16, whole=True) == if_whole
+    assert tma.cut_narrow(columns, dim) == (dim in (72, 136) and width == 32)

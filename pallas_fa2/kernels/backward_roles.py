@@ -162,8 +162,8 @@ def memory_of(
     block_q, kv_rows = config.block_q, config.kv_rows
     operand = functools.partial(mosaic.operand, dtype=dtype)
     # P is multiplied by dO, and dS by Q and K: WGMMA takes one swizzle for both.
-    panel = tma.panel_width(config.head_dim, dims[0], dtype)
-    v_panel = tma.panel_width(config.value_dim, dims[1], dtype)
+    panel = tma.panel_width(config.head_dim, dims[0], dtype, whole=config.paired)
+    v_panel = tma.panel_width(config.value_dim, dims[1], dtype, whole=config.paired)
     (q_stages, do_stages), (k_stages, v_stages) = config.stages, config.kv_stages
     rings, warpgroups = q_stages + do_stages + k_stages + v_stages, len(config.registers)
 

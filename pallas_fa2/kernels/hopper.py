@@ -75,8 +75,15 @@ def _listed_blocks(spec: Spec) -> int:
 
 
 def kernel_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
-    """Those of the kernels that take these."""
-    return next((h, v) for h, v in KERNEL_DIMS if h >= head_dim and v >= value_dim)
+    """Those of the smallest kernels that take these, of panels that TMA is not slow with."""
+    dims = head_dim, value_dim
+
+    def take(sizes: tuple[int, int]) -> bool:
+        return all(
+            n >= dim and not tma.cut_narrow(n, dim) for n, dim in zip(sizes, dims, strict=True)
+        )
+
+    return next(filter(take, KERNEL_DIMS))
 
 
 def _entry_elements(spec: Spec) -> int:
@@ -239,28 +246,6 @@ def tame_all(
     return q, jnp.where(keys, k, 0), jnp.where(keys, v, jnp.nan), dout
 
 
-def _widen(x: jax.Array, columns: int, multiple: int = 16) -> jax.Array:
-    """With more columns where TMA needs them for rows with so many in shared memory."""
-    dim = x.shape[3]
-    if tma.panel_width(columns, dim, x.dtype) is not None:
-        return x
-    more = (round_up(dim, multiple) - dim) // 8
-    return _by_words(lambda words: jnp.pad(words, ((0, 0),) * 3 + ((0, more), (0, 0))), x)
-
-
-def _narrow(x: jax.Array, dim: int) -> jax.Array:
-    """The first columns."""
-    return x if x.shape[3] == dim else _by_words(lambda words: words[..., : dim // 8, :], x)
-
-
-def _by_words(function: Callable, x: jax.Array) -> jax.Array:
-    """A function of 16 bytes each, `[..., H / 8, 4]`, which XLA loads and stores by one instruction: a pad of
-    numbers of 16 bits runs at half of memory's speed."""
-    words = jax.lax.bitcast_convert_type(x.reshape(*x.shape[:3], -1, 4, 2), jnp.uint32)
-    found = function(words)
-    return jax.lax.bitcast_convert_type(found, x.dtype).reshape(*x.shape[:3], -1)
-
-
 def over_batch(kernel: Callable, limit: int) -> Callable:
     """A kernel for any batch, the first axis of every array, and under vmap, which adds to it.
 
@@ -325,17 +310,13 @@ def forward(
             if part.kv_len % config.block_kv:
                 classes = visits.cut_last(classes)
             seen = visits.Visits.of(classes)
-        return hopper_forward.attention(
-            problem, config, q, k, v, seen, traced.data, value_dim=spec.value_dim
-        )
+        return hopper_forward.attention(problem, config, q, k, v, seen, traced.data)
 
     if extras.tames:
         k, v = tame_keys(k, v)
-    # Panels of 32 columns: TMA is 20 % too slow for those of 16. Queries and the output, of which a tile
-    # has one block, are copied by pieces instead.
-    k = _widen(part.keys(k), config.head_dim, 32)
-    v = _widen(part.keys(v), config.value_dim, 32)
-    out, lse = over_batch(kernel, batch_limit(spec))(part.queries(q), k, v, extras.traced)
+    out, lse = over_batch(kernel, batch_limit(spec))(
+        part.queries(q), part.keys(k), part.keys(v), extras.traced
+    )
     return part.restore_queries(out), part.restore_queries(lse, -jnp.inf, axis=2)
 
 
@@ -372,24 +353,22 @@ def backward(
         extra = round_up(part.q_len, config.block_q) - part.q_len
         return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
-    wide_keys = functools.partial(_widen, columns=config.head_dim)
-    wide_values = functools.partial(_widen, columns=config.value_dim)
-    of_delta = [wide_values(part.queries(x)) for x in (out, dout)]
+    of_delta = [part.queries(x) for x in (out, dout)]
     if extras.tames:
         q, k, v, dout = tame_all(q, k, v, dout)
     dq, dk, dv, sums = over_batch(kernel, batch_limit(spec))(
-        wide_keys(part.queries(q)),
-        wide_keys(part.keys(k)),
-        wide_values(part.keys(v)),
-        wide_values(part.queries(dout)),
+        part.queries(q),
+        part.keys(k),
+        part.keys(v),
+        part.queries(dout),
         rows(jnp.where(lse == -jnp.inf, -jnp.inf, lse * -LOG2E), -jnp.inf),
         None if dlse is None else rows(dlse, 0.0),
         *of_delta,
         extras.traced,
     )
-    dq = part.restore_queries(_narrow(dq, spec.head_dim))
-    dk = part.restore_keys(_narrow(dk, spec.head_dim), spec.kv_len)
-    dv = part.restore_keys(_narrow(dv, spec.value_dim), spec.kv_len)
+    dq = part.restore_queries(dq)
+    dk = part.restore_keys(dk, spec.kv_len)
+    dv = part.restore_keys(dv, spec.kv_len)
     floats, part_floats = (split_floats(x.scores)[0] for x in (operands, part_operands))
     dscores = token_data.gradients(extras.spec, extras.score, sums, part_floats)
     dscores = [part.restore_data(dx, x) for dx, x in zip(dscores, floats, strict=True)]

@@ -246,7 +246,7 @@ class KeyHalf(ColumnBlock):
     def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
         """Of step t."""
         numbers = self.config.dq_numbers(*self.config.dq_place(self.me))
-        fragments.add_fragments(self.outputs.dq.at[row, numbers], dq)
+        fragments.add_fragments(self.outputs.dq.at[row, numbers], dq, self.config.late_dq)
 
 
 class OrderedHalf(KeyHalf):

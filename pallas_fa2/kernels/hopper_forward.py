@@ -45,14 +45,11 @@ def attention(
     v: jax.Array,
     seen: Visits | None = None,
     data: TokenData | None = None,
-    *,
-    value_dim: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """`out [B, T, N, value_dim]` and natural `lse [B, N, T']`; T' is T rounded up to whole tiles.
+    """`out [B, T, N, Hv]` and natural `lse [B, N, T']`; T' is T rounded up to whole tiles.
 
-    q is `[B, T, N, H]`, k `[B, S, K, H']`, v `[B, S, K, Hv']`, bfloat16 or float16; head dims are
-    `config`'s or less, and those of k and v such that TMA can fill panels with them. Under a mask, `seen`
-    lists the blocks of keys of every tile; `data` is what masks and scores read.
+    q is `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, Hv]`, bfloat16 or float16; head dims are `config`'s or
+    less. Under a mask, `seen` lists the blocks of keys of every tile; `data` is what masks and scores read.
     """
     schedule = Schedule(problem, config)
     dtype, dim, groups = q.dtype, config.head_dim, config.warpgroups
@@ -88,7 +85,7 @@ def attention(
             memory = memory._replace(key_data=buffers)
     lse_shape = (problem.batch, problem.q_heads, schedule.q_tiles * config.block_q)
     outputs = Outputs(
-        lax.empty((*q.shape[:3], value_dim), dtype), lax.empty(lse_shape, jnp.float32)
+        lax.empty((*q.shape[:3], v.shape[3]), dtype), lax.empty(lse_shape, jnp.float32)
     )
 
     def run(tiles: Dealt | Claims, inputs: Inputs, outputs: Outputs, memory: Memory) -> None:

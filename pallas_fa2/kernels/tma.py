@@ -21,20 +21,34 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import launch_context
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 GROUP = 8  # rows of a tile
-THREADS = 128  # of a warpgroup
+LINE = 128  # bytes, of the widest panel
+THREADS, WARPS = 128, 4  # of a warpgroup
 
 
-def panel_width(columns: int, dim: int, dtype: Any) -> int | None:
-    """The widest panel, of 128 bytes or less, of which rows with so many columns in shared memory are made,
-    and rows of `dim` in device memory as well, unless it is wider than they are. There is none for odd
-    multiples of 8 from 72 on."""
+def panel_width(columns: int, dim: int, dtype: Any, whole: bool = False) -> int:
+    """How many columns lie side by side in shared memory, where a row has `columns`, and `dim` in device
+    memory: as many as fill whole panels of both, or of shared memory if a row is shorter than a panel.
+
+    Panels of 32 bytes are too narrow for TMA, and odd multiples of 8 from 72 on fill none. Then it is
+    the most that shared memory has: of the last panel, columns are missing. Unless those are 128 bytes,
+    that is slower yet (`cut_narrow`); and where one warpgroup loads and multiplies (`whole`).
+    """
     each = columns // 2 if columns > 128 else columns  # beyond, two CTAs have half of a row each
-    widths = (size // jnp.dtype(dtype).itemsize for size in (128, 64, 32))
-    found = (n for n in widths if each % n == 0 and (dim <= n or dim % n == 0))
-    return next(found, None)
+    size = jnp.dtype(dtype).itemsize
+    widths = [n // size for n in (LINE, 64, 32) if each % (n // size) == 0]
+    width = next((n for n in widths if dim <= n or dim % n == 0), None)
+    if width is None or (width * size == 32 and widths[0] * size == LINE and not whole):
+        return widths[0]
+    return width
+
+
+def cut_narrow(columns: int, dim: int) -> bool:
+    """Whether rows of 16-bit numbers would be loaded 8 at a time, by cut panels of less than 128 bytes."""
+    width = panel_width(columns, dim, jnp.float16)
+    return dim > width and dim % width != 0 and 2 * width < LINE
 
 
 def tiles(width: int, dtype: Any) -> tuple[Any, ...]:
@@ -65,7 +79,7 @@ class Rows:
 
     array: Any
     batch: Any
-    rows: Any  # a slice; it starts at a multiple of 8 and has a multiple of 8
+    rows: Any  # a slice; it starts at a multiple of 8 and has a multiple of 32
     head: Any
     columns: Any = None  # a slice, at a multiple of its size; as many as the buffer has if None
     # Whether they are always copied by pieces where the length needs it: less code, and registers.
@@ -88,6 +102,11 @@ class Rows:
         length = self.array.shape[1]
         return length > GROUP and length % GROUP != 0
 
+    def cut(self, buffer: Any) -> bool:
+        """Whether a row is no whole panels. One that is shorter than a panel is one."""
+        dim, width = self.array.shape[3], panel(buffer)
+        return dim > width and dim % width != 0
+
     def narrow(self, buffer: Any) -> bool:
         """Whether there may be columns that do not exist."""
         dim = self.array.shape[3]
@@ -98,7 +117,7 @@ class Rows:
 
     def load(self, buffer: Any, barriers: Any, i: Any) -> None:
         """Fills shared memory; arrives once at barrier i of an array when it is there."""
-        if self.ragged or self.narrow(buffer):
+        if self.ragged or self.narrow(buffer) or self.cut(buffer):
             self._copy(buffer, Barriers.of(barriers), i)
             plgpu.barrier_arrive(barriers.at[i])
         else:
@@ -106,7 +125,7 @@ class Rows:
 
     def store(self, buffer: Any) -> None:
         """Empties shared memory, in the caller's commit group."""
-        if self.ragged or self.narrow(buffer):
+        if self.ragged or self.narrow(buffer) or self.cut(buffer):
             self._copy(buffer, None, 0)
         else:
             plgpu.copy_smem_to_gmem(buffer, self.ref, commit_group=False)
@@ -116,7 +135,7 @@ class Rows:
         place = self.batch, self.rows.start, self.head, column
         scalars = [jnp.asarray(x, jnp.int32) for x in (*place, i)]
         types = plgpu.RefType(), as_operand(buffer), *[plgpu.Layout.WG_SPLAT] * len(scalars)
-        dim, width = self.array.shape[3], panel(buffer)
+        width = panel(buffer)
 
         def copy(view: str) -> None:
             def inline(ctx: Any, array: Any, buffer: Any, *scalars: Any) -> None:
@@ -127,7 +146,7 @@ class Rows:
             inline.__name__ = f"{'load' if barriers else 'store'} {view} {width}"
             plgpu.inline_mgpu(arg_types=types)(inline)(self.array, buffer, *scalars)
 
-        if dim > width and dim % width != 0:  # a row shorter than a panel is one
+        if self.cut(buffer):
             return copy("panels")
         if not self.ragged:
             return copy("whole")
@@ -179,7 +198,7 @@ def _issue(ctx: Any, array: Any, buffer: Any, place: list[Any], view: str, barri
     itemsize = mgpu.bitwidth(kind.element_type) // 8
     batch, first, head, column = (arith.index_cast(index, x) for x in place)
 
-    def copy(buffer: Any, rows: Any, columns: Any, *transforms: Any) -> None:
+    def copy(buffer: Any, rows: Any, columns: Any, *transforms: Any, warps: int = 1) -> None:
         source, target = (buffer, array) if barrier is None else (array, buffer)
         ctx.async_copy(
             src_ref=source,
@@ -189,6 +208,7 @@ def _issue(ctx: Any, array: Any, buffer: Any, place: list[Any], view: str, barri
             barrier=barrier,
             swizzle=width * itemsize,
             arrive=False,
+            predicate=_one_thread(warps),
         )
 
     if barrier is not None:
@@ -205,21 +225,52 @@ def _issue(ctx: Any, array: Any, buffer: Any, place: list[Any], view: str, barri
         rows = mgpu.memref_fold(mgpu.memref_transpose(buffer, (1, 0, 2, 3)), 1, 2)
         return copy(rows, all_rows, all_columns, *in_panels)
 
-    def copy_group(group: Any, nothing: list) -> list:
+    # A copy takes the thread that asks for it some 40 clocks. There are many of panels that are cut, and each
+    # warp has a part of them; of whole ones, those of a sequence's end alone: fewer registers instead.
+    across, warps = (panels, WARPS) if view == "panels" else (1, 1)
+    assert groups % warps == 0, (groups, warps)
+
+    def copy_piece(step: Any, nothing: list) -> list:
+        """8 rows, all of them or one panel."""
         _assembly(None, '.pragma "nounroll";', "")
+        piece = arith.addi(arith.muli(step, arith.constant(index, warps)), warp)
+        group = arith.divui(piece, arith.constant(index, across))
         row = arith.addi(first, arith.muli(group, arith.constant(index, GROUP)))
         rows, target = mgpu.ds(row, GROUP), mgpu.memref_slice(buffer, group)
         if view == "pieces":
             copy(target, rows, all_columns, *in_panels)
             return nothing
-        for i in range(panels):
-            start = arith.addi(column, arith.constant(index, i * width))
-            copy(mgpu.memref_slice(target, i), rows, mgpu.ds(start, width))
+        panel = arith.remui(piece, arith.constant(index, across))
+        start = arith.addi(column, arith.muli(panel, arith.constant(index, width)))
+        copy(mgpu.memref_slice(target, panel), rows, mgpu.ds(start, width), warps=warps)
         return nothing
 
+    warp = arith.constant(index, 0)
+    if warps > 1:
+        warp = arith.index_cast(index, arith.shrui(_warp_of_group(), arith.constant(i32, 5)))
     # A number that the compiler does not know: it would unroll the loop, and spill.
-    count = _assembly(i32, "mov.b32 $0, $1;", "=r,r", arith.constant(i32, groups))
-    mgpu.fori(arith.index_cast(index, count), [])(copy_group)
+    steps = arith.constant(i32, groups * across // warps)
+    count = _assembly(i32, "mov.b32 $0, $1;", "=r,r", steps)
+    mgpu.fori(arith.index_cast(index, count), [])(copy_piece)
+
+
+def _one_thread(warps: int) -> Any:
+    """One of the first warp of a warpgroup, or one of each.
+
+    Mosaic's own choice reads the thread's number, and asks a warp's first lane for it, at each copy: 600
+    clocks, as both wait behind what other warpgroups ask of shared memory.
+    """
+    elected = nvvm.elect_sync()
+    if warps == WARPS:
+        return elected
+    zero = arith.constant(ir.IntegerType.get_signless(32), 0)
+    return arith.andi(elected, arith.cmpi(arith.CmpIPredicate.eq, _warp_of_group(), zero))
+
+
+def _warp_of_group() -> Any:
+    """32 times a warp's number in its warpgroup."""
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.andi(mgpu.utils.thread_idx(), arith.constant(i32, THREADS - 32))
 
 
 def _assembly(result: Any, code: str, constraints: str, *operands: Any) -> Any:

@@ -48,7 +48,7 @@ STORED: dict[str, Callable[[jax.Array], jax.Array]] = {"_store_fragments": _frag
 
 # What is added to device memory from registers.
 ADDED: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "_add_fragments": _fragments,
+    "add_fragments": _fragments,
     "_add_row_sums": lambda tile: tile.sum(1),
     "_add_column_sums": lambda tile: tile.sum(0),
 }
