@@ -214,6 +214,7 @@ PLAIN = [
         )
     ),
     Case("rising_7_h80", 1, 130, 260, 1, 1, 80, dtype=f16, mask=causal_end, rise=7),
+    Case("rising_7_h136", 1, 66, 130, 1, 1, 136, 72, dtype=f16, mask=causal_end, rise=7),
     Case("rising_7_hv_smaller", 1, 130, 260, 1, 1, 192, 128, mask=causal_end, rise=7),
     Case("scaled", 1, 70, 70, scale=0.5, mask=causal),
     Case("sharp", 1, 70, 70, scale=3.0),
