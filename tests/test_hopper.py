@@ -37,6 +37,7 @@ MASKS = {"full": None, "start": fa.Causal(), "end": fa.Causal(align="end")}
 LENGTHS = {
     "packed_h256": (200, 200),
     "packed_h192": (130, 130),
+    "packed_h136": (70, 70),
     "packed_hv_smaller": (139, 139),
     "lengths_h64": (200, 330),
     "window_h96": (130, 130),
@@ -246,6 +247,17 @@ def test_no_extremes_of_three(by: str) -> None:
         reports = compile_gate.compile_for_h200(both, *arrays(256, 256, (64, 64)), ids)
     for report in reports:
         assert report.count("VIMNMX3") == 0, report.name
+
+
+def test_pieces_of_cut_rows_compile() -> None:
+    """Of an output of 72 columns the second piece is cut."""
+
+    def attend(q: Any, k: Any, v: Any, ids: Any) -> Any:
+        return fa.flash_attention(q, k, v, mask=packed(ids), implementation="hopper")
+
+    ids = jax.ShapeDtypeStruct((2, 129), jnp.int32)
+    with planned_for_h200():
+        compile_gate.compile_for_h200(attend, *arrays(129, 129, (136, 72))[:3], ids)
 
 
 def test_a_constant_mask_compiles() -> None:

@@ -221,7 +221,7 @@ def _issue(ctx: Any, array: Any, buffer: Any, place: list[Any], view: str, barri
         return copy(buffer, all_rows, all_columns, tiled)
 
     in_panels = mgpu.TileTransform((width,)), mgpu.TransposeTransform((1, 0, 2))
-    if panels == 1:
+    if panels == 1 and view == "pieces":  # of all rows: a line each
         rows = mgpu.memref_fold(mgpu.memref_transpose(buffer, (1, 0, 2, 3)), 1, 2)
         return copy(rows, all_rows, all_columns, *in_panels)
 

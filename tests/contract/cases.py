@@ -238,6 +238,7 @@ MASKED = [
     *(Case(f"packed_h{h}", 2, 300, 300, 2, 1, h, mask=packed) for h in (64, 96, 128, 256)),
     Case("packed_hv_smaller", 2, 139, 139, 2, 1, 192, 128, mask=packed),
     Case("packed_h192", 1, 130, 130, 2, 1, 176, mask=packed),
+    Case("packed_h136", 1, 130, 130, 2, 1, 136, 72, mask=packed),
     Case("documents_h64", 2, 200, 330, 2, 1, 64, mask=documents),
     Case("documents_h128", 2, 330, 139, 4, 2, 128, dtype=f16, mask=documents),
     *(Case(f"lengths_h{h}", 2, 200, 330, 2, 1, h, mask=lengths) for h in (64, 128, 256)),
