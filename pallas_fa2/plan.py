@@ -17,11 +17,14 @@ from pallas_fa2.spec import Device, Spec
 TILE_BYTES = 64 << 20
 
 
+ANY_LENGTH = math.inf, math.inf
+
+
 class Tuned(NamedTuple):
     """A kernel's configuration, and the calls that it serves."""
 
     config: Any
-    longest: tuple[float, float] = (math.inf, math.inf)  # up to so many queries; causal, full
+    longest: tuple[float, float] = ANY_LENGTH  # up to so many queries; causal, full
     general: bool = False  # under masks other than a causal one, and with score functions
 
     def serves(self, spec: Spec) -> bool:
@@ -53,7 +56,7 @@ HOPPER_FORWARD = (
             ),
             longest=longest,
         )
-        for dim, longest in ((96, (1024, 1024)), (128, (math.inf, math.inf)))
+        for dim, longest in ((96, (1024, 1024)), (128, ANY_LENGTH))
     ),
     # More keys would spill.
     Tuned(hopper_forward.Config(96, 96, 3, block_kv=96, stages=3, registers=(160, 32))),

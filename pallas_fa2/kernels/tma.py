@@ -45,10 +45,15 @@ def panel_width(columns: int, dim: int, dtype: Any, whole: bool = False) -> int:
     return width
 
 
+def is_cut(dim: int, width: int) -> bool:
+    """Whether a row is no whole panels. One that is shorter than a panel is one."""
+    return dim > width and dim % width != 0
+
+
 def cut_narrow(columns: int, dim: int) -> bool:
     """Whether rows of 16-bit numbers would be loaded 8 at a time, by cut panels of less than 128 bytes."""
     width = panel_width(columns, dim, jnp.float16)
-    return dim > width and dim % width != 0 and 2 * width < LINE
+    return is_cut(dim, width) and 2 * width < LINE
 
 
 def tiles(width: int, dtype: Any) -> tuple[Any, ...]:
@@ -103,9 +108,8 @@ class Rows:
         return length > GROUP and length % GROUP != 0
 
     def cut(self, buffer: Any) -> bool:
-        """Whether a row is no whole panels. One that is shorter than a panel is one."""
-        dim, width = self.array.shape[3], panel(buffer)
-        return dim > width and dim % width != 0
+        """Whether a panel is, and copied by itself."""
+        return is_cut(self.array.shape[3], panel(buffer))
 
     def narrow(self, buffer: Any) -> bool:
         """Whether there may be columns that do not exist."""
@@ -115,9 +119,13 @@ class Rows:
             return columns.start + columns.size > dim
         return dim % columns.size != 0
 
+    def takes_code(self, buffer: Any) -> bool:
+        """Whether Pallas has no copy for it."""
+        return self.ragged or self.narrow(buffer) or self.cut(buffer)
+
     def load(self, buffer: Any, barriers: Any, i: Any) -> None:
         """Fills shared memory; arrives once at barrier i of an array when it is there."""
-        if self.ragged or self.narrow(buffer) or self.cut(buffer):
+        if self.takes_code(buffer):
             self._copy(buffer, Barriers.of(barriers), i)
             plgpu.barrier_arrive(barriers.at[i])
         else:
@@ -125,7 +133,7 @@ class Rows:
 
     def store(self, buffer: Any) -> None:
         """Empties shared memory, in the caller's commit group."""
-        if self.ragged or self.narrow(buffer) or self.cut(buffer):
+        if self.takes_code(buffer):
             self._copy(buffer, None, 0)
         else:
             plgpu.copy_smem_to_gmem(buffer, self.ref, commit_group=False)
@@ -229,6 +237,7 @@ def _issue(ctx: Any, array: Any, buffer: Any, place: list[Any], view: str, barri
     # warp has a part of them; of whole ones, those of a sequence's end alone: fewer registers instead.
     across, warps = (panels, WARPS) if view == "panels" else (1, 1)
     assert groups % warps == 0, (groups, warps)
+    warp = arith.index_cast(index, _warp() if warps > 1 else arith.constant(i32, 0))
 
     def copy_piece(step: Any, nothing: list) -> list:
         """8 rows, all of them or one panel."""
@@ -245,9 +254,6 @@ def _issue(ctx: Any, array: Any, buffer: Any, place: list[Any], view: str, barri
         copy(mgpu.memref_slice(target, panel), rows, mgpu.ds(start, width), warps=warps)
         return nothing
 
-    warp = arith.constant(index, 0)
-    if warps > 1:
-        warp = arith.index_cast(index, arith.shrui(_warp_of_group(), arith.constant(i32, 5)))
     # A number that the compiler does not know: it would unroll the loop, and spill.
     steps = arith.constant(i32, groups * across // warps)
     count = _assembly(i32, "mov.b32 $0, $1;", "=r,r", steps)
@@ -264,13 +270,14 @@ def _one_thread(warps: int) -> Any:
     if warps == WARPS:
         return elected
     zero = arith.constant(ir.IntegerType.get_signless(32), 0)
-    return arith.andi(elected, arith.cmpi(arith.CmpIPredicate.eq, _warp_of_group(), zero))
+    return arith.andi(elected, arith.cmpi(arith.CmpIPredicate.eq, _warp(), zero))
 
 
-def _warp_of_group() -> Any:
-    """32 times a warp's number in its warpgroup."""
+def _warp() -> Any:
+    """A warp's number in its warpgroup."""
     i32 = ir.IntegerType.get_signless(32)
-    return arith.andi(mgpu.utils.thread_idx(), arith.constant(i32, THREADS - 32))
+    warp = arith.shrui(mgpu.utils.thread_idx(), arith.constant(i32, 5))
+    return arith.andi(warp, arith.constant(i32, WARPS - 1))
 
 
 def _assembly(result: Any, code: str, constraints: str, *operands: Any) -> Any:

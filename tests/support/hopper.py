@@ -1,7 +1,6 @@
 """Makes the library plan for an H200 on a machine without one, and take each of its variants."""
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -52,7 +51,7 @@ def each_variant(cases: list[Case]) -> list[tuple[Case, plan.Tuned]]:
 @contextlib.contextmanager
 def planned_with(tuned: plan.Tuned) -> Iterator[None]:
     """What is traced inside takes this forward kernel, however long it is."""
-    with mock.patch.object(plan, "HOPPER_FORWARD", (tuned._replace(longest=(math.inf, math.inf)),)):
+    with mock.patch.object(plan, "HOPPER_FORWARD", (tuned._replace(longest=plan.ANY_LENGTH),)):
         yield
 
 
