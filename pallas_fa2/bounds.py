@@ -355,14 +355,15 @@ def _positions(n: int, axis: int, block: int) -> Interval:
     return Interval(jnp.asarray(start.reshape(shape)), jnp.asarray(last.reshape(shape)))
 
 
-def evaluate_now(compute: Callable[[], jax.Array]) -> np.ndarray:
+def evaluate_now(compute: Callable[..., jax.Array], *args: Any) -> np.ndarray:
     """At trace time, what depends on no traced array: a static mask costs nothing later."""
     try:
         host = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX was told to use another platform alone
         host = None
-    with off_mesh(), jax.ensure_compile_time_eval(), jax.default_device(host):
-        return np.asarray(jax.jit(compute)())  # one program, not one an operation
+    with off_mesh(), jax.default_device(host):
+        # One program: `ensure_compile_time_eval` would compile one for each operation.
+        return np.asarray(jax.jit(compute).lower(*args).compile()(*args))
 
 
 def classify_each(
@@ -377,21 +378,23 @@ def classify_each(
         return np.full((1, 1, 1, q_tiles, k_tiles), FULL, np.int32)
     code = spec.mask
 
-    def classes() -> jax.Array:
+    def classes(q_given: Any, k_given: Any, data: Any) -> jax.Array:
         if spec.positions:
-            q_index = _tile_range(_given(operands.q_index), block_q, block_kv)
-            k_index = _tile_range(_given(operands.k_index), block_q, block_kv)
+            q_index = _tile_range(q_given, block_q, block_kv)
+            k_index = _tile_range(k_given, block_q, block_kv)
         else:
             q_index = _positions(spec.q_len, Q_AXIS, block_q)
             k_index = _positions(spec.kv_len, K_AXIS, block_kv)
-        ranges = [_tile_range(x, block_q, block_kv) for x in jax.tree.leaves(operands.mask)]
+        ranges = [_tile_range(x, block_q, block_kv) for x in jax.tree.leaves(data)]
         (out,) = _run(code, [q_index, k_index, *ranges])
         table = jnp.where(out.lo, FULL, jnp.where(out.hi, PARTIAL, EMPTY)).astype(jnp.int32)
         shape = (*table.shape[:Q_AXIS], q_tiles, k_tiles)
         return jnp.broadcast_to(table, shape)
 
-    read = jax.tree.leaves((operands.mask, operands.q_index, operands.k_index))
-    return classes() if any(isinstance(x, Tracer) for x in read) else evaluate_now(classes)
+    read = operands.q_index, operands.k_index, operands.mask
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(read)):
+        return classes(*read)
+    return evaluate_now(classes, *read)
 
 
 def classify(spec: Spec, operands: Operands, block_q: int, block_kv: int) -> jax.Array | np.ndarray:
@@ -409,8 +412,3 @@ def classify(spec: Spec, operands: Operands, block_q: int, block_kv: int) -> jax
 
 def _run(code: Pointwise, args: list[Interval]) -> list[Interval]:
     return evaluate(code.jaxpr.jaxpr, code.jaxpr.consts, args)
-
-
-def _given(x: jax.Array | None) -> jax.Array:
-    assert x is not None
-    return x

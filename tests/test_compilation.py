@@ -1,6 +1,7 @@
 """What compiles again and what does not: code is known by its jaxpr, data by shape and dtype."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -150,3 +151,13 @@ def test_masks_and_scores_are_arguments_of_one_trace(implementation: str) -> Non
                 step.trace(*arguments(seed))
             else:
                 step(*arguments(seed))
+
+
+def test_what_is_decided_at_trace_time_takes_one_program_each() -> None:
+    """Whether tokens take part, and the classes of tiles; operation by operation it took a second."""
+    mask = fa.Causal("end") & fa.mask_fn(lambda q, k: (q.index - k.index) % 5 <= 3)
+    attend = functools.partial(fa.flash_attention, mask=mask, implementation="hopper")
+    q = jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16)
+    with planned_for_h200(), compilations() as seen:
+        jax.eval_shape(attend, q, q, q)
+    assert len(seen) == 2
