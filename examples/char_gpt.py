@@ -131,22 +131,27 @@ def train(config: Config, attention: str, seed: int) -> tuple[Any, list[float], 
     size = sum(x.size for x in jax.tree.leaves(params))
     print(f"{size:,} parameters, {text.size:,} characters, {held_out_text.size:,} held out")
 
-    losses, held_out, since, per_step = [], {}, time.time(), config.batch * config.length
+    losses, held_out, per_step = [], {}, config.batch * config.length
     # PaLM (arXiv:2204.02311), appendix B, of causal pairs: embeddings multiply nothing.
     weights = size + (config.layers * config.length - VOCABULARY - config.length) * config.width
     seconds = 6 * per_step * weights / PEAK.get(jax.devices()[0].device_kind, float("inf"))
+    shares, since = [], (0, time.time())
     with tqdm(total=config.steps * per_step, unit=" tokens", unit_scale=True) as bar:
         for batch in batches(text, config, seed, config.steps):
             params, moments, loss = step(params, moments, batch)
             losses.append(loss)
             bar.update(per_step)
             if len(losses) % 10 == 0:  # seldom, as it waits for the device
-                bar.set_postfix(loss=float(loss), MFU=10 * seconds / (time.time() - since))
-                since = time.time()
+                value, (steps, start) = float(loss), since
+                shares.append((len(losses) - steps) * seconds / (time.time() - start))
+                bar.set_postfix(loss=value, MFU=shares[-1])
+                since = len(losses), time.time()
             if 10 * len(losses) % config.steps < 10:
                 held_out[len(losses)] = last = float(np.mean([loss_of(params, x) for x in exam]))
                 bar.set_description(f"held out {last:.3f}")
-                since = time.time()
+                since = len(losses), time.time()
+    if any(shares):
+        print(f"MFU {np.median(shares):.1%}")
     return params, [float(loss) for loss in losses], held_out
 
 

@@ -203,6 +203,14 @@ def test_a_wrong_gradient_leaves_the_forward_its_speed(cpu, problem):
     ]  # fmt: skip
 
 
+def test_the_best_round_counts(cpu, monkeypatch, problem):
+    rounds = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr(measure, "milliseconds", lambda *_: next(rounds))
+    attention = functools.partial(attend("blockwise"), problem.shape)
+    row = row_of(attention, problem, 10, backward=False)
+    assert row["forward"]["ms"] == 1.0
+
+
 def test_a_failing_rival_does_not_end_the_run(cpu, problem):
     def broken(q, k, v):
         raise NotImplementedError("not\n  this shape")
