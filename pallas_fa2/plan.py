@@ -33,22 +33,27 @@ class Tuned(NamedTuple):
         return spec.q_len <= self.longest[spec.causal is None]
 
     def fits(self, spec: Spec) -> bool:
-        """Whether shared memory has room for the data of pairs. (A row more of keys is their places.)"""
+        """Whether shared memory has room for data of tokens and pairs. (A row more of keys is their places.)"""
         size, rows = token_data.pair_bytes(spec), token_data.token_rows(spec, "k") + 1
-        return size == 0 or self.config.pair_stages(size, rows) >= 1
+        if size == 0:
+            return self.config.room(rows) >= 0
+        return self.config.pair_stages(size, rows) >= 1
 
 
 # Of a head dim, the first that serves a call, as measured on an H200 (docs/performance.md). Registers:
-# 128 * (2 * 240 + 24) or 128 * (3 * 160 + 32) of 65,536. At H = 64 three warpgroups are 10 to 20 %
+# 128 * (2 * 240 + 24) or 128 * (3 * 160 + 32) of 65,536. A second buffer of Q where there is room: 1 % for
+# long sequences and 5 to 13 % for 512 tokens. At H = 64 three warpgroups are 10 to 20 %
 # faster than two, unless most of their larger tiles lies beyond the diagonal; at H = 96 from 2048 queries
 # on (2 to 4 %; 9 to 19 % at H = 80, whose panels of 16 columns TMA loads slowly); at H = 256 an
 # accumulator of 64 rows takes 128 registers of each thread, which leaves room for 64 keys.
 HOPPER_FORWARD = (
     Tuned(
-        hopper_forward.Config(64, 64, 2, block_kv=128, stages=2, registers=(240, 24)),
+        hopper_forward.Config(64, 64, 2, block_kv=128, stages=3, registers=(240, 24), q_buffers=2),
         longest=(1024, 0),
     ),
-    Tuned(hopper_forward.Config(64, 64, 3, block_kv=128, stages=2, registers=(160, 32))),
+    Tuned(
+        hopper_forward.Config(64, 64, 3, block_kv=128, stages=3, registers=(160, 32), q_buffers=2)
+    ),
     *(
         Tuned(
             hopper_forward.Config(
@@ -59,7 +64,9 @@ HOPPER_FORWARD = (
         for dim, longest in ((96, (1024, 1024)), (128, ANY_LENGTH))
     ),
     # More keys would spill.
-    Tuned(hopper_forward.Config(96, 96, 3, block_kv=96, stages=3, registers=(160, 32))),
+    Tuned(
+        hopper_forward.Config(96, 96, 3, block_kv=96, stages=3, registers=(160, 32), q_buffers=2)
+    ),
     Tuned(
         hopper_forward.Config(
             192, 128, 2, block_kv=128, stages=2, registers=(240, 24), out_columns=64
@@ -71,13 +78,16 @@ HOPPER_FORWARD = (
         )
     ),
     Tuned(hopper_forward.Config(256, 256, 2, block_kv=64, stages=2, registers=(240, 24))),
-    # Functions take registers: for Q, or of a third warpgroup.
+    # Functions take registers: for Q, or of a third warpgroup. At H = 128 a second Q leaves room for one
+    # array of tokens (documents of 16 to 512 tokens 5 %, a window of 128 12 %).
     *(
         Tuned(
-            hopper_forward.Config(dim, dim, 2, block_kv=128, stages=2, registers=(240, 24)),
+            hopper_forward.Config(
+                dim, dim, 2, block_kv=128, stages=2, registers=(240, 24), q_buffers=q_buffers
+            ),
             general=True,
         )
-        for dim in (64, 96, 128)
+        for dim, q_buffers in ((64, 2), (96, 2), (128, 2), (128, 1))
     ),
     # Data of keys take the room of half of the output, or of half of the keys.
     *(

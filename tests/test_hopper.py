@@ -59,13 +59,12 @@ INTERPRETED = each_variant([*SHORT, *TOLD_APART])
 
 
 def test_every_forward_is_interpreted() -> None:
-    # Those for wide data of pairs differ by their block alone, and in test_hopper_scores there is one.
-    wide = {
-        t
-        for t in HOPPER_FORWARD
-        if t.general and t.config.block_kv == 64 and t.config.head_dim <= 128
-    }
-    assert {tuned for _, tuned in INTERPRETED} >= {t for t in HOPPER_FORWARD if t not in wide}
+    # Those for wide data of pairs differ by their block alone, that for several arrays of tokens at H = 128 by
+    # its one buffer of queries, and in test_hopper_scores there is one of each.
+    general = [t for t in HOPPER_FORWARD if t.general and t.config.head_dim <= 128]
+    wide = {t for t in general if t.config.block_kv == 64}
+    crowded = {t for t in general if t.config.head_dim == 128 and t.config.q_buffers == 1}
+    assert {tuned for _, tuned in INTERPRETED} >= set(HOPPER_FORWARD) - wide - crowded
 
 
 @pytest.mark.parametrize("case, tuned", INTERPRETED, ids=name)
@@ -102,7 +101,7 @@ def test_every_forward_compiles_clean(tuned: Tuned, mask: str, length: int) -> N
     else:  # the keys of the last block are counted when it is compiled
         left = length % tuned.config.block_kv // 2
         # ptxas may count in those of the rescaling, one for each of a thread's two rows
-        assert masked in ([[left], [left + 2]] if left else [[]])
+        assert masked in ([[left + n] for n in range(3)] if left else [[]])
 
 
 def compile_both(run: Any, *args: Any) -> tuple[KernelReport, KernelReport]:

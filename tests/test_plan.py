@@ -10,7 +10,14 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.kernels import REGISTRY, hopper_backward
 from pallas_fa2.kernels.hopper import MOST_ROWS
-from pallas_fa2.plan import HOPPER_FORWARD, TILE_BYTES, block_sizes, device_of, make_plan
+from pallas_fa2.plan import (
+    HOPPER_FORWARD,
+    TILE_BYTES,
+    block_sizes,
+    device_of,
+    hopper_forwards,
+    make_plan,
+)
 from pallas_fa2.spec import Device, describe
 
 CPU = Device("cpu", "cpu", "", 1)
@@ -147,9 +154,11 @@ def test_hopper_leaves_the_rest_to_blockwise_and_says_why(name):
 
 
 def test_shared_memory_has_room_for_all_data_of_tokens():
-    for tuned in HOPPER_FORWARD:
-        indices = 1
-        assert not tuned.general or tuned.config.room(MOST_ROWS + indices) >= 0, tuned
+    dims = {(tuned.config.head_dim, tuned.config.value_dim) for tuned in HOPPER_FORWARD}
+    for head_dims in dims:
+        kernels, indices = hopper_forwards(*head_dims), 1
+        rooms = [tuned.config.room(MOST_ROWS + indices) for tuned in kernels if tuned.general]
+        assert max(rooms) >= 0, head_dims
     for head_dim in (64, 96, 128):
         of_dropout = 2
         assert hopper_backward.Config(head_dim, head_dim).room(MOST_ROWS + of_dropout) >= 0, (
@@ -157,12 +166,22 @@ def test_shared_memory_has_room_for_all_data_of_tokens():
         )
 
 
+ZEROS = np.zeros(111, np.int32)
+SEGMENTS = fa.Segments(ZEROS, ZEROS[:63])
+
+
 @pytest.mark.parametrize(
     "dtype, mask, head_dim, block_kv",
     [
         (jnp.bfloat16, None, 128, 128),
         (jnp.float32, None, 128, 64),
-        (jnp.bfloat16, fa.Segments(np.zeros(111, np.int32), np.zeros(63, np.int32)), 128, 64),
+        (jnp.bfloat16, SEGMENTS, 128, 128),
+        (
+            jnp.bfloat16,
+            SEGMENTS & fa.mask_fn(lambda q, k: k.a > 0)(k_tokens={"a": ZEROS[:63]}),
+            128,
+            64,
+        ),
         (jnp.float32, None, 64, 128),
     ],
 )

@@ -48,7 +48,7 @@ def planted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # At H = 256 the backward runs on pairs of CTAs. The lengths are such that a ring's slots are filled again.
-FORWARDS, BACKWARDS = [(64, 300)], [(128, 140), (256, 140)]
+FORWARDS, BACKWARDS = [(64, 520)], [(128, 140), (256, 140)]
 # Where a barrier completes that nobody waits for, the interpreter may see that before the race.
 CAUGHT = RaceDetected, ValueError
 

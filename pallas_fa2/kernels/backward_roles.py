@@ -189,7 +189,7 @@ def memory_of(
             rings + 2 + (TURN_BARRIERS if config.ordered and not config.paired else 0), 2
         ),
         free=mosaic.barriers(rings, 2),
-        done=[plgpu.Barrier(num_arrivals=warpgroups) for _ in range(warpgroups)],
+        done=[mosaic.barriers(1, warpgroups) for _ in range(warpgroups)],
         pairs=pieces,
     )
     if not config.paired:

@@ -11,11 +11,10 @@ from pallas_fa2.kernels.tiles import Claims, Dealt
 class Memory(NamedTuple):
     """Shared memory and barriers of a CTA."""
 
-    q: Any  # [warpgroups, 1, 64, H]
+    q: Any  # [warpgroups, q_buffers, 64, H]
     k: Any  # [stages, block_kv, H]
     v: Any  # [stages, block_kv, Hv]
     out: Any  # [warpgroups, 64, columns of a piece]
-    lse: Any  # [warpgroups, 64]
     key_data: Any  # [stages, rows, block_kv], if masks or scores read any
     full: Any  # all that complete by one arrival: each array costs a register for its phases
     q_free: Any
@@ -32,18 +31,22 @@ class Memory(NamedTuple):
         return self.k.shape[0]
 
     @property
+    def q_slots(self) -> int:
+        return self.warpgroups * self.q.shape[1]
+
+    @property
     def keys(self) -> Ring:
-        return Ring((self.k,), self.full, self.kv_free, self.warpgroups)
+        return Ring((self.k,), self.full, self.kv_free, self.q_slots)
 
     @property
     def values(self) -> Ring:
-        first = self.warpgroups + self.stages
+        first = self.q_slots + self.stages
         return Ring((self.v,), self.full, self.kv_free, first, self.stages)
 
     @property
     def data_of_keys(self) -> Ring:
         """Of those blocks whose data somebody reads."""
-        first = self.warpgroups + 2 * self.stages
+        first = self.q_slots + 2 * self.stages
         return Ring((self.key_data,), self.full, self.kv_free, first, 2 * self.stages)
 
     @property
@@ -57,8 +60,8 @@ class Memory(NamedTuple):
         def ring(i: int, array: Any) -> Ring:
             stages = array.shape[1]
             place = (i * self.warpgroups + warpgroup) * stages
-            first = self.warpgroups + len(self.rings) * self.stages
-            free = self.warpgroups + place
+            first = self.q_slots + len(self.rings) * self.stages
+            free = self.q_slots + place
             return Ring((array.at[warpgroup],), self.full, self.q_free, first + place, free)
 
         return [ring(i, array) for i, array in enumerate(self.pairs)]
@@ -72,7 +75,8 @@ class Memory(NamedTuple):
         return self.full.at[self.full.shape[0] - self.warpgroups + warpgroup]
 
     def queries(self, warpgroup: Any) -> Ring:
-        return Ring((self.q.at[warpgroup],), self.full, self.q_free, warpgroup, warpgroup)
+        first = warpgroup * self.q.shape[1]
+        return Ring((self.q.at[warpgroup],), self.full, self.q_free, first, first)
 
 
 class Inputs(NamedTuple):

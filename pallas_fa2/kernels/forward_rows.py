@@ -37,11 +37,9 @@ class RowBlock(RowScores):
     def shifted(self, zero: Any) -> "RowBlock":
         """The same: `zero` is 0 wherever this is used, which ptxas does not know. What only the end
         of a tile needs is computed there, not before the loops, where it would hold 25 registers."""
-        me, first_step, first_data = (x + zero for x in (self.me, self.first_step, self.first_data))
-        tile = self.tile.shifted(zero)
-        return dataclasses.replace(
-            self, tile=tile, me=me, first_step=first_step, first_data=first_data
-        )
+        names = ("place", "first_step", "first_data")
+        numbers = {name: getattr(self, name) + zero for name in names}
+        return dataclasses.replace(self, tile=self.tile.shifted(zero), **numbers)
 
     @property
     def dtype(self) -> Any:
@@ -52,7 +50,9 @@ class RowBlock(RowScores):
         if self.schedule.config.q_in_registers:
             return self.q
         # Descriptors of Q are computed where they are used: 32 registers less outside the loops.
-        return self.memory.q.at[lax.optimization_barrier(self.me), 0]
+        buffers = self.schedule.config.q_buffers
+        place = lax.optimization_barrier(self.place)
+        return self.memory.q.at[mosaic.div(place, buffers), mosaic.rem(place, buffers)]
 
     def attend(self) -> tuple[jax.Array, Statistics]:
         """The unnormalized output and the statistics."""
@@ -88,6 +88,8 @@ class RowBlock(RowScores):
 
         s = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
         keys.release(self.first_step)
+        if self.schedule.config.q_in_registers:
+            self.memory.queries(self.me).release(self.place)
         data = self.wait_for_data(0, masked=False)
         s, scale = self.scored(s, self.first_key(0), queries, data)
         if problem.mask is not None:
@@ -208,7 +210,7 @@ class RowBlock(RowScores):
         """A piece of the output; with the first, lse."""
         batch, head, _ = self.tile.place
         rows = pl.ds(self.first_row, self.shape[0])
-        out, lse = self.memory.out.at[self.me], self.memory.lse.at[self.me]
+        out = self.memory.out.at[self.me]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored before has left them
         problem = self.schedule.problem
         share, sum_of_all = problem.kept_scale / total, reference * (1 / LOG2E) + jnp.log(total)
@@ -216,14 +218,12 @@ class RowBlock(RowScores):
             empty = total == 0
             share, sum_of_all = jnp.where(empty, 0.0, share), jnp.where(empty, -jnp.inf, sum_of_all)
         out[...] = (acc * mosaic.over_rows(share, acc.shape)).astype(out.dtype)
-        lse[...] = sum_of_all
         plgpu.commit_smem()
         Rows(self.arrays.outputs.out, batch, rows, head, columns).store(out)
 
         @pl.when(columns.start == 0)
         def _() -> None:
-            target = self.arrays.outputs.lse.at[batch, head, rows]
-            plgpu.copy_smem_to_gmem(lse, target, commit_group=False)
+            self.arrays.outputs.lse[batch, head, rows] = sum_of_all
 
         plgpu.commit_smem_to_gmem_group()
 

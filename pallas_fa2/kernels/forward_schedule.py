@@ -27,6 +27,8 @@ class Config:
     # Whether Q is read into registers once a tile: less shared memory traffic (16 of 80 KB a block at
     # H = 128) where there are 32 registers for it.
     q_in_registers: bool = False
+    # Where they stay in shared memory: with two, the next tile's come while this one's are read.
+    q_buffers: int = 1
     # Of the buffer through which the output leaves, and a repeated tile's keys and values come.
     out_columns: int = 128
     ctas: int = 132  # persistent, one a multiprocessor
@@ -47,11 +49,13 @@ class Config:
 
     def room(self, key_rows: int) -> int:
         """Bytes of shared memory that are left by keys and values and so many rows of their data, queries,
-        the output and 2 KB of all else."""
+        the output and barriers."""
         kv_bytes = self.stages * self.block_kv * (self.head_dim + self.value_dim) * 2
-        rows_bytes = self.block_q * (self.head_dim + self.out_pieces[0].size) * 2
+        q_bytes = self.q_buffers * self.head_dim * 2
+        rows_bytes = self.block_q * (q_bytes + self.out_pieces[0].size * 2)
         data_bytes = self.stages * key_rows * self.block_kv * 4
-        return mosaic.SHARED_MEMORY_BYTES - kv_bytes - rows_bytes - data_bytes - 2048
+        barriers = 512  # up to 60
+        return mosaic.SHARED_MEMORY_BYTES - kv_bytes - rows_bytes - data_bytes - barriers
 
     def pair_stages(self, pair_bytes: int, key_rows: int) -> int:
         """How many blocks' data of pairs fit there."""

@@ -53,15 +53,23 @@ class RowScores:
     tile: Tile
     arrays: Arrays
     memory: Memory
-    turns: Turns
     q: Any  # [64, H], in shared memory or registers
-    me: Any  # the warpgroup
+    place: Any  # of these queries, among the buffers of all warpgroups
     first_step: Any  # of this tile, in the rings of keys and values
     first_data: Any  # in those of data
 
     @property
     def schedule(self) -> Schedule:
         return self.tile.schedule
+
+    @property
+    def me(self) -> Any:
+        """The warpgroup. One number that ptxas knows nothing of holds fewer registers through the loops."""
+        return mosaic.div(self.place, self.schedule.config.q_buffers)
+
+    @property
+    def turns(self) -> Turns:
+        return Turns(self.me, self.schedule.config.warpgroups)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -61,17 +61,16 @@ def attention(
     panel = tma.panel_width(dim, k.shape[3], dtype)
     v_panel = tma.panel_width(config.value_dim, v.shape[3], dtype)
     memory = Memory(
-        q=mosaic.operand(groups, 1, rows, dim, dtype=dtype, panel=panel),
+        q=mosaic.operand(groups, config.q_buffers, rows, dim, dtype=dtype, panel=panel),
         k=mosaic.operand(stages, config.block_kv, dim, dtype=dtype, panel=panel),
         v=mosaic.operand(stages, config.block_kv, config.value_dim, dtype=dtype, panel=v_panel),
         # as queries: keys of a repeated tile come here
         out=mosaic.operand(groups, rows, config.out_pieces[0].size, dtype=dtype, panel=panel),
-        lse=plgpu.SMEM((groups, rows), jnp.float32),
         key_data=None,
-        full=mosaic.barriers(3 * groups + rings * stages + pair_slots),
-        q_free=mosaic.barriers(groups + pair_slots),
+        full=mosaic.barriers((config.q_buffers + 2) * groups + rings * stages + pair_slots),
+        q_free=mosaic.barriers(config.q_buffers * groups + pair_slots),
         kv_free=mosaic.barriers(rings * stages, groups),
-        done=[plgpu.Barrier(num_arrivals=groups + 1) for _ in range(2)],
+        done=[mosaic.barriers(1, groups + 1) for _ in range(2)],
         pairs=pairs,
     )
     tiles, inputs = schedule.tiles(seen), Inputs(q, k, v)
@@ -192,14 +191,18 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
         if config.q_in_registers:
             q = plgpu.load(q, layout=TILE, optimized=False)
         tile = Tile(schedule, *entry)
-        block = RowBlock(tile, arrays, memory, turns, q, warpgroup, *before)
+        place = warpgroup
+        if config.q_buffers > 1:
+            place = lax.optimization_barrier(warpgroup * config.q_buffers + queries.slot(n))
+        block = RowBlock(tile, arrays, memory, q, place, *before)
         acc, statistics = block.attend()
         seen = look()
         total = statistics.total.sum(axis=1)
         infinite = ptx.any_infinite(total, warpgroup)
 
         def finish() -> Any:
-            queries.release(n)
+            if not config.q_in_registers:
+                queries.release(n)
             here = block.shifted(infinite)
             for columns in pieces:
                 piece = acc[:, columns.start : columns.start + columns.size]
@@ -215,7 +218,8 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
                 here.store(columns, *here.repeat(columns))
 
             lax.fori_loop(0, len(pieces), piece, None)
-            queries.release(n)
+            if not config.q_in_registers:
+                queries.release(n)
             return here.next_steps
 
         return lax.cond(infinite != 0, repeat, finish), seen

@@ -283,9 +283,11 @@ def leave_together(done: list[Any], branch: int) -> None:
     (An illegal instruction otherwise.) Each branch of the code waits on a barrier of its own: the
     phase of a shared one would hold a register through the loops of all of them.
     """
-    for barrier in done:
+    # Addresses are computed here: they would hold registers too.
+    own = [barrier.at[lax.optimization_barrier(I32(0))] for barrier in done]
+    for barrier in own:
         plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(done[branch])
+    plgpu.barrier_wait(own[branch])
 
 
 @dataclasses.dataclass(frozen=True)
