@@ -361,7 +361,7 @@ def evaluate_now(compute: Callable[..., jax.Array], *args: Any) -> np.ndarray:
         host = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX was told to use another platform alone
         host = None
-    with off_mesh(), jax.default_device(host):
+    with off_mesh(), jax.default_device(host), jax.disable_jit(False):
         # One program: `ensure_compile_time_eval` would compile one for each operation.
         return np.asarray(jax.jit(compute).lower(*args).compile()(*args))
 

@@ -305,6 +305,16 @@ def test_a_mask_without_data_is_classified_at_trace_time(mask):
     np.testing.assert_array_equal(tables[0], classify(*describe_shapes(mask, 48, 48), 8, 12))
 
 
+@pytest.mark.parametrize(
+    "context", [jax.disable_jit, jax.checking_leaks, lambda: jax.debug_nans(True)]
+)
+def test_a_mask_without_data_is_classified_while_one_debugs(context):
+    call = describe_shapes(STATIC[2], 48, 48)
+    expected = classify(*call, 8, 12)
+    with context():
+        np.testing.assert_array_equal(classify(*call, 8, 12), expected)
+
+
 def test_a_mask_of_traced_data_is_classified_at_run_time():
     def traced(lengths):
         found = classify(*describe_shapes(fa.Lengths(kv=lengths), 48, 48), 8, 12)

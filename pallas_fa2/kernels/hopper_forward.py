@@ -200,9 +200,12 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
         total = statistics.total.sum(axis=1)
         infinite = ptx.any_infinite(total, warpgroup)
 
-        def finish() -> Any:
-            if not config.q_in_registers:
+        def release_queries() -> None:
+            if not config.q_in_registers:  # else they were when the first scores were there
                 queries.release(n)
+
+        def finish() -> Any:
+            release_queries()
             here = block.shifted(infinite)
             for columns in pieces:
                 piece = acc[:, columns.start : columns.start + columns.size]
@@ -218,8 +221,7 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
                 here.store(columns, *here.repeat(columns))
 
             lax.fori_loop(0, len(pieces), piece, None)
-            if not config.q_in_registers:
-                queries.release(n)
+            release_queries()
             return here.next_steps
 
         return lax.cond(infinite != 0, repeat, finish), seen
