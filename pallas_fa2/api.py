@@ -147,7 +147,13 @@ def _sharded_as(query: jax.Array, fn: Callable) -> Callable:
         return fn
     *rest, length, heads, _ = sharding.spec
     specs = (PartitionSpec(*rest, length, heads, None), PartitionSpec(*rest, heads, length))
-    return jax.sharding.auto_axes(fn, out_sharding=specs)
+
+    def run(*args: Any) -> Any:
+        # Arrays may lie on a mesh that nobody has set, and `auto_axes` asks for the one that is.
+        with jax.sharding.use_abstract_mesh(sharding.mesh):
+            return jax.sharding.auto_axes(fn, out_sharding=specs)(*args)
+
+    return run
 
 
 def dot_product_attention(

@@ -1,6 +1,7 @@
 """Less common transformations of blockwise against the reference: every kind of derivative, several
 devices, export, donation, NaN checks, x64. The common ones are in test_autodiff.py."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -239,12 +240,13 @@ def test_batch_entries_over_all_gpus(how: str) -> None:
         assert np.abs(x - z).max() <= 0.03 * np.abs(z).max()
 
 
+@pytest.mark.parametrize("set_it", [True, False], ids=["set", "of the arrays"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_mesh_of_eight_devices(kind: AxisType) -> None:
+def test_a_mesh_of_eight_devices(kind: AxisType, set_it: bool) -> None:
     """Gradients lie as their arguments do; values and mask data are sharded with the batch."""
     mesh = eight_devices(kind)
     out = tuple(NamedSharding(mesh, s) for s in OF_GRADIENTS)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh) if set_it else contextlib.nullcontext():
         got = jax.jit(gradients("blockwise"), out_shardings=out)(*put(mesh, SPECS))
     for x, sharding in zip(got, out, strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
