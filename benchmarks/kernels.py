@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
             try:
                 text = table(name, label, shares(launches(fn, args, options.iterations)))
             except Exception as e:  # noqa: BLE001 - what one of them does not take, others may
-                text = f"{name}, {label}: {measure.reason(e)}"
+                text = f"{name}, {label}: {measure.cause(e, args)}"
             print(text, flush=True)
 
 

@@ -181,18 +181,18 @@ class Program:
             first_call = self.seconds + time.perf_counter() - start
             error = _rounded(self.error(results, problem.expected[: len(results)]))
         except Exception as e:  # noqa: BLE001 - nor one that runs and fails
-            return _failed(e, args)
+            return {"refused": cause(e, args)}
         # Not `any(e > limit ...)`: NaN is above no limit.
         if not all(e <= limit for e, limit in zip(error, problem.allowed, strict=False)):
             return {"refused": "wrong result", "error": error}
         return {"first_call_s": round(first_call, 2), "error": error}
 
 
-def _failed(e: Exception, args: tuple) -> dict[str, str]:
-    # After a fault that killed the device this raises too: the run ends here, instead of blaming
-    # everybody else.
+def cause(e: Exception, args: tuple) -> str:
+    """Why a call failed. After a fault that killed the device this raises too: the run ends here, instead
+    of blaming everybody else."""
     jax.block_until_ready(-args[0])
-    return {"refused": reason(e)}
+    return reason(e)
 
 
 def reason(e: Exception) -> str:
@@ -226,7 +226,7 @@ def speeds(
                 try:
                     times[name].append(programs[name].timed(args, iterations))
                 except Exception as e:  # noqa: BLE001 - as in `checked`
-                    found[name] = _failed(e, args)
+                    found[name] = {"refused": cause(e, args)}
     for name, row in found.items():
         if "refused" not in row:
             ms = min(times[name])

@@ -477,6 +477,17 @@ def test_kernels_of_those_who_take_the_shape(cpu, monkeypatch, capsys):
     assert capsys.readouterr().out == "tiny, ours: ValueError: only tiny heads\n"
 
 
+def test_a_dead_device_ends_the_breakdown_too(cpu, monkeypatch):
+    def launches(fn, args, iterations):
+        args[0].delete()
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(kernels, "launches", launches)
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    with pytest.raises(RuntimeError, match="deleted"):
+        kernels.main(["tiny"])
+
+
 def test_time_by_kernels(cpu, monkeypatch, capsys):
     def launches(fn, args, iterations):
         assert jax.eval_shape(fn, *args)[0].shape == args[0].shape
