@@ -16,7 +16,8 @@ from benchmarks import measure, plot, record, report, rivals, run
 from benchmarks.rivals import Implementation
 from benchmarks.shapes import MASKS, SHAPES, Shape
 from tests.support.hopper import planned_for_h200
-from tests.test_benchmarks import of, result, row_of
+from tests.test_benchmarks import result, row_of
+from tests.test_benchmarks_report import of
 
 TINY = Shape(1, 24, 24, 4, 2, 16, True)
 WINDOW = dataclasses.replace(TINY, window=5)
