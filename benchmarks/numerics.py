@@ -2,6 +2,7 @@
 
     python -m benchmarks.numerics                  # benchmarks/results/numerics-<device>.json
     python -m benchmarks.numerics --length 1024    # of other sizes
+    python -m benchmarks.numerics --jobs 16        # 16 cases at a time, each in a process of its own
     python -m benchmarks.numerics --page           # only docs/numerics.md, from all files there are
 
 Causal attention of random inputs against dense attention in float64 of the same, rounded, inputs; an
@@ -13,6 +14,7 @@ whether ours is worse than FlashAttention's rule allows: twice the error of dens
 import argparse
 import datetime
 import functools
+import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -24,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 import pallas_fa2 as fa
-from benchmarks import record, rivals
+from benchmarks import jobs, record, rivals
 from benchmarks.measure import FACTOR
 from benchmarks.shapes import Shape
 
@@ -71,9 +73,7 @@ def ours(name: Any, shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> A
 
 def all_implementations() -> dict[str, Callable]:
     """(shape, q, k, v) -> out and lse, or out alone. Rivals that cannot be imported are left out."""
-    found, missing = rivals.importable(n for n in rivals.IMPLEMENTATIONS if n != "ours")
-    for name, why in missing.items():
-        print(f"without {name}: {why}", file=sys.stderr)
+    found, _ = rivals.importable(n for n in rivals.IMPLEMENTATIONS if n != "ours")
     mine = {name: functools.partial(ours, name) for name in OURS}
     return {"dense": dense, **mine, **{name: rival.attention for name, rival in found.items()}}
 
@@ -116,15 +116,21 @@ def excessive(rows: dict[str, dict], name: str) -> list[str]:
     return [part for part, e in mine.items() if not e <= limits[part]]  # NaN is below no limit
 
 
-def measure(found: dict[str, Any], length: int, implementations: dict[str, Callable]) -> None:
-    """Fills the record `found`."""
-    cases = [(kind, dtype, dim) for kind in INPUTS for dtype in DTYPES for dim in HEAD_DIMS]
-    for kind, dtype, dim in tqdm(cases, disable=None):
-        shape = Shape(1, length, length, 4, 2, dim, causal=True)
-        args = inputs(shape, dtype, kind)
-        expected = truth(shape, args)
-        rows = {n: row(a, shape, args, expected) for n, a in implementations.items()}
-        found["results"].append({"inputs": kind, "dtype": dtype, "head_dim": dim, "rows": rows})
+def one(case: str, length: int) -> dict[str, Any]:
+    """A row for each implementation; a case is inputs, a dtype and a head dim, as normal,bfloat16,64."""
+    kind, dtype, dim = case.split(",")
+    shape = Shape(1, length, length, 4, 2, int(dim), causal=True)
+    args = inputs(shape, dtype, kind)
+    expected = truth(shape, args)
+    rows = {name: row(x, shape, args, expected) for name, x in all_implementations().items()}
+    return {"inputs": kind, "dtype": dtype, "head_dim": int(dim), "rows": rows}
+
+
+def measure(length: int, processes: int) -> list[dict[str, Any]]:
+    cases = [f"{kind},{dtype},{dim}" for kind in INPUTS for dtype in DTYPES for dim in HEAD_DIMS]
+    done = jobs.each(functools.partial(one, length=length), cases, processes)
+    found = dict(tqdm(done, total=len(cases), disable=None))
+    return [found[case] for case in cases]
 
 
 def wrong(found: dict[str, Any]) -> list[str]:
@@ -183,24 +189,27 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    on_gpu = jax.default_backend() == "gpu"
-    parser.add_argument("--length", type=int, default=4096 if on_gpu else 512, help="tokens")
+    parser.add_argument("--length", type=int, help="tokens: 4096 on a GPU, else 512")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--page", action="store_true", help="measure nothing")
     parser.add_argument("--commit", help="its name, where the files are no git checkout")
     args = parser.parse_args(argv)
     failed = []
     if not args.page:
-        implementations = all_implementations()
-        named = {n: x for n, x in rivals.IMPLEMENTATIONS.items() if n in implementations}
+        if args.jobs > 1:  # each process takes what it needs
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        length = args.length or (4096 if jax.default_backend() == "gpu" else 512)
+        named, missing = rivals.importable(rivals.IMPLEMENTATIONS)
+        for name, why in missing.items():
+            print(f"without {name}: {why}", file=sys.stderr)
         setup = record.setup(named, iterations=1)
         found = {
             "setup": setup,
             "date": datetime.date.today().isoformat(),
             "commit": args.commit or record.commit(),
-            "length": args.length,
-            "results": [],
+            "length": length,
+            "results": measure(length, args.jobs),
         }
-        measure(found, args.length, implementations)
         default = record.default_path(setup["device"])
         record.write(record.RESULTS / f"numerics-{default.name}", found)
         failed = wrong(found)
