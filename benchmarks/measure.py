@@ -18,8 +18,9 @@ from pallas_fa2.tuning import milliseconds
 
 # FlashAttention's own rule: twice the error of dense attention in the same dtype.
 FACTOR = 2.0
-# How often all implementations are timed, one after the other. Near its limit of power an H200 falls from
-# 1.98 to 1.7 GHz for some 50 milliseconds, which any of them may meet: the best round of each counts.
+# How often all implementations are timed, one after the other; each then rests for as long as it ran. Near its
+# limit of power an H200 falls from 1.98 to 1.7 GHz for some 50 milliseconds: of what runs without a rest, the
+# first is the fastest. What meets that nevertheless has other rounds, of which the best counts.
 ROUNDS = 3
 
 
@@ -169,7 +170,9 @@ class Program:
     def timed(self, args: tuple, iterations: int) -> float:
         """Milliseconds."""
         assert self.run is not None
-        return milliseconds(self.run, args, iterations)
+        ms = milliseconds(self.run, args, iterations)
+        time.sleep(1e-3 * iterations * ms)
+        return ms
 
     def checked(self, args: tuple, problem: Problem) -> dict[str, Any]:
         """The time of the first call and the error, or the reason why there is none."""

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
-from pallas_fa2.masks import Causal, Mask, as_mask
+from pallas_fa2.causal import causal_shift
+from pallas_fa2.masks import Mask, as_mask
 from pallas_fa2.scores import as_scores
 from pallas_fa2.tokens import (
     K_AXIS,
@@ -155,15 +156,16 @@ def describe(
         value_dim=value.shape[-1],
         dtype=dtype,
         scale=scale,
-        causal=_causal(mask_object) if not positions else None,
         positions=positions,
         dropout_rate=float(dropout_rate),
         deterministic=bool(deterministic),
     )
     accumulator = spec.accumulator
+    code = None if mask_object is None else _trace_mask(mask_object, mask_data, dims)
     spec = dataclasses.replace(
         spec,
-        mask=None if mask_object is None else _trace_mask(mask_object, mask_data, dims),
+        mask=code,
+        causal=None if code is None or positions else _causal(code, dims),
         scores=tuple(
             _trace_score(s, data, dims, accumulator)
             for s, data in zip(scores, score_data, strict=True)
@@ -172,8 +174,12 @@ def describe(
     return spec, Operands(mask_data, score_data, q_index, k_index, seed)
 
 
-def _causal(mask: Mask | None) -> Literal["start", "end"] | None:
-    return mask.align if isinstance(mask, Causal) else None
+def _causal(mask: Pointwise, dims: Dims) -> Literal["start", "end"] | None:
+    """How it is aligned, if it is a causal one."""
+    shift = causal_shift(mask)
+    if shift == 0:
+        return "start"
+    return "end" if shift == dims.kv_len - dims.q_len else None
 
 
 def check_arrays(query: Any, key: Any, value: Any) -> None:

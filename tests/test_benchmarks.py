@@ -203,12 +203,15 @@ def test_a_wrong_gradient_leaves_the_forward_its_speed(cpu, problem):
     ]  # fmt: skip
 
 
-def test_the_best_round_counts(cpu, monkeypatch, problem):
+def test_each_round_is_followed_by_a_rest_and_the_best_counts(cpu, monkeypatch, problem):
     rounds = iter([3.0, 1.0, 2.0])
     monkeypatch.setattr(measure, "milliseconds", lambda *_: next(rounds))
+    rests = []
+    monkeypatch.setattr(measure.time, "sleep", rests.append)
     attention = functools.partial(attend("blockwise"), problem.shape)
     row = row_of(attention, problem, 10, backward=False)
     assert row["forward"]["ms"] == 1.0
+    assert rests == pytest.approx([0.03, 0.01, 0.02])
 
 
 def test_a_failing_rival_does_not_end_the_run(cpu, problem):

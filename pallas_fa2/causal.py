@@ -1,0 +1,86 @@
+"""Whether a mask is causal, by its code: kernels then need not evaluate it, whoever wrote it."""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from jax.core import ShapedArray
+
+from pallas_fa2.tokens import Pointwise, called, follow
+
+# Up to this, sums of an index, another and a number are int32.
+MOST = 2**29
+
+
+class Linear(NamedTuple):
+    """`q * q.index + k * k.index + shift`, an integer; of a boolean, it is true where this is 0 or more."""
+
+    q: int
+    k: int
+    shift: int
+
+    def __neg__(self) -> "Linear":
+        return Linear(-self.q, -self.k, -self.shift)
+
+
+@functools.lru_cache(maxsize=512)
+def causal_shift(mask: Pointwise) -> int | None:
+    """n, if the code says that query i sees keys 0 to i + n and no others."""
+    others = len(mask.jaxpr.in_avals) - 2
+    args = [Linear(1, 0, 0), Linear(0, 1, 0), *[None] * others]
+    (seen,) = follow(mask.jaxpr.jaxpr, mask.jaxpr.consts, args, _constant, _apply)
+    return seen.shift if seen is not None and (seen.q, seen.k) == (1, -1) else None
+
+
+def _constant(x: Any) -> Linear | None:
+    x = np.asarray(x)
+    return _small(Linear(0, 0, int(x))) if x.shape == () and x.dtype == np.int32 else None
+
+
+def _small(x: Linear) -> Linear | None:
+    return x if abs(x.q) <= 1 and abs(x.k) <= 1 and abs(x.shift) <= MOST else None
+
+
+def _sum(x: Linear, y: Linear) -> Linear:
+    return Linear(*map(operator.add, x, y))
+
+
+def _at_least(x: Linear, y: Linear, by: int = 0) -> Linear:
+    return Linear(x.q - y.q, x.k - y.k, x.shift - y.shift - by)
+
+
+def _alike(pick: Callable) -> Callable:
+    def of(x: Linear, y: Linear) -> Linear | None:
+        return x._replace(shift=pick(x.shift, y.shift)) if x[:2] == y[:2] else None
+
+    return of
+
+
+_OF_INTEGERS: dict[str, Callable] = {
+    "add": _sum,
+    "sub": lambda x, y: _sum(x, -y),
+    "neg": operator.neg,
+    "ge": _at_least,
+    "gt": lambda x, y: _at_least(x, y, 1),
+    "le": lambda x, y: _at_least(y, x),
+    "lt": lambda x, y: _at_least(y, x, 1),
+}
+_OF_BOOLEANS: dict[str, Callable] = {
+    "and": _alike(min),
+    "or": _alike(max),
+    "not": lambda x: (-x)._replace(shift=-x.shift - 1),
+}
+
+
+def _apply(eqn: Any, ins: list[Linear | None]) -> list[Linear | None]:
+    if (inner := called(eqn)) is not None:
+        return follow(*inner, ins, _constant, _apply)
+    dtypes = {cast(ShapedArray, x.aval).dtype for x in eqn.invars}
+    rules = {np.dtype(np.int32): _OF_INTEGERS, np.dtype(bool): _OF_BOOLEANS}
+    rule = rules.get(dtypes.pop(), {}).get(eqn.primitive.name) if len(dtypes) == 1 else None
+    if rule is None or any(x is None for x in ins):
+        return [None] * len(eqn.outvars)
+    found = rule(*ins)
+    return [found and _small(found)]
