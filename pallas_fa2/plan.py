@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -25,12 +25,20 @@ class Tuned(NamedTuple):
 
     config: Any
     longest: tuple[float, float] = ANY_LENGTH  # up to so many queries; causal, full
-    general: bool = False  # under masks other than a causal one, and with score functions
+    calls: Literal["plain", "masked", "any"] = (
+        "plain"  # under masks that read no pairs; all not plain
+    )
+
+    def takes(self, spec: Spec) -> bool:
+        """Whether it is made for such calls, of any length."""
+        if self.calls == "plain" or spec.plain:
+            return self.calls == "plain" and spec.plain
+        if self.calls == "masked" and (not spec.only_masked or token_data.pair_bytes(spec)):
+            return False
+        return self.fits(spec)
 
     def serves(self, spec: Spec) -> bool:
-        if self.general or not spec.plain:
-            return self.general and not spec.plain and self.fits(spec)
-        return spec.q_len <= self.longest[spec.causal is None]
+        return self.takes(spec) and spec.q_len <= self.longest[spec.causal is None]
 
     def fits(self, spec: Spec) -> bool:
         """Whether shared memory has room for data of tokens and pairs. (A row more of keys is their places.)"""
@@ -78,16 +86,29 @@ HOPPER_FORWARD = (
         )
     ),
     Tuned(hopper_forward.Config(256, 256, 2, block_kv=64, stages=2, registers=(240, 24))),
+    # As without a mask, but for a third warpgroup: its larger tiles cost windows of 128 keys 16 to 43 %.
+    Tuned(
+        hopper_forward.Config(
+            96, 96, 2, block_kv=128, stages=2, registers=(240, 24), q_in_registers=True
+        ),
+        calls="masked",
+    ),
+    Tuned(
+        hopper_forward.Config(
+            192, 128, 2, block_kv=128, stages=2, registers=(240, 24), out_columns=64
+        ),
+        calls="masked",
+    ),
     # Functions take registers: for Q, or of a third warpgroup. At H = 128 a second Q leaves room for one
     # array of tokens (documents of 16 to 512 tokens 5 %, a window of 128 12 %).
     *(
         Tuned(
             hopper_forward.Config(
-                dim, dim, 2, block_kv=128, stages=2, registers=(240, 24), q_buffers=q_buffers
+                dim, dim, 2, block_kv=128, stages=stages, registers=(240, 24), q_buffers=q_buffers
             ),
-            general=True,
+            calls="any",
         )
-        for dim, q_buffers in ((64, 2), (96, 2), (128, 2), (128, 1))
+        for dim, stages, q_buffers in ((64, 3, 2), (96, 2, 2), (128, 2, 2), (128, 2, 1))
     ),
     # Data of keys take the room of half of the output, or of half of the keys.
     *(
@@ -95,7 +116,7 @@ HOPPER_FORWARD = (
             hopper_forward.Config(
                 *dims, 2, block_kv=64, stages=2, registers=(240, 24), out_columns=out_columns
             ),
-            general=True,
+            calls="any",
         )
         for dims, out_columns in (((192, 128), 64), ((192, 192), 96), ((256, 256), 64))
     ),
@@ -103,7 +124,7 @@ HOPPER_FORWARD = (
     *(
         Tuned(
             hopper_forward.Config(dim, dim, 2, block_kv=64, stages=2, registers=(240, 24)),
-            general=True,
+            calls="any",
         )
         for dim in (64, 96, 128)
     ),

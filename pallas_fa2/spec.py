@@ -88,6 +88,11 @@ class Spec:
         return not (self.masked or self.scores or self.dropout_rate)
 
     @property
+    def only_masked(self) -> bool:
+        """A mask that is not causal, and nothing else."""
+        return self.masked and not (self.scores or self.dropout_rate)
+
+    @property
     def accumulator(self) -> np.dtype:
         """The dtype of scores, softmax statistics and accumulators."""
         return np.promote_types(self.dtype, np.float32) if self.dtype.kind == "f" else FLOAT32

@@ -69,11 +69,17 @@ def autotune(query: Any, key: Any, value: Any, *, iterations: int = 10, **option
 
 
 def candidates(spec: Spec, device: Device) -> list[hopper_forward.Config]:
-    """The kernels of the call's head dim; causal calls also choose how many heads share the L2."""
+    """The kernels of the call's head dim; under a mask alone, those without one as well. Causal calls also
+    choose how many heads share the L2."""
+
+    def suits(kernel: plan.Tuned) -> bool:
+        plain = spec.only_masked and kernel.calls == "plain"
+        return kernel.takes(spec) or (plain and kernel.fits(spec))
+
     return [
         dataclasses.replace(kernel.config, ctas=device.cores, section_bytes=section)
         for kernel in plan.hopper_forwards(spec.head_dim, spec.value_dim)
-        if kernel.general != spec.plain and kernel.fits(spec)
+        if suits(kernel)
         for section in (SECTIONS if spec.causal else (kernel.config.section_bytes,))
     ]
 

@@ -157,13 +157,31 @@ def test_shared_memory_has_room_for_all_data_of_tokens():
     dims = {(tuned.config.head_dim, tuned.config.value_dim) for tuned in HOPPER_FORWARD}
     for head_dims in dims:
         kernels, indices = hopper_forwards(*head_dims), 1
-        rooms = [tuned.config.room(MOST_ROWS + indices) for tuned in kernels if tuned.general]
+        rooms = [
+            tuned.config.room(MOST_ROWS + indices) for tuned in kernels if tuned.calls == "any"
+        ]
         assert max(rooms) >= 0, head_dims
     for head_dim in (64, 96, 128):
         of_dropout = 2
         assert hopper_backward.Config(head_dim, head_dim).room(MOST_ROWS + of_dropout) >= 0, (
             head_dim
         )
+
+
+@pytest.mark.parametrize("head_dims", [(96, 96), (192, 128)])
+def test_a_mask_alone_takes_larger_tiles_than_a_score(head_dims):
+    def planned(**options):
+        q, k = (jax.ShapeDtypeStruct((1, 300, 2, head_dims[0]), jnp.bfloat16) for _ in range(2))
+        v = jax.ShapeDtypeStruct((1, 300, 2, head_dims[1]), jnp.bfloat16)
+        return make_plan(describe(q, k, v, **options)[0], H200).forward
+
+    window, cap = fa.Window(3), fa.soft_cap(2.0)
+    alone, scored = planned(mask=window), planned(score=cap)
+    assert alone != scored == planned(mask=window, score=cap)
+    assert alone == planned(mask=fa.Causal())
+    dense = fa.Dense(jnp.ones((300, 300), bool))
+    if head_dims == (96, 96):
+        assert planned(mask=dense) == scored
 
 
 ZEROS = np.zeros(111, np.int32)

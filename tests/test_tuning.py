@@ -61,6 +61,19 @@ def test_candidates_have_room_for_pairs(dtype, blocks):
     assert [config.block_kv for config in tuning.candidates(call, H200)] == blocks
 
 
+def test_a_mask_alone_may_take_the_kernels_without_one():
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    kernels = {
+        name: [config.warpgroups for config in tuning.candidates(describe(x, x, x, **o)[0], H200)]
+        for name, o in {
+            "mask": {"mask": fa.Window(3)},
+            "score": {"score": fa.soft_cap(2.0)},
+            "both": {"mask": fa.Window(3), "score": fa.soft_cap(2.0)},
+        }.items()
+    }
+    assert kernels == {"mask": [2, 3, 2, 2], "score": [2, 2], "both": [2, 2]}
+
+
 @pytest.mark.gpu
 def test_every_candidate_runs(monkeypatch):
     monkeypatch.setattr(plan, "TUNED", {})

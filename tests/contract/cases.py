@@ -252,6 +252,9 @@ MASKED = [
         Case(f"rising_documents_h{h}", 1, 130, 260, 1, 1, h, mask=documents, rise=7)
         for h in (64, 128, 256)
     ),
+    # A score function besides takes another kernel than a mask alone.
+    Case("capped_h96", 1, 130, 130, 2, 1, 96, mask=packed, score=capped),
+    Case("capped_hv_smaller", 1, 139, 139, 2, 1, 192, 128, mask=packed, score=capped),
 ]
 
 # What reference and blockwise support besides.

@@ -12,12 +12,11 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2 import plan
 from pallas_fa2.kernels import hopper, mosaic
-from pallas_fa2.spec import Device
-from tests.contract.cases import Case, causal, causal_end
+from pallas_fa2.spec import Device, describe
+from tests.contract.cases import Case
 
 Two = tuple[int, int]
 
-CAUSAL = (causal, causal_end)
 DIMS = pytest.mark.parametrize("dims", hopper.KERNEL_DIMS)
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 
@@ -31,11 +30,13 @@ def planned_for_h200(cores: int = H200.cores) -> Iterator[None]:
 
 
 def _forwards(case: Case) -> list[plan.Tuned]:
+    """All for a plain call; otherwise the first, as later ones have smaller tiles of the same."""
+    mask, score = (of and of(case)[0] for of in (case.mask, case.score))
+    q, k, v, _ = (jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes)
+    spec, _ = describe(q, k, v, mask=mask, score=score)
     kernels = plan.hopper_forwards(case.head_dim, case.value_dim or case.head_dim)
-    causal = case.mask in CAUSAL
-    general = case.score is not None or not (causal or case.mask is None)
-    found = [t for t in kernels if t.general == general and t.longest[not causal] > 0]
-    return found[:1] if general else found  # the others are for wide data of pairs
+    found = [t for t in kernels if t.takes(spec) and t.longest[spec.causal is None] > 0]
+    return found if spec.plain else found[:1]
 
 
 def is_first(case: Case, tuned: plan.Tuned) -> bool:
