@@ -36,6 +36,7 @@ class Columns:
     delta: Any
     rings: list[Ring]  # of the data of pairs
     me: int  # the warpgroup
+    answers: tuple[jax.Array, ...] = ()  # of a mask that has been asked, of each panel of queries
     place: Any = None  # in the step's block of queries
     pairs: Mapping[Source, jax.Array] = types.MappingProxyType({})
 
@@ -159,6 +160,8 @@ class Columns:
     def hide_unseen(self, exponent: jax.Array) -> jax.Array:
         """-inf where a query does not see a key."""
         problem, step = self.problem, self.step
+        if self.answers:
+            return ptx.hide_signed(exponent, [self.answers[self.place.start // PANEL]])
         if problem.mask is not None:
             return problem.mask.hide(exponent, self.pair_at)
         if not problem.causal:

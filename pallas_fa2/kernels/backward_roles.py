@@ -34,6 +34,7 @@ class Inputs(NamedTuple):
     lists: Any = None  # under a mask
     runs: Any = None  # where dQ is added in one order
     data: Any = None  # of masks and scores
+    answers: Any = None  # of a mask that has been asked (`answers`)
 
 
 class Outputs(NamedTuple):
@@ -377,8 +378,20 @@ class ColumnBlock(Role):
         if found := problem.numbers(step.masked):
             numbers = self.inputs.data.numbers.load(*step.head, found)
         of_all = self.schedule, self.inputs.data, self.outputs.scores
-        rings = self.memory.pieces
-        return Columns(*of_all, step, first_key, keys, numbers, lse, delta, rings, self.me)
+        rings, me, answers = self.memory.pieces, self.me, self.answers(step)
+        return Columns(*of_all, step, first_key, keys, numbers, lse, delta, rings, me, answers)
+
+    def answers(self, step: Step) -> tuple[jax.Array, ...]:
+        """Of a mask that has been asked, of each panel of queries."""
+        if not (step.masked and self.schedule.problem.asked):
+            return ()
+        batch, _, row = step.tile.place
+        array, block = self.inputs.answers, mosaic.div(step.first_query, self.config.block_q)
+        half = lax.axis_index(PAIR) if self.config.paired else self.me
+        found = array.at[batch if array.shape[0] > 1 else 0, row, block, half]
+        return tuple(
+            plgpu.load(found.at[j], layout=ptx.EACH, optimized=False) for j in range(found.shape[0])
+        )
 
     def scores(self, step: Step) -> list[tuple[jax.Array, jax.Array]]:
         """P^T and dS^T of a step, panel by panel, in the input dtype."""

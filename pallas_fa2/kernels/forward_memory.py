@@ -87,6 +87,7 @@ class Inputs(NamedTuple):
     v: Any
     lists: Any = None  # under a mask
     data: Any = None  # of masks and scores
+    answers: Any = None  # of a mask that has been asked (`answers`)
 
 
 class Outputs(NamedTuple):

@@ -96,11 +96,12 @@ class RowBlock(RowScores):
 
             def hide() -> jax.Array:
                 found = self.wait_for_data(0, masked=True) if data is None else data
-                return self.hide(s, self.first_key(0), queries, found)
+                answers = self.answers(0, masked=True)
+                return self.hide(s, self.first_key(0), queries, found, answers)
 
             s = lax.cond(self.tile.first_is_cut, hide, lambda: s)
         elif self.masked:
-            s = self.hide(s, self.first_key(0), queries, data)
+            s = self.hide(s, self.first_key(0), queries, data, [])
         reference = _highest(s) * scale
         if not problem.plain:
             # A later block that is cut finds it, but no full one does.
@@ -111,7 +112,7 @@ class RowBlock(RowScores):
         p = self.drop(p, self.first_key(0), queries, data)
         if data is not None:
             self.release_data(0, statistics)
-        elif problem.mask is not None:
+        elif problem.reads_block():
             pl.when(self.tile.first_is_cut)(lambda: self.release_data(0, statistics))
         acc = mosaic.constant(0.0, (rows, self.schedule.config.value_dim), TILE)
         return acc, statistics, p.astype(self.dtype)
@@ -121,7 +122,7 @@ class RowBlock(RowScores):
     ) -> tuple[jax.Array, Statistics, jax.Array]:
         """Scores of block t and output of block t - 1, multiplied together; softmax of block t."""
         keys, values, step = self.memory.keys, self.memory.values, self.first_step + t
-        queries = self.query_data(masked)
+        queries, answers = self.query_data(masked), self.answers(t, masked)
         (k,) = keys.wait(step)
         self.turns.take()
 
@@ -141,7 +142,7 @@ class RowBlock(RowScores):
                 data = self.wait_for_data(t, masked)
                 s, scale = self.scored(s, self.first_key(t), queries, data)
                 if masked:
-                    s = self.hide(s, self.first_key(t), queries, data)
+                    s = self.hide(s, self.first_key(t), queries, data, answers)
                     reference = self.found_reference(s, scale, reference)
                 p_next = _exponentials(s, scale, reference)
                 total = before.total + mosaic.by_eights(jnp.add, p_next)
@@ -260,14 +261,16 @@ class RowBlock(RowScores):
 
         def step(t: Any, state: tuple) -> tuple:
             acc, reference, total = state
-            first_key = self.arrays.block(self.tile, mosaic.div(t, parts)) * config.block_kv
-            first_key += mosaic.rem(t, parts) * config.repeat_kv
+            block, part = mosaic.div(t, parts), mosaic.rem(t, parts)
+            first_key = self.arrays.block(self.tile, block) * config.block_kv
+            first_key += part * config.repeat_kv
             square = mosaic.accumulator(rows, config.repeat_kv)
             s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key), square)
             queries, data = self.query_data(masked=True), self.data_in_device_memory(first_key)
             s, scale = self.scored(s, first_key, queries, data)
             if self.masked:
-                s = self.hide(s, first_key, queries, data)
+                answers = self.answers(block, self.masked, [part])
+                s = self.hide(s, first_key, queries, data, answers)
             highest = jnp.maximum(reference, s.max(axis=1) * scale)
             factor, p = jnp.exp2(reference - highest), _exponentials(s, scale, highest)
             summed = p.sum(axis=1)

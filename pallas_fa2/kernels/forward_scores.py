@@ -176,16 +176,30 @@ class RowScores:
 
         return problem.score.apply(s, problem.scale, pair_at)
 
+    def answers(self, t: Any, masked: bool, squares: Any = None) -> list[jax.Array]:
+        """Of a mask that has been asked, of some squares of block t, or all: to be loaded a while before."""
+        if not (masked and self.schedule.problem.asked):
+            return []
+        batch, _, row = self.tile.place
+        array = self.arrays.inputs.answers
+        entry = batch if array.shape[0] > 1 else 0
+        found = array.at[entry, row, self.arrays.block(self.tile, t), self.me]
+        places = range(found.shape[0]) if squares is None else squares
+        return [plgpu.load(found.at[j], layout=ptx.EACH, optimized=False) for j in places]
+
     def hide(
         self,
         s: jax.Array,
         first_key: Any,
         queries: QueryData,
         data: BlockData | None,
+        answers: list[jax.Array],
     ) -> jax.Array:
         """-inf where a row does not see a key."""
         if self.schedule.problem.mask is None:
             return self.hide_after(s, first_key)
+        if answers:
+            return ptx.hide_signed(s, answers)
         assert data is not None
         return self.hide_unseen(s, queries, data)
 

@@ -12,7 +12,15 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from pallas_fa2 import bounds
-from pallas_fa2.kernels import hopper_backward, hopper_forward, passes, tma, token_data, visits
+from pallas_fa2.kernels import (
+    answers,
+    hopper_backward,
+    hopper_forward,
+    passes,
+    tma,
+    token_data,
+    visits,
+)
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
 from pallas_fa2.kernels.tile import split_floats
 from pallas_fa2.kernels.tile_code import TileDropout, TileMask, TileScore
@@ -28,6 +36,9 @@ LARGEST_DIM = KERNEL_DIMS[-1][0]
 MAX_ELEMENTS = 2**31 - 1
 # Nor with more heads, batch entries times key heads, or blocks of 64 tokens.
 MAX_COUNT = 65_535
+# Heads that share a mask, and operations on a pair of tokens, for which it is asked before the attention.
+# (By counting: answers take an attention 84 instructions of 64 pairs, a window 256. Not measured yet.)
+SHARED, COSTLY = 2, 8
 # Of data of one side's tokens: in every kernel shared memory has room for so many beside the rest.
 MOST_ROWS = 12
 
@@ -209,6 +220,27 @@ class Extras(NamedTuple):
     def classes_of(self, traced: "Traced") -> Any:
         return traced.classes if self.classes is None else self.classes
 
+    def ask(
+        self, problem: Problem, traced: "Traced", classes: Any, tile: tuple[int, int], q_axis: int
+    ) -> tuple[Problem, TokenData | None, jax.Array | None]:
+        """The problem, its data, and the mask's answers if it is asked once for all heads. `classes` and
+        `tile` are of rows and columns, queries those of `q_axis`."""
+        if not self._worth_asking(problem, classes):
+            return problem, traced.data, None
+        assert traced.data is not None
+        found = answers.ask(problem, traced.data, classes, tile, q_axis)
+        data = None if self.dropout is None else traced.data
+        return dataclasses.replace(problem, asked=True), data, found
+
+    def _worth_asking(self, problem: Problem, classes: Any) -> bool:
+        if self.mask is None or self.score is not None or classes.shape[1] > 1:
+            return False
+        visible = self.mask.visible
+        size = answers.size(len(classes), problem.q_len, problem.kv_len)
+        q_bytes = 2 * problem.batch * problem.q_len * problem.q_heads * self.spec.head_dim
+        shared = problem.q_heads >= SHARED and size <= q_bytes
+        return shared and (bool(visible.pairs) or visible.pair_operations >= COSTLY)
+
 
 class Traced(NamedTuple):
     """Arrays with all batch entries, or with those of a launch."""
@@ -310,7 +342,8 @@ def forward(
             if part.kv_len % config.block_kv:
                 classes = visits.cut_last(classes)
             seen = visits.Visits.of(classes)
-        return hopper_forward.attention(problem, config, q, k, v, seen, traced.data)
+        problem, data, found = extras.ask(problem, traced, classes, config.tile, q_axis=0)
+        return hopper_forward.attention(problem, config, q, k, v, seen, data, found)
 
     if extras.tames:
         k, v = tame_keys(k, v)
@@ -344,9 +377,16 @@ def backward(
         problem = extras.problem(lse.shape[0])
         delta, zeros = passes.prepare(problem, config, *of_delta)
         delta = delta if dlse is None else delta + dlse
-        classes = extras.classes_of(traced)
+        classes = of_keys = extras.classes_of(traced)
+        if classes is not None:
+            if part.kv_len % config.block_kv:
+                of_keys = visits.cut_last(classes)
+            of_keys = of_keys.swapaxes(2, 3)
+        problem, data, found = extras.ask(
+            problem, traced, of_keys, (config.block_kv, config.block_q), q_axis=1
+        )
         return hopper_backward.gradients(
-            problem, config, q, k, v, dout, lse, delta, zeros, classes, traced.data
+            problem, config, q, k, v, dout, lse, delta, zeros, classes, data, found
         )
 
     def rows(x: jax.Array, fill: float) -> jax.Array:

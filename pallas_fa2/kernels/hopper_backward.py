@@ -70,6 +70,7 @@ def gradients(
     zeros: jax.Array,
     classes: Any = None,
     data: TokenData | None = None,
+    answers: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Sums | None]:
     """dQ, dK and dV like q `[B, T, N, H]`, k `[B, S, K, H]` and v `[B, S, K, Hv]`, and what the data of scores
     get. Head dims are `config`'s or less.
@@ -78,11 +79,11 @@ def gradients(
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. To `zeros`, of
     `passes.prepare`, dQ is added; unless `config.ordered`, in any order: it is not bitwise reproducible
     then. Under a mask, `classes` are those of tiles, `[B | 1, N | 1, T tiles, S tiles]`; `data` is what
-    masks and scores read.
+    masks and scores read, and `answers` are those of a mask that has been asked.
     """
     schedule = (OrderedSchedule if config.ordered else Schedule).of(problem, config, classes)
     seen = None if classes is None else schedule.seen(classes)
-    tiles, inputs = schedule.tiles(seen), Inputs(q, k, v, dout, lse, delta)
+    tiles, inputs = schedule.tiles(seen), Inputs(q, k, v, dout, lse, delta, answers=answers)
     if seen is not None:
         inputs = inputs._replace(lists=jnp.asarray(seen.lists))
     if isinstance(seen, OrderedVisits):

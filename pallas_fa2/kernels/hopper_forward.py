@@ -45,11 +45,13 @@ def attention(
     v: jax.Array,
     seen: Visits | None = None,
     data: TokenData | None = None,
+    answers: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`out [B, T, N, Hv]` and natural `lse [B, N, T']`; T' is T rounded up to whole tiles.
 
     q is `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, Hv]`, bfloat16 or float16; head dims are `config`'s or
-    less. Under a mask, `seen` lists the blocks of keys of every tile; `data` is what masks and scores read.
+    less. Under a mask, `seen` lists the blocks of keys of every tile; `data` is what masks and scores read,
+    and `answers` are those of a mask that has been asked.
     """
     schedule = Schedule(problem, config)
     dtype, dim, groups = q.dtype, config.head_dim, config.warpgroups
@@ -73,7 +75,7 @@ def attention(
         done=[mosaic.barriers(1, groups + 1) for _ in range(2)],
         pairs=pairs,
     )
-    tiles, inputs = schedule.tiles(seen), Inputs(q, k, v)
+    tiles, inputs = schedule.tiles(seen), Inputs(q, k, v, answers=answers)
     if seen is not None:
         inputs = inputs._replace(lists=jnp.asarray(seen.lists))
     if data is not None:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -21,18 +20,16 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
 from pallas_fa2.kernels import mosaic, ptx
 from pallas_fa2.kernels.mosaic import I32, div, rem
+from pallas_fa2.kernels.ptx import EACH, NUMBERS, i32, of_each, own
+from pallas_fa2.kernels.tma import THREADS
 
 # Where the second of two numbers in a word begins: each is at most `MOST`.
 FULL_BIT = 16
 MOST = (1 << (FULL_BIT - 1)) - 1
 
 LANES, WARPS = 32, 4
-THREADS = WARPS * LANES
 # Loads of a thread that are under way together: a row of 512 takes as long as one load.
 AT_ONCE = 16
-
-EACH = plgpu.Layout.WG_STRIDED((THREADS,), 1)  # a number for each thread
-NUMBERS = plgpu.ShapeDtypeStruct((THREADS,), I32, EACH)
 
 
 def halves(word: Any) -> tuple[Any, Any]:
@@ -191,27 +188,15 @@ def sum_of_lanes_before(x: jax.Array) -> jax.Array:
     return _sum_of_lanes_before(x)  # pyright: ignore[reportCallIssue]
 
 
-def _scalar(numbers: Any) -> Any:
-    (own,) = ptx.scalars(numbers)
-    return own
-
-
-def _numbers(own: Any) -> Any:
-    layout = EACH.to_mgpu()
-    register = llvm.mlir_undef(layout.registers_element_type(own.type))
-    registers = np.array([llvm.insertelement(register, own, ptx.i32(0))], object)
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
-
-
 def _word(code: str, constraints: str, *operands: Any, apart: bool = True) -> Any:
     """Of a thread, what `code` leaves in $0. Without `apart` it may run anywhere, or not at all."""
     word = ir.IntegerType.get_signless(32)
-    return _numbers(llvm.inline_asm(word, operands, code, constraints, has_side_effects=apart))
+    return of_each(llvm.inline_asm(word, operands, code, constraints, has_side_effects=apart))
 
 
 @plgpu.inline_mgpu(arg_types=(), return_type=NUMBERS)
 def _thread_numbers(_: Any) -> Any:
-    return _numbers(arith.andi(ptx.thread_number(), ptx.i32(THREADS - 1)))
+    return of_each(arith.andi(ptx.thread_number(), i32(THREADS - 1)))
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), EACH), return_type=NUMBERS)
@@ -221,7 +206,7 @@ def _gather(_: Any, source: Any, places: Any) -> Any:
         f"{{ .reg .pred p; .reg .b64 a; setp.lt.u32 p, $2, {size}; mad.wide.u32 a, $2, 4, $1; "
         "mov.b32 $0, 0; @p ld.global.nc.b32 $0, [a]; }"
     )
-    return _word(code, "=&r,l,r", ptx.address(source), _scalar(places), apart=False)
+    return _word(code, "=&r,l,r", ptx.address(source), own(places), apart=False)
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), EACH, EACH))
@@ -240,14 +225,14 @@ def _store(code: str, count: int, target: Any, places: Any, *values: Any) -> Non
         f"{{ .reg .pred p; .reg .b64 a; setp.lt.u32 p, $1, {size // count}; "
         f"mad.wide.u32 a, $1, {4 * count}, $0; @p {code} }}"
     )
-    operands = [ptx.address(target), *map(_scalar, (places, *values))]
+    operands = [ptx.address(target), *map(own, (places, *values))]
     constraints = ",".join(["l"] + ["r"] * (1 + count))
     llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, constraints, has_side_effects=True)
 
 
 @plgpu.inline_mgpu(arg_types=(EACH,), return_type=NUMBERS)
 def _sum_of_lanes(_: Any, x: Any) -> Any:
-    return _word("redux.sync.add.s32 $0, $1, -1;", "=r,r", _scalar(x))
+    return _word("redux.sync.add.s32 $0, $1, -1;", "=r,r", own(x))
 
 
 @plgpu.inline_mgpu(arg_types=(EACH,), return_type=NUMBERS)
@@ -259,4 +244,4 @@ def _sum_of_lanes_before(_: Any, x: Any) -> Any:
         "and.b32 high, high, below; popc.b32 low, low; popc.b32 high, high; "
         f"shl.b32 high, high, {FULL_BIT}; or.b32 $0, low, high; }}"
     )
-    return _word(code, "=r,r", _scalar(x))
+    return _word(code, "=r,r", own(x))

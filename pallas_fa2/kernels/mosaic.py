@@ -49,6 +49,7 @@ class Problem:
     scale: float
     offset: int | None
     mask: Any = None  # tile_code.TileMask
+    asked: bool = False  # its answers are in memory (`answers`)
     score: Any = None  # tile_code.TileScore
     dropout: Any = None  # tile_code.TileDropout
     first_query: int = 0  # the index of the first row
@@ -71,9 +72,14 @@ class Problem:
         """Of probabilities that dropout has left."""
         return 1.0 if self.dropout is None else self.dropout.scale
 
+    @property
+    def asks(self) -> bool:
+        """Whether the kernel runs a mask's code."""
+        return self.mask is not None and not self.asked
+
     def _functions(self, masked: bool) -> list[Any]:
         functions = [] if self.score is None else [self.score.value]
-        return [*functions, self.mask.visible] if masked and self.mask is not None else functions
+        return [*functions, self.mask.visible] if masked and self.asks else functions
 
     def rows(self, side: str, masked: bool) -> set[Any]:
         """What masks and scores read of q's or k's tokens, but for their index; and dropout of k's."""
@@ -98,7 +104,7 @@ class Problem:
 
     def reads_keys(self, masked: bool = True) -> bool:
         """Whether the forward reads data of keys: for a mask, their index as well."""
-        return (masked and self.mask is not None) or bool(self.rows("k", masked))
+        return (masked and self.asks) or bool(self.rows("k", masked))
 
     def reads_block(self, masked: bool = True) -> bool:
         """Whether the forward reads data that come with a block of keys."""

@@ -6,7 +6,7 @@ None of it orders memory. The interpreter in the tests knows each inner function
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,10 @@ from pallas_fa2.kernels.mosaic import COLUMNS, I32, ROWS, TILE, inline
 FIRST_TURN = 5
 FIRST_QUESTION = 9
 NEVER_USED = 15
+
+
+EACH = plgpu.Layout.WG_STRIDED((tma.THREADS,), 1)  # a number for each thread of a warpgroup
+NUMBERS = plgpu.ShapeDtypeStruct((tma.THREADS,), I32, EACH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +169,19 @@ def words(
 
 def i32(value: int) -> Any:
     return arith.constant(ir.IntegerType.get_signless(32), value)
+
+
+def own(numbers: Any) -> Any:
+    """A thread's own of `EACH`."""
+    (found,) = scalars(numbers)
+    return found
+
+
+def of_each(mine: Any) -> Any:
+    layout = EACH.to_mgpu()
+    register = llvm.mlir_undef(layout.registers_element_type(mine.type))
+    registers = np.array([llvm.insertelement(register, mine, i32(0))], object)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
 
 def _each(tile: Any, function: Callable) -> Any:
@@ -351,6 +368,41 @@ def _hide(s: jax.Array, bound: jax.Array, kept: Any, name: str) -> jax.Array:
 
     result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
     return inline(name, hide, result, TILE, ROWS)(s, bound)
+
+
+def signs(square: jax.Array) -> jax.Array:
+    """Of a square of 64 rows and columns, the signs of each thread's values: that of its first register in
+    the highest bit."""
+    return _signs(square)  # pyright: ignore[reportCallIssue]
+
+
+@plgpu.inline_mgpu(arg_types=(TILE,), return_type=NUMBERS)
+def _signs(_: Any, square: Any) -> Any:
+    word = ir.IntegerType.get_signless(32)
+    found = i32(0)
+    for x in scalars(square):
+        sign = arith.shrui(arith.bitcast(word, x), i32(31))
+        found = arith.ori(arith.shli(found, i32(1)), sign)
+    return of_each(found)
+
+
+def hide_signed(s: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
+    """-inf where the `signs` of squares, side by side, say so."""
+
+    def hide(_: Any, tile: Any, *words: Any) -> Any:
+        mine, minus_infinity = list(map(own, words)), arith.constant(ir.F32Type.get(), -math.inf)
+        each = len(scalars(tile)) // len(words)
+
+        def hidden(x: Any, at: tuple[int, ...], e: int) -> Any:
+            place = 4 * at[1] + 2 * sum(at[2:]) + e
+            bit = arith.andi(mine[place // each], i32(1 << 31 - place % each))
+            keep = arith.cmpi(arith.CmpIPredicate.eq, bit, i32(0))
+            return arith.select(keep, x, minus_infinity)
+
+        return _each(tile, hidden)
+
+    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
+    return inline("hide_signed", hide, result, TILE, *[EACH] * len(words))(s, *words)
 
 
 def negate_dropped(

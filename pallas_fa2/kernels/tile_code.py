@@ -18,7 +18,7 @@ from pallas_fa2.kernels import dropout, mosaic, pointwise, ptx
 from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.mosaic import LOG2E, over_columns
 from pallas_fa2.kernels.values import Functions, Value, spread
-from pallas_fa2.tokens import Pointwise, traced
+from pallas_fa2.tokens import Pointwise, called, follow, traced
 
 FUNCTIONS = Functions(ptx.reciprocal, mosaic.over, ptx.any_from_two, ptx.unfused)
 # Code in branches is not shared by a score and its slope.
@@ -97,6 +97,24 @@ class TileFunction:
     @property
     def numbers(self) -> list[Source]:
         return [s for s in self.sources if s.side in ("integer", "real")]
+
+    @property
+    def pair_operations(self) -> int:
+        """How many of its operations depend on both tokens of a pair."""
+        count = 0
+
+        def apply(eqn: Any, ins: list[frozenset]) -> list[frozenset]:
+            nonlocal count
+            if (inner := called(eqn)) is not None:
+                return follow(*inner, ins, lambda _: frozenset(), apply)
+            read = frozenset().union(*ins)
+            count += len(read) == 2
+            return [read] * len(eqn.outvars)
+
+        of_source = {"q": frozenset("q"), "k": frozenset("k"), "pair": frozenset("qk")}
+        args = [of_source.get(s.side, frozenset()) for s in self.sources]
+        follow(self.code.jaxpr, self.code.consts, args, lambda _: frozenset(), apply)
+        return count
 
     def reads_index(self, side: str) -> bool:
         return any(s.side == side and s.place is None for s in self.sources)

@@ -60,6 +60,29 @@ def _negate_dropped(p, first, second, columns, key_axis, threshold, _):
     return jnp.where((bits if key_axis == "1" else bits.T) < int(threshold), -p, p)
 
 
+def _own_values(square):
+    """`[threads, values]` of a tile of 64 columns, in the order of registers."""
+    return square.reshape(4, 2, 8, 8, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(-1, 32)
+
+
+def _places():
+    """Of a thread's values, in its word."""
+    return 31 - jnp.arange(32, dtype="int32")[None]
+
+
+def _signs(square):
+    bits = jnp.signbit(_own_values(square)).astype("uint32") << _places().astype("uint32")
+    return jax.lax.bitcast_convert_type(bits.sum(1, dtype="uint32"), jnp.int32)
+
+
+def _hide_signed(s, *words):
+    def hidden(word):
+        bits = word[:, None] >> _places() & 1
+        return bits.reshape(4, 8, 4, 8, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(64, 64)
+
+    return jnp.where(jnp.concatenate([hidden(word) for word in words], 1) != 0, -jnp.inf, s)
+
+
 def _by_warps(x):
     return x.reshape(-1, listing.LANES)
 
@@ -88,6 +111,8 @@ INLINE: dict[str, Callable[..., Any]] = {
     "_sum_of_lanes": lambda x: jnp.repeat(_by_warps(x).sum(1), listing.LANES),
     "_sum_of_lanes_before": _sum_of_lanes_before,
     "negate_dropped": _negate_dropped,
+    "_signs": _signs,
+    "hide_signed": _hide_signed,
     "hide_after": lambda s, last: jnp.where(_columns(s) <= last[:, None], s, -jnp.inf),
     "hide_before": lambda s, first: jnp.where(_columns(s) >= first[:, None], s, -jnp.inf),
 }

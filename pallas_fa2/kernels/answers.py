@@ -1,0 +1,118 @@
+"""What a mask says of the tiles that it cuts, a bit for each pair of tokens.
+
+Where heads share a mask, a kernel asks it once, and attention reads the answers: it would ask for each
+head again, and a mask may take longer than the softmax. 64 rows and columns of a tile are a square, a word
+for each of a warpgroup's threads: of its own values, in the order of registers, whether they are hidden.
+"""
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa2.bounds import PARTIAL
+from pallas_fa2.kernels import mosaic, ptx, tma
+from pallas_fa2.kernels.mosaic import I32, Problem
+from pallas_fa2.kernels.pair_tile import PairTile
+from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, Pair, Side
+from pallas_fa2.kernels.token_data import TokenData
+
+SQUARE = 64
+# CTAs that share a machine's 132 multiprocessors: each has a part of a row of tiles.
+CTAS = 2048
+
+
+def size(batch: int, q_len: int, kv_len: int) -> int:
+    """Bytes, but for what tiles reach past the end."""
+    return batch * q_len * kv_len // 8
+
+
+def ask(problem: Problem, data: TokenData, classes: Any, tile: tuple[int, int], q_axis: int) -> Any:
+    """int32 `[B | 1, tiles, blocks, squares of a tile's rows, of its columns, 128]`, of tiles that are cut.
+
+    `classes` are `[B | 1, 1, tiles, blocks]`, of tiles of `tile` rows and columns; the queries are those of
+    `q_axis`. The first block of each row has answers whatever its class: a tile that sees nothing visits
+    it nevertheless.
+    """
+    classes = jnp.asarray(classes)[:, 0]
+    data = data.with_places(tile[q_axis], tile[1 - q_axis])
+    batch, tiles, blocks = classes.shape
+    squares = tile[0] // SQUARE, tile[1] // SQUARE
+    parts = min(blocks, -(-CTAS // (batch * tiles)))
+    # Keys past the end are hidden where they are columns; where they are rows, theirs are cut off.
+    k_end = problem.kv_len if q_axis == 0 and problem.kv_len % tile[1] else None
+
+    def run(refs: tuple, _: Any) -> None:
+        classes, data, answers = jax.tree.unflatten(tree, refs)
+        entry, row, part = (lax.axis_index(name) for name in ("batch", "tile", "part"))
+        warpgroup = lax.axis_index("warpgroup")
+
+        def block(i: Any, _: Any) -> None:
+            column = part + i * parts
+            found = classes[entry, row, jnp.minimum(column, blocks - 1)]
+            cut = (found == PARTIAL) | (column == 0)
+            pl.when(cut & (column < blocks))(lambda: write(column))
+
+        def write(column: Any) -> None:
+            for j in range(squares[1]):
+                place = (row * squares[0] + warpgroup, column * squares[1] + j)
+                first = [I32(SQUARE) * x for x in place]
+                hidden = _hidden(problem, data, entry, first, q_axis, k_end)
+                answers[entry, row, column, warpgroup, j] = ptx.signs(hidden)
+
+        lax.fori_loop(I32(0), I32(-(-blocks // parts)), block, None)
+
+    out = jax.ShapeDtypeStruct((batch, tiles, blocks, *squares, tma.THREADS), I32)
+    inputs, _ = jax.tree.flatten((classes, data))
+    tree = jax.tree.structure((classes, data, out))
+    grid = {"batch": batch, "tile": tiles, "part": parts}
+    return mosaic.launch("ask_mask", run, [], out, grid, squares[0])(*inputs)
+
+
+def _hidden(
+    problem: Problem,
+    data: TokenData,
+    entry: Any,
+    first: list[Any],
+    q_axis: int,
+    k_end: int | None,
+) -> jax.Array:
+    """-inf where a pair of a square is hidden, else 0."""
+    visible, shape = problem.mask.visible, (SQUARE, SQUARE)
+    first_query, first_key = first[q_axis], first[1 - q_axis]
+    numbers = data.numbers.load(entry, 0, visible.numbers)
+    of_pairs = {
+        source: PairTile(
+            mosaic.shared_at(
+                data.pairs[cast(int, source.place)], entry, 0,
+                pl.ds(first_query, SQUARE), pl.ds(first_key, SQUARE),
+            ),
+            in_panels=False,
+            keys_are_rows=q_axis == 1,
+        )
+        for source in visible.pairs
+    }  # fmt: skip
+
+    def side(name: str, axis: int, start: Any) -> Side:
+        count = SQUARE if axis == 0 else COLUMNS_AT_ONCE
+        tokens = (data.q if name == "q" else data.k).at[entry, :, pl.ds(start, count)]
+        number = start + (problem.first_query if name == "q" else 0)
+        if axis == 0:
+            index = mosaic.index(shape, 0, number)
+        else:
+            index = ptx.column_numbers(count, number)
+        return Side.load(axis, index, tokens, visible.rows(name))
+
+    names = ("q", "k") if q_axis == 0 else ("k", "q")
+    rows = side(names[0], 0, first[0])
+
+    def pair_at(columns: Any) -> Pair:
+        sides = {names[0]: rows, names[1]: side(names[1], 1, first[1] + columns.start)}
+        pairs = {s: x.load(columns.start, columns.size, s.dtype) for s, x in of_pairs.items()}
+        return Pair(sides["q"], sides["k"], numbers, pairs)
+
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.TILE)
+    return problem.mask.hide(zeros, pair_at, k_end)

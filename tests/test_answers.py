@@ -1,0 +1,156 @@
+"""What a mask says of tiles that it cuts, asked once for all heads."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa2 as fa
+from pallas_fa2 import bounds
+from pallas_fa2.bounds import PARTIAL
+from pallas_fa2.kernels import answers, token_data
+from pallas_fa2.kernels.hopper import Extras, trim
+from pallas_fa2.spec import describe
+from tests.support import interpreter
+from tests.support.hopper import planned_for_h200
+
+B, T, S = 2, 200, 330
+IDS = jnp.sort(jax.random.randint(jax.random.key(0), (B, T), 0, 5), 1)
+OF_KEYS = jnp.sort(jax.random.randint(jax.random.key(1), (B, S), 0, 5), 1)
+
+
+@fa.mask_fn
+def grid(q, k, c):
+    """A neighbourhood on a grid, of the same document."""
+    rows, columns = q.index // 20 - k.index // 20, q.index % 20 - k.index % 20
+    near = (abs(rows) <= c.reach) & (abs(columns) <= c.reach)
+    return near & (q.id <= k.id + 1)
+
+
+GRID = grid(q_tokens={"id": IDS}, k_tokens={"id": OF_KEYS}, params={"reach": jnp.int32(4)})
+ONE_ENTRY = fa.mask_fn(lambda q, k: ((q.index * 7 - k.index) % 5 < 3) | (q.index - k.index == 3))
+DENSE = fa.Dense(jax.random.bernoulli(jax.random.key(2), 0.3, (B, 1, T, S)))
+
+
+def described(mask, q_heads=4, dim=64, **options):
+    q = jax.ShapeDtypeStruct((B, T, q_heads, dim), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((B, S, q_heads, dim), jnp.bfloat16)
+    return describe(q, k, k, mask=mask, **options)
+
+
+def extras_of(mask, **options):
+    spec, operands = described(mask, **options)
+    return Extras.of(spec, trim(spec), operands, 128, 128)
+
+
+def dense(mask):
+    spec, operands = described(mask)
+    index = jnp.arange(T).reshape(1, 1, 1, T, 1), jnp.arange(S).reshape(1, 1, 1, 1, S)
+    return np.asarray(spec.mask.on_tile(*index, operands.mask))[:, 0, 0]
+
+
+def hidden(words):
+    """`[B | 1, T', S']` of answers: thread 32 w + 4 g + t has rows 16 w + g and 8 more, and columns 2 t and
+    the next of each eight (PTX ISA, wgmma's D fragment)."""
+    bits = np.asarray(words).astype(np.uint32)[..., None] >> np.arange(31, -1, -1, dtype=np.uint32)
+    entries, tiles, blocks, rows, columns = words.shape[:5]
+    bits = (bits & 1).reshape(entries, tiles, blocks, rows, columns, 4, 8, 4, 8, 2, 2)
+    # tiles, squares, warps, halves, groups; blocks, squares, eights, threads, elements
+    bits = bits.transpose(0, 1, 3, 5, 9, 6, 2, 4, 8, 7, 10)
+    return bits.reshape(entries, tiles * rows * 64, blocks * columns * 64)
+
+
+@pytest.mark.parametrize("mask", [GRID, ONE_ENTRY, DENSE], ids=["grid", "one entry", "dense"])
+@pytest.mark.parametrize(
+    "q_axis, tile", [(0, (128, 128)), (0, (128, 64)), (1, (128, 64)), (1, (128, 128))]
+)
+def test_answers_are_those_of_the_mask(mask, q_axis, tile):
+    spec, operands = described(mask)
+    problem = extras_of(mask).problem(B)
+    classes = np.array(bounds.classify_each(spec, operands, *(tile if q_axis == 0 else tile[::-1])))
+    classes = classes[:, 0] if q_axis == 0 else classes[:, 0].swapaxes(2, 3)
+
+    def ask(data, classes):
+        return answers.ask(problem, data, classes, tile, q_axis)
+
+    data = token_data.pack(spec, operands, 0)
+    found = hidden(interpreter.run(ask, data, jnp.asarray(classes)))
+    expected = ~dense(mask)
+    expected = expected if q_axis == 0 else expected.swapaxes(1, 2)
+    seen = 0
+    for entry, _, row, column in np.argwhere(classes == PARTIAL):
+        part = np.s_[row * tile[0] : (row + 1) * tile[0], column * tile[1] : (column + 1) * tile[1]]
+        want = expected[entry][part]
+        assert np.array_equal(found[entry][part][: want.shape[0], : want.shape[1]], want)
+        if q_axis == 0:  # keys past the end
+            assert found[entry][part][:, want.shape[1] :].all()
+        seen += 1
+    assert seen >= 3
+
+
+SLOPES = jnp.arange(4)
+PER_HEAD = fa.mask_fn(
+    lambda q, k, c: ((q.index * 7 - k.index) % 5 < 3) | (q.index - k.index < c.n)
+)(heads={"n": SLOPES})
+
+
+@pytest.mark.parametrize(
+    "mask, options, asked",
+    [
+        (GRID, {}, True),
+        (ONE_ENTRY, {}, True),
+        (DENSE, {}, True),
+        (GRID, {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, True),
+        (fa.Window(3), {}, False),  # as soon asked again
+        (GRID, {"q_heads": 1}, False),
+        (PER_HEAD, {}, False),
+        (GRID, {"score": fa.soft_cap(3.0)}, False),
+        (None, {}, False),
+    ],
+)
+@pytest.mark.parametrize("q_axis", [0, 1])
+def test_who_is_asked(monkeypatch, mask, options, asked, q_axis):
+    monkeypatch.setattr(answers, "ask", lambda *args: args[2:])
+    extras = extras_of(mask, **options)
+    problem, classes = extras.problem(B), extras.classes_of(extras.traced)
+    after, data, found = extras.ask(problem, extras.traced, classes, (128, 64), q_axis)
+    assert after.asked == asked == (found is not None)
+    if asked:
+        assert found[1:] == ((128, 64), q_axis)
+        assert (data is None) == ("dropout_rate" not in options)
+        assert not after.reads_keys() and not after.pairs() and not after.rows("q", masked=True)
+    else:
+        assert (after, data) == (problem, extras.traced.data)
+
+
+def test_answers_take_no_more_memory_than_queries():
+    extras = extras_of(
+        GRID, q_heads=2, dim=8
+    )  # 200 x 16 x 2 bytes of each entry, and 200 x 330 bits
+    problem, classes = extras.problem(B), extras.classes_of(extras.traced)
+    assert extras.ask(problem, extras.traced, classes, (128, 128), 0)[2] is None
+
+
+@pytest.mark.parametrize(
+    "mask, head_dim",
+    [(GRID, 64), (GRID, 128), (GRID, 256), (ONE_ENTRY, 128), (DENSE, 64), (DENSE, 128)],
+    ids=["grid 64", "grid 128", "grid 256", "one entry 128", "dense 64", "dense 128"],
+)
+def test_attention_is_that_of_the_mask(mask, head_dim):
+    keys = jax.random.split(jax.random.key(3), 4)
+    shapes = [(B, n, heads, head_dim) for n, heads in ((T, 4), (S, 2), (S, 2), (T, 4))]
+    args = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=True)]
+
+    def run(implementation):
+        def of(q, k, v, dout):
+            out, pull = jax.vjp(
+                lambda *x: fa.flash_attention(*x, mask=mask, implementation=implementation), q, k, v
+            )
+            return out, pull(dout)
+
+        return of
+
+    with planned_for_h200(cores=4):
+        got = interpreter.run(run("hopper"), *args)
+    chex.assert_trees_all_close(got, jax.jit(run("reference"))(*args), rtol=0.1, atol=0.05)
