@@ -8,9 +8,9 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2 import bounds
-from pallas_fa2.bounds import PARTIAL
-from pallas_fa2.kernels import answers, token_data
+from pallas_fa2.kernels import answers, token_data, visits
 from pallas_fa2.kernels.hopper import Extras, trim
+from pallas_fa2.kernels.visits import Visits
 from pallas_fa2.spec import describe
 from tests.support import interpreter
 from tests.support.hopper import planned_for_h200
@@ -51,14 +51,14 @@ def dense(mask):
 
 
 def hidden(words):
-    """`[B | 1, T', S']` of answers: thread 32 w + 4 g + t has rows 16 w + g and 8 more, and columns 2 t and
-    the next of each eight (PTX ISA, wgmma's D fragment)."""
+    """`[B | 1, tiles, blocks, rows, columns]` of answers: thread 32 w + 4 g + t has rows 16 w + g and 8 more, and
+    columns 2 t and the next of each eight (PTX ISA, wgmma's D fragment)."""
     bits = np.asarray(words).astype(np.uint32)[..., None] >> np.arange(31, -1, -1, dtype=np.uint32)
     entries, tiles, blocks, rows, columns = words.shape[:5]
     bits = (bits & 1).reshape(entries, tiles, blocks, rows, columns, 4, 8, 4, 8, 2, 2)
-    # tiles, squares, warps, halves, groups; blocks, squares, eights, threads, elements
-    bits = bits.transpose(0, 1, 3, 5, 9, 6, 2, 4, 8, 7, 10)
-    return bits.reshape(entries, tiles * rows * 64, blocks * columns * 64)
+    # squares, warps, halves, groups; squares, eights, threads, elements
+    bits = bits.transpose(0, 1, 2, 3, 5, 9, 6, 4, 8, 7, 10)
+    return bits.reshape(entries, tiles, blocks, rows * 64, columns * 64)
 
 
 @pytest.mark.parametrize("mask", [GRID, ONE_ENTRY, DENSE], ids=["grid", "one entry", "dense"])
@@ -70,23 +70,28 @@ def test_answers_are_those_of_the_mask(mask, q_axis, tile):
     problem = extras_of(mask).problem(B)
     classes = np.array(bounds.classify_each(spec, operands, *(tile if q_axis == 0 else tile[::-1])))
     classes = classes[:, 0] if q_axis == 0 else classes[:, 0].swapaxes(2, 3)
+    seen = Visits.of(classes)
 
-    def ask(data, classes):
-        return answers.ask(problem, data, classes, tile, q_axis)
+    def ask(data, seen):
+        return answers.ask(problem, data, seen, tile, q_axis)
 
     data = token_data.pack(spec, operands, 0)
-    found = hidden(interpreter.run(ask, data, jnp.asarray(classes)))
+    found = hidden(interpreter.run(ask, data, Visits(*map(jnp.asarray, seen))))
     expected = ~dense(mask)
     expected = expected if q_axis == 0 else expected.swapaxes(1, 2)
-    seen = 0
-    for entry, _, row, column in np.argwhere(classes == PARTIAL):
-        part = np.s_[row * tile[0] : (row + 1) * tile[0], column * tile[1] : (column + 1) * tile[1]]
-        want = expected[entry][part]
-        assert np.array_equal(found[entry][part][: want.shape[0], : want.shape[1]], want)
-        if q_axis == 0:  # keys past the end
-            assert found[entry][part][:, want.shape[1] :].all()
-        seen += 1
-    assert seen >= 3
+    visited, cut = visits.decode(seen.counts)
+    assert cut.sum() >= 3
+    for entry, _, row in np.ndindex(visited.shape):
+        for place in range((visited - cut)[entry, 0, row], visited[entry, 0, row]):
+            block = visits.block(seen.lists[entry, 0, row, place])
+            got = found[entry, row, place if q_axis == 0 else block]
+            rows, columns = (
+                np.s_[i * n : (i + 1) * n] for i, n in zip((row, block), tile, strict=True)
+            )
+            want = expected[entry, rows, columns]
+            assert np.array_equal(got[: want.shape[0], : want.shape[1]], want)
+            if q_axis == 0:  # keys past the end
+                assert got[:, want.shape[1] :].all()
 
 
 SLOPES = jnp.arange(4)
@@ -109,27 +114,30 @@ PER_HEAD = fa.mask_fn(
         (None, {}, False),
     ],
 )
-@pytest.mark.parametrize("q_axis", [0, 1])
-def test_who_is_asked(monkeypatch, mask, options, asked, q_axis):
-    monkeypatch.setattr(answers, "ask", lambda *args: args[2:])
+def test_who_is_asked(mask, options, asked):
     extras = extras_of(mask, **options)
     problem, classes = extras.problem(B), extras.classes_of(extras.traced)
-    after, data, found = extras.ask(problem, extras.traced, classes, (128, 64), q_axis)
-    assert after.asked == asked == (found is not None)
-    if asked:
-        assert found[1:] == ((128, 64), q_axis)
-        assert (data is None) == ("dropout_rate" not in options)
-        assert not after.reads_keys() and not after.pairs() and not after.rows("q", masked=True)
-    else:
-        assert (after, data) == (problem, extras.traced.data)
+    assert extras.worth_asking(problem, classes) == asked
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_an_attention_that_reads_answers_reads_no_data_of_the_mask(monkeypatch, drops):
+    monkeypatch.setattr(answers, "ask", lambda *args: "answers")
+    dropout = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)} if drops else {}
+    extras = extras_of(GRID, **dropout)
+    seen = Visits.of(extras.classes_of(extras.traced))
+    problem, data, found = extras.ask(extras.problem(B), extras.traced, seen, (128, 64), 0)
+    assert found == "answers" and problem.asked and (data is None) == (not drops)
+    assert not problem.reads_keys() and not problem.pairs() and not problem.rows("q", masked=True)
+    assert problem.reads_index("k", masked=True) == drops
 
 
 def test_answers_take_no_more_memory_than_queries():
-    extras = extras_of(
-        GRID, q_heads=2, dim=8
-    )  # 200 x 16 x 2 bytes of each entry, and 200 x 330 bits
-    problem, classes = extras.problem(B), extras.classes_of(extras.traced)
-    assert extras.ask(problem, extras.traced, classes, (128, 128), 0)[2] is None
+    """Of each entry 200 x heads x 8 x 2 bytes, and 200 x 330 bits."""
+    for heads, asked in ((2, False), (3, True)):
+        extras = extras_of(GRID, q_heads=heads, dim=8)
+        problem, classes = extras.problem(B), extras.classes_of(extras.traced)
+        assert extras.worth_asking(problem, classes) == asked
 
 
 @pytest.mark.parametrize(

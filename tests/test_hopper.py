@@ -44,6 +44,9 @@ LENGTHS = {
     "capped_h96": (130, 130),
     "capped_hv_smaller": (139, 139),
     "rising_documents_h128": (130, 260),
+    "rising_grid_h128": (130, 260),
+    "rising_grid_h256": (70, 130),
+    "grid_h96": (200, 331),
 }
 TOLD_APART = [
     dataclasses.replace(case, q_len=LENGTHS[case.name][0], kv_len=LENGTHS[case.name][1])

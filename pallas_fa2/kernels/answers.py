@@ -13,12 +13,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.bounds import PARTIAL
-from pallas_fa2.kernels import mosaic, ptx, tma
+from pallas_fa2.kernels import mosaic, ptx, tma, visits
 from pallas_fa2.kernels.mosaic import I32, Problem
 from pallas_fa2.kernels.pair_tile import PairTile
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, Pair, Side
 from pallas_fa2.kernels.token_data import TokenData
+from pallas_fa2.kernels.visits import Visits
 
 SQUARE = 64
 # CTAs that share a machine's 132 multiprocessors: each has a part of a row of tiles.
@@ -30,46 +30,42 @@ def size(batch: int, q_len: int, kv_len: int) -> int:
     return batch * q_len * kv_len // 8
 
 
-def ask(problem: Problem, data: TokenData, classes: Any, tile: tuple[int, int], q_axis: int) -> Any:
-    """int32 `[B | 1, tiles, blocks, squares of a tile's rows, of its columns, 128]`, of tiles that are cut.
+def ask(problem: Problem, data: TokenData, seen: Visits, tile: tuple[int, int], q_axis: int) -> Any:
+    """int32 `[B | 1, tiles, blocks, squares of a tile's rows, of its columns, 128]`, of blocks that are cut.
 
-    `classes` are `[B | 1, 1, tiles, blocks]`, of tiles of `tile` rows and columns; the queries are those of
-    `q_axis`. The first block of each row has answers whatever its class: a tile that sees nothing visits
-    it nevertheless.
+    `seen` is what each tile of `tile` rows and columns visits, whose queries are those of `q_axis`. Where
+    rows are queries, a block is found by its place in the tile's list, else by its number: then the heads
+    of a group, whose blocks follow each other in lists, share it.
     """
-    classes = jnp.asarray(classes)[:, 0]
     data = data.with_places(tile[q_axis], tile[1 - q_axis])
-    batch, tiles, blocks = classes.shape
+    batch, _, tiles, blocks = seen.lists.shape
     squares = tile[0] // SQUARE, tile[1] // SQUARE
     parts = min(blocks, -(-CTAS // (batch * tiles)))
     # Keys past the end are hidden where they are columns; where they are rows, theirs are cut off.
     k_end = problem.kv_len if q_axis == 0 and problem.kv_len % tile[1] else None
 
     def run(refs: tuple, _: Any) -> None:
-        classes, data, answers = jax.tree.unflatten(tree, refs)
+        counts, lists, data, answers = jax.tree.unflatten(tree, refs)
         entry, row, part = (lax.axis_index(name) for name in ("batch", "tile", "part"))
         warpgroup = lax.axis_index("warpgroup")
+        visited, cut = visits.decode(counts[entry, 0, row])
 
         def block(i: Any, _: Any) -> None:
-            column = part + i * parts
-            found = classes[entry, row, jnp.minimum(column, blocks - 1)]
-            cut = (found == PARTIAL) | (column == 0)
-            pl.when(cut & (column < blocks))(lambda: write(column))
-
-        def write(column: Any) -> None:
+            place = visited - cut + part + i * parts
+            number = visits.block(lists[entry, 0, row, place])
+            found = answers.at[entry, row, place if q_axis == 0 else number, warpgroup]
             for j in range(squares[1]):
-                place = (row * squares[0] + warpgroup, column * squares[1] + j)
-                first = [I32(SQUARE) * x for x in place]
-                hidden = _hidden(problem, data, entry, first, q_axis, k_end)
-                answers[entry, row, column, warpgroup, j] = ptx.signs(hidden)
+                squares_before = row * squares[0] + warpgroup, number * squares[1] + j
+                first = [I32(SQUARE) * x for x in squares_before]
+                found[j] = ptx.signs(_hidden(problem, data, entry, first, q_axis, k_end))
 
-        lax.fori_loop(I32(0), I32(-(-blocks // parts)), block, None)
+        lax.fori_loop(I32(0), mosaic.div(cut - part + (parts - 1), parts), block, None)
 
     out = jax.ShapeDtypeStruct((batch, tiles, blocks, *squares, tma.THREADS), I32)
-    inputs, _ = jax.tree.flatten((classes, data))
-    tree = jax.tree.structure((classes, data, out))
+    inputs = jnp.asarray(seen.counts), jnp.asarray(seen.lists), data
+    tree = jax.tree.structure((*inputs, out))
     grid = {"batch": batch, "tile": tiles, "part": parts}
-    return mosaic.launch("ask_mask", run, [], out, grid, squares[0])(*inputs)
+    return mosaic.launch("ask_mask", run, [], out, grid, squares[0])(*jax.tree.leaves(inputs))
 
 
 def _hidden(

@@ -183,7 +183,7 @@ class RowScores:
         batch, _, row = self.tile.place
         array = self.arrays.inputs.answers
         entry = batch if array.shape[0] > 1 else 0
-        found = array.at[entry, row, self.arrays.block(self.tile, t), self.me]
+        found = array.at[entry, row, self.tile.place_of(t), self.me]
         places = range(found.shape[0]) if squares is None else squares
         return [plgpu.load(found.at[j], layout=ptx.EACH, optimized=False) for j in places]
 

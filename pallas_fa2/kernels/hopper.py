@@ -220,19 +220,8 @@ class Extras(NamedTuple):
     def classes_of(self, traced: "Traced") -> Any:
         return traced.classes if self.classes is None else self.classes
 
-    def ask(
-        self, problem: Problem, traced: "Traced", classes: Any, tile: tuple[int, int], q_axis: int
-    ) -> tuple[Problem, TokenData | None, jax.Array | None]:
-        """The problem, its data, and the mask's answers if it is asked once for all heads. `classes` and
-        `tile` are of rows and columns, queries those of `q_axis`."""
-        if not self._worth_asking(problem, classes):
-            return problem, traced.data, None
-        assert traced.data is not None
-        found = answers.ask(problem, traced.data, classes, tile, q_axis)
-        data = None if self.dropout is None else traced.data
-        return dataclasses.replace(problem, asked=True), data, found
-
-    def _worth_asking(self, problem: Problem, classes: Any) -> bool:
+    def worth_asking(self, problem: Problem, classes: Any) -> bool:
+        """Whether the mask is asked once for all heads, before the attention."""
         if self.mask is None or self.score is not None or classes.shape[1] > 1:
             return False
         visible = self.mask.visible
@@ -240,6 +229,20 @@ class Extras(NamedTuple):
         q_bytes = 2 * problem.batch * problem.q_len * problem.q_heads * self.spec.head_dim
         shared = problem.q_heads >= SHARED and size <= q_bytes
         return shared and (bool(visible.pairs) or visible.pair_operations >= COSTLY)
+
+    def ask(
+        self,
+        problem: Problem,
+        traced: "Traced",
+        seen: visits.Visits,
+        tile: tuple[int, int],
+        q_axis: int,
+    ) -> tuple[Problem, TokenData | None, jax.Array]:
+        """The problem and its data without the mask's, and the mask's answers (`answers.ask`)."""
+        assert traced.data is not None
+        found = answers.ask(problem, traced.data, seen, tile, q_axis)
+        data = None if self.dropout is None else traced.data
+        return dataclasses.replace(problem, asked=True), data, found
 
 
 class Traced(NamedTuple):
@@ -337,12 +340,14 @@ def forward(
     extras = Extras.of(spec, part, part.operands(operands), *config.tile)
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, traced: Traced) -> tuple:
-        problem, seen, classes = extras.problem(q.shape[0]), None, extras.classes_of(traced)
+        problem, classes = extras.problem(q.shape[0]), extras.classes_of(traced)
+        data, seen, found = traced.data, None, None
         if classes is not None:
             if part.kv_len % config.block_kv:
                 classes = visits.cut_last(classes)
             seen = visits.Visits.of(classes)
-        problem, data, found = extras.ask(problem, traced, classes, config.tile, q_axis=0)
+            if extras.worth_asking(problem, classes):
+                problem, data, found = extras.ask(problem, traced, seen, config.tile, q_axis=0)
         return hopper_forward.attention(problem, config, q, k, v, seen, data, found)
 
     if extras.tames:
@@ -377,14 +382,12 @@ def backward(
         problem = extras.problem(lse.shape[0])
         delta, zeros = passes.prepare(problem, config, *of_delta)
         delta = delta if dlse is None else delta + dlse
-        classes = of_keys = extras.classes_of(traced)
-        if classes is not None:
-            if part.kv_len % config.block_kv:
-                of_keys = visits.cut_last(classes)
-            of_keys = of_keys.swapaxes(2, 3)
-        problem, data, found = extras.ask(
-            problem, traced, of_keys, (config.block_kv, config.block_q), q_axis=1
-        )
+        classes, data, found = extras.classes_of(traced), traced.data, None
+        if classes is not None and extras.worth_asking(problem, classes):
+            of_keys = visits.cut_last(classes) if part.kv_len % config.block_kv else classes
+            seen = visits.Visits.of(of_keys.swapaxes(2, 3))
+            tile = config.block_kv, config.block_q
+            problem, data, found = extras.ask(problem, traced, seen, tile, q_axis=1)
         return hopper_backward.gradients(
             problem, config, q, k, v, dout, lse, delta, zeros, classes, data, found
         )

@@ -143,6 +143,22 @@ def dilated(case: Case) -> tuple[Any, np.ndarray]:
     return _dilated, everywhere(case, (abs(q - k) % 3 == 0) | (k < 2))
 
 
+@fa.mask_fn
+def _grid(q: Any, k: Any) -> Any:
+    rows, columns = q.index // 16 - k.index // 16, q.index % 16 - k.index % 16
+    return (abs(rows) <= 3) & (abs(columns) <= 5) & (q.id <= k.id + 1)
+
+
+def grid(case: Case) -> tuple[Any, np.ndarray]:
+    """Neighbours on a grid, in documents near each other: so much to ask that all heads are asked at once."""
+    q_ids, k_ids = _ids(case, case.q_len, 0), _ids(case, case.kv_len, 1)
+    q, k = positions(case)
+    near = (abs(q // 16 - k // 16) <= 3) & (abs(q % 16 - k % 16) <= 5)
+    dense = near & (q_ids[:, :, None] <= k_ids[:, None, :] + 1)
+    mask = _grid(q_tokens={"id": jnp.asarray(q_ids)}, k_tokens={"id": jnp.asarray(k_ids)})
+    return mask, everywhere(case, dense[:, None])
+
+
 def capped(case: Case) -> tuple[Any, Callable]:
     return fa.soft_cap(2.0), lambda s: 2.0 * jnp.tanh(s / 2.0)
 
@@ -246,6 +262,10 @@ MASKED = [
     *(Case(f"extremes_h{h}", 1, 130, 139, 1, 1, h, mask=extremes) for h in (64, 128)),
     *(Case(f"holes_h{h}", 2, 130, 330, 4, 2, h, mask=holes) for h in (64, 128)),
     Case("rising_holes_h64", 1, 130, 260, 1, 1, 64, mask=holes, rise=7),
+    *(Case(f"grid_h{h}", 2, 300, 300, 4, 2, h, mask=grid) for h in (64, 128, 256)),
+    Case("grid_h96", 2, 200, 331, 2, 1, 96, dtype=f16, mask=grid),
+    Case("grid_hv_smaller", 1, 139, 139, 2, 2, 192, 128, mask=grid),
+    *(Case(f"rising_grid_h{h}", 1, 130, 260, 2, 1, h, mask=grid, rise=7) for h in (64, 128, 256)),
     Case("reach_h64", 1, 300, 300, 4, 2, 64, mask=reach),
     Case("reach_h128_multi_query", 1, 200, 200, 4, 1, 128, mask=reach),
     *(

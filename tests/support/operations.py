@@ -359,7 +359,8 @@ _upstream_wgmma = inspect.unwrap(gpu_callbacks.wgmma)
 
 @gpu_callbacks.fail_on_exception
 def execute_wgmma(*, token, thread, source_info=None, **operands):
-    _upstream_wgmma(token=token, thread=thread, source_info=source_info, **operands)
+    with np.errstate(all="ignore"):  # what is poisoned is multiplied as well
+        _upstream_wgmma(token=token, thread=thread, source_info=source_info, **operands)
     memory = the_memory()
     if memory.detect_races:
         accumulator = shared.Key.from_array(operands["acc_allocation_key_as_array"])
