@@ -44,7 +44,10 @@ def _loaded_fragments(parameters, shape):
 LOADED: dict[str, Callable] = {"load_pairs": _pairs, "load_fragments": _loaded_fragments}
 
 # What is stored there from registers.
-STORED: dict[str, Callable[[jax.Array], jax.Array]] = {"_store_fragments": _fragments}
+STORED: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "_store_fragments": _fragments,
+    "store_tile": lambda tile: tile,
+}
 
 # What is added to device memory from registers.
 ADDED: dict[str, Callable[[jax.Array], jax.Array]] = {
