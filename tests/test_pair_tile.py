@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from pallas_fa2.kernels import pair_tile
-from tests.support.on_integers import executed_here
 
 
 def lie(queries: int, keys: int, size: int) -> np.ndarray:
@@ -21,7 +20,20 @@ def lie(queries: int, keys: int, size: int) -> np.ndarray:
 
 @pytest.fixture
 def thread(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    return executed_here(monkeypatch, pair_tile)
+    """Code for the device, executed here on integers."""
+    thread = types.SimpleNamespace(number=0)
+    operations = types.SimpleNamespace(
+        andi=lambda x, y: x & y,
+        xori=lambda x, y: x ^ y,
+        addi=lambda x, y: x + y,
+        muli=lambda x, y: x * y,
+        shli=lambda x, y: x << y,
+        shrui=lambda x, y: x >> y,
+    )
+    monkeypatch.setattr(pair_tile, "arith", operations)
+    monkeypatch.setattr(pair_tile, "i32", lambda value: value)
+    monkeypatch.setattr(pair_tile.ptx, "thread_number", lambda: thread.number)
+    return thread
 
 
 @pytest.mark.parametrize("size", [2, 4])

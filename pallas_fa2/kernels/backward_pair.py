@@ -73,8 +73,7 @@ class Scores(ColumnBlock, Loader):
         found = pl.run_scoped(form_p, square)
         memory.p_ring.acquire(t)
         memory.mail.expect(t)
-        p = block.kept(join([p for _, p in found]))
-        fragments.store_tile(p_smem.at[0], p.astype(p_smem.dtype))
+        p_smem.at[0][...] = block.kept(join([p for _, p in found])).astype(p_smem.dtype)
         load_next(self.load_queries)
         dout, _ = memory.douts.wait(t)
         memory.p_ring.publish(t)  # and with P, dO
@@ -86,8 +85,7 @@ class Scores(ColumnBlock, Loader):
             block.add([gathered for _, gathered in parts])
             return join([ds for ds, _ in parts])
 
-        ds = pl.run_scoped(form_ds, square)
-        fragments.store_tile(ds_smem.at[0], ds.astype(ds_smem.dtype))
+        ds_smem.at[0][...] = pl.run_scoped(form_ds, square).astype(ds_smem.dtype)
         memory.ds_ring.publish(t)
         memory.mail.send(t, ds_smem.at[0], 1 - lax.axis_index(PAIR))
         load_next(self.load_douts)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import fragments, mosaic, ptx, tma
+from pallas_fa2.kernels import mosaic, ptx, tma
 from pallas_fa2.kernels.backward_columns import Columns, join
 from pallas_fa2.kernels.backward_schedule import PAIR, PANEL, Config, Schedule, Step, Tile
 from pallas_fa2.kernels.mosaic import I32, Ring
@@ -449,7 +449,7 @@ class ColumnBlock(Role):
             # By panels, as dS: their addresses differ by constants, and hold fewer registers.
             for start in range(0, place.shape[1], PANEL):
                 panel = number(start)
-                fragments.store_tile(place.at[:, pl.ds(start, panel.shape[1])], panel)
+                place.at[:, pl.ds(start, panel.shape[1])][...] = panel
             plgpu.commit_smem()
             Rows(target, batch, rows, head, by_pieces=True).store(place)
             plgpu.commit_smem_to_gmem_group()

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import fragments, mosaic, ptx
+from pallas_fa2.kernels import mosaic, ptx
 from pallas_fa2.kernels.forward_scores import RowScores, Statistics
 from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE
 from pallas_fa2.kernels.tma import Rows
@@ -218,7 +218,7 @@ class RowBlock(RowScores):
         if not problem.plain:
             empty = total == 0
             share, sum_of_all = jnp.where(empty, 0.0, share), jnp.where(empty, -jnp.inf, sum_of_all)
-        fragments.store_tile(out, (acc * mosaic.over_rows(share, acc.shape)).astype(out.dtype))
+        out[...] = (acc * mosaic.over_rows(share, acc.shape)).astype(out.dtype)
         plgpu.commit_smem()
         Rows(self.arrays.outputs.out, batch, rows, head, columns).store(out)
 

@@ -4,7 +4,6 @@ None of it orders memory. The interpreter in the tests knows each inner function
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,9 +11,8 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_fa2.kernels import tma
 from pallas_fa2.kernels.mosaic import ROWS_PER_WARPGROUP, TILE, inline
 from pallas_fa2.kernels.ptx import address, elements, i32, scalars, thread_number, words
 
@@ -58,55 +56,6 @@ def _store_fragments(_: Any, target: Any, tile: Any) -> None:
         code = f"st.global.v{count}.b32 [$0 + {512 * i}], {{{names}}};"
         void, operands = ir.Type.parse("!llvm.void"), [start, *words[i : i + count]]
         llvm.inline_asm(void, operands, code, "l" + ",r" * count, has_side_effects=True)
-
-
-def store_tile(target: Any, tile: jax.Array) -> None:
-    """Stores a tile of 16 bits to an operand in shared memory: four squares of 8 rows and columns at a time
-    (PTX ISA, stmatrix). Pallas's store does so too, but in ten times as many operations of MLIR."""
-    kind = tma.as_operand(target)
-    inline("store_tile", _store_tile, None, kind, TILE)(target, tile)
-
-
-def _store_tile(_: Any, target: Any, tile: Any) -> None:
-    kind = ir.MemRefType(target.type)  # [groups of 8 rows, panels, 8, width of a panel]
-    (of_group, of_panel, *_), _ = kind.get_strides_and_offset()
-    place = _squares(kind.shape[-1], of_group, of_panel)
-    base, words = mgpu.utils.memref_ptr(target), list(tile.registers.flat)
-    square = ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>")
-    for i in range(0, len(words), 4):
-        nvvm.stmatrix(
-            mgpu.utils.getelementptr(base, [place(4 * i)], ir.IntegerType.get_signless(8)),
-            [llvm.bitcast(ir.IntegerType.get_signless(32), x) for x in words[i : i + 4]],
-            nvvm.MMALayout.row,
-            square,
-            nvvm.LdStMatrixEltType.B16,
-        )
-
-
-def _squares(width: int, of_group: int, of_panel: int) -> Callable[[int], Any]:
-    """Column, a multiple of 16 -> where a row of its squares lies that the thread is to say, in bytes.
-
-    Of each warp's 16 rows, lanes 0 to 7 say where those of the first square begin, 8 to 15 of that below,
-    16 to 31 of those right of them. Numbers lie `of_group` apart in groups of 8 rows, `of_panel` in panels.
-    """
-
-    def field(first: int, count: int) -> Any:
-        """Some bits of the thread's number."""
-        return arith.andi(arith.shrui(thread_number(), i32(first)), i32((1 << count) - 1))
-
-    row, below, right, warp = field(0, 3), field(3, 1), field(4, 1), field(5, 2)
-    group = arith.addi(arith.shli(warp, i32(1)), below)
-    line = arith.addi(arith.muli(group, i32(2 * of_group)), arith.muli(row, i32(2 * width)))
-    # Swizzling: bits 4 to 6 of an address, as many as a line of a panel has, meet bits 7 to 9.
-    swizzled = arith.shrui(row, i32(tma.LINE // (2 * width) // 2))
-    first = arith.shli(arith.xori(right, swizzled), i32(4))
-
-    def place(start: int) -> Any:
-        panel, column = divmod(start, width)
-        in_line = arith.addi(line, arith.xori(first, i32(2 * column)))
-        return arith.addi(in_line, i32(2 * of_panel * panel))
-
-    return place
 
 
 def load_fragments(source: Any, columns: int) -> jax.Array:

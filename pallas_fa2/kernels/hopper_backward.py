@@ -198,7 +198,7 @@ class KeyHalf(ColumnBlock):
         (q, _), (dout, _) = memory.queries.at(t), memory.douts.at(t)
         plgpu.barrier_wait(memory.ds_there)
         for i, (_, (_, ds)) in enumerate(panels):
-            fragments.store_tile(self.ds_of(t).at[i, self.keys], ds)
+            self.ds_of(t).at[i, self.keys][...] = ds
 
         def products(dq_acc: Any) -> None:
             self.multiply_dq_of(dq_acc, t - 1, jnp.where(step.first, k - 1, k))

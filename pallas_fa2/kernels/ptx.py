@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_fa2.kernels import dropout, tma
 from pallas_fa2.kernels.dropout import RowKeys
@@ -153,7 +153,7 @@ def scalars(array: Any) -> list[Any]:
 
 def elements(register: Any) -> list[Any]:
     count = ir.VectorType(register.type).shape[0]
-    return [vector.extract(register, [], [e]) for e in range(count)]
+    return [llvm.extractelement(register, i32(e)) for e in range(count)]
 
 
 def words(
@@ -180,7 +180,7 @@ def own(numbers: Any) -> Any:
 def of_each(mine: Any) -> Any:
     layout = EACH.to_mgpu()
     register = llvm.mlir_undef(layout.registers_element_type(mine.type))
-    registers = np.array([vector.insert(mine, register, [], [0])], object)
+    registers = np.array([llvm.insertelement(register, mine, i32(0))], object)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
 
@@ -189,7 +189,7 @@ def _each(tile: Any, function: Callable) -> Any:
     results = np.empty_like(tile.registers)
     for at, register in np.ndenumerate(tile.registers):
         for e, x in enumerate(elements(register)):
-            register = vector.insert(function(x, at, e), register, [], [e])
+            register = llvm.insertelement(register, function(x, at, e), i32(e))
         results[at] = register
     return mgpu.FragmentedArray(_registers=results, _layout=tile.layout, _is_signed=tile.is_signed)
 
@@ -357,11 +357,11 @@ def _hide(s: jax.Array, bound: jax.Array, kept: Any, name: str) -> jax.Array:
     def hide(_: Any, tile: Any, bound: Any) -> Any:
         first_column = arith.shli(arith.andi(thread_number(), i32(3)), i32(1))
         bounds = [arith.subi(x, first_column) for x in scalars(bound)]
-        minus_infinity, number = arith.constant(ir.F32Type.get(), -math.inf), functools.cache(i32)
+        minus_infinity = arith.constant(ir.F32Type.get(), -math.inf)
 
         def hidden(x: Any, at: tuple[int, ...], e: int) -> Any:
             columns, half = at[1], sum(at[2:])  # 8 columns each; rows r and r + 8 of a warp's 16
-            keep = arith.cmpi(kept, bounds[half], number(8 * columns + e))
+            keep = arith.cmpi(kept, bounds[half], i32(8 * columns + e))
             return arith.select(keep, x, minus_infinity)
 
         return _each(tile, hidden)
@@ -391,12 +391,12 @@ def hide_signed(s: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
 
     def hide(_: Any, tile: Any, *words: Any) -> Any:
         mine, minus_infinity = list(map(own, words)), arith.constant(ir.F32Type.get(), -math.inf)
-        each, number = len(scalars(tile)) // len(words), functools.cache(i32)
+        each = len(scalars(tile)) // len(words)
 
         def hidden(x: Any, at: tuple[int, ...], e: int) -> Any:
             place = 4 * at[1] + 2 * sum(at[2:]) + e
-            bit = arith.andi(mine[place // each], number(1 << 31 - place % each))
-            keep = arith.cmpi(arith.CmpIPredicate.eq, bit, number(0))
+            bit = arith.andi(mine[place // each], i32(1 << 31 - place % each))
+            keep = arith.cmpi(arith.CmpIPredicate.eq, bit, i32(0))
             return arith.select(keep, x, minus_infinity)
 
         return _each(tile, hidden)
@@ -467,7 +467,7 @@ def column_numbers(count: int, start: Any) -> jax.Array:
             pair = llvm.mlir_undef(ir.VectorType.get((2,), first.type))
             for e in range(2):
                 number = arith.addi(first, i32(8 * i + e))
-                pair = vector.insert(number, pair, [], [e])
+                pair = llvm.insertelement(pair, number, i32(e))
             numbers[at] = pair
         return mgpu.FragmentedArray(_registers=numbers, _layout=layout, _is_signed=True)
 

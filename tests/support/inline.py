@@ -44,10 +44,7 @@ def _loaded_fragments(parameters, shape):
 LOADED: dict[str, Callable] = {"load_pairs": _pairs, "load_fragments": _loaded_fragments}
 
 # What is stored there from registers.
-STORED: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "_store_fragments": _fragments,
-    "store_tile": lambda tile: tile,
-}
+STORED: dict[str, Callable[[jax.Array], jax.Array]] = {"_store_fragments": _fragments}
 
 # What is added to device memory from registers.
 ADDED: dict[str, Callable[[jax.Array], jax.Array]] = {
