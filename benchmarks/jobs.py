@@ -37,6 +37,12 @@ def each(
             pool.shutdown(cancel_futures=True)
 
 
+def share_memory(processes: int) -> None:
+    """Before JAX has looked for devices: each process takes what it needs of the GPU's."""
+    if processes > 1:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
 def _in_time(end: float | None) -> bool:
     return end is None or time.monotonic() < end
 

@@ -14,7 +14,6 @@ whether ours is worse than FlashAttention's rule allows: twice the error of dens
 import argparse
 import datetime
 import functools
-import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -196,8 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     failed = []
     if not args.page:
-        if args.jobs > 1:  # each process takes what it needs
-            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        jobs.share_memory(args.jobs)
         length = args.length or (4096 if jax.default_backend() == "gpu" else 512)
         named, missing = rivals.importable(rivals.IMPLEMENTATIONS)
         for name, why in missing.items():

@@ -18,7 +18,6 @@ import argparse
 import datetime
 import functools
 import json
-import os
 import pathlib
 import sys
 import time
@@ -102,8 +101,7 @@ def fill(
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    if args.jobs > 1:  # each process takes what it needs
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jobs.share_memory(args.jobs)
     wanted = rivals.IMPLEMENTATIONS if args.rivals is None else ("ours", *args.rivals)
     implementations, missing = rivals.importable(dict.fromkeys(wanted))
     for name, why in missing.items():

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -25,20 +25,19 @@ class Tuned(NamedTuple):
 
     config: Any
     longest: tuple[float, float] = ANY_LENGTH  # up to so many queries; causal, full
-    calls: Literal["plain", "masked", "any"] = (
-        "plain"  # under masks that read no pairs; all not plain
-    )
+    general: bool = False  # under masks other than a causal one, and with score functions
+    masks: bool = False  # under a mask alone that reads no pairs as well, of any length
 
     def takes(self, spec: Spec) -> bool:
-        """Whether it is made for such calls, of any length."""
-        if self.calls == "plain" or spec.plain:
-            return self.calls == "plain" and spec.plain
-        if self.calls == "masked" and (not spec.only_masked or token_data.pair_bytes(spec)):
-            return False
-        return self.fits(spec)
+        """Whether it is made for such calls, of some length."""
+        if spec.plain:
+            return not self.general
+        alone = spec.only_masked and not token_data.pair_bytes(spec)
+        return (self.general or (self.masks and alone)) and self.fits(spec)
 
     def serves(self, spec: Spec) -> bool:
-        return self.takes(spec) and spec.q_len <= self.longest[spec.causal is None]
+        long = spec.plain and spec.q_len > self.longest[spec.causal is None]
+        return self.takes(spec) and not long
 
     def fits(self, spec: Spec) -> bool:
         """Whether shared memory has room for data of tokens and pairs. (A row more of keys is their places.)"""
@@ -53,7 +52,8 @@ class Tuned(NamedTuple):
 # long sequences and 5 to 13 % for 512 tokens. At H = 64 three warpgroups are 10 to 20 %
 # faster than two, unless most of their larger tiles lies beyond the diagonal; at H = 96 from 2048 queries
 # on (2 to 4 %; 9 to 19 % at H = 80, whose panels of 16 columns TMA loads slowly); at H = 256 an
-# accumulator of 64 rows takes 128 registers of each thread, which leaves room for 64 keys.
+# accumulator of 64 rows takes 128 registers of each thread, which leaves room for 64 keys. Under masks a third
+# warpgroup's larger tiles cost windows of 128 keys 16 to 43 %.
 HOPPER_FORWARD = (
     Tuned(
         hopper_forward.Config(64, 64, 2, block_kv=128, stages=3, registers=(240, 24), q_buffers=2),
@@ -68,8 +68,9 @@ HOPPER_FORWARD = (
                 dim, dim, 2, block_kv=128, stages=2, registers=(240, 24), q_in_registers=True
             ),
             longest=longest,
+            masks=masks,
         )
-        for dim, longest in ((96, (1024, 1024)), (128, ANY_LENGTH))
+        for dim, longest, masks in ((96, (1024, 1024), True), (128, ANY_LENGTH, False))
     ),
     # More keys would spill.
     Tuned(
@@ -78,7 +79,8 @@ HOPPER_FORWARD = (
     Tuned(
         hopper_forward.Config(
             192, 128, 2, block_kv=128, stages=2, registers=(240, 24), out_columns=64
-        )
+        ),
+        masks=True,
     ),
     Tuned(
         hopper_forward.Config(
@@ -86,19 +88,6 @@ HOPPER_FORWARD = (
         )
     ),
     Tuned(hopper_forward.Config(256, 256, 2, block_kv=64, stages=2, registers=(240, 24))),
-    # As without a mask, but for a third warpgroup: its larger tiles cost windows of 128 keys 16 to 43 %.
-    Tuned(
-        hopper_forward.Config(
-            96, 96, 2, block_kv=128, stages=2, registers=(240, 24), q_in_registers=True
-        ),
-        calls="masked",
-    ),
-    Tuned(
-        hopper_forward.Config(
-            192, 128, 2, block_kv=128, stages=2, registers=(240, 24), out_columns=64
-        ),
-        calls="masked",
-    ),
     # Functions take registers: for Q, or of a third warpgroup. At H = 128 a second Q leaves room for one
     # array of tokens (documents of 16 to 512 tokens 5 %, a window of 128 12 %).
     *(
@@ -106,7 +95,7 @@ HOPPER_FORWARD = (
             hopper_forward.Config(
                 dim, dim, 2, block_kv=128, stages=stages, registers=(240, 24), q_buffers=q_buffers
             ),
-            calls="any",
+            general=True,
         )
         for dim, stages, q_buffers in ((64, 3, 2), (96, 2, 2), (128, 2, 2), (128, 2, 1))
     ),
@@ -116,7 +105,7 @@ HOPPER_FORWARD = (
             hopper_forward.Config(
                 *dims, 2, block_kv=64, stages=2, registers=(240, 24), out_columns=out_columns
             ),
-            calls="any",
+            general=True,
         )
         for dims, out_columns in (((192, 128), 64), ((192, 192), 96), ((256, 256), 64))
     ),
@@ -124,7 +113,7 @@ HOPPER_FORWARD = (
     *(
         Tuned(
             hopper_forward.Config(dim, dim, 2, block_kv=64, stages=2, registers=(240, 24)),
-            calls="any",
+            general=True,
         )
         for dim in (64, 96, 128)
     ),

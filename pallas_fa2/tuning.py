@@ -73,7 +73,7 @@ def candidates(spec: Spec, device: Device) -> list[hopper_forward.Config]:
     choose how many heads share the L2."""
 
     def suits(kernel: plan.Tuned) -> bool:
-        plain = spec.only_masked and kernel.calls == "plain"
+        plain = spec.only_masked and not kernel.general
         return kernel.takes(spec) or (plain and kernel.fits(spec))
 
     return [

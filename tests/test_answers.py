@@ -13,7 +13,7 @@ from pallas_fa2.kernels.hopper import Extras, trim
 from pallas_fa2.kernels.visits import Visits
 from pallas_fa2.spec import describe
 from tests.support import interpreter
-from tests.support.hopper import planned_for_h200
+from tests.support.hopper import attend_and_differentiate, planned_for_h200
 
 B, T, S = 2, 200, 330
 IDS = jnp.sort(jax.random.randint(jax.random.key(0), (B, T), 0, 5), 1)
@@ -150,15 +150,7 @@ def test_attention_is_that_of_the_mask(mask, head_dim):
     shapes = [(B, n, heads, head_dim) for n, heads in ((T, 4), (S, 2), (S, 2), (T, 4))]
     args = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=True)]
 
-    def run(implementation):
-        def of(q, k, v, dout):
-            out, pull = jax.vjp(
-                lambda *x: fa.flash_attention(*x, mask=mask, implementation=implementation), q, k, v
-            )
-            return out, pull(dout)
-
-        return of
-
     with planned_for_h200(cores=4):
-        got = interpreter.run(run("hopper"), *args)
-    chex.assert_trees_all_close(got, jax.jit(run("reference"))(*args), rtol=0.1, atol=0.05)
+        got = interpreter.run(attend_and_differentiate(mask), *args)
+    expected = jax.jit(attend_and_differentiate(mask, "reference"))(*args)
+    chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)

@@ -53,7 +53,7 @@ TOLD_APART = [
     for case in MASKED
     if case.name in LENGTHS
 ]
-FORWARDS = [t for t in HOPPER_FORWARD if t.calls == "plain"]
+FORWARDS = [t for t in HOPPER_FORWARD if not t.general]
 
 
 def of_dims(tuned: Tuned) -> str:
@@ -66,7 +66,7 @@ INTERPRETED = each_variant([*SHORT, *TOLD_APART])
 def test_every_forward_is_interpreted() -> None:
     # Those for wide data of pairs differ by their block alone, that for several arrays of tokens at H = 128 by
     # its one buffer of queries, and in test_hopper_scores there is one of each.
-    general = [t for t in HOPPER_FORWARD if t.calls == "any" and t.config.head_dim <= 128]
+    general = [t for t in HOPPER_FORWARD if t.general and t.config.head_dim <= 128]
     wide = {t for t in general if t.config.block_kv == 64}
     crowded = {t for t in general if t.config.head_dim == 128 and t.config.q_buffers == 1}
     assert {tuned for _, tuned in INTERPRETED} >= set(HOPPER_FORWARD) - wide - crowded

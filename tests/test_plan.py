@@ -157,9 +157,7 @@ def test_shared_memory_has_room_for_all_data_of_tokens():
     dims = {(tuned.config.head_dim, tuned.config.value_dim) for tuned in HOPPER_FORWARD}
     for head_dims in dims:
         kernels, indices = hopper_forwards(*head_dims), 1
-        rooms = [
-            tuned.config.room(MOST_ROWS + indices) for tuned in kernels if tuned.calls == "any"
-        ]
+        rooms = [tuned.config.room(MOST_ROWS + indices) for tuned in kernels if tuned.general]
         assert max(rooms) >= 0, head_dims
     for head_dim in (64, 96, 128):
         of_dropout = 2

@@ -5,6 +5,7 @@ head again, and a mask may take longer than the softmax. 64 rows and columns of 
 for each of a warpgroup's threads: of its own values, in the order of registers, whether they are hidden.
 """
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -66,6 +67,14 @@ def ask(problem: Problem, data: TokenData, seen: Visits, tile: tuple[int, int], 
     tree = jax.tree.structure((*inputs, out))
     grid = {"batch": batch, "tile": tiles, "part": parts}
     return mosaic.launch("ask_mask", run, [], out, grid, squares[0])(*jax.tree.leaves(inputs))
+
+
+def load(answers: Any, entry: Any, *place: Any, squares: Sequence[Any] | None = None) -> Any:
+    """Some squares, or all, of a block's row of them: its tile, place or number, and which row."""
+    found = answers.at[(entry if answers.shape[0] > 1 else 0, *place)]
+    if squares is None:
+        squares = range(found.shape[0])
+    return [plgpu.load(found.at[j], layout=ptx.EACH, optimized=False) for j in squares]
 
 
 def _hidden(

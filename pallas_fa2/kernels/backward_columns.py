@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ class Columns:
     delta: Any
     rings: list[Ring]  # of the data of pairs
     me: int  # the warpgroup
-    answers: tuple[jax.Array, ...] = ()  # of a mask that has been asked, of each panel of queries
+    answers: Sequence[jax.Array] = ()  # of a mask that has been asked, of each panel of queries
     place: Any = None  # in the step's block of queries
     pairs: Mapping[Source, jax.Array] = types.MappingProxyType({})
 

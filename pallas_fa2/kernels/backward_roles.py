@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import mosaic, ptx, tma
+from pallas_fa2.kernels import answers, mosaic, ptx, tma
 from pallas_fa2.kernels.backward_columns import Columns, join
 from pallas_fa2.kernels.backward_schedule import PAIR, PANEL, Config, Schedule, Step, Tile
 from pallas_fa2.kernels.mosaic import I32, Ring
@@ -381,17 +381,14 @@ class ColumnBlock(Role):
         rings, me, answers = self.memory.pieces, self.me, self.answers(step)
         return Columns(*of_all, step, first_key, keys, numbers, lse, delta, rings, me, answers)
 
-    def answers(self, step: Step) -> tuple[jax.Array, ...]:
+    def answers(self, step: Step) -> list[jax.Array]:
         """Of a mask that has been asked, of each panel of queries."""
         if not (step.masked and self.schedule.problem.asked):
-            return ()
+            return []
         batch, _, row = step.tile.place
-        array, block = self.inputs.answers, mosaic.div(step.first_query, self.config.block_q)
+        block = mosaic.div(step.first_query, self.config.block_q)
         half = lax.axis_index(PAIR) if self.config.paired else self.me
-        found = array.at[batch if array.shape[0] > 1 else 0, row, block, half]
-        return tuple(
-            plgpu.load(found.at[j], layout=ptx.EACH, optimized=False) for j in range(found.shape[0])
-        )
+        return answers.load(self.inputs.answers, batch, row, block, half)
 
     def scores(self, step: Step) -> list[tuple[jax.Array, jax.Array]]:
         """P^T and dS^T of a step, panel by panel, in the input dtype."""

@@ -210,8 +210,6 @@ class Schedule:
         batch, each, q_tiles, kv_tiles = classes.shape
         heads = 1 if each == 1 else self.heads
         shape = (batch, heads, self.group, q_tiles, kv_tiles)
-        if self.reaches_past:
-            classes = visits.cut_last(classes)
         classes = classes.reshape(batch, heads, -1, q_tiles, kv_tiles)
         classes = xp.moveaxis(xp.broadcast_to(classes, shape), -1, 2)
         return classes.reshape(batch, heads, kv_tiles, -1)

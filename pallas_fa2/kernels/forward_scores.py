@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels import answers, mosaic, ptx
 from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.forward_memory import Arrays, Memory
 from pallas_fa2.kernels.forward_schedule import Schedule, Tile
@@ -181,11 +181,8 @@ class RowScores:
         if not (masked and self.schedule.problem.asked):
             return []
         batch, _, row = self.tile.place
-        array = self.arrays.inputs.answers
-        entry = batch if array.shape[0] > 1 else 0
-        found = array.at[entry, row, self.tile.place_of(t), self.me]
-        places = range(found.shape[0]) if squares is None else squares
-        return [plgpu.load(found.at[j], layout=ptx.EACH, optimized=False) for j in places]
+        place = row, self.tile.place_of(t), self.me
+        return answers.load(self.arrays.inputs.answers, batch, *place, squares=squares)
 
     def hide(
         self,

@@ -190,6 +190,8 @@ class Extras(NamedTuple):
         if mask is not None:
             classes = bounds.classify_each(spec, operands, block_q, block_kv)
             classes = classes.reshape(classes.shape[0], -1, *classes.shape[3:])
+            if spec.kv_len % block_kv:
+                classes = visits.cut_last(classes)
         if classes is None or isinstance(classes, np.ndarray):
             return cls(spec, part, *functions, classes, Traced(data, None))
         classes = jnp.broadcast_to(classes, (spec.batch, *classes.shape[1:]))
@@ -343,8 +345,6 @@ def forward(
         problem, classes = extras.problem(q.shape[0]), extras.classes_of(traced)
         data, seen, found = traced.data, None, None
         if classes is not None:
-            if part.kv_len % config.block_kv:
-                classes = visits.cut_last(classes)
             seen = visits.Visits.of(classes)
             if extras.worth_asking(problem, classes):
                 problem, data, found = extras.ask(problem, traced, seen, config.tile, q_axis=0)
@@ -384,8 +384,7 @@ def backward(
         delta = delta if dlse is None else delta + dlse
         classes, data, found = extras.classes_of(traced), traced.data, None
         if classes is not None and extras.worth_asking(problem, classes):
-            of_keys = visits.cut_last(classes) if part.kv_len % config.block_kv else classes
-            seen = visits.Visits.of(of_keys.swapaxes(2, 3))
+            seen = visits.Visits.of(classes.swapaxes(2, 3))
             tile = config.block_kv, config.block_q
             problem, data, found = extras.ask(problem, traced, seen, tile, q_axis=1)
         return hopper_backward.gradients(

@@ -27,7 +27,6 @@ FIRST_TURN = 5
 FIRST_QUESTION = 9
 NEVER_USED = 15
 
-
 EACH = plgpu.Layout.WG_STRIDED((tma.THREADS,), 1)  # a number for each thread of a warpgroup
 NUMBERS = plgpu.ShapeDtypeStruct((tma.THREADS,), I32, EACH)
 
@@ -391,11 +390,10 @@ def hide_signed(s: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
 
     def hide(_: Any, tile: Any, *words: Any) -> Any:
         mine, minus_infinity = list(map(own, words)), arith.constant(ir.F32Type.get(), -math.inf)
-        each = len(scalars(tile)) // len(words)
 
         def hidden(x: Any, at: tuple[int, ...], e: int) -> Any:
             place = 4 * at[1] + 2 * sum(at[2:]) + e
-            bit = arith.andi(mine[place // each], i32(1 << 31 - place % each))
+            bit = arith.andi(mine[place // 32], i32(1 << 31 - place % 32))
             keep = arith.cmpi(arith.CmpIPredicate.eq, bit, i32(0))
             return arith.select(keep, x, minus_infinity)
 

@@ -90,10 +90,10 @@ def packed(ids: Any) -> Any:
     return fa.Causal() & fa.Segments(ids)
 
 
-def attend_and_differentiate(mask: Any) -> Any:
+def attend_and_differentiate(mask: Any, implementation: Any = "hopper") -> Any:
     def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
         out, pull = jax.vjp(
-            lambda q, k, v: fa.flash_attention(q, k, v, mask=mask, implementation="hopper"), q, k, v
+            lambda *x: fa.flash_attention(*x, mask=mask, implementation=implementation), q, k, v
         )
         return out, pull(dout)
 
