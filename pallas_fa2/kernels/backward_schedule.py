@@ -256,11 +256,12 @@ class Schedule:
     def _unevenness(self, classes: Any) -> float:
         """When the last CTA is done, by when all would be if they could share everything."""
         if isinstance(classes, np.ndarray):
-            counts = self.tiles(self.seen(classes)).table[..., 1]
-            loads = np.sum(visits.costs(counts), 1, where=counts > 0)
-            return max(loads) * self._most_hands / sum(loads)
-        _, last = share(self._costs, self._most_hands)
-        return last * self._most_hands / sum(self._costs)
+            dealt = self.tiles(self.seen(classes))
+            assert isinstance(dealt, Dealt)
+            loads = dealt.loads
+        else:
+            _, loads = share(self._costs, self._most_hands)
+        return max(loads) * self._most_hands / sum(loads)
 
     def first_q_block(self, kv_tile: Any) -> Any:
         """The first whose queries see the block's first key."""

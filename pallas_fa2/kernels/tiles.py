@@ -32,16 +32,17 @@ class Dealt:
 
     table: Any  # int32 [hands, 1 + most, 1 or 2]; what follows a CTA's last entry is no tile
     count: int  # of tiles
+    loads: list[float]  # of each CTA
 
     @classmethod
     def of(cls, entries: np.ndarray, costs: Sequence[float] | np.ndarray, hands: int) -> "Dealt":
         """Of entries `[tiles, 1 or 2]` in order, each to the CTA that is free first."""
-        dealt, _ = share(costs, hands)
+        dealt, loads = share(costs, hands)
         table = np.zeros((hands, 1 + max(map(len, dealt)), entries.shape[1]), np.int32)
         table[..., 0] = len(entries)
         for row, places in zip(table, dealt, strict=True):
             row[: len(places)] = entries[places]
-        return cls(table, len(entries))
+        return cls(table, len(entries), loads)
 
     @property
     def hands(self) -> int:
@@ -188,15 +189,15 @@ def launch(
     return jax.tree.unflatten(written_tree, after(read, tuple(written)))[1]
 
 
-def share(costs: Sequence[float] | np.ndarray, hands: int) -> tuple[list[list[int]], float]:
-    """List scheduling: each tile, in order, to the CTA that is free first; and when all are done."""
+def share(costs: Sequence[float] | np.ndarray, hands: int) -> tuple[list[list[int]], list[float]]:
+    """List scheduling: each tile, in order, to the CTA that is free first; and what each has to do."""
     free = [(0.0, hand) for hand in range(hands)]
     dealt: list[list[int]] = [[] for _ in range(hands)]
     for number, cost in enumerate(costs):
         time, hand = free[0]
         dealt[hand].append(number)
         heapq.heapreplace(free, (time + cost, hand))
-    return dealt, max(time for time, _ in free)
+    return dealt, [time for time, _ in free]
 
 
 _ENTRY = (ptx.NUMBER, ptx.NUMBER)
