@@ -189,6 +189,10 @@ class Segments(Mask):
     ids: Int[Array, "*B T"]
     kv_ids: Int[Array, "*B S"] | None = None
 
+    def __post_init__(self) -> None:
+        if self.kv_ids is self.ids:  # as two leaves, under `jit` they would be two arrays
+            object.__setattr__(self, "kv_ids", None)
+
     def data(self) -> Data:
         kv_ids = self.ids if self.kv_ids is None else self.kv_ids
         return Data(q={"segment": self.ids}, k={"segment": kv_ids})
@@ -320,6 +324,8 @@ class UserFunction(Node):
     """A user's function and its data, by kind. Calling it returns a copy with more data."""
 
     fn: Callable
+    # Of queries and keys: one leaf, or a transformed function would not see that they are the same.
+    tokens: Arrays = dataclasses.field(default_factory=dict)
     q_tokens: Arrays = dataclasses.field(default_factory=dict)
     k_tokens: Arrays = dataclasses.field(default_factory=dict)
     heads: Arrays = dataclasses.field(default_factory=dict)
@@ -337,20 +343,26 @@ class UserFunction(Node):
         pairs: Arrays | None = None,
     ) -> Self:
         new = {
-            "q_tokens": {**(tokens or {}), **(q_tokens or {})},
-            "k_tokens": {**(tokens or {}), **(k_tokens or {})},
+            "tokens": tokens or {},
+            "q_tokens": q_tokens or {},
+            "k_tokens": k_tokens or {},
             "heads": heads or {},
             "params": params or {},
             "pairs": pairs or {},
         }
+        before = {kind: getattr(self, kind) for kind in new}
+        for side in ("q_tokens", "k_tokens"):
+            kept = before[side].items()
+            before[side] = {n: x for n, x in kept if n not in new["tokens"]}
         arrays = {
             kind: {n: x if hasattr(x, "shape") else jnp.asarray(x) for n, x in of_kind.items()}
             for kind, of_kind in new.items()
         }
-        return dataclasses.replace(self, **{n: getattr(self, n) | x for n, x in arrays.items()})
+        return dataclasses.replace(self, **{kind: before[kind] | arrays[kind] for kind in new})
 
     def data(self) -> Data:
-        return Data(self.q_tokens, self.k_tokens, self.heads, self.params, self.pairs)
+        q, k = ({**self.tokens, **side} for side in (self.q_tokens, self.k_tokens))
+        return Data(q, k, self.heads, self.params, self.pairs)
 
 
 class FunctionMask(UserFunction, Mask):

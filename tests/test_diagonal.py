@@ -43,6 +43,15 @@ def test_every_token_sees_itself(mask):
 
 
 @pytest.mark.parametrize(
+    "mask", [fa.Segments(IDS, IDS), image_text(tokens={"image": IDS})], ids=["segments", "tokens"]
+)
+def test_every_token_sees_itself_under_a_mask_that_is_an_argument_of_jit(mask):
+    found = []
+    jax.jit(lambda mask: found.append(says(mask)))(mask)
+    assert found == [True]
+
+
+@pytest.mark.parametrize(
     "mask",
     [
         ~fa.Causal(),
