@@ -35,8 +35,8 @@ def ask(problem: Problem, data: TokenData, seen: Visits, tile: tuple[int, int], 
     """int32 `[B | 1, tiles, blocks, squares of a tile's rows, of its columns, 128]`, of blocks that are cut.
 
     `seen` is what each tile of `tile` rows and columns visits, whose queries are those of `q_axis`. Where
-    rows are queries, a block is found by its place in the tile's list, else by its number: then the heads
-    of a group, whose blocks follow each other in lists, share it.
+    rows are queries, a block is found by its place in the tile's list. Else lists are `visits.from_last`, and
+    a block is found by its number: the heads of a group, whose blocks follow each other in lists, share it.
     """
     data = data.with_places(tile[q_axis], tile[1 - q_axis])
     batch, _, tiles, blocks = seen.lists.shape
@@ -53,7 +53,8 @@ def ask(problem: Problem, data: TokenData, seen: Visits, tile: tuple[int, int], 
 
         def block(i: Any, _: Any) -> None:
             place = visited - cut + part + i * parts
-            number = visits.block(lists[entry, 0, row, place])
+            listed = lists[entry, 0, row, place]
+            number = visits.block(listed) if q_axis == 0 else visits.block_from_last(listed, blocks)
             found = answers.at[entry, row, place if q_axis == 0 else number, warpgroup]
             for j in range(squares[1]):
                 squares_before = row * squares[0] + warpgroup, number * squares[1] + j

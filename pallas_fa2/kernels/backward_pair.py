@@ -16,7 +16,7 @@ from pallas_fa2.kernels.backward_order import OrderedSchedule, give_turn, take_t
 from pallas_fa2.kernels.backward_roles import ColumnBlock, Loader
 from pallas_fa2.kernels.backward_schedule import DQ_TILE, PAIR, Step, Tile
 from pallas_fa2.kernels.mosaic import Ring
-from pallas_fa2.kernels.tma import Rows
+from pallas_fa2.kernels.tamed import rows_of
 
 
 class Scores(ColumnBlock, Loader):
@@ -40,7 +40,7 @@ class Scores(ColumnBlock, Loader):
         batch, kv_head = tile.place[0], tile.kv_head
         rank, columns = lax.axis_index(PAIR), self.config.head_dim // 2
         mine, others = (pl.ds(tile.first_key + 64 * i, 64) for i in (rank, 1 - rank))
-        rows = functools.partial(Rows, self.inputs.k, batch, head=kv_head, by_pieces=True)
+        rows = functools.partial(rows_of, self.inputs.k, batch, head=kv_head, by_pieces=True)
         half = pl.ds(columns * rank, columns)
         self.memory.keys.fill(tile.k, rows(rows=mine), rows(rows=others, columns=half))
 

@@ -16,6 +16,7 @@ from pallas_fa2.kernels import answers, mosaic, ptx, tma
 from pallas_fa2.kernels.backward_columns import Columns, join
 from pallas_fa2.kernels.backward_schedule import PAIR, PANEL, Config, Schedule, Step, Tile
 from pallas_fa2.kernels.mosaic import I32, Ring
+from pallas_fa2.kernels.tamed import rows_of
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, Side
 from pallas_fa2.kernels.tiles import Claims, Dealt
 from pallas_fa2.kernels.tma import Rows
@@ -302,13 +303,15 @@ class Loader(Role):
     def _load_rows(self, ring: Ring, step: Step, source: Any, row_data: Any) -> None:
         (batch, head), rows = step.head, pl.ds(step.first_query, self.config.block_q)
         every = [slice(None)] * (len(row_data.shape) - 3)
-        ring.fill(step.t, Rows(source, batch, rows, head), row_data.at[(batch, head, *every, rows)])
+        ring.fill(
+            step.t, rows_of(source, batch, rows, head), row_data.at[(batch, head, *every, rows)]
+        )
 
     def _load_halves(self, ring: Ring, tile: Tile, source: Any) -> None:
         batch, kv_head = tile.place[0], tile.kv_head
         half = self.config.kv_rows // 2
         parts = [pl.ds(self.first_row(tile) + i * half, half) for i in range(2)]
-        ring.fill(tile.k, *(Rows(source, batch, x, kv_head, by_pieces=True) for x in parts))
+        ring.fill(tile.k, *(rows_of(source, batch, x, kv_head, by_pieces=True) for x in parts))
 
 
 class ColumnBlock(Role):

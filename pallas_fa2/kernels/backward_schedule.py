@@ -201,8 +201,12 @@ class Schedule:
 
     def seen(self, classes: Any) -> Visits:
         """The blocks of queries that each block of keys visits, of all heads of a group's part, by their
-        distance from the first; from the classes `[B | 1, N | 1, T tiles, S tiles]`."""
-        return Visits.of(self.of_key_tiles(classes))
+        distance from the last; from the classes `[B | 1, N | 1, T tiles, S tiles]`.
+
+        From the last: where the last queries see keys far apart, tiles of those meet them together, and
+        find in L2 what each other has loaded.
+        """
+        return Visits.of(visits.from_last(self.of_key_tiles(classes)))
 
     def of_key_tiles(self, classes: Any) -> Any:
         """`[B | 1, heads | 1, S tiles, blocks of queries of all heads of a group's part]`."""
@@ -236,7 +240,7 @@ class Schedule:
 
     def block(self, listed: Any) -> Any:
         """Of queries, by an entry of a tile's list."""
-        return visits.block(listed)
+        return visits.block_from_last(listed, self.group * self.q_blocks)
 
     @property
     def hands(self) -> int:

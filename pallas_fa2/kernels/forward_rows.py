@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2.kernels import mosaic, ptx
 from pallas_fa2.kernels.forward_scores import RowScores, Statistics
 from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE
+from pallas_fa2.kernels.tamed import rows_of
 from pallas_fa2.kernels.tma import Rows
 
 # Below any score, but finite: a row that has seen no key yet gives p = 0 rather than NaN.
@@ -236,7 +237,8 @@ class RowBlock(RowScores):
         full = self.memory.repeat_full(self.me)
         mosaic.meet(self.memory.repeat_met(self.me))
         rows = pl.ds(first_key, count)
-        Rows(source, batch, rows, kv_head, columns).load(buffer, self.memory.full, full)
+        found = rows_of(source, batch, rows, kv_head, columns=columns)
+        found.load(buffer, self.memory.full, full)
         plgpu.barrier_wait(self.memory.full.at[full])
         return buffer
 

@@ -1,7 +1,7 @@
 """The Hopper kernels as an implementation: what they refuse, and the arrays in their form."""
 
 import dataclasses
-import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from pallas_fa2.kernels import (
     visits,
 )
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
+from pallas_fa2.kernels.tamed import Part, Tamed, tame
 from pallas_fa2.kernels.tile import split_floats
 from pallas_fa2.kernels.tile_code import TileDropout, TileMask, TileScore
 from pallas_fa2.kernels.token_data import TokenData
@@ -254,33 +255,29 @@ class Traced(NamedTuple):
     classes: jax.Array | None
 
 
-def _finite(*arrays: jax.Array) -> jax.Array:
-    """Of each token and head, `[B, T, N, 1]`."""
-    found = [jnp.all(jnp.isfinite(x), -1, keepdims=True) for x in arrays]
-    return functools.reduce(jnp.logical_and, found)
-
-
-def tame_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def tame_keys(config: hopper_forward.Config, k: jax.Array, v: jax.Array) -> list[Tamed]:
     """For the forward, where keys may be seen by nobody: a probability of 0 times NaN is NaN.
 
     Values become finite. Where they were not, keys become NaN instead: scores of such a pair are, and
     with them the output, unless the mask hides them.
     """
-    finite = _finite(v)
-    return jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
+    values, keys = Part(v, config.value_dim, 0.0), Part(k, config.head_dim, math.nan)
+    v_tamed, k_tamed = tame(config.block_kv, [values], [keys])
+    return [k_tamed, v_tamed]
 
 
 def tame_all(
-    q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    config: hopper_backward.Config, q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array
+) -> list[Tamed]:
     """For the backward. P and dS are 0 where the mask hides a pair, and meet k, q and dout.
 
     These become finite. Where they were not, v, lse or delta is NaN instead, and with it dS of a pair
     that is seen.
     """
-    rows, keys = _finite(q, dout), _finite(k)
-    q, dout = (jnp.where(rows, x, 0) for x in (q, dout))
-    return q, jnp.where(keys, k, 0), jnp.where(keys, v, jnp.nan), dout
+    rows = Part(q, config.head_dim, 0.0), Part(dout, config.value_dim, 0.0)
+    keys, values = Part(k, config.head_dim, 0.0), Part(v, config.value_dim, math.nan)
+    q_tamed, dout_tamed = tame(config.block_q, rows)
+    return [q_tamed, *tame(config.block_kv, [keys], [values]), dout_tamed]
 
 
 def over_batch(kernel: Callable, limit: int) -> Callable:
@@ -348,10 +345,9 @@ def forward(
             seen = visits.Visits.of(classes)
             if extras.worth_asking(problem, classes):
                 problem, data, found = extras.ask(problem, traced, seen, config.tile, q_axis=0)
-        return hopper_forward.attention(problem, config, q, k, v, seen, data, found)
+        keys, values = tame_keys(config, k, v) if extras.tames else (k, v)
+        return hopper_forward.attention(problem, config, q, keys, values, seen, data, found)
 
-    if extras.tames:
-        k, v = tame_keys(k, v)
     out, lse = over_batch(kernel, batch_limit(spec))(
         part.queries(q), part.keys(k), part.keys(v), extras.traced
     )
@@ -378,15 +374,17 @@ def backward(
     q, k, v, out, lse, dout, dlse = _first_order((q, k, v, out, lse, dout, dlse))
 
     def kernel(*args: Any) -> tuple:
-        q, k, v, dout, lse, dlse, *of_delta, traced = args
+        q, k, v, out, dout, lse, dlse, traced = args
         problem = extras.problem(lse.shape[0])
-        delta, zeros = passes.prepare(problem, config, *of_delta)
+        delta, zeros = passes.prepare(problem, config, out, dout)
         delta = delta if dlse is None else delta + dlse
         classes, data, found = extras.classes_of(traced), traced.data, None
         if classes is not None and extras.worth_asking(problem, classes):
-            seen = visits.Visits.of(classes.swapaxes(2, 3))
+            seen = visits.Visits.of(visits.from_last(classes.swapaxes(2, 3)))
             tile = config.block_kv, config.block_q
             problem, data, found = extras.ask(problem, traced, seen, tile, q_axis=1)
+        if extras.tames:
+            q, k, v, dout = tame_all(config, q, k, v, dout)
         return hopper_backward.gradients(
             problem, config, q, k, v, dout, lse, delta, zeros, classes, data, found
         )
@@ -395,17 +393,14 @@ def backward(
         extra = round_up(part.q_len, config.block_q) - part.q_len
         return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
-    of_delta = [part.queries(x) for x in (out, dout)]
-    if extras.tames:
-        q, k, v, dout = tame_all(q, k, v, dout)
     dq, dk, dv, sums = over_batch(kernel, batch_limit(spec))(
         part.queries(q),
         part.keys(k),
         part.keys(v),
+        part.queries(out),
         part.queries(dout),
         rows(jnp.where(lse == -jnp.inf, -jnp.inf, lse * -LOG2E), -jnp.inf),
         None if dlse is None else rows(dlse, 0.0),
-        *of_delta,
         extras.traced,
     )
     dq = part.restore_queries(dq)

@@ -54,6 +54,7 @@ from pallas_fa2.kernels.backward_schedule import (
     Tile,
 )
 from pallas_fa2.kernels.mosaic import I32, Problem
+from pallas_fa2.kernels.tamed import Tamed
 from pallas_fa2.kernels.tiles import Claims, Dealt, each_tile, launch
 from pallas_fa2.kernels.token_data import Sums, TokenData, stored
 
@@ -61,10 +62,10 @@ from pallas_fa2.kernels.token_data import Sums, TokenData, stored
 def gradients(
     problem: Problem,
     config: Config,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    dout: jax.Array,
+    q: jax.Array | Tamed,
+    k: jax.Array | Tamed,
+    v: jax.Array | Tamed,
+    dout: jax.Array | Tamed,
     lse: jax.Array,
     delta: jax.Array,
     zeros: jax.Array,

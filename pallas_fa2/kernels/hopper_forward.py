@@ -28,6 +28,7 @@ from pallas_fa2.kernels.forward_rows import RowBlock
 from pallas_fa2.kernels.forward_schedule import Config, Schedule, Tile
 from pallas_fa2.kernels.mosaic import I32, TILE, Problem
 from pallas_fa2.kernels.ptx import Turns
+from pallas_fa2.kernels.tamed import Tamed, rows_of
 from pallas_fa2.kernels.tiles import Claims, Dealt, each_tile, launch
 from pallas_fa2.kernels.tma import Rows
 from pallas_fa2.kernels.token_data import TokenData, stored
@@ -41,8 +42,8 @@ def attention(
     problem: Problem,
     config: Config,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | Tamed,
+    v: jax.Array | Tamed,
     seen: Visits | None = None,
     data: TokenData | None = None,
     answers: jax.Array | None = None,
@@ -123,10 +124,10 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
             return pl.ds(arrays.block(tile, t) * config.block_kv, config.block_kv)
 
         def load_keys(t: Any) -> None:
-            memory.keys.fill(first_step + t, Rows(inputs.k, batch, keys(t), tile.kv_head))
+            memory.keys.fill(first_step + t, rows_of(inputs.k, batch, keys(t), tile.kv_head))
 
         def load_values(t: Any) -> None:
-            memory.values.fill(first_step + t, Rows(inputs.v, batch, keys(t), tile.kv_head))
+            memory.values.fill(first_step + t, rows_of(inputs.v, batch, keys(t), tile.kv_head))
 
         def rows(g: int) -> Any:
             return pl.ds(tile.first_row + g * config.rows, config.rows)

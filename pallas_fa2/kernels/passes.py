@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2.kernels import fragments, mosaic, tma
 from pallas_fa2.kernels.backward_schedule import Config, Schedule
 from pallas_fa2.kernels.mosaic import ROWS, ROWS_PER_WARPGROUP, TILE, Problem
+from pallas_fa2.kernels.tamed import Tamed
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE
 from pallas_fa2.kernels.tma import Rows
 
@@ -88,7 +89,7 @@ def _row_products(a: Any, b: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.sum(total, 1), ROWS)
 
 
-def finish(problem: Problem, config: Config, dq: jax.Array, q: jax.Array) -> jax.Array:
+def finish(problem: Problem, config: Config, dq: jax.Array, q: jax.Array | Tamed) -> jax.Array:
     """dQ, like q `[B, T, N, H]`, from the parts of all blocks as `fragments.add_fragments` has added them
     up."""
     schedule = Schedule(problem, config)

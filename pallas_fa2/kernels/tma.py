@@ -89,6 +89,9 @@ class Rows:
     columns: Any = None  # a slice, at a multiple of its size; as many as the buffer has if None
     # Whether they are always copied by pieces where the length needs it: less code, and registers.
     by_pieces: bool = False
+    # Another array, and whether they are loaded from there: 0 or 1.
+    instead: Any = None
+    wild: Any = None
 
     @staticmethod
     def pieces(array: Any, pieces: Sequence[Any]) -> list[Any]:
@@ -125,7 +128,7 @@ class Rows:
 
     def load(self, buffer: Any, barriers: Any, i: Any) -> None:
         """Fills shared memory; arrives once at barrier i of an array when it is there."""
-        if self.takes_code(buffer):
+        if self.takes_code(buffer) or self.instead is not None:
             self._copy(buffer, Barriers.of(barriers), i)
             plgpu.barrier_arrive(barriers.at[i])
         else:
@@ -140,19 +143,23 @@ class Rows:
 
     def _copy(self, buffer: Any, barriers: "Barriers | None", i: Any) -> None:
         column = 0 if self.columns is None else self.columns.start
-        place = self.batch, self.rows.start, self.head, column
-        scalars = [jnp.asarray(x, jnp.int32) for x in (*place, i)]
-        types = plgpu.RefType(), as_operand(buffer), *[plgpu.Layout.WG_SPLAT] * len(scalars)
-        width = panel(buffer)
+        scalars = [i, self.batch, self.rows.start, self.head, column]
+        arrays, width = [self.array], panel(buffer)
+        if self.instead is not None:
+            scalars, arrays = [*scalars, self.wild], [self.array, self.instead]
+        types = as_operand(buffer), *[plgpu.RefType()] * len(arrays)
+        types = *types, *[plgpu.Layout.WG_SPLAT] * len(scalars)
 
         def copy(view: str) -> None:
-            def inline(ctx: Any, array: Any, buffer: Any, *scalars: Any) -> None:
-                *place, i = (x.registers[()] for x in scalars)
-                _issue(ctx, array, buffer, place, view, barriers and barriers.find(ctx.module, i))
+            def inline(ctx: Any, buffer: Any, *operands: Any) -> None:
+                i, *place = (x.registers[()] for x in operands[len(arrays) :])
+                barrier = barriers and barriers.find(ctx.module, i)
+                _issue(ctx, operands[: len(arrays)], buffer, place, view, barrier)
 
             # The interpreter in the tests knows it by this name.
             inline.__name__ = f"{'load' if barriers else 'store'} {view} {width}"
-            plgpu.inline_mgpu(arg_types=types)(inline)(self.array, buffer, *scalars)
+            numbers = (jnp.asarray(x, jnp.int32) for x in scalars)
+            plgpu.inline_mgpu(arg_types=types)(inline)(buffer, *arrays, *numbers)
 
         if self.cut(buffer):
             return copy("panels")
@@ -198,26 +205,38 @@ class Barriers:
         return mgpu.utils.BarrierRef(found[0], i, no_phases, 1)
 
 
-def _issue(ctx: Any, array: Any, buffer: Any, place: list[Any], view: str, barrier: Any) -> None:
-    """A load, if there is a barrier, or a store; `buffer` is [groups, panels, 8, columns]."""
+def _issue(
+    ctx: Any, arrays: Sequence[Any], buffer: Any, place: list[Any], view: str, barrier: Any
+) -> None:
+    """A load, if there is a barrier, or a store; `buffer` is [groups, panels, 8, columns].
+
+    `place` ends with which of two arrays it is. The copy of the other is not taken: two branches would need
+    more registers than a warpgroup that loads has.
+    """
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     kind = ir.MemRefType(buffer.type)
     groups, panels, _, width = kind.shape
     itemsize = mgpu.bitwidth(kind.element_type) // 8
-    batch, first, head, column = (arith.index_cast(index, x) for x in place)
+    batch, first, head, column = (arith.index_cast(index, x) for x in place[:4])
 
     def copy(buffer: Any, rows: Any, columns: Any, *transforms: Any, warps: int = 1) -> None:
-        source, target = (buffer, array) if barrier is None else (array, buffer)
-        ctx.async_copy(
-            src_ref=source,
-            dst_ref=target,
-            gmem_slice=(batch, rows, head, columns),
-            gmem_transform=transforms,
-            barrier=barrier,
-            swizzle=width * itemsize,
-            arrive=False,
-            predicate=_one_thread(warps),
-        )
+        thread = _one_thread(warps)
+        for number, array in enumerate(arrays):
+            source, target = (buffer, array) if barrier is None else (array, buffer)
+            taken = thread
+            if len(arrays) > 1:
+                this = arith.constant(i32, number)
+                taken = arith.andi(thread, arith.cmpi(arith.CmpIPredicate.eq, place[4], this))
+            ctx.async_copy(
+                src_ref=source,
+                dst_ref=target,
+                gmem_slice=(batch, rows, head, columns),
+                gmem_transform=transforms,
+                barrier=barrier,
+                swizzle=width * itemsize,
+                arrive=False,
+                predicate=taken,
+            )
 
     if barrier is not None:
         share = math.prod(kind.shape) * itemsize // THREADS  # a thread's; each will arrive once

@@ -30,6 +30,16 @@ def block(listed: Any) -> Any:
     return listed & np.int32(MOST)
 
 
+def from_last(classes: Any) -> Any:
+    """With blocks by their distance from the last one: lists begin there then."""
+    return module_of(classes).flip(classes, -1)
+
+
+def block_from_last(listed: Any, blocks: int) -> Any:
+    """Which one an entry of such a tile's list is, of so many."""
+    return np.int32(blocks - 1) - block(listed)
+
+
 def module_of(x: Any) -> Any:
     return np if isinstance(x, np.ndarray) else jnp
 

@@ -151,12 +151,11 @@ def _end(size: int, unit: int) -> float:
 
 
 @_inline
-def copy_rows(
-    thread, mesh_location, array, buffer, *place_and_length, way, view, panel, source_info
-):
+def copy_rows(thread, mesh_location, buffer, *operands, way, view, panel, source_info):
     """`tma.Rows` by inline code. TMA clips at the end of an array, but a view of whole units before."""
-    memory = the_memory()
-    batch, first, head, column, _ = map(int, place_and_length)
+    memory, arrays = the_memory(), [x for x in operands if isinstance(x, tuple)]
+    _, batch, first, head, column, *which = map(int, operands[len(arrays) :])
+    array = arrays[which[0] if which else 0]
     inside = _locate(buffer)
     rows, columns = inside[1].shape
     array = shared.Key.from_array(array[0])
