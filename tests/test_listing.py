@@ -21,16 +21,17 @@ SHAPES = [
     (1, 1, 1, 2500),
 ]
 
-# The shape of counts; batch, heads, how many of them have their tiles sorted, rows before.
+# The shape of counts; batch, heads, CTAs, how many heads have their tiles sorted, rows before.
 ORDERS = [
-    ((1, 1, 1), (1, 1, 1, 0)),
-    ((1, 1, 7), (2, 4, 2, 5)),
-    ((2, 1, 9), (2, 4, 4, 0)),
-    ((1, 4, 9), (2, 4, 1, 600)),
-    ((2, 4, 40), (2, 4, 0, 3)),
-    ((2, 3, 5), (2, 3, 6, 1)),
-    ((1, 1, 3), (6, 100, 20, 0)),  # more heads than a loop's turn writes
-    ((1, 1, 600), (1, 2, 1, 0)),  # more tiles than a loop's turn compares
+    ((1, 1, 1), (1, 1, 1, 1, 0)),
+    ((1, 1, 7), (2, 4, 3, 2, 5)),
+    ((2, 1, 9), (2, 4, 8, 4, 0)),
+    ((1, 4, 9), (2, 4, 9, 1, 600)),
+    ((2, 4, 40), (2, 4, 132, 0, 3)),
+    ((2, 4, 40), (2, 4, 90, 3, 3)),
+    ((2, 3, 5), (2, 3, 5, 6, 1)),
+    ((1, 1, 3), (6, 100, 300, 20, 0)),  # more heads than a loop's turn writes
+    ((1, 1, 600), (1, 2, 132, 1, 0)),  # more tiles than a loop's turn compares
 ]
 
 
@@ -62,14 +63,16 @@ def random_counts(shape):
     return visited + ((6 - visited) << listing.FULL_BIT)
 
 
-def in_order(counts, batch, heads, last, before):
+def in_order(counts, batch, heads, hands, last, before):
     tiles = counts.shape[-1]
-    counts = np.broadcast_to(counts, (batch, heads, tiles)).reshape(-1, tiles)
-    numbers = np.arange(counts.size).reshape(counts.shape)
-    longest_first = np.argsort(-listing.halves(counts)[0], -1, kind="stable")
-    numbers = np.split(np.take_along_axis(numbers, longest_first, -1), [len(counts) - last])[1].T
-    numbers = np.append(np.arange(counts.size - numbers.size), numbers)
-    entries = np.stack([numbers, counts.reshape(-1)[numbers]], -1)
+    known = np.broadcast_to(np.arange(counts.size).reshape(counts.shape), (batch, heads, tiles))
+    known, numbers = known.reshape(-1), np.arange(batch * heads * tiles)
+    visited = listing.halves(counts.flat[known])[0]
+    is_long = visited > int(visited.sum() * listing.LONG / hands)
+    in_turn = (numbers >= (batch * heads - last) * tiles) & ~is_long
+    by_length = np.where(in_turn, known, 0), np.where(in_turn, -visited, 0)
+    order = np.lexsort((numbers, *by_length, np.where(is_long, -1, in_turn)))
+    entries = np.stack([order, counts.flat[known[order]]], -1)
     front, end = np.full((before, 2), -1), [(len(entries), 0)]
     return np.concatenate([front, entries, end]).astype(np.int32)
 
@@ -81,12 +84,15 @@ def test_tiles_are_ordered_as_on_the_host(shape, where):
     np.testing.assert_array_equal(got, in_order(counts, *where))
 
 
-def test_the_longest_tiles_of_the_last_heads_come_first():
+@pytest.mark.parametrize(
+    "hands, numbers", [(1, [0, 1, 2, 7, 8, 4, 5, 3, 6]), (2, [4, 5, 7, 8, 0, 1, 2, 3, 6])]
+)
+def test_long_tiles_come_first_and_the_longest_of_the_last_heads_before_shorter_ones(
+    hands, numbers
+):
     counts = np.array([[[1, 1, 2], [2, 3, 3], [1, 5, 4]]], np.int32)
-    *entries, end = on_device(lambda x: listing.in_order(x, 1, 3, 2, 0), counts).tolist()
-    numbers = [0, 1, 2, 4, 7, 5, 8, 3, 6]
-    assert entries == [[n, counts.flat[n]] for n in numbers]
-    assert end == [9, 0]
+    found = on_device(lambda x: listing.in_order(x, 1, 3, hands, 2, 0), counts).tolist()
+    assert found == [*([n, counts.flat[n]] for n in numbers), [9, 0]]
 
 
 def test_a_place_that_two_threads_write_is_a_race():
@@ -104,7 +110,7 @@ def test_a_place_that_two_threads_write_is_a_race():
 def test_two_kernels_and_nothing_else(shape):
     def plan(classes):
         seen = Visits.of(classes)
-        return seen.lists, listing.in_order(seen.counts, 2, 16, 4, 1000)
+        return seen.lists, listing.in_order(seen.counts, 2, 16, 132, 4, 1000)
 
     classes = jax.ShapeDtypeStruct(shape, jnp.int32)
     reports = compile_gate.compile_for_h200(plan, classes)

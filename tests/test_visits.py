@@ -35,8 +35,12 @@ def test_a_tile_that_sees_nothing_visits_one_block_that_is_cut():
 
 @pytest.mark.parametrize("each, heads", [(1, 6), (6, 6)])
 @pytest.mark.parametrize("hands", [1, 5, 1000])
-@pytest.mark.parametrize("on_device", [False, True])
-def test_every_tile_is_taken_once_with_its_counts(each, heads, hands, on_device):
+@pytest.mark.parametrize("on_device, compares", [(False, True), (True, True), (True, False)])
+def test_every_tile_is_taken_once_with_its_counts(
+    each, heads, hands, on_device, compares, monkeypatch
+):
+    if not compares:
+        monkeypatch.setattr(listing, "MOST_COMPARED", 0)
     batch, tiles = 2, 7
     classes = random_classes(batch, each, tiles, 4)
 
@@ -75,6 +79,17 @@ def test_on_the_host_tiles_that_are_long_come_before_all_sections():
     assert max(loads) < 1.05 * np.mean(loads)
 
 
+def test_on_the_device_long_tiles_come_early():
+    """Of 16 heads, two that see all, and others that see their neighbours alone."""
+    near = np.tril(np.triu(np.ones((64, 64), np.int32), -6))
+    heads = np.arange(16)[:, None, None] % 8 == 7
+    classes = np.where(heads, FULL * np.tril(np.ones((64, 64))), FULL * near).astype(np.int32)
+    found = interpreter.run(lambda x: Visits.of(x).deal(1, 16, 16, 132).table, classes[None])
+    entries = np.asarray(found)[Claims.in_front(132) : -1]
+    _, loads = tiles.share(visits.costs(entries[:, 1]), 132)
+    assert max(loads) < 1.05 * np.mean(loads)
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize("block_q", [64, 128])
 def test_on_the_device_too(name, block_q):
@@ -88,7 +103,7 @@ def test_on_the_device_too(name, block_q):
     classes = (classes if block_q == 128 else classes.T)[None, None]
     last = -(-3 * 132 // classes.shape[2])
     entries = interpreter.run(
-        lambda x: listing.in_order(x, 1, 16, last, 0), Visits.of(classes).counts
+        lambda x: listing.in_order(x, 1, 16, 132, last, 0), Visits.of(classes).counts
     )
     costs = visits.costs(np.asarray(entries)[:-1, 1])
     _, loads = tiles.share(costs, 132)

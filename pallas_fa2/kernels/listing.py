@@ -5,6 +5,7 @@ XLA would sort, in several kernels, most of which take little longer than their 
 counted instead: by warps that wait for nobody, and so count again what others have counted too.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,13 @@ from pallas_fa2.kernels.tma import THREADS
 # Where the second of two numbers in a word begins: each is at most `MOST`.
 FULL_BIT = 16
 MOST = (1 << (FULL_BIT - 1)) - 1
+
+# Of all that a CTA does, the part from which a tile must come early, or all would wait for it: a few
+# keys that all queries see, beside a window, took the backward 1.7 times as long as an even division.
+LONG = 0.25
+# With how many tiles a warp compares one, in 8 turns of `AT_ONCE`: 5 us. Of more, each CTA has 30 at
+# least, whose order matters little.
+MOST_COMPARED = 4096
 
 LANES, WARPS = 32, 4
 # Loads of a thread that are under way together: a row of 512 takes as long as one load.
@@ -87,23 +95,31 @@ def list_blocks(classes: jax.Array) -> tuple[jax.Array, jax.Array]:
     return counts.reshape(outer), lists.reshape(classes.shape)
 
 
-def in_order(counts: jax.Array, batch: int, heads: int, last: int, before: int) -> jax.Array:
+def in_order(
+    counts: jax.Array, batch: int, heads: int, hands: int, last: int, before: int
+) -> jax.Array:
     """int32 `[before + n + 1, 2]`: rows of -1, n tiles with what they visit, and (n, 0).
 
     `counts` is that of `visits.Visits`. Tile t of head h of batch entry b has the number
-    (b heads + h) tiles + t. They are in this order; but of the `last` heads, the tiles that are the
-    longest of their heads come first, and those that are the shortest last.
+    (b heads + h) tiles + t. They are in this order; but those of the `last` heads go from the longest to the
+    shortest, and before all come those that visit more than `LONG` of what each of the `hands` has to.
 
-    A warp compares a tile with all others of its head, and writes the entries of all heads and batch
-    entries that share its counts.
+    A warp compares a tile with all others, and writes the entries of all heads and batch entries that
+    share its counts.
     """
-    entries, each, tiles = counts.shape
+    _, each, tiles = counts.shape
     known, n = counts.size, batch * heads * tiles
-    entries_alike, heads_alike = batch // entries, heads // each
-    alike = entries_alike * heads_alike
+    alike = n // known
+    # The number of a row's first head, and what lies between the heads that share it.
+    stride, step = (alike, 1) if each == 1 else (1, heads)
     first_sorted = batch * heads - last
     size = before + n + 1
     ctas = -(-known // WARPS)
+
+    def sorted_heads(row: Any) -> Any:
+        """How many of the heads that share a row are among the last ones."""
+        unsorted = jnp.maximum(first_sorted - row * stride, 0) + (step - 1)
+        return alike - jnp.minimum(div(unsorted, step), alike)
 
     def run(refs: tuple, _: Any) -> None:
         counts, found = refs
@@ -113,23 +129,39 @@ def in_order(counts: jax.Array, batch: int, heads: int, last: int, before: int) 
         row, tile = div(own, tiles), rem(own, tiles)
         visited, _ = halves(mine)
 
-        def count(others: list[Any], rank: Any) -> Any:
-            places = [jnp.where(x < tiles, row * tiles + x, known) for x in others]
-            lengths = [halves(gather(counts, place))[0] for place in places]
-            for other, length in zip(others, lengths, strict=True):
-                longer = (length > visited) | ((length == visited) & (other < tile))
-                rank = rank + jnp.where(longer, I32(1), I32(0))
-            return rank
+        def sums_of(terms: Callable, count: int) -> list[Any]:
+            """Of all tiles: terms(place, length)."""
 
-        rank = sum_of_lanes(_strides(tiles, lane, LANES, count, 0 * thread))
+            def add(places: list[Any], sums: list[Any]) -> list[Any]:
+                lengths = [halves(gather(counts, place))[0] for place in places]
+                found = map(terms, places, lengths)
+                return [functools.reduce(jnp.add, x) for x in zip(sums, *found, strict=True)]
+
+            sums = _strides(known, lane, LANES, add, [0 * thread] * count)
+            return [sum_of_lanes(x) for x in sums]
+
+        (total,) = sums_of(lambda _, length: [length], 1)
+        share = (total.astype(jnp.float32) * (alike * LONG / hands)).astype(I32)
+
+        def compared(place: Any, length: Any) -> list[Any]:
+            longer = (length > visited) | ((length == visited) & (place < own))
+            other, is_long = div(place, tiles), length > share
+            places = is_long, other < row, other == row, place < own
+            long, above, beside, before = (jnp.where(x, I32(1), I32(0)) for x in places)
+            longer = jnp.where(longer, sorted_heads(other), 0)
+            return [longer, long, long * above, long * beside, long * beside * before]
+
+        longer, long, above, beside, left = sums_of(compared, 5)
 
         def write(copies: list[Any], _: Any) -> None:
             for copy in copies:
-                entry = div(row, each) + div(copy, heads_alike)
-                head = entry * heads + rem(row, each) + rem(copy, heads_alike)
+                head = row * stride + copy * step
                 number = head * tiles + tile
-                in_turn = first_sorted * tiles + rank * last + head - first_sorted
-                place = jnp.where(head < first_sorted, number, in_turn)
+                long_before = above * stride + copy * (beside if each == 1 else long) + left
+                in_turn = longer + copy - (alike - sorted_heads(row)) + first_sorted * tiles
+                after_long = number + long * alike - long_before
+                place = jnp.where(head < first_sorted, after_long, in_turn)
+                place = jnp.where(visited > share, long_before, place)
                 there = (copy < alike) & (own < known)
                 scatter(found, jnp.where(there, before + place, size), number, mine)
 

@@ -11,12 +11,8 @@ import numpy as np
 
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
 from pallas_fa2.kernels import listing
-from pallas_fa2.kernels.listing import FULL_BIT, MOST
+from pallas_fa2.kernels.listing import FULL_BIT, LONG, MOST
 from pallas_fa2.kernels.tiles import Claims, Dealt
-
-# Of all that a CTA does, the part from which a tile must come early, or all would wait for it: a few
-# keys that all queries see, beside a window, took the backward 1.7 times as long as an even division.
-LONG = 0.25
 
 
 def decode(counts: Any) -> tuple[Any, Any]:
@@ -77,7 +73,7 @@ class Visits(NamedTuple):
         data in L2; their tiles go from the longest to the shortest, and if all are done earlier so, those
         that are `LONG` come before all sections. Otherwise heads follow each other, and their tiles, as
         neighbours share data; but those of the last heads, three for each CTA, go from the longest to the
-        shortest, so that all CTAs are done together.
+        shortest, so that all CTAs are done together, and `LONG` ones come first. Unless there are very many.
         """
         tiles = self.counts.shape[-1]
         hands = min(hands, batch * heads * tiles)
@@ -86,8 +82,12 @@ class Visits(NamedTuple):
             orders = entries, _long_first(entries, hands)
             dealt = [Dealt.of(x, costs(x[:, 1]), hands) for x in orders]
             return min(dealt, key=lambda x: max(x.loads))
+        if self.counts.size > listing.MOST_COMPARED:
+            numbers = np.arange(batch * heads * tiles, dtype=np.int32)
+            counts = jnp.broadcast_to(self.counts, (batch, heads, tiles))
+            return Claims.of(numbers, counts.reshape(-1), hands)
         last, front = min(-(-3 * hands // tiles), batch * heads), Claims.in_front(hands)
-        return Claims(listing.in_order(self.counts, batch, heads, last, front), hands)
+        return Claims(listing.in_order(self.counts, batch, heads, hands, last, front), hands)
 
     def _in_sections(self, batch: int, heads: int, section: int) -> np.ndarray:
         """int32 `[all tiles, 2]`: numbers and counts."""
