@@ -13,7 +13,7 @@ from pallas_fa2.kernels.hopper import Extras, trim
 from pallas_fa2.kernels.visits import Visits
 from pallas_fa2.spec import describe
 from tests.support import interpreter
-from tests.support.hopper import attend_and_differentiate, planned_for_h200
+from tests.support.hopper import asking_first, attend_and_differentiate, planned_for_h200
 
 B, T, S = 2, 200, 330
 IDS = jnp.sort(jax.random.randint(jax.random.key(0), (B, T), 0, 5), 1)
@@ -103,6 +103,12 @@ PER_HEAD = fa.mask_fn(
 )(heads={"n": SLOPES})
 
 
+def is_asked(extras, classes=None, q_axis=0):
+    problem = extras.problem(B)
+    classes = extras.classes_of(extras.traced) if classes is None else classes
+    return extras.worth_asking(problem, classes, (128, 128), q_axis)
+
+
 @pytest.mark.parametrize(
     "mask, options, asked",
     [
@@ -110,17 +116,27 @@ PER_HEAD = fa.mask_fn(
         (ONE_ENTRY, {}, True),
         (DENSE, {}, True),
         (GRID, {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, True),
-        (fa.Window(3), {}, False),  # as soon asked again
-        (GRID, {"q_heads": 1}, False),
         (PER_HEAD, {}, False),
         (GRID, {"score": fa.soft_cap(3.0)}, False),
         (None, {}, False),
     ],
 )
-def test_who_is_asked(mask, options, asked):
-    extras = extras_of(mask, **options)
-    problem, classes = extras.problem(B), extras.classes_of(extras.traced)
-    assert extras.worth_asking(problem, classes) == asked
+def test_who_can_be_asked(mask, options, asked):
+    with asking_first():
+        assert is_asked(extras_of(mask, **options)) == asked
+
+
+def test_who_is_worth_asking():
+    """By the heads that share a mask, its operations, and the tiles that it cuts."""
+    grid, cheap = extras_of(GRID), extras_of(fa.mask_fn(lambda q, k: q.index ^ k.index > 9))
+    cut = np.full((1, 1, 64, 64), bounds.PARTIAL, np.int32)
+    few = np.where(np.arange(64) < 1, cut, bounds.FULL)
+    assert not is_asked(grid) and is_asked(extras_of(DENSE))
+    assert is_asked(grid, cut) and is_asked(grid, cut, q_axis=1)
+    assert is_asked(cheap, cut) and not is_asked(cheap, cut, q_axis=1)
+    assert not is_asked(cheap, few) and not is_asked(cheap, jnp.asarray(cut[:, :, :8]))
+    assert is_asked(grid, jnp.asarray(cut))
+    assert not is_asked(extras_of(ONE_ENTRY, q_heads=1), cut)
 
 
 @pytest.mark.parametrize("drops", [False, True])
@@ -138,9 +154,7 @@ def test_an_attention_that_reads_answers_reads_no_data_of_the_mask(monkeypatch, 
 def test_answers_take_no_more_memory_than_queries():
     """Of each entry 200 x heads x 8 x 2 bytes, and 200 x 330 bits."""
     for heads, asked in ((2, False), (3, True)):
-        extras = extras_of(GRID, q_heads=heads, dim=8)
-        problem, classes = extras.problem(B), extras.classes_of(extras.traced)
-        assert extras.worth_asking(problem, classes) == asked
+        assert is_asked(extras_of(DENSE, q_heads=heads, dim=8)) == asked
 
 
 @pytest.mark.parametrize(
@@ -161,7 +175,7 @@ def test_attention_is_that_of_the_mask(mask, head_dim):
     shapes = [(B, n, heads, head_dim) for n, heads in ((T, 4), (S, 2), (S, 2), (T, 4))]
     args = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=True)]
 
-    with planned_for_h200(cores=4):
+    with planned_for_h200(cores=4), asking_first():
         got = interpreter.run(attend_and_differentiate(mask), *args)
     expected = jax.jit(attend_and_differentiate(mask, "reference"))(*args)
     chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)

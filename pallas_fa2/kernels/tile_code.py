@@ -98,22 +98,40 @@ class TileFunction:
     def numbers(self) -> list[Source]:
         return [s for s in self.sources if s.side in ("integer", "real")]
 
-    @property
-    def pair_operations(self) -> int:
-        """How many of its operations depend on both tokens of a pair."""
-        count = 0
+    def operations(self, columns: Literal["q", "k"]) -> float:
+        """About how many a thread has for each pair of a tile, whose columns are of this side.
 
-        def apply(eqn: Any, ins: list[frozenset]) -> list[frozenset]:
+        Of 64 by 64 pairs it has two rows and 16 columns: what depends on columns alone counts half.
+        """
+        sides = ("k", "q") if columns == "q" else ("q", "k")
+        shape, count = (64, COLUMNS_AT_ONCE), 0.0
+
+        def keep(indices: list, rows: list, numbers: list) -> Any:
+            sources = [
+                dict(zip(self.rows(x), y, strict=True)) for x, y in zip(sides, rows, strict=True)
+            ]
+            found = {sides[i]: Side(i, indices[i], sources[i]) for i in (0, 1)}
+            pair = Pair(found["q"], found["k"], dict(zip(self.numbers, numbers, strict=True)))
+            return [value.array for value in self.on_tile(pair, shape)]
+
+        def apply(eqn: Any, ins: list) -> list:
             nonlocal count
             if (inner := called(eqn)) is not None:
-                return follow(*inner, ins, lambda _: frozenset(), apply)
-            read = frozenset().union(*ins)
-            count += len(read) == 2
-            return [read] * len(eqn.outvars)
+                return follow(*inner, ins, lambda _: None, apply)
+            if eqn.primitive.name not in ("broadcast_in_dim", "layout_cast", "squeeze"):
+                count += {shape: 1.0, shape[1:]: 0.5}.get(eqn.outvars[0].aval.shape, 0.0)
+            return [None] * len(eqn.outvars)
 
-        of_source = {"q": frozenset("q"), "k": frozenset("k"), "pair": frozenset("qk")}
-        args = [of_source.get(s.side, frozenset()) for s in self.sources]
-        follow(self.code.jaxpr, self.code.consts, args, lambda _: frozenset(), apply)
+        args = (
+            [jax.ShapeDtypeStruct((n,), jnp.int32) for n in shape],
+            [
+                [jax.ShapeDtypeStruct((n,), s.dtype) for s in self.rows(side)]
+                for n, side in zip(shape, sides, strict=True)
+            ],
+            [jax.ShapeDtypeStruct((), s.dtype) for s in self.numbers],
+        )
+        code, read = pointwise.lean(jax.make_jaxpr(keep)(*args))
+        follow(code.jaxpr, code.consts, [None] * sum(read), lambda _: None, apply)
         return count
 
     def reads_index(self, side: str) -> bool:

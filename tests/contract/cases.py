@@ -25,6 +25,7 @@ class Case:
     mask: Callable | None = None  # case -> (our mask, boolean array)
     score: Callable | None = None  # case -> (our score, function of dense scores)
     scale: float | None = None
+    asks_first: bool = False  # of the mask, for all heads: what otherwise saves too little
     rise: float = 0.0  # keys grow by 2^rise from the first to the last, and with them row maxima
 
     def __str__(self) -> str:
@@ -150,7 +151,7 @@ def _grid(q: Any, k: Any) -> Any:
 
 
 def grid(case: Case) -> tuple[Any, np.ndarray]:
-    """Neighbours on a grid, in documents near each other: so much to ask that all heads are asked at once."""
+    """Neighbours on a grid, in documents near each other."""
     q_ids, k_ids = _ids(case, case.q_len, 0), _ids(case, case.kv_len, 1)
     q, k = positions(case)
     near = (abs(q // 16 - k // 16) <= 3) & (abs(q % 16 - k % 16) <= 5)
@@ -262,10 +263,14 @@ MASKED = [
     *(Case(f"extremes_h{h}", 1, 130, 139, 1, 1, h, mask=extremes) for h in (64, 128)),
     *(Case(f"holes_h{h}", 2, 130, 330, 4, 2, h, mask=holes) for h in (64, 128)),
     Case("rising_holes_h64", 1, 130, 260, 1, 1, 64, mask=holes, rise=7),
-    *(Case(f"grid_h{h}", 2, 300, 300, 4, 2, h, mask=grid) for h in (64, 128, 256)),
-    Case("grid_h96", 2, 200, 331, 2, 1, 96, dtype=f16, mask=grid),
-    Case("grid_hv_smaller", 1, 139, 139, 2, 2, 192, 128, mask=grid),
-    *(Case(f"rising_grid_h{h}", 1, 130, 260, 2, 1, h, mask=grid, rise=7) for h in (64, 128, 256)),
+    *(Case(f"grid_h{h}", 2, 300, 300, 4, 2, h, mask=grid, asks_first=True) for h in (64, 128, 256)),
+    Case("grid_h96", 2, 200, 331, 2, 1, 96, dtype=f16, mask=grid, asks_first=True),
+    Case("grid_hv_smaller", 1, 139, 139, 2, 2, 192, 128, mask=grid, asks_first=True),
+    *(
+        Case(f"rising_grid_h{h}", 1, 130, 260, 2, 1, h, mask=grid, asks_first=True, rise=7)
+        for h in (64, 128, 256)
+    ),
+    Case("grid_asked_again", 2, 139, 330, 2, 1, 128, mask=grid),
     Case("reach_h64", 1, 300, 300, 4, 2, 64, mask=reach),
     Case("reach_h128_multi_query", 1, 200, 200, 4, 1, 128, mask=reach),
     *(

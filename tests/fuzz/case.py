@@ -55,6 +55,7 @@ class Case:
     layout: str = "plain"  # or swapped, sliced: how q, k and v lie in memory
     blocks: tuple[int, int] = (64, 64)  # of the blockwise implementation
     poison: float = float("nan")
+    asks_first: bool = False  # of the mask, where Hopper runs it, however little that saves
 
     def __repr__(self) -> str:
         fields = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
@@ -215,6 +216,7 @@ def _draw_for_hopper(pick: Pick) -> Case:
         positions=pick(("",) * 8 + ("q", "k", "Q", "QK")),
         **_surroundings(pick, transform),
         sinks=pick(SINKS),
+        asks_first=pick((False, True)),
     )
 
 

@@ -1,5 +1,6 @@
 """Runs a case through the library and holds it against the dense definition."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tests.contract.rule import FACTOR, FLOOR
 from tests.fuzz import dense
 from tests.fuzz.case import Arguments, Case, Cotangents
 from tests.fuzz.dense import Found
+from tests.support.hopper import asking_first
 
 # XLA's CPU compiler leaves a few products of bfloat16 with tiny axes to a runtime that has none.
 XLAS_OWN = "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"
@@ -235,6 +237,7 @@ def check(case: Case, *names: str | None, draws: int = 1) -> Checked:
         mock.patch.object(plan, "block_sizes", lambda spec: case.blocks),
         mock.patch.object(api, "make_plan", planned),
         jax.enable_x64(case.dtype == "float64"),
+        asking_first() if case.asks_first else contextlib.nullcontext(),
     ):
         for name in names:
             run = jax.jit(gradients(case, name))

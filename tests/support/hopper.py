@@ -1,6 +1,7 @@
 """Makes the library plan for an H200 on a machine without one, and take each of its variants."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -53,6 +54,13 @@ def each_variant(cases: list[Case]) -> list[tuple[Case, plan.Tuned]]:
 def planned_with(tuned: plan.Tuned) -> Iterator[None]:
     """What is traced inside takes this forward kernel, however long it is."""
     with mock.patch.object(plan, "HOPPER_FORWARD", (tuned._replace(longest=plan.ANY_LENGTH),)):
+        yield
+
+
+@contextlib.contextmanager
+def asking_first() -> Iterator[None]:
+    """What is traced inside asks a mask before the attention, however little that saves."""
+    with mock.patch.multiple(hopper, WORTH_ASKING=-math.inf, COSTLY_BACKWARD=0):
         yield
 
 
