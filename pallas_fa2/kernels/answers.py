@@ -38,7 +38,7 @@ def ask(problem: Problem, data: TokenData, seen: Visits, tile: tuple[int, int], 
     rows are queries, a block is found by its place in the tile's list. Else lists are `visits.from_last`, and
     a block is found by its number: the heads of a group, whose blocks follow each other in lists, share it.
     """
-    data = data.with_places(tile[q_axis], tile[1 - q_axis])
+    data = data._replace(pairs=data.bytes).with_places(tile[q_axis], tile[1 - q_axis])
     batch, _, tiles, blocks = seen.lists.shape
     squares = tile[0] // SQUARE, tile[1] // SQUARE
     parts = min(blocks, -(-CTAS // (batch * tiles)))

@@ -29,10 +29,11 @@ class PairTile:
     keys_are_rows: bool = False  # of the tile
 
     def load(self, start: int, count: int, dtype: str) -> jax.Array:
-        """Some of the tile's columns. Floats of 16 bits become float32, as whose 0 and 1 booleans lie."""
+        """Some of the tile's columns. Floats of 16 bits become float32; booleans lie as 0 and 1, in 16 bits
+        or as bytes."""
         memory, (queries, keys) = jnp.dtype(self.ref.dtype), self.ref.shape
         shape = keys if self.keys_are_rows else queries, count
-        loaded = jnp.dtype("float32" if memory.itemsize == 2 else dtype)
+        loaded = jnp.dtype({1: "int32", 2: "float32"}.get(memory.itemsize, dtype))
 
         def load(_: Any, ref: Any) -> Any:
             registers = self._registers(ref, shape, start)
@@ -69,6 +70,9 @@ class PairTile:
                 found = value(pairs, row, column)
             if mgpu.utils.bitwidth(kind) == 16:
                 found = arith.extf(ir.VectorType.get((2,), ir.F32Type.get()), found)
+            if mgpu.utils.bitwidth(kind) == 8:
+                word = ir.IntegerType.get_signless(32)
+                found = arith.extui(ir.VectorType.get((2,), word), found)
             registers[at] = found
         return registers
 

@@ -63,6 +63,8 @@ class TokenData(NamedTuple):
     numbers: "Numbers"
     row_keys: jax.Array | None  # int32 [B, N, 2, T], for dropout
     pairs: tuple[jax.Array, ...]  # [B | 1, N | 1, T', S'] each, T' and S' whole tiles
+    # The same, where booleans are bytes: what a kernel reads without TMA (`answers.ask`).
+    bytes: tuple[jax.Array, ...] = ()
 
     def with_places(self, block_q: int, block_kv: int) -> "TokenData":
         """With the tokens' places as the first row; up to whole tiles, where all other data are 0."""
@@ -74,7 +76,7 @@ class TokenData(NamedTuple):
 
         row_keys = None if self.row_keys is None else _pad_last(self.row_keys, block_q)
         q, k = widen(self.q, block_q), widen(self.k, block_kv)
-        return self._replace(q=q, k=k, row_keys=row_keys)
+        return self._replace(q=q, k=k, row_keys=row_keys, bytes=())
 
 
 def _pad_last(x: jax.Array, multiple: int) -> jax.Array:
@@ -228,7 +230,8 @@ def _is_zero(v: Any) -> bool:
 
 
 def pack(spec: Spec, operands: Operands, first_query: int) -> TokenData:
-    found: dict[str, list] = {"q": [], "k": [], "pair": [], "integer": [], "real": []}
+    sides = ("q", "k", "pair", "bytes", "integer", "real")
+    found: dict[str, list] = {side: [] for side in sides}
     sources = _sources(spec)
     given = [(sources.q, operands.q_index), (sources.k, operands.k_index)]
     if spec.masked:
@@ -239,7 +242,9 @@ def pack(spec: Spec, operands: Operands, first_query: int) -> TokenData:
             continue
         assert leaf is not None
         if source.side == "pair":
-            found["pair"].append(_whole_tiles(spec, leaf))
+            dtype, is_bool = stored(leaf.dtype.name), leaf.dtype == jnp.bool_
+            found["pair"].append(_whole_tiles(spec, leaf, dtype))
+            found["bytes"].append(_whole_tiles(spec, leaf, jnp.int8 if is_bool else dtype))
             continue
         if source.dtype in pointwise.NARROW:
             leaf = leaf.astype(jnp.float32)
@@ -256,9 +261,9 @@ def pack(spec: Spec, operands: Operands, first_query: int) -> TokenData:
         return jnp.stack([x.reshape(batch, -1) for x in arrays], 2) if arrays else None
 
     numbers = Numbers(each_head("integer"), each_head("real"))
-    pairs = tuple(found["pair"])
+    pairs = tuple(found["pair"]), tuple(found["bytes"])
     keys = _row_keys(spec, operands, first_query) if spec.dropout_rate else None
-    return TokenData(rows("q", spec.q_len), rows("k", spec.kv_len), numbers, keys, pairs)
+    return TokenData(rows("q", spec.q_len), rows("k", spec.kv_len), numbers, keys, *pairs)
 
 
 def _row_keys(spec: Spec, operands: Operands, first_query: int) -> jax.Array:
@@ -288,11 +293,11 @@ def token_rows(spec: Spec, side: str) -> int:
     return sum(s.side == side and s.place is not None for s in of_all)
 
 
-def _whole_tiles(spec: Spec, x: jax.Array) -> jax.Array:
+def _whole_tiles(spec: Spec, x: jax.Array, dtype: Any) -> jax.Array:
     """`[B | 1, N | 1, T', S']`, whose lengths are multiples of every tile's."""
     heads = (1, 1) if x.shape[1:3] == (1, 1) else (spec.kv_heads, spec.group)
     x = jnp.broadcast_to(x, (x.shape[0], *heads, spec.q_len, spec.kv_len))
-    x = x.reshape(x.shape[0], -1, *x.shape[3:]).astype(stored(x.dtype.name))
+    x = x.reshape(x.shape[0], -1, *x.shape[3:]).astype(dtype)
     return jnp.pad(x, [(0, 0), (0, 0), *((0, -n % WHOLE) for n in x.shape[2:])])
 
 
