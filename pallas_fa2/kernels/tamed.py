@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import listing, mosaic, ptx, tma
 from pallas_fa2.kernels.mosaic import I32, ROWS, ROWS_PER_WARPGROUP, TILE
-from pallas_fa2.kernels.tma import Rows
+from pallas_fa2.kernels.tma import Instead, Rows
 
 
 @functools.partial(
@@ -49,8 +49,12 @@ def rows_of(source: Any, batch: Any, rows: Any, head: Any, **options: Any) -> Ro
     """Of an array or a `Tamed`: of one block, some rows or all."""
     if not isinstance(source, Tamed):
         return Rows(source, batch, rows, head, **options)
-    wild = source.wild[batch, head, mosaic.div(rows.start, source.block)]
-    options |= {"instead": source.instead, "wild": wild}
+
+    def is_wild() -> Any:
+        return source.wild[batch, head, mosaic.div(rows.start, source.block)]
+
+    # By pieces, of a length that needs it, or both copies would be there twice: ptxas spills.
+    options |= {"instead": Instead(source.instead, is_wild), "by_pieces": True}
     return Rows(source.array, batch, rows, head, **options)
 
 

@@ -10,8 +10,8 @@ contains a sequence's end is copied by pieces. Where a panel is cut, pieces are 
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,14 @@ def as_operand(buffer: Any) -> Any:
     return plgpu.RefType(tiles(panel(buffer), buffer.dtype))
 
 
+class Instead(NamedTuple):
+    """Another array, and whether rows are loaded from there: 0 or 1."""
+
+    array: Any
+    # Asked as late as can be: a warpgroup that loads has few registers.
+    taken: Callable[[], Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """Some rows of one head of an array `[B, T, N, H]` in device memory.
@@ -89,9 +97,7 @@ class Rows:
     columns: Any = None  # a slice, at a multiple of its size; as many as the buffer has if None
     # Whether they are always copied by pieces where the length needs it: less code, and registers.
     by_pieces: bool = False
-    # Another array, and whether they are loaded from there: 0 or 1.
-    instead: Any = None
-    wild: Any = None
+    instead: "Instead | None" = None
 
     @staticmethod
     def pieces(array: Any, pieces: Sequence[Any]) -> list[Any]:
@@ -146,7 +152,7 @@ class Rows:
         scalars = [i, self.batch, self.rows.start, self.head, column]
         arrays, width = [self.array], panel(buffer)
         if self.instead is not None:
-            scalars, arrays = [*scalars, self.wild], [self.array, self.instead]
+            scalars, arrays = [*scalars, self.instead.taken()], [*arrays, self.instead.array]
         types = as_operand(buffer), *[plgpu.RefType()] * len(arrays)
         types = *types, *[plgpu.Layout.WG_SPLAT] * len(scalars)
 
