@@ -71,9 +71,8 @@ def tame(block: int, checked: Sequence[Part], others: Sequence[Part] = ()) -> li
     parts = [*checked, *others]
     batch, length, heads, _ = parts[0].array.shape
     grid = batch, heads, -(-length // block)
-    squares = [
-        pl.ds(start, ROWS_PER_WARPGROUP) for start in range(0, block, ROWS_PER_WARPGROUP)
-    ]  # which may reach past the block
+    # They may reach past the block.
+    squares = [pl.ds(x, ROWS_PER_WARPGROUP) for x in range(0, block, ROWS_PER_WARPGROUP)]
     count = len(squares) * ROWS_PER_WARPGROUP
 
     def run(refs: tuple, memory: list[Any]) -> None:
@@ -81,11 +80,14 @@ def tame(block: int, checked: Sequence[Part], others: Sequence[Part] = ()) -> li
         *tiles, arrived = memory
         cta = lax.axis_index("cta")
         row, number = mosaic.div(cta, grid[2]), mosaic.rem(cta, grid[2])
-        place = mosaic.div(row, heads), pl.ds(number * block, count), mosaic.rem(row, heads)
+
+        def rows(array: Any, size: int) -> Rows:
+            place = pl.ds(number * block, size)
+            return Rows(array, mosaic.div(row, heads), place, mosaic.rem(row, heads))
 
         def load(first: int, end: int) -> None:
             for i in range(first, end):
-                Rows(arrays[i], *place).load(tiles[i], arrived, jnp.int32(i))
+                rows(arrays[i], count).load(tiles[i], arrived, jnp.int32(i))
             for i in range(first, end):
                 plgpu.barrier_wait(arrived.at[i])
 
@@ -106,7 +108,7 @@ def tame(block: int, checked: Sequence[Part], others: Sequence[Part] = ()) -> li
                     _replace(tile.at[x], zeros, part.value)
             plgpu.commit_smem()
             for target, tile in zip(targets, tiles, strict=True):
-                Rows(target, *place).store(tile)
+                rows(target, block).store(tile.at[pl.ds(0, block)])
             plgpu.commit_smem_to_gmem_group()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
