@@ -104,9 +104,9 @@ PER_HEAD = fa.mask_fn(
 
 
 def is_asked(extras, classes=None, q_axis=0):
-    problem = extras.problem(B)
+    problem, head_dim = extras.problem(B), extras.spec.head_dim
     classes = extras.classes_of(extras.traced) if classes is None else classes
-    return extras.worth_asking(problem, classes, (128, 128), q_axis)
+    return answers.are_worth_it(problem, head_dim, classes, (128, 128), q_axis)
 
 
 @pytest.mark.parametrize(

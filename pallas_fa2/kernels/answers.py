@@ -5,15 +5,18 @@ head again, and a mask may take longer than the softmax. 64 rows and columns of 
 for each of a warpgroup's threads: of its own values, in the order of registers, whether they are hidden.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa2.bounds import PARTIAL
 from pallas_fa2.kernels import mosaic, ptx, tma, visits
 from pallas_fa2.kernels.mosaic import I32, Problem
 from pallas_fa2.kernels.pair_tile import PairTile
@@ -24,11 +27,35 @@ from pallas_fa2.kernels.visits import Visits
 SQUARE = 64
 # CTAs that share a machine's 132 multiprocessors: each has a part of a row of tiles.
 CTAS = 2048
+# A mask is asked before the attention where that saves so many operations on a pair: on all of a GPU's
+# multiprocessors they take 12 us, and to ask takes 5 and more. (Measured: docs/performance.md.)
+WORTH_ASKING = 2.5e8
+# To ask takes as long as two heads that ask by themselves.
+AS_LONG_AS = 2
+# In the backward, a mask of fewer operations is asked again while answers would be loaded.
+COSTLY_BACKWARD = 12
+# Of a mask that is not known, one tile in so many is thought to be cut.
+GUESSED_CUT = 8
 
 
-def size(batch: int, q_len: int, kv_len: int) -> int:
-    """Bytes, but for what tiles reach past the end."""
-    return batch * q_len * kv_len // 8
+def are_worth_it(
+    problem: Problem, head_dim: int, classes: Any, tile: tuple[int, int], q_axis: int
+) -> bool:
+    """Whether the mask is asked once for all heads, before the attention; of the classes of its tiles,
+    `[B | 1, N | 1, T tiles, S tiles]`. Queries are those of `tile[q_axis]`."""
+    if problem.mask is None or problem.score is not None or classes.shape[1] > 1:
+        return False
+    size = len(classes) * problem.q_len * problem.kv_len // 8
+    if size > 2 * problem.batch * problem.q_len * problem.q_heads * head_dim:
+        return False  # more memory than queries have
+    visible, heads = problem.mask.visible, problem.q_heads * (problem.batch // len(classes))
+    if visible.pairs:
+        return heads >= AS_LONG_AS
+    known = isinstance(classes, np.ndarray)
+    cut = np.sum(classes == PARTIAL) if known else classes.size / GUESSED_CUT
+    operations = visible.operations("k" if q_axis == 0 else "q")
+    saved = (heads - AS_LONG_AS) * cut * math.prod(tile) * operations
+    return saved >= WORTH_ASKING and (q_axis == 0 or operations >= COSTLY_BACKWARD)
 
 
 def ask(problem: Problem, data: TokenData, seen: Visits, tile: tuple[int, int], q_axis: int) -> Any:

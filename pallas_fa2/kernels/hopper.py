@@ -37,15 +37,6 @@ LARGEST_DIM = KERNEL_DIMS[-1][0]
 MAX_ELEMENTS = 2**31 - 1
 # Nor with more heads, batch entries times key heads, or blocks of 64 tokens.
 MAX_COUNT = 65_535
-# A mask is asked before the attention where that saves so many operations on a pair: on all of a GPU's
-# multiprocessors they take 12 us, and to ask takes 5 and more. (Measured: docs/performance.md.)
-WORTH_ASKING = 2.5e8
-# To ask takes as long as two heads that ask by themselves.
-AS_LONG_AS = 2
-# In the backward, a mask of fewer operations is asked again while answers would be loaded.
-COSTLY_BACKWARD = 12
-# Of a mask that is not known, one tile in so many is thought to be cut.
-GUESSED_CUT = 8
 # Of data of one side's tokens: in every kernel shared memory has room for so many beside the rest.
 MOST_ROWS = 12
 
@@ -229,24 +220,6 @@ class Extras(NamedTuple):
     def classes_of(self, traced: "Traced") -> Any:
         return traced.classes if self.classes is None else self.classes
 
-    def worth_asking(
-        self, problem: Problem, classes: Any, tile: tuple[int, int], q_axis: int
-    ) -> bool:
-        """Whether the mask is asked once for all heads, before the attention."""
-        if self.mask is None or self.score is not None or classes.shape[1] > 1:
-            return False
-        size = answers.size(len(classes), problem.q_len, problem.kv_len)
-        if size > 2 * problem.batch * problem.q_len * problem.q_heads * self.spec.head_dim:
-            return False  # more memory than queries have
-        visible, heads = self.mask.visible, problem.q_heads * (problem.batch // len(classes))
-        if visible.pairs:
-            return heads >= AS_LONG_AS
-        known = isinstance(classes, np.ndarray)
-        cut = np.sum(classes == bounds.PARTIAL) if known else classes.size / GUESSED_CUT
-        operations = visible.operations("k" if q_axis == 0 else "q")
-        saved = (heads - AS_LONG_AS) * cut * math.prod(tile) * operations
-        return saved >= WORTH_ASKING and (q_axis == 0 or operations >= COSTLY_BACKWARD)
-
     def ask(
         self,
         problem: Problem,
@@ -357,7 +330,7 @@ def forward(
         data, seen, found = traced.data, None, None
         if classes is not None:
             seen = visits.Visits.of(classes)
-            if extras.worth_asking(problem, classes, config.tile, q_axis=0):
+            if answers.are_worth_it(problem, spec.head_dim, classes, config.tile, q_axis=0):
                 problem, data, found = extras.ask(problem, traced, seen, config.tile, q_axis=0)
         keys, values = tame_keys(config, k, v) if extras.tames else (k, v)
         return hopper_forward.attention(problem, config, q, keys, values, seen, data, found)
@@ -394,7 +367,7 @@ def backward(
         delta = delta if dlse is None else delta + dlse
         classes, data, found = extras.classes_of(traced), traced.data, None
         tile = config.block_kv, config.block_q
-        if classes is not None and extras.worth_asking(problem, classes, tile, q_axis=1):
+        if answers.are_worth_it(problem, spec.head_dim, classes, tile, q_axis=1):
             seen = visits.Visits.of(visits.from_last(classes.swapaxes(2, 3)))
             problem, data, found = extras.ask(problem, traced, seen, tile, q_axis=1)
         if extras.tames:

@@ -336,6 +336,26 @@ def by_eights(combine: Callable, tile: jax.Array) -> jax.Array:
     return functools.reduce(combine, parts)
 
 
+def sum_rows(term: Callable, *tiles: Any) -> jax.Array:
+    """Of 64 rows in shared memory, sums of term(*elements) in float32."""
+
+    def of_panel(*panels: Any) -> jax.Array:
+        loaded = (plgpu.load(x, layout=TILE).astype(jnp.float32) for x in panels)
+        return by_eights(jnp.add, term(*loaded))
+
+    total = functools.reduce(jnp.add, map(of_panel, *map(tma.panels, tiles)))
+    return plgpu.layout_cast(jnp.sum(total, 1), ROWS)
+
+
+def unravel(number: Any, shape: tuple[int, ...]) -> list[Any]:
+    """Of the element with this number in an array of this shape, the place on each axis."""
+    place = []
+    for size in reversed(shape):
+        number, at = div(number, size), rem(number, size)
+        place.append(at)
+    return place[::-1]
+
+
 def section_of(heads: int, bytes_per_head: int, budget: int) -> int:
     """The most heads, dividing their number, whose data fit into the L2 budget together."""
     fit = max(1, budget // max(bytes_per_head, 1))

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import fragments, mosaic, tma
 from pallas_fa2.kernels.backward_schedule import Config, Schedule
-from pallas_fa2.kernels.mosaic import ROWS, ROWS_PER_WARPGROUP, TILE, Problem
+from pallas_fa2.kernels.mosaic import ROWS_PER_WARPGROUP, TILE, Problem
 from pallas_fa2.kernels.tamed import Tamed
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE
 from pallas_fa2.kernels.tma import Rows
@@ -51,7 +51,8 @@ def prepare(
             fragments.store_fragments(block.at[config.dq_numbers(*tile)], nothing)
         plgpu.barrier_wait(arrived.at[0])
         for start in range(0, config.block_q, ROWS_PER_WARPGROUP):
-            total = _row_products(*(tile.at[pl.ds(start, ROWS_PER_WARPGROUP)] for tile in tiles))
+            parts = (tile.at[pl.ds(start, ROWS_PER_WARPGROUP)] for tile in tiles)
+            total = mosaic.sum_rows(jnp.multiply, *parts)
             delta.at[batch, head, pl.ds(first + start, ROWS_PER_WARPGROUP)][...] = -total
 
     delta = problem.batch, problem.q_heads, schedule.q_blocks * config.block_q
@@ -72,21 +73,8 @@ def _place(schedule: Schedule) -> tuple[Any, Any, Any]:
     """Batch entry, head and first query of a CTA's block."""
     problem = schedule.problem
     shape = problem.batch, problem.q_heads, schedule.q_blocks
-    batch, head, block = _unravel(lax.axis_index("cta"), shape)
+    batch, head, block = mosaic.unravel(lax.axis_index("cta"), shape)
     return batch, head, block * schedule.config.block_q
-
-
-def _row_products(a: Any, b: Any) -> jax.Array:
-    """rowsum(a ∘ b) in float32, of 64 rows in shared memory."""
-    width = tma.panel(a)
-    panels = [pl.ds(start, width) for start in range(0, a.shape[1], width)]
-
-    def product(panel: Any) -> jax.Array:
-        x, y = (plgpu.load(ref.at[:, panel], layout=TILE).astype(jnp.float32) for ref in (a, b))
-        return mosaic.by_eights(jnp.add, x * y)
-
-    total = functools.reduce(jnp.add, map(product, panels))
-    return plgpu.layout_cast(jnp.sum(total, 1), ROWS)
 
 
 def finish(problem: Problem, config: Config, dq: jax.Array, q: jax.Array | Tamed) -> jax.Array:
@@ -132,7 +120,7 @@ def finish_pairs(pieces: jax.Array, entries: int, dtype: Any) -> jax.Array:
 
     def run(refs: tuple, memory: list[Any]) -> None:
         (pieces, target), (tile,) = refs, memory
-        entry, head, row, column = _unravel(lax.axis_index("cta"), grid)
+        entry, head, row, column = mosaic.unravel(lax.axis_index("cta"), grid)
         for i, j in np.ndindex(down, across):
             place = head, row * down + i, column * across + j
             total = sum_of([pieces.at[e, *place] for e in (range(batch) if shared else [entry])])
@@ -159,12 +147,3 @@ def finish_pairs(pieces: jax.Array, entries: int, dtype: Any) -> jax.Array:
         1,
     )
     return jax.custom_batching.sequential_vmap(kernel)(pieces)
-
-
-def _unravel(number: Any, shape: tuple[int, ...]) -> list[Any]:
-    """Of the element with this number in an array of this shape, the place on each axis."""
-    place = []
-    for size in reversed(shape):
-        number, at = mosaic.div(number, size), mosaic.rem(number, size)
-        place.append(at)
-    return place[::-1]

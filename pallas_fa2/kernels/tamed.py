@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import listing, mosaic, ptx, tma
-from pallas_fa2.kernels.mosaic import I32, ROWS, ROWS_PER_WARPGROUP, TILE
+from pallas_fa2.kernels.mosaic import I32, ROWS_PER_WARPGROUP, TILE
 from pallas_fa2.kernels.tma import Instead, Rows
 
 
@@ -69,8 +69,8 @@ class Part(NamedTuple):
 def tame(block: int, checked: Sequence[Part], others: Sequence[Part] = ()) -> list[Tamed]:
     """Those where rows that are not finite in all of `checked` have other values, each a `Tamed`."""
     parts = [*checked, *others]
-    batch, length, heads, _ = parts[0].array.shape
-    grid = batch, heads, -(-length // block)
+    entries, length, heads, _ = parts[0].array.shape
+    grid = entries, heads, -(-length // block)
     # They may reach past the block.
     squares = [pl.ds(x, ROWS_PER_WARPGROUP) for x in range(0, block, ROWS_PER_WARPGROUP)]
     count = len(squares) * ROWS_PER_WARPGROUP
@@ -79,11 +79,10 @@ def tame(block: int, checked: Sequence[Part], others: Sequence[Part] = ()) -> li
         arrays, targets, wild = refs[: len(parts)], refs[len(parts) : -1], refs[-1]
         *tiles, arrived = memory
         cta = lax.axis_index("cta")
-        row, number = mosaic.div(cta, grid[2]), mosaic.rem(cta, grid[2])
+        batch, head, number = mosaic.unravel(cta, grid)
 
         def rows(array: Any, size: int) -> Rows:
-            place = pl.ds(number * block, size)
-            return Rows(array, mosaic.div(row, heads), place, mosaic.rem(row, heads))
+            return Rows(array, batch, pl.ds(number * block, size), head)
 
         def load(first: int, end: int) -> None:
             for i in range(first, end):
@@ -132,25 +131,14 @@ def tame(block: int, checked: Sequence[Part], others: Sequence[Part] = ()) -> li
     return [Tamed(x.array, y, wild, block) for x, y in zip(parts, instead, strict=True)]
 
 
-def _panels(tile: Any) -> list[Any]:
-    width = tma.panel(tile)
-    return [tile.at[:, pl.ds(start, width)] for start in range(0, tile.shape[1], width)]
-
-
 def _nothing(tile: Any) -> jax.Array:
     """Of 64 rows in shared memory: 0, or NaN where something is not finite."""
-
-    def nothing(panel: Any) -> jax.Array:
-        x = plgpu.load(panel, layout=TILE).astype(jnp.float32)
-        return mosaic.by_eights(jnp.add, x - x)
-
-    total = functools.reduce(jnp.add, map(nothing, _panels(tile)))
-    return plgpu.layout_cast(jnp.sum(total, 1), ROWS)
+    return mosaic.sum_rows(lambda x: x - x, tile)
 
 
 def _replace(tile: Any, nothing: jax.Array, value: float) -> None:
     """Gives other values to rows where `nothing` is not 0."""
-    for panel in _panels(tile):
+    for panel in tma.panels(tile):
         x = plgpu.load(panel, layout=TILE)
         wild = mosaic.over_rows(nothing, x.shape) != 0
         panel[...] = jnp.where(wild, jnp.asarray(value, x.dtype), x)

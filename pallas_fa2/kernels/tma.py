@@ -70,6 +70,12 @@ def panel(buffer: Any) -> int:
     return tiling[-1]
 
 
+def panels(buffer: Any) -> list[Any]:
+    """Its columns, a panel at a time."""
+    width = panel(buffer)
+    return [buffer.at[:, pl.ds(start, width)] for start in range(0, buffer.shape[1], width)]
+
+
 def as_operand(buffer: Any) -> Any:
     """The type with which inline code takes it as it lies."""
     return plgpu.RefType(tiles(panel(buffer), buffer.dtype))
@@ -130,11 +136,11 @@ class Rows:
 
     def takes_code(self, buffer: Any) -> bool:
         """Whether Pallas has no copy for it."""
-        return self.ragged or self.narrow(buffer) or self.cut(buffer)
+        return self.ragged or self.narrow(buffer) or self.cut(buffer) or self.instead is not None
 
     def load(self, buffer: Any, barriers: Any, i: Any) -> None:
         """Fills shared memory; arrives once at barrier i of an array when it is there."""
-        if self.takes_code(buffer) or self.instead is not None:
+        if self.takes_code(buffer):
             self._copy(buffer, Barriers.of(barriers), i)
             plgpu.barrier_arrive(barriers.at[i])
         else:

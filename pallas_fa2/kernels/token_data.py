@@ -242,9 +242,10 @@ def pack(spec: Spec, operands: Operands, first_query: int) -> TokenData:
             continue
         assert leaf is not None
         if source.side == "pair":
-            dtype, is_bool = stored(leaf.dtype.name), leaf.dtype == jnp.bool_
-            found["pair"].append(_whole_tiles(spec, leaf, dtype))
-            found["bytes"].append(_whole_tiles(spec, leaf, jnp.int8 if is_bool else dtype))
+            whole = _whole_tiles(spec, leaf, stored(leaf.dtype.name))
+            is_bool = leaf.dtype == jnp.bool_
+            found["pair"].append(whole)
+            found["bytes"].append(_whole_tiles(spec, leaf, jnp.int8) if is_bool else whole)
             continue
         if source.dtype in pointwise.NARROW:
             leaf = leaf.astype(jnp.float32)

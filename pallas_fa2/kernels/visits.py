@@ -73,14 +73,14 @@ class Visits(NamedTuple):
         data in L2; their tiles go from the longest to the shortest, and if all are done earlier so, those
         that are `LONG` come before all sections. Otherwise heads follow each other, and their tiles, as
         neighbours share data; but those of the last heads, three for each CTA, go from the longest to the
-        shortest, so that all CTAs are done together, and `LONG` ones come first. Unless there are very many.
+        shortest, so that all CTAs are done together, and `LONG` ones come first. (More than `MOST_COMPARED`
+        stay where they are.)
         """
         tiles = self.counts.shape[-1]
         hands = min(hands, batch * heads * tiles)
         if isinstance(self.counts, np.ndarray):
             entries = self._in_sections(batch, heads, section)
-            orders = entries, _long_first(entries, hands)
-            dealt = [Dealt.of(x, costs(x[:, 1]), hands) for x in orders]
+            dealt = [Dealt.of(x, costs(x[:, 1]), hands) for x in _orders(entries, hands)]
             return min(dealt, key=lambda x: max(x.loads))
         if self.counts.size > listing.MOST_COMPARED:
             numbers = np.arange(batch * heads * tiles, dtype=np.int32)
@@ -101,10 +101,13 @@ class Visits(NamedTuple):
         return np.stack([x.swapaxes(1, 2).reshape(-1) for x in each], -1)
 
 
-def _long_first(entries: np.ndarray, hands: int) -> np.ndarray:
+def _orders(entries: np.ndarray, hands: int) -> list[np.ndarray]:
+    """The same, and with those first that are `LONG`, if any are."""
     each = costs(entries[:, 1])
-    before = np.where(each > LONG * each.sum() / hands, -each, 0)
-    return entries[np.argsort(before, kind="stable")]
+    long = each > LONG * each.sum() / hands
+    if not long.any():
+        return [entries]
+    return [entries, entries[np.argsort(np.where(long, -each, 0), kind="stable")]]
 
 
 def costs(counts: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2 import plan
-from pallas_fa2.kernels import hopper, mosaic
+from pallas_fa2.kernels import answers, hopper, mosaic
 from pallas_fa2.spec import Device, describe
 from tests.contract.cases import Case
 
@@ -60,7 +60,7 @@ def planned_with(tuned: plan.Tuned) -> Iterator[None]:
 @contextlib.contextmanager
 def asking_first() -> Iterator[None]:
     """What is traced inside asks a mask before the attention, however little that saves."""
-    with mock.patch.multiple(hopper, WORTH_ASKING=-math.inf, COSTLY_BACKWARD=0):
+    with mock.patch.multiple(answers, WORTH_ASKING=-math.inf, COSTLY_BACKWARD=0):
         yield
 
 
