@@ -45,6 +45,7 @@ LENGTHS = {
     "capped_hv_smaller": (139, 139),
     "rising_documents_h128": (130, 260),
     "rising_grid_h128": (130, 260),
+    "rising_extremes_h128": (130, 260),
     "rising_grid_h256": (70, 130),
     "grid_h96": (200, 331),
 }

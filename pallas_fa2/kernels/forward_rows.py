@@ -100,13 +100,13 @@ class RowBlock(RowScores):
                 answers = self.answers(0, masked=True)
                 return self.hide(s, self.first_key(0), queries, found, answers)
 
-            s = lax.cond(self.tile.first_is_cut, hide, lambda: s)
+            s = lax.cond(self.tile.is_cut(0), hide, lambda: s)
         elif self.masked:
             s = self.hide(s, self.first_key(0), queries, data, [])
         reference = _highest(s) * scale
         if not problem.plain:
             # A later block that is cut finds it, but no full one does.
-            lowest = jnp.where(self.tile.first_is_cut, jnp.inf, NO_MAXIMUM)
+            lowest = jnp.where(self.tile.is_cut(0), jnp.inf, NO_MAXIMUM)
             reference = jnp.where(reference == -jnp.inf, lowest, reference)
         p = _exponentials(s, scale, reference)
         statistics = Statistics(reference, mosaic.by_eights(jnp.add, p))
@@ -114,7 +114,7 @@ class RowBlock(RowScores):
         if data is not None:
             self.release_data(0, statistics)
         elif problem.reads_block():
-            pl.when(self.tile.first_is_cut)(lambda: self.release_data(0, statistics))
+            pl.when(self.tile.is_cut(0))(lambda: self.release_data(0, statistics))
         acc = mosaic.constant(0.0, (rows, self.schedule.config.value_dim), TILE)
         return acc, statistics, p.astype(self.dtype)
 
@@ -270,9 +270,15 @@ class RowBlock(RowScores):
             s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key), square)
             queries, data = self.query_data(masked=True), self.data_in_device_memory(first_key)
             s, scale = self.scored(s, first_key, queries, data)
-            if self.masked:
-                answers = self.answers(block, self.masked, [part])
-                s = self.hide(s, first_key, queries, data, answers)
+
+            def hide() -> jax.Array:
+                answers = self.answers(block, True, [part])
+                return self.hide(s, first_key, queries, data, answers)
+
+            if self.schedule.problem.asked:  # not about a block of which nothing is hidden
+                s = lax.cond(self.tile.is_cut(block), hide, lambda: s)
+            elif self.masked:
+                s = hide()
             highest = jnp.maximum(reference, s.max(axis=1) * scale)
             factor, p = jnp.exp2(reference - highest), _exponentials(s, scale, highest)
             summed = p.sum(axis=1)

@@ -182,9 +182,9 @@ class Tile:
             return [(True, self.cut), (False, self.visited)]
         return [(False, self.full), (True, self.visited)]
 
-    @property
-    def first_is_cut(self) -> Any:
-        return self.cut > 0 if self.backwards else self.full == 0
+    def is_cut(self, t: Any) -> Any:
+        """Whether the t-th block visited passes through the mask."""
+        return t < self.cut if self.backwards else t >= self.full
 
     def place_of(self, t: Any) -> Any:
         """Among the blocks of the tile, full ones before those that are cut, the t-th that it visits."""

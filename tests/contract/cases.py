@@ -270,6 +270,11 @@ MASKED = [
         Case(f"rising_grid_h{h}", 1, 130, 260, 2, 1, h, mask=grid, asks_first=True, rise=7)
         for h in (64, 128, 256)
     ),
+    # Blocks of which a mask hides nothing: none has been asked about.
+    *(
+        Case(f"rising_extremes_h{h}", 1, 130, 260, 2, 1, h, mask=extremes, asks_first=True, rise=7)
+        for h in (64, 128, 256)
+    ),
     Case("grid_asked_again", 2, 139, 330, 2, 1, 128, mask=grid),
     Case("reach_h64", 1, 300, 300, 4, 2, 64, mask=reach),
     Case("reach_h128_multi_query", 1, 200, 200, 4, 1, 128, mask=reach),
