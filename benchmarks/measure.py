@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,14 +16,14 @@ import numpy as np
 import pallas_fa2 as fa
 from benchmarks.rivals import XLA_SCORES, Implementation, mask_of, score_of
 from benchmarks.shapes import Shape
-from pallas_fa2.tuning import milliseconds
+from pallas_fa2.tuning import launches, milliseconds
 
 # FlashAttention's own rule: twice the error of dense attention in the same dtype.
 FACTOR = 2.0
-# How often all implementations are timed, one after the other; each then rests for as long as it ran. Near its
-# limit of power an H200 falls from 1.98 to 1.7 GHz for some 50 milliseconds: of what runs without a rest, the
-# first is the fastest. What meets that nevertheless has other rounds, of which the best counts.
-ROUNDS = 3
+# All implementations are timed one after the other in rounds, in bursts of so many milliseconds, each followed by a
+# rest of so many times as long: after some 50 milliseconds near its limit of power an H200 falls from 1.98 to 1.7
+# GHz, and what runs then, or next, is slower.
+ROUNDS, BURST, RESTS = 3, 30.0, 3
 
 
 def inputs(shape: Shape, seed: int = 0) -> tuple[jax.Array, ...]:
@@ -167,12 +169,12 @@ class Program:
         except Exception as e:  # noqa: BLE001 - a rival without this shape must not end the run
             return cls(None, None, 0.0, reason(e))
 
-    def timed(self, args: tuple, iterations: int) -> float:
-        """Milliseconds."""
+    def burst(self, args: tuple, count: int) -> list[float]:
+        """Milliseconds of so many launches, in a row after a first; then it rests."""
         assert self.run is not None
-        ms = milliseconds(self.run, args, iterations)
-        time.sleep(1e-3 * iterations * ms)
-        return ms
+        times = [sum(ms for _, ms in launch) for launch in launches(self.run, args, count)]
+        time.sleep(1e-3 * RESTS * (sum(times) + times[0]))
+        return times
 
     def checked(self, args: tuple, problem: Problem) -> dict[str, Any]:
         """The time of the first call and the error, or the reason why there is none."""
@@ -220,19 +222,27 @@ class Programs(NamedTuple):
 def speeds(
     programs: Mapping[str, Program], args: tuple, flops: float, problem: Problem, iterations: int
 ) -> dict[str, dict]:
-    """TFLOP/s of each, or the reason why there is none."""
+    """TFLOP/s of each by the median of all its launches, or the reason why there is none."""
     found = {name: program.checked(args, problem) for name, program in programs.items()}
     times: dict[str, list[float]] = {name: [] for name in programs}
-    for i in range(ROUNDS):
-        for name in times if i % 2 == 0 else reversed(times):
-            if "refused" not in found[name]:
-                try:
-                    times[name].append(programs[name].timed(args, iterations))
-                except Exception as e:  # noqa: BLE001 - as in `checked`
-                    found[name] = {"refused": cause(e, args)}
+    for turn in itertools.count():
+        wanting = [
+            name
+            for name, row in found.items()
+            if "refused" not in row and (turn < ROUNDS or len(times[name]) < iterations)
+        ]
+        if not wanting:
+            break
+        for name in wanting if turn % 2 == 0 else reversed(wanting):
+            known = times[name]
+            count = min(iterations, max(1, int(BURST / known[0]))) if known else 1
+            try:
+                known += programs[name].burst(args, count)
+            except Exception as e:  # noqa: BLE001 - as in `checked`
+                found[name] = {"refused": cause(e, args)}
     for name, row in found.items():
         if "refused" not in row:
-            ms = min(times[name])
+            ms = statistics.median(times[name])
             speed = {"tflops": float(f"{flops / ms * 1e-9:.4g}"), "ms": float(f"{ms:.4g}")}
             found[name] = speed | row
     return found

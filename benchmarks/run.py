@@ -7,8 +7,8 @@
     python -m benchmarks.run --budget 500 --json some.json     # what 500 seconds allow
     python -m benchmarks.run --resume some.json                # the shapes that some.json lacks
 
-Random bfloat16 inputs, kernel time by CUPTI: the best of three rounds over all implementations, each
-the median of `--iterations`. An implementation whose error is above twice that of dense bfloat16
+Random bfloat16 inputs, kernel time by CUPTI: the median of `--iterations` launches or more, in short bursts
+of all implementations in turns. An implementation whose error is above twice that of dense bfloat16
 attention, against dense float32 attention, gets no speed.
 The file is written after every shape. Rivals that cannot be imported are left out. With `--jobs`,
 each shape has a process of its own, and one at a time has the GPU; first calls then take longer.

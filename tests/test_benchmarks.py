@@ -129,7 +129,9 @@ def cpu(monkeypatch):
         "absent": Implementation(attend("reference"), "no_such_module", "no-such-package"),
     }
     monkeypatch.setattr(rivals, "IMPLEMENTATIONS", implementations)
-    monkeypatch.setattr(measure, "milliseconds", lambda fn, args, n: 0.5 * len(args))
+    monkeypatch.setattr(
+        measure, "launches", lambda fn, args, n: n * [[("it", 0.25 * len(args))] * 2]
+    )
     monkeypatch.setattr(measure, "matmul", lambda n: 800.0)
     monkeypatch.setattr(run, "SHAPES", {"tiny": TINY, "prefill": PREFILL})
 
@@ -203,15 +205,50 @@ def test_a_wrong_gradient_leaves_the_forward_its_speed(cpu, problem):
     ]  # fmt: skip
 
 
-def test_each_round_is_followed_by_a_rest_and_the_best_counts(cpu, monkeypatch, problem):
-    rounds = iter([3.0, 1.0, 2.0])
-    monkeypatch.setattr(measure, "milliseconds", lambda *_: next(rounds))
-    rests = []
+@pytest.mark.parametrize(
+    "ms, bursts",
+    [
+        (0.5, [1, 10, 10]),
+        (11.0, [1, 2, 2, 2, 2, 2]),  # 30 milliseconds
+        (40.0, [1] * 10),
+    ],
+)
+def test_bursts_are_short_and_each_is_followed_by_a_rest(cpu, monkeypatch, problem, ms, bursts):
+    """The first launch of a burst is not counted, but it warms the GPU as well."""
+    made, rests = [], []
+
+    def launches(fn, args, n):
+        made.append(n)
+        return [[("it", ms)] for _ in range(n)]
+
+    monkeypatch.setattr(measure, "launches", launches)
     monkeypatch.setattr(measure.time, "sleep", rests.append)
     attention = functools.partial(attend("blockwise"), problem.shape)
-    row = row_of(attention, problem, 10, backward=False)
-    assert row["forward"]["ms"] == 1.0
-    assert rests == pytest.approx([0.03, 0.01, 0.02])
+    assert row_of(attention, problem, 10, backward=False)["forward"]["ms"] == ms
+    assert made == bursts
+    assert rests == pytest.approx([3e-3 * ms * (n + 1) for n in bursts])
+
+
+def test_implementations_take_turns_and_the_median_counts(cpu, monkeypatch, problem):
+    clock, order = iter([9.0, *range(1, 100)]), []
+
+    def launches(fn, args, n):
+        order.append(fn)
+        return [[("it", next(clock))] for _ in range(n)]
+
+    monkeypatch.setattr(measure, "launches", launches)
+    monkeypatch.setattr(measure.time, "sleep", lambda _: None)
+    both = {
+        name: measure.Programs.of(
+            functools.partial(attend(name), problem.shape), problem.shape, False
+        )
+        for name in ("blockwise", "reference")
+    }
+    found = measure.rows(both, problem, 2)
+    a, b = (program.forward.run for program in both.values())
+    assert order == [a, b, b, a, a, b]
+    assert found["blockwise"]["forward"]["ms"] == 6.0  # 9, 4, 5, 6, 7
+    assert found["reference"]["forward"]["ms"] == 3.0  # 1, 2, 3, 8, 9
 
 
 def test_a_failing_rival_does_not_end_the_run(cpu, problem):
