@@ -16,7 +16,7 @@ from pallas_fa2.kernels import blockwise, dropout, tile
 from tests.fuzz.case import Case, draw, parse, simpler
 from tests.fuzz.check import Wrong, check, implementations
 from tests.fuzz.masks import And, Causal, Function, Lengths, Not, Or, Window
-from tests.fuzz.run import nth, shrink
+from tests.fuzz.run import nth, run, shrink
 from tests.fuzz.scores import Bias, SoftCap, Temper
 
 PARTS, PROGRAMS, DRAWS = 10, 3, 10  # 300 cases; compiling them takes most of the time
@@ -48,6 +48,11 @@ FOUND = [
     "Case(seed=307, dtype='bfloat16', mask=Not(mask=Lengths(q=None, k=None)))",
     # TMA stored columns of the output that do not exist as the first ones
     "Case(seed=711, head_dim=256, dtype='float16', scores=(LearnedCap(),))",
+    # tiles that were done again read answers of a mask about which nobody had been asked
+    (
+        "Case(seed=235, q_len=300, kv_len=300, head_dim=96, value_dim=64, dtype='float16', "
+        "mask=And(Causal(align='end'), Not(Chunked(size=7))), poison=float('inf'), asks_first=True)"
+    ),
 ]
 
 
@@ -156,6 +161,17 @@ def test_what_is_wrong_is_shrunk_and_printed_as_one_line(monkeypatch: pytest.Mon
     assert message.count("\n") == 1
     line = 'python -m tests.fuzz "Case(q_len=21, mask=Window(left=3, right=None, static=False))"'
     assert message.endswith(line)
+
+
+def test_what_is_wrong_is_told_before_it_is_shrunk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """On a GPU that takes minutes."""
+    wrong = Wrong(Case(q_len=111), "a window")
+    monkeypatch.setattr("tests.fuzz.run.check", lambda *_: (_ for _ in ()).throw(wrong))
+    monkeypatch.setattr("tests.fuzz.run.shrink", lambda wrong, gpu: capsys.readouterr().out)
+    ran, why = run(3, seed=5, gpu=True)
+    assert not ran and why == f"case 3 of seed 5 is wrong, and will be shrunk: {wrong}\n"
 
 
 def test_a_simpler_case_is_another_one() -> None:

@@ -67,6 +67,7 @@ def run(n: int, seed: int, gpu: bool) -> tuple[set[str], str | None]:
     try:
         return check(nth(seed, n, gpu), *implementations(gpu)).ran, None
     except Wrong as e:
+        print(f"case {n} of seed {seed} is wrong, and will be shrunk: {e}", flush=True)
         return set(), str(shrink(e, gpu))
 
 
