@@ -56,6 +56,7 @@ class Case:
     blocks: tuple[int, int] = (64, 64)  # of the blockwise implementation
     poison: float = float("nan")
     asks_first: bool = False  # of the mask, where Hopper runs it, however little that saves
+    rise: float = 0.0  # the last key is 2^rise times as large as the first, and so are scores
 
     def __repr__(self) -> str:
         fields = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
@@ -97,6 +98,7 @@ class Case:
         shape = self.shape
         q = normal(self.q_len, shape.q_heads, self.head_dim)
         k = normal(self.kv_len, self.kv_heads, self.head_dim)
+        k *= np.exp2(np.linspace(0.0, self.rise, self.kv_len)).astype(self.dtype)[:, None, None]
         v = normal(self.kv_len, self.kv_heads, self.value_dim)
         dout = normal(self.q_len, shape.q_heads, self.value_dim)
         dlse = rng.standard_normal((*self.batch, shape.q_heads, self.q_len))
@@ -160,6 +162,7 @@ def parse(line: str) -> Case:
 LENGTHS = (1, 2, 3, 7, 16, 17, 31, 33, 64, 65, 100, 111, 129, 200, 257, 300)
 DIMS = (8, 16, 24, 64, 40)
 SINKS = ("", "", "", "float32", "bfloat16")
+RISES = (0.0, 0.0, 0.0, 0.0, 4.0, 7.0)
 PLAIN_MASKS = (None, masks.Causal(), masks.Causal("end"))
 
 
@@ -191,6 +194,7 @@ def draw(pick: Pick, for_hopper: bool = False) -> Case:
         **_surroundings(pick, transform),
         blocks=(pick((64, 32, 16, 8, 40)), pick((64, 32, 16, 8, 40))),
         sinks=pick(SINKS),
+        rise=pick(RISES),
     )
 
 
@@ -217,6 +221,7 @@ def _draw_for_hopper(pick: Pick) -> Case:
         **_surroundings(pick, transform),
         sinks=pick(SINKS),
         asks_first=pick((False, True)),
+        rise=pick(RISES),
     )
 
 
