@@ -16,7 +16,7 @@ import numpy as np
 import pallas_fa2 as fa
 from benchmarks.rivals import XLA_SCORES, Implementation, mask_of, score_of
 from benchmarks.shapes import Shape
-from pallas_fa2.tuning import launches, milliseconds
+from pallas_fa2.tuning import milliseconds, totals
 
 # FlashAttention's own rule: twice the error of dense attention in the same dtype.
 FACTOR = 2.0
@@ -172,7 +172,7 @@ class Program:
     def burst(self, args: tuple, count: int) -> list[float]:
         """Milliseconds of so many launches, in a row after a first; then it rests."""
         assert self.run is not None
-        times = [sum(ms for _, ms in launch) for launch in launches(self.run, args, count)]
+        times = totals(self.run, args, count)
         time.sleep(1e-3 * RESTS * (sum(times) + times[0]))
         return times
 

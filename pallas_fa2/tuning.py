@@ -86,8 +86,12 @@ def candidates(spec: Spec, device: Device) -> list[hopper_forward.Config]:
 
 def milliseconds(fn: Callable, args: tuple, iterations: int) -> float:
     """Median of the kernel time by CUPTI."""
-    found = launches(fn, args, iterations)
-    return statistics.median(sum(ms for _, ms in iteration) for iteration in found)
+    return statistics.median(totals(fn, args, iterations))
+
+
+def totals(fn: Callable, args: tuple, iterations: int) -> list[float]:
+    """The milliseconds of all kernels together, in each iteration, by CUPTI."""
+    return [sum(ms for _, ms in iteration) for iteration in launches(fn, args, iterations)]
 
 
 def launches(fn: Callable, args: tuple, iterations: int) -> list[list[tuple[str, float]]]:

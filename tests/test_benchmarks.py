@@ -129,9 +129,7 @@ def cpu(monkeypatch):
         "absent": Implementation(attend("reference"), "no_such_module", "no-such-package"),
     }
     monkeypatch.setattr(rivals, "IMPLEMENTATIONS", implementations)
-    monkeypatch.setattr(
-        measure, "launches", lambda fn, args, n: n * [[("it", 0.25 * len(args))] * 2]
-    )
+    monkeypatch.setattr(measure, "totals", lambda fn, args, n: n * [0.5 * len(args)])
     monkeypatch.setattr(measure, "matmul", lambda n: 800.0)
     monkeypatch.setattr(run, "SHAPES", {"tiny": TINY, "prefill": PREFILL})
 
@@ -217,11 +215,11 @@ def test_bursts_are_short_and_each_is_followed_by_a_rest(cpu, monkeypatch, probl
     """The first launch of a burst is not counted, but it warms the GPU as well."""
     made, rests = [], []
 
-    def launches(fn, args, n):
+    def totals(fn, args, n):
         made.append(n)
-        return [[("it", ms)] for _ in range(n)]
+        return n * [ms]
 
-    monkeypatch.setattr(measure, "launches", launches)
+    monkeypatch.setattr(measure, "totals", totals)
     monkeypatch.setattr(measure.time, "sleep", rests.append)
     attention = functools.partial(attend("blockwise"), problem.shape)
     assert row_of(attention, problem, 10, backward=False)["forward"]["ms"] == ms
@@ -232,11 +230,11 @@ def test_bursts_are_short_and_each_is_followed_by_a_rest(cpu, monkeypatch, probl
 def test_implementations_take_turns_and_the_median_counts(cpu, monkeypatch, problem):
     clock, order = iter([9.0, *range(1, 100)]), []
 
-    def launches(fn, args, n):
+    def totals(fn, args, n):
         order.append(fn)
-        return [[("it", next(clock))] for _ in range(n)]
+        return [next(clock) for _ in range(n)]
 
-    monkeypatch.setattr(measure, "launches", launches)
+    monkeypatch.setattr(measure, "totals", totals)
     monkeypatch.setattr(measure.time, "sleep", lambda _: None)
     both = {
         name: measure.Programs.of(
