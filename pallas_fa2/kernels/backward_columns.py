@@ -180,9 +180,9 @@ class Columns:
             dp = jnp.where(p > 0, dp * self.problem.kept_scale, 0.0)
             p = abs(p)
         ds = p * (dp + mosaic.over_columns(self.row(self.delta), p.shape))
-        mask, score = self.problem.mask, self.problem.score
+        score = self.problem.score
         if score is None:
-            if self.step.masked and mask is not None and not mask.all_take_part:
+            if self.step.masked and self.problem.tames:
                 ds = jnp.where(p == 0, 0.0, ds)  # of a hidden pair, dP may be NaN
             return ds, {}
         slope, others = score.slopes(s, self.problem.scale, self.pair)

@@ -195,11 +195,6 @@ class Extras(NamedTuple):
         classes = jnp.broadcast_to(classes, (spec.batch, *classes.shape[1:]))
         return cls(spec, part, *functions, None, Traced(data, classes))
 
-    @property
-    def tames(self) -> bool:
-        """Whether tokens that take part in nothing may be among those that do."""
-        return self.mask is not None and not self.mask.all_take_part
-
     def problem(self, batch: int) -> Problem:
         """Of a launch."""
         spec, part = self.spec, self.part
@@ -249,22 +244,8 @@ def tame_keys(config: hopper_forward.Config, k: jax.Array, v: jax.Array) -> list
     with them the output, unless the mask hides them.
     """
     values, keys = Part(v, config.value_dim, 0.0), Part(k, config.head_dim, math.nan)
-    v_tamed, k_tamed = tame(config.block_kv, [values], [keys])
+    v_tamed, k_tamed = tame(config.block_kv, values, keys)
     return [k_tamed, v_tamed]
-
-
-def tame_all(
-    config: hopper_backward.Config, q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array
-) -> list[Tamed]:
-    """For the backward. P and dS are 0 where the mask hides a pair, and meet k, q and dout.
-
-    These become finite. Where they were not, v, lse or delta is NaN instead, and with it dS of a pair
-    that is seen.
-    """
-    rows = Part(q, config.head_dim, 0.0), Part(dout, config.value_dim, 0.0)
-    keys, values = Part(k, config.head_dim, 0.0), Part(v, config.value_dim, math.nan)
-    q_tamed, dout_tamed = tame(config.block_q, rows)
-    return [q_tamed, *tame(config.block_kv, [keys], [values]), dout_tamed]
 
 
 def over_batch(kernel: Callable, limit: int) -> Callable:
@@ -332,7 +313,7 @@ def forward(
             seen = visits.Visits.of(classes)
             if answers.are_worth_it(problem, spec.head_dim, classes, config.tile, q_axis=0):
                 problem, data, found = extras.ask(problem, traced, seen, config.tile, q_axis=0)
-        keys, values = tame_keys(config, k, v) if extras.tames else (k, v)
+        keys, values = tame_keys(config, k, v) if problem.tames else (k, v)
         return hopper_forward.attention(problem, config, q, keys, values, seen, data, found)
 
     out, lse = over_batch(kernel, batch_limit(spec))(
@@ -363,17 +344,16 @@ def backward(
     def kernel(*args: Any) -> tuple:
         q, k, v, out, dout, lse, dlse, traced = args
         problem = extras.problem(lse.shape[0])
-        delta, zeros = passes.prepare(problem, config, out, dout)
+        factors = passes.Factors(q, k, v, dout)
+        factors, delta, zeros = passes.prepare(problem, config, factors, out, lse)
         delta = delta if dlse is None else delta + dlse
         classes, data, found = extras.classes_of(traced), traced.data, None
         tile = config.block_kv, config.block_q
         if answers.are_worth_it(problem, spec.head_dim, classes, tile, q_axis=1):
             seen = visits.Visits.of(visits.from_last(classes.swapaxes(2, 3)))
             problem, data, found = extras.ask(problem, traced, seen, tile, q_axis=1)
-        if extras.tames:
-            q, k, v, dout = tame_all(config, q, k, v, dout)
         return hopper_backward.gradients(
-            problem, config, q, k, v, dout, lse, delta, zeros, classes, data, found
+            problem, config, factors, lse, delta, zeros, classes, data, found
         )
 
     def rows(x: jax.Array, fill: float) -> jax.Array:

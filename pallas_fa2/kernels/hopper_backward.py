@@ -54,7 +54,6 @@ from pallas_fa2.kernels.backward_schedule import (
     Tile,
 )
 from pallas_fa2.kernels.mosaic import I32, Problem
-from pallas_fa2.kernels.tamed import Tamed
 from pallas_fa2.kernels.tiles import Claims, Dealt, each_tile, launch
 from pallas_fa2.kernels.token_data import Sums, TokenData, stored
 
@@ -62,10 +61,7 @@ from pallas_fa2.kernels.token_data import Sums, TokenData, stored
 def gradients(
     problem: Problem,
     config: Config,
-    q: jax.Array | Tamed,
-    k: jax.Array | Tamed,
-    v: jax.Array | Tamed,
-    dout: jax.Array | Tamed,
+    factors: passes.Factors,
     lse: jax.Array,
     delta: jax.Array,
     zeros: jax.Array,
@@ -73,8 +69,7 @@ def gradients(
     data: TokenData | None = None,
     answers: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Sums | None]:
-    """dQ, dK and dV like q `[B, T, N, H]`, k `[B, S, K, H]` and v `[B, S, K, Hv]`, and what the data of scores
-    get. Head dims are `config`'s or less.
+    """dQ, dK and dV like q, k and v, and what the data of scores get. Head dims are `config`'s or less.
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. To `zeros`, of
@@ -84,7 +79,8 @@ def gradients(
     """
     schedule = (OrderedSchedule if config.ordered else Schedule).of(problem, config, classes)
     seen = None if classes is None else schedule.seen(classes)
-    tiles, inputs = schedule.tiles(seen), Inputs(q, k, v, dout, lse, delta, answers=answers)
+    tiles, inputs = schedule.tiles(seen), Inputs(*factors, lse, delta, answers=answers)
+    q, k, v, _ = factors
     if seen is not None:
         inputs = inputs._replace(lists=jnp.asarray(seen.lists))
     if isinstance(seen, OrderedVisits):

@@ -68,6 +68,11 @@ class Problem:
         return self.mask is None and self.score is None
 
     @property
+    def tames(self) -> bool:
+        """Whether tokens that take part in nothing may be among those that do: they may hold NaN (`tamed`)."""
+        return self.mask is not None and not self.mask.all_take_part
+
+    @property
     def kept_scale(self) -> float:
         """Of probabilities that dropout has left."""
         return 1.0 if self.dropout is None else self.dropout.scale

@@ -5,7 +5,7 @@ XLA takes 1.4 times as long (docs/performance.md).
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import fragments, mosaic, tma
 from pallas_fa2.kernels.backward_schedule import Config, Schedule
-from pallas_fa2.kernels.mosaic import ROWS_PER_WARPGROUP, TILE, Problem
-from pallas_fa2.kernels.tamed import Tamed
+from pallas_fa2.kernels.mosaic import I32, ROWS_PER_WARPGROUP, TILE, Problem
+from pallas_fa2.kernels.tamed import Copies, Part, Tamed, any_infinite
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE
 from pallas_fa2.kernels.tma import Rows
 
@@ -26,47 +26,126 @@ from pallas_fa2.kernels.tma import Rows
 PAIRS_AT_ONCE = 4, 2
 
 
+class Factors(NamedTuple):
+    """What the backward multiplies, arrays or each a `Tamed`."""
+
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, Hv]
+    dout: Any  # [B, T, N, Hv]
+
+
+class _Before(NamedTuple):
+    """What `prepare` reads and writes, in device memory."""
+
+    out: Any
+    dout: Any
+    doubted: Any  # q, k, v and lse, where tokens may take part in nothing
+    delta: Any
+    dq: Any
+    of_rows: Any  # of q and dout, what `Copies` has
+    of_keys: Any
+
+
+class _Tiles(NamedTuple):
+    """In shared memory."""
+
+    out: Any
+    dout: Any
+    arrived: Any
+    other: Any = None  # of q or k
+    other_arrived: Any = None
+
+
 def prepare(
-    problem: Problem, config: Config, out: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """-rowsum(dO ∘ O) in float32, `[B, N, T']`, and zeros to which dQ will be added.
+    problem: Problem, config: Config, factors: Factors, out: jax.Array, lse: jax.Array
+) -> tuple[Factors, jax.Array, jax.Array]:
+    """The factors; -rowsum(dO ∘ O) in float32, `[B, N, T']`; and zeros to which dQ will be added.
 
-    `out` and `dout` are `[B, T, N, Hv]`; T' is a multiple of `block_q`, and 0 stands there for rows that do
-    not exist.
+    `out` is like dout; lse is `[B, N, T']`. T' is a multiple of `block_q`, and 0 stands there for rows that
+    do not exist.
+
+    P and dS are 0 where a mask hides a pair, and meet k, q and dout. Where tokens may take part in nothing,
+    these become finite. Of a key that was not, v is NaN instead, and with it dS of a pair that is seen; of a
+    row, lse or delta is, and q is read only where one of them is. (Under a score function, everywhere: lse
+    may be finite although q is not.)
     """
-    schedule = Schedule(problem, config)
-    shape = config.block_q, config.value_dim
+    schedule, tames, (q, k, v, dout) = Schedule(problem, config), problem.tames, factors
+    of_q, of_dout = Part(q, config.head_dim, 0.0), Part(dout, config.value_dim, 0.0)
+    of_k, of_v = Part(k, config.head_dim, 0.0), Part(v, config.value_dim, math.nan)
+    rows = Copies((of_q, of_dout), config.block_q)
+    keys = Copies((of_k, of_v), config.block_q, config.block_kv)
 
-    def run(refs: tuple, memory: list[Any]) -> None:
-        *arrays, delta, dq = refs
-        *tiles, arrived = memory
+    def run(refs: tuple, tiles: _Tiles) -> None:
+        arrays, cta = _Before(*jax.tree.unflatten(tree, refs)), lax.axis_index("cta")
+        if not tames:
+            prepare_rows(arrays, tiles, cta)
+            return
+
+        @pl.when(cta < schedule.blocks)
+        def _() -> None:
+            tame_rows(arrays, tiles, cta, prepare_rows(arrays, tiles, cta))
+
+        @pl.when(cta >= schedule.blocks)
+        def _() -> None:
+            _, k, v, _ = arrays.doubted
+            place, buffers = cta - schedule.blocks, (tiles.other, tiles.dout)
+            keys.write_as_the_first((k, v), arrays.of_keys, place, buffers, tiles.other_arrived)
+
+    def prepare_rows(arrays: _Before, tiles: _Tiles, cta: Any) -> list[jax.Array]:
+        """NaN where delta or lse is not finite."""
         batch, head, first = _place(schedule)
-        rows = pl.ds(first, config.block_q)
-        for array, tile in zip(arrays, tiles, strict=True):
-            Rows(array, batch, rows, head).load(tile, arrived, jnp.int32(0))
-        block = dq.at[lax.axis_index("cta")]
+        for array, tile in zip(arrays[:2], tiles[:2], strict=True):
+            rows.part(array, cta, tile).load(tile, tiles.arrived, I32(0))
+        block = arrays.dq.at[cta]
         for part in range(config.dq_parts):
-            tile = config.dq_place(part)
-            nothing = mosaic.constant(0.0, tuple(x.size for x in tile), TILE)
-            fragments.store_fragments(block.at[config.dq_numbers(*tile)], nothing)
-        plgpu.barrier_wait(arrived.at[0])
-        for start in range(0, config.block_q, ROWS_PER_WARPGROUP):
-            parts = (tile.at[pl.ds(start, ROWS_PER_WARPGROUP)] for tile in tiles)
-            total = mosaic.sum_rows(jnp.multiply, *parts)
-            delta.at[batch, head, pl.ds(first + start, ROWS_PER_WARPGROUP)][...] = -total
+            place = config.dq_place(part)
+            nothing = mosaic.constant(0.0, tuple(x.size for x in place), TILE)
+            fragments.store_fragments(block.at[config.dq_numbers(*place)], nothing)
+        plgpu.barrier_wait(tiles.arrived.at[0])
+        doubts = []
+        for square in rows.squares:
+            total = mosaic.sum_rows(jnp.multiply, *(tile.at[square] for tile in tiles[:2]))
+            place = batch, head, pl.ds(first + square.start, square.size)
+            arrays.delta.at[place][...] = -total
+            if tames:
+                lse = mosaic.load_row(0, arrays.doubted[3].at[place], jnp.float32)
+                doubts.append((total - total) + (lse - lse))
+        return doubts
+
+    def tame_rows(arrays: _Before, tiles: _Tiles, cta: Any, doubts: list[jax.Array]) -> None:
+        q, buffers = arrays.doubted[0], (tiles.other, tiles.dout)
+
+        def look() -> Any:
+            rows.part(q, cta, tiles.other).load(tiles.other, tiles.other_arrived, I32(0))
+            plgpu.barrier_wait(tiles.other_arrived.at[0])
+            found = rows.look(buffers)
+            wild = any_infinite(found)
+            pl.when(wild != 0)(lambda: rows.write(arrays.of_rows, cta, buffers, found))
+            return wild
+
+        is_known = problem.score is None
+        wild = lax.cond(any_infinite(doubts) != 0, look, lambda: I32(0)) if is_known else look()
+        rows.tell(arrays.of_rows, cta, wild)
 
     delta = problem.batch, problem.q_heads, schedule.q_blocks * config.block_q
-    panel = tma.panel_width(config.value_dim, out.shape[3], out.dtype)
-    arrived = mosaic.barriers(1, 2)
-    kernel = mosaic.launch(
-        "prepare_gradients",
-        run,
-        [*(mosaic.operand(*shape, dtype=out.dtype, panel=panel) for _ in range(2)), arrived],
-        [jax.ShapeDtypeStruct(x, jnp.float32) for x in (delta, schedule.dq_shape)],
-        {"cta": schedule.blocks},
-        1,
-    )
-    return tuple(kernel(out, dout))
+    delta, dq = (jax.ShapeDtypeStruct(x, jnp.float32) for x in (delta, schedule.dq_shape))
+    copies = [x.outputs if tames else [] for x in (rows, keys)]
+    inputs, outputs = (out, dout, [q, k, v, lse] if tames else []), (delta, dq, *copies)
+    tree = jax.tree.structure((*inputs, *outputs))
+    out_tile, dout_tile = (of_dout.buffer(config.block_q) for _ in range(2))
+    tiles = _Tiles(out_tile, dout_tile, mosaic.barriers(1, 2))
+    if tames:
+        other = of_q.buffer(config.block_q)
+        tiles = tiles._replace(other=other, other_arrived=mosaic.barriers(1))
+    grid = {"cta": schedule.blocks + (math.prod(keys.grid) if tames else 0)}
+    made, made_tree = jax.tree.flatten(outputs)
+    kernel = mosaic.launch("prepare_gradients", run, tiles, made, grid, 1)
+    made = kernel(*jax.tree.leaves(inputs))
+    delta, zeros, *copied = jax.tree.unflatten(made_tree, made)
+    if tames:
+        (q, dout), (k, v) = (x.tamed(y) for x, y in zip((rows, keys), copied, strict=True))
+    return Factors(q, k, v, dout), delta, zeros
 
 
 def _place(schedule: Schedule) -> tuple[Any, Any, Any]:

@@ -1,7 +1,7 @@
 """Arrays without NaN and infinity, where a mask may hide some tokens from all others.
 
 A probability of 0 times NaN is NaN: what takes part in nothing must be finite. It nearly always is, and
-then a copy of the whole array would be the only cost. So a kernel reads the arrays, and writes those blocks
+then a copy of the whole array would be the only cost. So a kernel that reads the array writes those blocks
 alone in which something is not finite; attention takes these in their place.
 """
 
@@ -59,84 +59,126 @@ def rows_of(source: Any, batch: Any, rows: Any, head: Any, **options: Any) -> Ro
 
 
 class Part(NamedTuple):
-    """Of what is tamed together."""
+    """An array, of those whose blocks are copied together."""
 
     array: jax.Array  # [B, T, N, H]
     dim: int  # of the kernel that will read it
     value: float  # for rows in which something is not finite
 
+    def buffer(self, rows: int) -> Any:
+        panel = tma.panel_width(self.dim, self.array.shape[3], self.array.dtype)
+        return mosaic.operand(rows, self.dim, dtype=self.array.dtype, panel=panel)
 
-def tame(block: int, checked: Sequence[Part], others: Sequence[Part] = ()) -> list[Tamed]:
-    """Those where rows that are not finite in all of `checked` have other values, each a `Tamed`."""
-    parts = [*checked, *others]
-    entries, length, heads, _ = parts[0].array.shape
-    grid = entries, heads, -(-length // block)
-    # They may reach past the block.
-    squares = [pl.ds(x, ROWS_PER_WARPGROUP) for x in range(0, block, ROWS_PER_WARPGROUP)]
-    count = len(squares) * ROWS_PER_WARPGROUP
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """What a kernel, a CTA for each block of rows of a head, writes of those with something not finite."""
+
+    parts: Sequence[Part]
+    block: int
+    multiple: int = 1  # of rows: who reads them asks for blocks up to there
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        entries, length, heads, _ = self.parts[0].array.shape
+        return entries, heads, -(-mosaic.round_up(length, self.multiple) // self.block)
+
+    @property
+    def squares(self) -> list[Any]:
+        """64 rows each. The last may reach past the block."""
+        return [pl.ds(x, ROWS_PER_WARPGROUP) for x in range(0, self.block, ROWS_PER_WARPGROUP)]
+
+    @property
+    def buffers(self) -> list[Any]:
+        return [part.buffer(len(self.squares) * ROWS_PER_WARPGROUP) for part in self.parts]
+
+    @property
+    def outputs(self) -> list[jax.ShapeDtypeStruct]:
+        copies = (jax.ShapeDtypeStruct(x.array.shape, x.array.dtype) for x in self.parts)
+        return [*copies, jax.ShapeDtypeStruct((math.prod(self.grid),), I32)]
+
+    def part(self, array: Any, cta: Any, tile: Any) -> Rows:
+        """A CTA's, as many rows as the tile has."""
+        batch, head, number = mosaic.unravel(cta, self.grid)
+        return Rows(array, batch, pl.ds(number * self.block, tile.shape[0]), head)
+
+    def look(self, tiles: Sequence[Any]) -> list[jax.Array]:
+        """`nothing` of each square of all tiles together."""
+        return [
+            functools.reduce(jnp.add, (nothing(tile.at[x]) for tile in tiles)) for x in self.squares
+        ]
+
+    def tell(self, outputs: Sequence[Any], cta: Any, wild: Any) -> None:
+        thread = listing.thread_numbers()
+        place = jnp.where(thread == 0, cta, math.prod(self.grid))
+        listing.scatter(outputs[-1], place, 0 * thread + wild)
+
+    def write(self, outputs: Sequence[Any], cta: Any, tiles: Sequence[Any], found: Any) -> None:
+        for tile, part in zip(tiles, self.parts, strict=True):
+            for square, of_square in zip(self.squares, found, strict=True):
+                replace(tile.at[square], of_square, part.value)
+        plgpu.commit_smem()
+        for target, tile in zip(outputs[:-1], tiles, strict=True):
+            block = tile.at[pl.ds(0, self.block)]
+            self.part(target, cta, block).store(block)
+        plgpu.commit_smem_to_gmem_group()
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def tamed(self, outputs: Sequence[jax.Array]) -> list[Tamed]:
+        *copies, wild = outputs
+        wild = wild.reshape(self.grid)
+        arrays = (part.array for part in self.parts)
+        return [Tamed(x, y, wild, self.block) for x, y in zip(arrays, copies, strict=True)]
+
+    def write_as_the_first(
+        self,
+        arrays: Sequence[Any],
+        outputs: Sequence[Any],
+        cta: Any,
+        tiles: Sequence[Any],
+        arrived: Any,
+    ) -> None:
+        """Where the first array is not finite, which alone is read elsewhere."""
+
+        def load(i: int) -> None:
+            self.part(arrays[i], cta, tiles[i]).load(tiles[i], arrived, I32(0))
+            plgpu.barrier_wait(arrived.at[0])
+
+        load(0)
+        found = self.look(tiles[:1])
+        wild = any_infinite(found)
+        self.tell(outputs, cta, wild)
+
+        @pl.when(wild != 0)
+        def _() -> None:
+            load(1)
+            self.write(outputs, cta, tiles, found)
+
+
+def tame(block: int, first: Part, second: Part) -> list[Tamed]:
+    """Both with other values in rows where the first is not finite."""
+    copies = Copies((first, second), block)
 
     def run(refs: tuple, memory: list[Any]) -> None:
-        arrays, targets, wild = refs[: len(parts)], refs[len(parts) : -1], refs[-1]
         *tiles, arrived = memory
-        cta = lax.axis_index("cta")
-        batch, head, number = mosaic.unravel(cta, grid)
+        copies.write_as_the_first(refs[:2], refs[2:], lax.axis_index("cta"), tiles, arrived)
 
-        def rows(array: Any, size: int) -> Rows:
-            return Rows(array, batch, pl.ds(number * block, size), head)
-
-        def load(first: int, end: int) -> None:
-            for i in range(first, end):
-                rows(arrays[i], count).load(tiles[i], arrived, jnp.int32(i))
-            for i in range(first, end):
-                plgpu.barrier_wait(arrived.at[i])
-
-        load(0, len(checked))
-        nothing = [
-            functools.reduce(jnp.add, (_nothing(tile.at[x]) for tile in tiles[: len(checked)]))
-            for x in squares
-        ]
-        found = ptx.any_infinite(functools.reduce(jnp.add, nothing), I32(0))
-        thread = listing.thread_numbers()
-        listing.scatter(wild, jnp.where(thread == 0, cta, math.prod(grid)), 0 * thread + found)
-
-        @pl.when(found != 0)
-        def _() -> None:
-            load(len(checked), len(parts))
-            for tile, part in zip(tiles, parts, strict=True):
-                for x, zeros in zip(squares, nothing, strict=True):
-                    _replace(tile.at[x], zeros, part.value)
-            plgpu.commit_smem()
-            for target, tile in zip(targets, tiles, strict=True):
-                rows(target, block).store(tile.at[pl.ds(0, block)])
-            plgpu.commit_smem_to_gmem_group()
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def buffer(part: Part) -> Any:
-        panel = tma.panel_width(part.dim, part.array.shape[3], part.array.dtype)
-        return mosaic.operand(count, part.dim, dtype=part.array.dtype, panel=panel)
-
-    kernel = mosaic.launch(
-        "tame",
-        run,
-        [*map(buffer, parts), mosaic.barriers(len(parts))],
-        [
-            *(jax.ShapeDtypeStruct(x.array.shape, x.array.dtype) for x in parts),
-            jax.ShapeDtypeStruct((math.prod(grid),), I32),
-        ],
-        {"cta": math.prod(grid)},
-        1,
-    )
-    *instead, wild = kernel(*(part.array for part in parts))
-    wild = wild.reshape(grid)
-    return [Tamed(x.array, y, wild, block) for x, y in zip(parts, instead, strict=True)]
+    memory = [*copies.buffers, mosaic.barriers(1)]
+    kernel = mosaic.launch("tame", run, memory, copies.outputs, {"cta": math.prod(copies.grid)}, 1)
+    return copies.tamed(kernel(first.array, second.array))
 
 
-def _nothing(tile: Any) -> jax.Array:
+def any_infinite(rows: Sequence[jax.Array], warpgroup: int = 0) -> jax.Array:
+    """1 if a value of 64 rows, or of some, is NaN or infinity; all of a warpgroup must ask."""
+    return ptx.any_infinite(functools.reduce(jnp.add, rows), I32(warpgroup))
+
+
+def nothing(tile: Any) -> jax.Array:
     """Of 64 rows in shared memory: 0, or NaN where something is not finite."""
     return mosaic.sum_rows(lambda x: x - x, tile)
 
 
-def _replace(tile: Any, nothing: jax.Array, value: float) -> None:
+def replace(tile: Any, nothing: jax.Array, value: float) -> None:
     """Gives other values to rows where `nothing` is not 0."""
     for panel in tma.panels(tile):
         x = plgpu.load(panel, layout=TILE)
