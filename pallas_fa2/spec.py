@@ -67,6 +67,7 @@ class Spec:
     dtype: np.dtype
     scale: float
     mask: Pointwise | None = None
+    mask_by_head: bool = False  # heads have masks of their own
     scores: tuple[Pointwise, ...] = ()
     causal: Literal["start", "end"] | None = None
     positions: bool = False  # token positions are given as data
@@ -170,6 +171,7 @@ def describe(
     spec = dataclasses.replace(
         spec,
         mask=code,
+        mask_by_head=any(x.shape[1:3] != (1, 1) for x in jax.tree.leaves(mask_data)),
         causal=None if code is None or positions else _causal(code, dims),
         scores=tuple(
             _trace_score(s, data, dims, accumulator)

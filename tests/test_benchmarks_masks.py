@@ -207,7 +207,7 @@ def test_what_ours_refuses_is_reported(monkeypatch):
     problem = measure.prepared(shape, False)()
     with planned_for_h200():
         found = row_of(functools.partial(rivals.ours, shape), problem, 1, False)
-    assert "with data of pairs of tokens, head dims are at most" in found["forward"]["refused"]
+    assert "with scores of data of pairs, head dims are at most" in found["forward"]["refused"]
     text = report.report(of(bias={"shape": dataclasses.asdict(shape), "allowed": problem.allowed,
                                   "rows": {"ours": found}}))  # fmt: skip
     assert "- ours, forward: ValueError: implementation 'hopper' does not" in text

@@ -48,6 +48,8 @@ LENGTHS = {
     "rising_extremes_h128": (130, 260),
     "rising_grid_h256": (70, 130),
     "grid_h96": (200, 331),
+    "holes_h256": (70, 130),
+    "holes_hv_smaller": (70, 130),
 }
 TOLD_APART = [
     dataclasses.replace(case, q_len=LENGTHS[case.name][0], kv_len=LENGTHS[case.name][1])

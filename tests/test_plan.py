@@ -68,6 +68,7 @@ SUPPORTED = {
     "soft cap": {"score": fa.soft_cap(5.0)},
     "alibi under a mask": {"score": fa.alibi(4), "mask": fa.Window(3)},
     "causal positions": {"mask": fa.Causal(), "q_positions": np.arange(111)},
+    "dense mask of large heads": {"mask": np.ones((2, 1, 111, 63), bool), "dims": (256, 256)},
 }
 
 
@@ -84,9 +85,17 @@ def _sum_of_13(s, q, k):
 
 REFUSED = {
     "float32": ({"dtype": jnp.float32}, r"bfloat16 or float16, not float32"),
-    "dense mask of large heads": (
-        {"mask": np.ones((111, 63), bool), "dims": (160, 64)},
-        r"data of pairs of tokens, head dims are at most 128, and here is 160",
+    "dense masks of large heads": (
+        {"mask": np.ones((4, 111, 63), bool), "dims": (160, 64)},
+        r"differs between heads, or has scores beside it, head dims are at most 128, and here is 160",
+    ),
+    "dense mask of large heads with scores": (
+        {"mask": np.ones((111, 63), bool), "score": fa.soft_cap(3.0), "dims": (64, 160)},
+        r"differs between heads, or has scores beside it, head dims are at most 128, and here is 160",
+    ),
+    "bias of large heads": (
+        {"score": fa.bias(np.ones((111, 63), np.float32)), "dims": (160, 64)},
+        r"with scores of data of pairs, head dims are at most 128, and here is 160",
     ),
     "table": (
         {"mask": fa.mask_fn(lambda q, k, c: c.t[0] > q.index)(params={"t": np.arange(3)})},

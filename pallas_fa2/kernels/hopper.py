@@ -70,8 +70,12 @@ def _refuses_data(spec: Spec) -> str | None:
             what = "masks, scores and dropout"
             return f"its {what} read {MOST_ROWS} arrays of {name} at most, and here are {rows}"
     size, dims = token_data.pair_bytes(spec), kernel_dims(spec.head_dim, spec.value_dim)
-    if size and (dim := max(spec.head_dim, spec.value_dim)) > 128:
-        return f"with data of pairs of tokens, head dims are at most 128, and here is {dim}"
+    if (dim := max(spec.head_dim, spec.value_dim)) > (most := token_data.WIDEST_WITH_PAIRS):
+        if size:
+            return f"with scores of data of pairs, head dims are at most {most}, and here is {dim}"
+        if token_data.must_be_asked(spec) and (spec.scores or spec.mask_by_head):
+            what = "a mask of data of pairs that differs between heads, or has scores beside it,"
+            return f"with {what} head dims are at most {most}, and here is {dim}"
     rows = token_data.token_rows(spec, "q") + (2 if spec.dropout_rate else 0)
     if size and hopper_backward.Config(*dims).pair_stages(size, rows) < 1:
         return f"its data of pairs of tokens are too many for shared memory ({size} bytes a pair)"
@@ -215,6 +219,11 @@ class Extras(NamedTuple):
     def classes_of(self, traced: "Traced") -> Any:
         return traced.classes if self.classes is None else self.classes
 
+    def asks(self, problem: Problem, classes: Any, tile: tuple[int, int], q_axis: int) -> bool:
+        """Whether the mask is asked before the attention."""
+        worth_it = answers.are_worth_it(problem, self.spec.head_dim, classes, tile, q_axis)
+        return worth_it or token_data.must_be_asked(self.spec)
+
     def ask(
         self,
         problem: Problem,
@@ -311,7 +320,7 @@ def forward(
         data, seen, found = traced.data, None, None
         if classes is not None:
             seen = visits.Visits.of(classes)
-            if answers.are_worth_it(problem, spec.head_dim, classes, config.tile, q_axis=0):
+            if extras.asks(problem, classes, config.tile, q_axis=0):
                 problem, data, found = extras.ask(problem, traced, seen, config.tile, q_axis=0)
         keys, values = tame_keys(config, k, v) if problem.tames else (k, v)
         return hopper_forward.attention(problem, config, q, keys, values, seen, data, found)
@@ -349,7 +358,7 @@ def backward(
         delta = delta if dlse is None else delta + dlse
         classes, data, found = extras.classes_of(traced), traced.data, None
         tile = config.block_kv, config.block_q
-        if answers.are_worth_it(problem, spec.head_dim, classes, tile, q_axis=1):
+        if extras.asks(problem, classes, tile, q_axis=1):
             seen = visits.Visits.of(visits.from_last(classes.swapaxes(2, 3)))
             problem, data, found = extras.ask(problem, traced, seen, tile, q_axis=1)
         return hopper_backward.gradients(

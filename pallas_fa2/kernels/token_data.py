@@ -35,6 +35,8 @@ WHOLE = 128
 # Batch entries that share an array of pairs whose gradients are stored, not added up in device memory:
 # so many in 16 bits take no more of it than their sum in 32.
 MOST_STORED = 2
+# The largest head dim beside which shared memory has room for data of pairs.
+WIDEST_WITH_PAIRS = 128
 
 
 class Numbers(NamedTuple):
@@ -281,10 +283,16 @@ def stored(dtype: str) -> Any:
 
 
 def pair_bytes(spec: Spec) -> int:
-    """Of all the data that a pair of tokens has."""
+    """Of all the data that a pair of tokens has, in a kernel of attention."""
     sources = _sources(spec)
-    pairs = [s for s in (*sources.mask, *sources.scores) if s.side == "pair"]
-    return sum(stored(s.dtype).itemsize for s in pairs)
+    readers = sources.scores if must_be_asked(spec) else (*sources.mask, *sources.scores)
+    return sum(stored(s.dtype).itemsize for s in readers if s.side == "pair")
+
+
+def must_be_asked(spec: Spec) -> bool:
+    """Whether the mask's data of pairs have no room beside such head dims: it is asked before the attention."""
+    of_pairs = any(source.side == "pair" for source in _sources(spec).mask)
+    return of_pairs and max(spec.head_dim, spec.value_dim) > WIDEST_WITH_PAIRS
 
 
 def token_rows(spec: Spec, side: str) -> int:

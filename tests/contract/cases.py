@@ -262,6 +262,9 @@ MASKED = [
     Case("dilated_h128", 1, 130, 330, 2, 2, 128, mask=dilated),
     *(Case(f"extremes_h{h}", 1, 130, 139, 1, 1, h, mask=extremes) for h in (64, 128)),
     *(Case(f"holes_h{h}", 2, 130, 330, 4, 2, h, mask=holes) for h in (64, 128)),
+    # Beyond H = 128 they are asked before, even by one head.
+    Case("holes_h256", 1, 130, 200, 1, 1, 256, mask=holes),
+    Case("holes_hv_smaller", 2, 139, 261, 2, 1, 192, 128, dtype=f16, mask=holes),
     Case("rising_holes_h64", 1, 130, 260, 1, 1, 64, mask=holes, rise=7),
     *(Case(f"grid_h{h}", 2, 300, 300, 4, 2, h, mask=grid, asks_first=True) for h in (64, 128, 256)),
     Case("grid_h96", 2, 200, 331, 2, 1, 96, dtype=f16, mask=grid, asks_first=True),
