@@ -46,6 +46,11 @@ def extras_of(mask, **options):
     return Extras.of(spec, trim(spec), operands, 128, 128)
 
 
+def problem_of(extras):
+    x = jax.ShapeDtypeStruct((B, T, extras.spec.q_heads, extras.spec.head_dim), jnp.bfloat16)
+    return extras.problem(x, x)
+
+
 def dense(mask):
     spec, operands = described(mask)
     index = jnp.arange(T).reshape(1, 1, 1, T, 1), jnp.arange(S).reshape(1, 1, 1, 1, S)
@@ -69,7 +74,7 @@ def hidden(words):
 )
 def test_answers_are_those_of_the_mask(mask, q_axis, tile):
     spec, operands = described(mask)
-    problem = extras_of(mask).problem(B)
+    problem = problem_of(extras_of(mask))
     classes = np.array(bounds.classify_each(spec, operands, *(tile if q_axis == 0 else tile[::-1])))
     classes = classes[:, 0] if q_axis == 0 else visits.from_last(classes[:, 0].swapaxes(2, 3))
     seen = Visits.of(classes)
@@ -104,7 +109,7 @@ PER_HEAD = fa.mask_fn(
 
 
 def is_asked(extras, classes=None, q_axis=0):
-    problem, head_dim = extras.problem(B), extras.spec.head_dim
+    problem, head_dim = problem_of(extras), extras.spec.head_dim
     classes = extras.classes_of(extras.traced) if classes is None else classes
     return answers.are_worth_it(problem, head_dim, classes, (128, 128), q_axis)
 
@@ -145,7 +150,7 @@ def test_an_attention_that_reads_answers_reads_no_data_of_the_mask(monkeypatch, 
     dropout = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)} if drops else {}
     extras = extras_of(GRID, **dropout)
     seen = Visits.of(extras.classes_of(extras.traced))
-    problem, data, found = extras.ask(extras.problem(B), extras.traced, seen, (128, 64), 0)
+    problem, data, found = extras.ask(problem_of(extras), extras.traced, seen, (128, 64), 0)
     assert found == "answers" and problem.asked and (data is None) == (not drops)
     assert not problem.reads_keys() and not problem.pairs() and not problem.rows("q", masked=True)
     assert problem.reads_index("k", masked=True) == drops

@@ -369,6 +369,6 @@ def test_hlo_shows_the_buffers_outside_kernels():
 
 def test_a_missing_plugin_is_an_error(monkeypatch):
     monkeypatch.setattr(compile_gate, "_WHEELS", ("jax-cuda13-plugin", "no-such-wheel"))
-    compile_gate._device.cache_clear()
+    compile_gate.h200s.cache_clear()
     with pytest.raises(RuntimeError, match="needs no-such-wheel"):
         compile_gate.hlo_for_h200(chain(), SHAPE)

@@ -16,16 +16,18 @@ from pallas_fa2.kernels import (
     answers,
     hopper_backward,
     hopper_forward,
+    partition,
     passes,
     tma,
     token_data,
     visits,
 )
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
+from pallas_fa2.kernels.partition import Axes
 from pallas_fa2.kernels.tamed import Part, Tamed, tame
 from pallas_fa2.kernels.tile import split_floats
 from pallas_fa2.kernels.tile_code import TileDropout, TileMask, TileScore
-from pallas_fa2.kernels.token_data import TokenData
+from pallas_fa2.kernels.token_data import Sums, TokenData
 from pallas_fa2.spec import Device, Operands, Spec
 from pallas_fa2.tokens import Q_AXIS
 
@@ -199,15 +201,15 @@ class Extras(NamedTuple):
         classes = jnp.broadcast_to(classes, (spec.batch, *classes.shape[1:]))
         return cls(spec, part, *functions, None, Traced(data, classes))
 
-    def problem(self, batch: int) -> Problem:
-        """Of a launch."""
+    def problem(self, q: jax.Array, k: jax.Array) -> Problem:
+        """Of a launch, of some batch entries and heads."""
         spec, part = self.spec, self.part
         return Problem(
-            batch=batch,
+            batch=q.shape[0],
             q_len=part.q_len,
             kv_len=part.kv_len,
-            q_heads=spec.q_heads,
-            kv_heads=spec.kv_heads,
+            q_heads=q.shape[2],
+            kv_heads=k.shape[2],
             scale=spec.scale,
             offset=part.offset,
             mask=self.mask,
@@ -215,6 +217,15 @@ class Extras(NamedTuple):
             dropout=self.dropout,
             first_query=part.first_query,
         )
+
+    def axes(self, arguments: tuple, results: tuple) -> Axes | None:
+        """Of a kernel's call, whose last argument is `traced`; None where it stays whole.
+
+        So it does where gradients of data of pairs are formed, in another way for each number of entries.
+        """
+        if self.score is not None and self.score.floats_of("pair"):
+            return None
+        return Axes((*arguments, self.traced.axes), results)
 
     def classes_of(self, traced: "Traced") -> Any:
         return traced.classes if self.classes is None else self.classes
@@ -245,6 +256,13 @@ class Traced(NamedTuple):
     data: TokenData | None
     classes: jax.Array | None
 
+    @property
+    def axes(self) -> "Traced":
+        """As `partition.Axes` has them."""
+        data: Any = None if self.data is None else TokenData.axes()
+        classes: Any = None if self.classes is None else "bn.."
+        return Traced(data, classes)
+
 
 def tame_keys(config: hopper_forward.Config, k: jax.Array, v: jax.Array) -> list[Tamed]:
     """For the forward, where keys may be seen by nobody: a probability of 0 times NaN is NaN.
@@ -257,15 +275,14 @@ def tame_keys(config: hopper_forward.Config, k: jax.Array, v: jax.Array) -> list
     return [k_tamed, v_tamed]
 
 
-def over_batch(kernel: Callable, limit: int) -> Callable:
+def over_batch(kernel: Callable, limit: int, axes: Axes | None = None) -> Callable:
     """A kernel for any batch, the first axis of every array, and under vmap, which adds to it.
 
     A launch takes up to `limit` batch entries. An array that they share has a first axis of 1, unless
-    there are several launches.
+    there are several launches. With `axes`, each device takes a part.
     """
 
-    @custom_vmap
-    def call(*args: Any) -> Any:
+    def launches(*args: Any) -> Any:
         batch = jax.tree.leaves(args)[0].shape[0]
         if batch <= limit:
             return kernel(*args)
@@ -273,6 +290,8 @@ def over_batch(kernel: Callable, limit: int) -> Callable:
         args = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), args)
         found = [kernel(*jax.tree.map(operator.itemgetter(part), args)) for part in parts]
         return jax.tree.map(lambda *x: jnp.concatenate(x), *found)
+
+    call = custom_vmap(launches if axes is None else partition.by_device(launches, axes))
 
     @call.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
@@ -316,7 +335,7 @@ def forward(
     extras = Extras.of(spec, part, part.operands(operands), *config.tile)
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, traced: Traced) -> tuple:
-        problem, classes = extras.problem(q.shape[0]), extras.classes_of(traced)
+        problem, classes = extras.problem(q, k), extras.classes_of(traced)
         data, seen, found = traced.data, None, None
         if classes is not None:
             seen = visits.Visits.of(classes)
@@ -325,7 +344,8 @@ def forward(
         keys, values = tame_keys(config, k, v) if problem.tames else (k, v)
         return hopper_forward.attention(problem, config, q, keys, values, seen, data, found)
 
-    out, lse = over_batch(kernel, batch_limit(spec))(
+    axes = extras.axes(("b.n.", "b.k.", "b.k."), ("b.n.", "bn."))
+    out, lse = over_batch(kernel, batch_limit(spec), axes)(
         part.queries(q), part.keys(k), part.keys(v), extras.traced
     )
     return part.restore_queries(out), part.restore_queries(lse, -jnp.inf, axis=2)
@@ -352,7 +372,7 @@ def backward(
 
     def kernel(*args: Any) -> tuple:
         q, k, v, out, dout, lse, dlse, traced = args
-        problem = extras.problem(lse.shape[0])
+        problem = extras.problem(q, k)
         factors = passes.Factors(q, k, v, dout)
         factors, delta, zeros = passes.prepare(problem, config, factors, out, lse)
         delta = delta if dlse is None else delta + dlse
@@ -369,7 +389,11 @@ def backward(
         extra = round_up(part.q_len, config.block_q) - part.q_len
         return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
-    dq, dk, dv, sums = over_batch(kernel, batch_limit(spec))(
+    of_sums = Sums.axes() if extras.score is not None and extras.score.floats else None
+    dlse_axes = None if dlse is None else "bn."
+    arguments = ("b.n.", "b.k.", "b.k.", "b.n.", "b.n.", "bn.", dlse_axes)
+    axes = extras.axes(arguments, ("b.n.", "b.k.", "b.k.", of_sums))
+    dq, dk, dv, sums = over_batch(kernel, batch_limit(spec), axes)(
         part.queries(q),
         part.keys(k),
         part.keys(v),

@@ -68,6 +68,11 @@ class TokenData(NamedTuple):
     # The same, where booleans are bytes: what a kernel reads without TMA (`answers.ask`).
     bytes: tuple[jax.Array, ...] = ()
 
+    @classmethod
+    def axes(cls) -> Any:
+        """As `partition.Axes` has them."""
+        return cls("b..", "b..", "bn.", "bn..", "bn..", "bn..")  # pyright: ignore[reportArgumentType]
+
     def with_places(self, block_q: int, block_kv: int) -> "TokenData":
         """With the tokens' places as the first row; up to whole tiles, where all other data are 0."""
 
@@ -94,6 +99,11 @@ class Sums(NamedTuple):
     # Of each array of pairs, [B | 1, N | 1, T' / 16, S' / 64, 1024]: a piece of a tile as it lies in
     # registers. In the inputs' dtype, as the operand of dQ and dK is, where nothing is added to it.
     pairs: tuple[jax.Array, ...]
+
+    @classmethod
+    def axes(cls) -> Any:
+        """As `partition.Axes` has them, without pairs."""
+        return cls("b..", "b..", "b.n.", ())  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def start(

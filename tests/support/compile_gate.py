@@ -23,7 +23,7 @@ import shutil
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 from unittest import mock
@@ -137,6 +137,12 @@ def hlo_for_h200(fn: Callable[..., Any], *args: Any) -> str:
     return _text(_compile(fn, *args))
 
 
+def hlo_for_h200s(fn: Callable[..., Any], *args: Any) -> str:
+    """The optimized HLO for each of some `h200s`, over which the arguments' shardings spread them."""
+    with jax.default_device(_device()):
+        return _text(jax.jit(fn).lower(*args).compile())
+
+
 def temporary_bytes_for_h200(fn: Callable[..., Any], *args: Any) -> int:
     """Device memory that `jax.jit(fn)(*args)` takes beside its arguments and results."""
     analysis = _compile(fn, *args).memory_analysis()
@@ -156,22 +162,27 @@ def assert_clean(report: KernelReport) -> None:
     assert not faults, f"kernel {report.name}: " + "; ".join(faults)
 
 
-@functools.cache
 def _device() -> jax.Device:
+    return h200s(1)[0]
+
+
+@functools.cache
+def h200s(count: int) -> Sequence[jax.Device]:
+    """So many of one host."""
     if missing := [wheel for wheel in _WHEELS if not _is_installed(wheel)]:
         raise RuntimeError(
             f"compiling for an H200 needs {' and '.join(missing)}, version {jax.__version__}"
         )
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=h200.TARGET_CONFIG, topology="1x1x1"
+            platform="cuda", target_config=h200.TARGET_CONFIG, topology=f"1x1x{count}"
         )
     except NotImplementedError as error:
         raise RuntimeError(
             "JAX did not load its CUDA plugin: on a machine without a GPU, JAX_PLATFORMS=cpu must "
             "be in the environment before JAX is imported"
         ) from error
-    return topology.devices[0]
+    return topology.devices
 
 
 def _is_installed(wheel: str) -> bool:

@@ -12,6 +12,9 @@ accesses by vector clocks. This module adds, without touching JAX's files:
   release a slot that was read into registers, and lets no block of the grid order another;
 * a limit on every barrier wait, so that a deadlock is an exception.
 
+What the interpreter calls it calls in order, which `custom_partitioning` does not allow: all entries and
+heads are of one device.
+
     out = interpreter.run(kernel, q, k, v)      # RaceDetected, TimeoutError, or the values
 """
 
@@ -20,6 +23,7 @@ import os
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 from jax._src import callback, core, dispatch, xla_bridge
@@ -30,6 +34,7 @@ from jax._src.state import discharge
 from jax._src.state import types as state
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa2.kernels import partition
 from tests.support import inline, operations, shared
 
 # A warpgroup that waits holds a thread of XLA's CPU pool. When all are held, the warpgroups that
@@ -69,7 +74,8 @@ def run(
         detect_races=detect_races, num_tma_threads_per_device=_ASYNC_POSITIONS
     )
     try:
-        with plgpu.force_gpu_interpret_mode(params):
+        whole = mock.patch.object(partition, "custom_partitioning", _Whole)
+        with plgpu.force_gpu_interpret_mode(params), whole:
             result = jax.block_until_ready(jax.jit(fn)(*args))
             jax.effects_barrier()
     except Exception as error:
@@ -112,6 +118,19 @@ def _require_pool_threads() -> None:
             "import tests.support.interpreter before JAX is first used, or set "
             f"NPROC={_POOL_THREADS_WANTED} in the environment"
         )
+
+
+class _Whole:
+    """A function that is not partitioned."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+
+    def def_partition(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any) -> Any:
+        return self._fn(*args)
 
 
 class _Interpreter(jaxpr_interpret.JaxprInterpreter):
