@@ -389,10 +389,8 @@ def backward(
         extra = round_up(part.q_len, config.block_q) - part.q_len
         return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
-    of_sums = Sums.axes() if extras.score is not None and extras.score.floats else None
-    dlse_axes = None if dlse is None else "bn."
-    arguments = ("b.n.", "b.k.", "b.k.", "b.n.", "b.n.", "bn.", dlse_axes)
-    axes = extras.axes(arguments, ("b.n.", "b.k.", "b.k.", of_sums))
+    arguments = ("b.n.", "b.k.", "b.k.", "b.n.", "b.n.", "bn.", None if dlse is None else "bn.")
+    axes = extras.axes(arguments, ("b.n.", "b.k.", "b.k.", Sums.axes(extras.score)))
     dq, dk, dv, sums = over_batch(kernel, batch_limit(spec), axes)(
         part.queries(q),
         part.keys(k),

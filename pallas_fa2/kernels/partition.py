@@ -96,14 +96,10 @@ class _Arrays:
                 found[letter] = max(found.get(letter, 1), size)
         return found
 
-    @property
-    def key_heads_differ(self) -> bool:
-        return self.sizes["k"] > 1
-
     @functools.cached_property
     def factors(self) -> list[list[tuple[str, ...]]]:
         """Of each axis of each array: none if it is whole on every device."""
-        grouped = self.key_heads_differ and self.sizes["k"] < self.sizes["n"]
+        grouped = 1 < self.sizes["k"] < self.sizes["n"]
         heads = (HEADS, IN_GROUP) if grouped else (HEADS,)
         of = {"b": (ENTRIES,), "n": heads, "k": (HEADS,)}
 
@@ -130,7 +126,7 @@ class _Arrays:
     def specs(self, mesh: Mesh, sharding: Sharding) -> list[PartitionSpec]:
         """How all arrays lie if the first does so."""
         lies: dict[str, tuple[str, ...]] = {}
-        heads = self.sizes["k" if self.key_heads_differ else "n"]
+        heads = self.sizes["k"] if self.sizes["k"] > 1 else self.sizes["n"]
         counts = {ENTRIES: self.sizes["b"], HEADS: heads}
         for axis, factors in enumerate(self.factors[0]):
             names = _divided_over(mesh, sharding, self.shapes[0], axis)

@@ -103,9 +103,10 @@ class Copies:
         return Rows(array, batch, pl.ds(number * self.block, tile.shape[0]), head)
 
     def look(self, tiles: Sequence[Any]) -> list[jax.Array]:
-        """`nothing` of each square of all tiles together."""
+        """`_nothing` of each square of all tiles together."""
         return [
-            functools.reduce(jnp.add, (nothing(tile.at[x]) for tile in tiles)) for x in self.squares
+            functools.reduce(jnp.add, (_nothing(tile.at[x]) for tile in tiles))
+            for x in self.squares
         ]
 
     def tell(self, outputs: Sequence[Any], cta: Any, wild: Any) -> None:
@@ -116,7 +117,7 @@ class Copies:
     def write(self, outputs: Sequence[Any], cta: Any, tiles: Sequence[Any], found: Any) -> None:
         for tile, part in zip(tiles, self.parts, strict=True):
             for square, of_square in zip(self.squares, found, strict=True):
-                replace(tile.at[square], of_square, part.value)
+                _replace(tile.at[square], of_square, part.value)
         plgpu.commit_smem()
         for target, tile in zip(outputs[:-1], tiles, strict=True):
             block = tile.at[pl.ds(0, self.block)]
@@ -168,17 +169,17 @@ def tame(block: int, first: Part, second: Part) -> list[Tamed]:
     return copies.tamed(kernel(first.array, second.array))
 
 
-def any_infinite(rows: Sequence[jax.Array], warpgroup: int = 0) -> jax.Array:
-    """1 if a value of 64 rows, or of some, is NaN or infinity; all of a warpgroup must ask."""
-    return ptx.any_infinite(functools.reduce(jnp.add, rows), I32(warpgroup))
+def any_infinite(rows: Sequence[jax.Array]) -> jax.Array:
+    """1 if a value of 64 rows, or of some, is NaN or infinity; all of the warpgroup, a CTA's only one, must ask."""
+    return ptx.any_infinite(functools.reduce(jnp.add, rows), I32(0))
 
 
-def nothing(tile: Any) -> jax.Array:
+def _nothing(tile: Any) -> jax.Array:
     """Of 64 rows in shared memory: 0, or NaN where something is not finite."""
     return mosaic.sum_rows(lambda x: x - x, tile)
 
 
-def replace(tile: Any, nothing: jax.Array, value: float) -> None:
+def _replace(tile: Any, nothing: jax.Array, value: float) -> None:
     """Gives other values to rows where `nothing` is not 0."""
     for panel in tma.panels(tile):
         x = plgpu.load(panel, layout=TILE)

@@ -101,8 +101,10 @@ class Sums(NamedTuple):
     pairs: tuple[jax.Array, ...]
 
     @classmethod
-    def axes(cls) -> Any:
-        """As `partition.Axes` has them, without pairs."""
+    def axes(cls, score: TileScore | None) -> Any:
+        """As `partition.Axes` has them, without pairs, of what `start` gives."""
+        if score is None or not score.floats:
+            return None
         return cls("b..", "b..", "b.n.", ())  # pyright: ignore[reportArgumentType]
 
     @classmethod
