@@ -62,6 +62,15 @@ def test_what_was_found_on_a_gpu(line: str) -> None:
     assert check(parse(line), None).ran == {"hopper"}
 
 
+def test_a_gradient_below_normal_numbers() -> None:
+    """A sink far below all scores: its gradient is a few of the smallest float32."""
+    line = (
+        "Case(seed=525, q_len=100, kv_len=300, kv_heads=2, head_dim=24, sinks='float32', "
+        "transform='grad of vmap', rise=7.0)"
+    )
+    check(parse(line), "reference")
+
+
 @pytest.mark.gpu
 def test_classes_that_ptxas_computed_wrongly() -> None:
     """max(max(-a, -b), a) without one minus, by ptxas up to 13.3: tiles were taken for empty."""

@@ -22,6 +22,10 @@ from tests.support.hopper import asking_first
 # XLA's CPU compiler leaves a few products of bfloat16 with tiny axes to a runtime that has none.
 XLAS_OWN = "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"
 
+# Normal numbers begin here: smaller ones have fewer bits, or are flushed to 0. Those of float16 are not,
+# and are its multiples of this.
+SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-24, "float32": 2.0**-126, "float64": 2.0**-1022}
+
 FAR = 3  # tokens of poison around a sliced array
 
 
@@ -271,8 +275,9 @@ def _check(case: Case, name: str, run: Callable) -> float:
             expected, same, by_chance = (_named(y)[key] for y in (goal, unfused, noise))
             size = np.abs(np.where(np.isinf(expected), 0, expected)).max(initial=0.0)
             twice = 0.0 if key == "lse" else FACTOR * deviation(same, expected)
-            floor = max(FLOOR[str(x.dtype)] * size, float(np.max(by_chance, initial=0.0)))
-            limit, off = max(twice, floor), deviation(x, expected)
+            rounding = max(FLOOR[str(x.dtype)] * size, SMALLEST[str(x.dtype)])
+            limit = max(twice, rounding, float(np.max(by_chance, initial=0.0)))
+            off = deviation(x, expected)
             assert off <= limit, f"{key} by {name}{what}: off by {off:.3g} where {limit:.3g} may be"
             shares.append(off / limit if off else 0.0)
     return max(shares)
