@@ -256,6 +256,25 @@ def test_no_extremes_of_three(by: str) -> None:
         assert report.count("VIMNMX3") == 0, report.name
 
 
+def test_selected_numbers_stay_signed() -> None:
+    """Mosaic (jax 0.11.2) takes what a column's truth selects for unsigned, if it is one number."""
+
+    def attend(q: Any, k: Any, v: Any, near: Any, n: Any) -> Any:
+        mask = fa.mask_fn(lambda q, k, c: q.place >= jnp.where(k.near, c.n, -5))(
+            q_tokens={"place": near}, k_tokens={"near": near > 0}, params={"n": n}
+        )
+        return fa.flash_attention(q, k, v, mask=mask, implementation="hopper")
+
+    def both(q: Any, k: Any, v: Any, dout: Any, *data: Any) -> Any:
+        out, pull = jax.vjp(lambda *x: attend(*x, *data), q, k, v)
+        return out, pull(dout)
+
+    data = jax.ShapeDtypeStruct((256,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    for report in compile_both(both, *arrays(256, 256, (64, 64)), *data):
+        unsigned = [name for name in report.sass if re.match(r"ISETP\.(G|L)[TE]\.U32", name)]
+        assert not unsigned, (report.name, unsigned)
+
+
 def test_pieces_of_cut_rows_compile() -> None:
     """Of an output of 72 columns the second piece is cut."""
 

@@ -179,6 +179,16 @@ def over(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), TILE)
 
 
+def selectable(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """An integer over these axes of a tile, in registers of its own where it is one number.
+
+    Where a truth that varies selects one number, Mosaic (jax 0.11.2) takes the result for unsigned, as truths
+    are: -5 would compare as a large number.
+    """
+    layouts = {(0,): ROWS, (1,): COLUMNS, (0, 1): TILE}
+    return plgpu.layout_cast(x, layouts[axes]) if axes else x
+
+
 def inline(name: str, code: Callable, result: Any, *arg_types: Any) -> Callable:
     """An operation that Mosaic's own code writes; the interpreter in the tests knows it by its name."""
     code.__name__ = name

@@ -20,7 +20,7 @@ from pallas_fa2.kernels.mosaic import LOG2E, over_columns
 from pallas_fa2.kernels.values import Functions, Value, spread
 from pallas_fa2.tokens import Pointwise, called, follow, traced
 
-FUNCTIONS = Functions(ptx.reciprocal, mosaic.over, ptx.any_from_two, ptx.unfused)
+FUNCTIONS = Functions(ptx.reciprocal, mosaic.over, ptx.any_from_two, ptx.unfused, mosaic.selectable)
 # Code in branches is not shared by a score and its slope.
 WITHOUT_BRANCHES = FUNCTIONS._replace(any_from_two=None)
 # Columns of scores that pass through a function together.

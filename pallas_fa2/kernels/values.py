@@ -55,6 +55,8 @@ class Functions(NamedTuple):
     any_from_two: Callable | None = lambda tile: jnp.any(~(jnp.abs(tile) < 2))
     # A maximum or minimum of integers over some axes, before it meets another one.
     unfused: Callable = lambda array, axes: array
+    # An integer that a truth over some axes may select.
+    selectable: Callable = lambda array, axes: array
 
 
 PLAIN = Functions()
@@ -86,7 +88,11 @@ def bind(
 ) -> Value:
     """The primitive over all the axes that a value varies over."""
     axes = tuple(sorted({axis for x in values for axis in x.axes}))
-    array = primitive.bind(*(spread(x, axes, shape, functions) for x in values), **params)
+    arrays = [spread(x, axes, shape, functions) for x in values]
+    if primitive is lax.select_n_p and arrays[1].dtype == jnp.int32:
+        truth, *cases = arrays
+        arrays = [truth, *(functions.selectable(x, axes) for x in cases)]
+    array = primitive.bind(*arrays, **params)
     if primitive in (lax.max_p, lax.min_p) and array.dtype == jnp.int32:
         array = functions.unfused(array, axes)
     return Value(array, axes)

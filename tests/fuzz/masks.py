@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import pallas_fa2 as fa
@@ -168,6 +170,12 @@ def warm(q: Any, k: Any, c: Any) -> Any:
     return (q.x * 2.0 > k.x - c.z) ^ (k.index % 5 == 1)
 
 
+def waits(q: Any, k: Any, c: Any) -> Any:
+    truth = k.index % 3 == 0
+    wait = (jnp if isinstance(truth, jax.Array) else np).where(truth, c.wait, -5)
+    return q.index - k.index >= wait
+
+
 def allowed(q: Any, k: Any, c: Any) -> Any:
     return c.allowed & (q.index != k.index)
 
@@ -183,6 +191,7 @@ FUNCTIONS: dict[str, tuple[Callable, Callable]] = {
     ),
     "reach": (reach, lambda s, r: {"heads": {"reach": r.integers(0, 20, s.q_heads, np.int32)}}),
     "stripes": (stripes, lambda s, r: {"params": {"shift": np.int32(r.integers(4))}}),
+    "waits": (waits, lambda s, r: {"params": {"wait": np.int32(r.integers(-40, 40))}}),
     "warm": (
         warm,
         lambda s, r: {
