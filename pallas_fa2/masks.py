@@ -201,9 +201,10 @@ class Segments(Mask):
         return q.segment == k.segment
 
 
-def _one_a_row(n: Any) -> Any:
-    """`[*B]` as token data that all tokens share, `[*B, 1]`."""
-    return _as_position(n)[..., None]
+def _one_a_row(**numbers: Any) -> Data:
+    """Of `[*B]` each, which all pairs of tokens share; static ones are in the code."""
+    traced = {name: n for name, n in numbers.items() if not is_static(n)}
+    return Data(pairs={name: _as_position(n)[..., None, None, None] for name, n in traced.items()})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -218,18 +219,16 @@ class Lengths(Mask):
         _check_number(self, "kv")
 
     def data(self) -> Data:
-        def shared(n: Any) -> dict:
-            return {} if is_static(n) else {"valid": _one_a_row(n)}
-
-        return Data(q=shared(self.q), k=shared(self.kv))
+        return _one_a_row(q=self.q, kv=self.kv)
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
-        def exists(token: Token, length: Any) -> Any:
+        def exists(token: Token, name: str) -> Any:
+            length = getattr(self, name)
             if length is None:
                 return True
-            return token.index < (length if is_static(length) else token.valid)
+            return token.index < (length if is_static(length) else getattr(c, name))
 
-        return exists(q, self.q) & exists(k, self.kv)
+        return exists(q, "q") & exists(k, "kv")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -242,12 +241,10 @@ class Prefix(Mask):
         _check_number(self, "length")
 
     def data(self) -> Data:
-        if is_static(self.length):
-            return Data()
-        return Data(k={"prefix": _one_a_row(self.length)})
+        return _one_a_row(length=self.length)
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
-        return k.index < (self.length if is_static(self.length) else k.prefix)
+        return k.index < (self.length if is_static(self.length) else c.length)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

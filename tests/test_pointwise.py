@@ -34,6 +34,15 @@ ROWS, COLUMNS = 6, 9
         lambda q, k, c: (q.index - k.index < -(2**31)) | (k.index < -(2**31)),
         lambda q, k, c: (k.index - q.index < c.least) | (k.index - q.index == 3),
         lambda q, k, c: ((k.index < 3) | (q.index < k.index)) & (k.index <= q.index + 2),
+        lambda q, k, c: (c.n > abs(k.index - q.index)) & (abs(q.index - k.index) > c.least),
+        lambda q, k, c: (abs(q.index - k.index) <= c.least) | (abs(k.index - 3) < 2),
+        lambda q, k, c: (abs(q.index - 2) <= q.index) & (abs(k.index - q.index) <= k.index),
+        lambda q, k, c: (k.index + 5 >= q.index) & (q.a > 0),
+        lambda q, k, c: (k.index - c.n <= q.index) | (q.index > 4),
+        lambda q, k, c: (c.x > 1) | (4 - k.index < q.index),
+        lambda q, k, c: (k.index < c.n) & (k.index >= c.least) & (c.n > 3),
+        lambda q, k, c: (q.index - k.index <= k.index + 1) & (k.index + 3 > k.index - c.n),
+        lambda q, k, c: (k.index + 3 <= k.a.astype(jnp.int32)) | (q.index + 1 < 3),
     ],
 )
 def test_a_tile_is_what_the_scalar_function_says_of_each_pair(see):

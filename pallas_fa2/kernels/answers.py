@@ -45,6 +45,8 @@ def are_worth_it(
     `[B | 1, N | 1, T tiles, S tiles]`. Queries are those of `tile[q_axis]`."""
     if problem.mask is None or problem.score is not None or classes.shape[1] > 1:
         return False
+    if q_axis == 0 and problem.mask.sees_a_range:
+        return False  # a few operations a row, and none a pair
     size = len(classes) * problem.q_len * problem.kv_len // 8
     if size > 2 * problem.batch * problem.q_len * problem.q_heads * head_dim:
         return False  # more memory than queries have

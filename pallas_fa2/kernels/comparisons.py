@@ -1,7 +1,8 @@
 """Comparisons of integers, with the fewest instructions for an element.
 
 Every element has a difference to compare in `q.index - k.index <= 128`; in `k.index >= q.index - 128` one
-number a row is enough. And `k <= a and k <= b` is `k <= min(a, b)`, one comparison instead of two.
+number a row is enough. `abs(q.index - k.index) <= 9` is two of these. And `k <= a and k <= b` is
+`k <= min(a, b)`, one comparison instead of two.
 """
 
 import dataclasses
@@ -17,6 +18,8 @@ from pallas_fa2.kernels.values import Functions, Limit, Sum, Value, bind
 
 FLIPPED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt", "eq": "eq", "ne": "ne"}
 LARGEST = 2**31 - 1
+# A number up to this and an index may be added or subtracted (`Value.of_index`).
+SAFE = 2**30
 _PRIMITIVES = {
     "le": lax.le_p, "ge": lax.ge_p, "lt": lax.lt_p, "gt": lax.gt_p, "eq": lax.eq_p, "ne": lax.ne_p,
 }  # fmt: skip
@@ -32,9 +35,15 @@ class Comparisons:
 
     def of(self, name: str, x: Value, y: Value) -> Value:
         """x `name` y, of int32."""
-        if x.sum is None and y.sum is not None:
+        if y.size_of is not None:
             x, name, y = y, FLIPPED[name], x
-        if x.sum is not None and y.sum is None and len(y.axes) < 2:
+        if x.size_of is not None and name in ("le", "lt") and y.axes in ((), (0,)):
+            y = self._clipped(y, x.most)
+            below = self._bind(lax.neg_p, y)._replace(most=y.most)
+            return self.both(self.of(name, x.size_of, y), self.of(FLIPPED[name], x.size_of, below))
+        if not _comes_apart(x, y):
+            x, name, y = y, FLIPPED[name], x
+        if x.sum is not None and _comes_apart(x, y):
             x, name, y = self._apart(x, x.sum, name, y)
         if x.axes == (0,) or y.axes == (1,):
             x, name, y = y, FLIPPED[name], x
@@ -45,6 +54,10 @@ class Comparisons:
 
     def both(self, x: Value, y: Value) -> Value:
         """x and y."""
+        for one, truth in ((x, y), (y, x)):
+            if _of_indices(one) and truth.axes in ((), (0,)):
+                first, *rest = one.limits
+                return self._all([self._where(truth, first, to_be=True), *rest])
         if not (x.limits and y.limits):
             return self._and(x, y)
         limits = [*x.limits]
@@ -61,6 +74,9 @@ class Comparisons:
 
     def either(self, x: Value, y: Value) -> Value | None:
         """x or y, if it is one comparison."""
+        for one, truth in ((x, y), (y, x)):
+            if _of_indices(one) and len(one.limits) == 1 and truth.axes in ((), (0,)):
+                return self._all([self._where(truth, one.limits[0], to_be=False)])
         if len(x.limits) == len(y.limits) == 1 and _are_alike(x.limits[0], y.limits[0]):
             wider = lax.min_p if x.limits[0].kind == "low" else lax.max_p
             return self._all([self._joined(wider, x.limits[0], y.limits[0])])
@@ -77,13 +93,20 @@ class Comparisons:
         return sum.column, FLIPPED[name], self._apply(lax.sub_p, sum.row, y)
 
     def _limited(self, column: Value, name: str, number: Value) -> Value:
-        if number.most >= LARGEST:
+        if number.most >= LARGEST or (number.most > SAFE > column.most):
             number = self._clipped(number, column.most)
         if name == "lt":
             number = self._apply(lax.sub_p, number, _ONE)
         if name == "gt":
             number = self._apply(lax.add_p, number, _ONE)
         return self._all([Limit(column, _KINDS[name], number)])
+
+    def _where(self, truth: Value, limit: Limit, to_be: bool) -> Limit:
+        """The limit of rows of which the truth is `to_be`; if True, no column of others is within, else all."""
+        far = Value(np.int32(SAFE if (limit.kind == "low") == to_be else -SAFE))
+        cases = (far, limit.number) if to_be else (limit.number, far)
+        number = self._bind(lax.select_n_p, truth, *cases)
+        return limit._replace(number=number._replace(most=float(SAFE)))
 
     def _all(self, limits: Sequence[Limit]) -> Value:
         def compare(limit: Limit) -> Value:
@@ -112,8 +135,19 @@ class Comparisons:
     def _and(self, x: Value, y: Value) -> Value:
         return self._bind(lax.and_p, x, y)
 
-    def _bind(self, primitive: Any, x: Value, y: Value) -> Value:
-        return bind(primitive, (x, y), self.shape, self.functions)
+    def _bind(self, primitive: Any, *values: Value) -> Value:
+        return bind(primitive, values, self.shape, self.functions)
+
+
+def _of_indices(x: Value) -> bool:
+    """Whether it has limits, which no column can come near."""
+    return bool(x.limits) and x.limits[0].column.most < SAFE
+
+
+def _comes_apart(x: Value, y: Value) -> bool:
+    """Whether x is a sum, and compares with y as its number of columns with one of rows. Where it varies
+    over columns alone, that is for a y that does not."""
+    return x.sum is not None and len(y.axes) < 2 and (x.axes == (0, 1) or y.axes != (1,))
 
 
 _ONE = Value(np.int32(1), most=1.0)
@@ -125,10 +159,10 @@ def _are_alike(x: Limit, y: Limit) -> bool:
 
 def with_sum(found: Value, name: str, x: Value, y: Value) -> Value:
     """The sum or difference, with the numbers that it consists of."""
-    if {x.axes, y.axes} != {(0,), (1,)}:
+    if (x.axes, y.axes) not in (((0,), (1,)), ((1,), (0,)), ((), (1,)), ((1,), ())):
         return found
     sign_of_y = -1 if name == "sub" else 1
-    if x.axes == (0,):
+    if y.axes == (1,):
         return found._replace(sum=Sum(x, y, sign_of_y))
     row = y if sign_of_y > 0 else Value(-y.array, y.axes, most=y.most)
     return found._replace(sum=Sum(row, x, 1))

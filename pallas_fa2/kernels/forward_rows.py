@@ -78,7 +78,7 @@ class RowBlock(RowScores):
         Its maximum is a reference for all that follow. (Without a mask every row sees its first key.)
         """
         rows, keys, queries = self.shape[0], self.memory.keys, self.query_data(masked=self.masked)
-        problem = self.schedule.problem
+        problem, first_key = self.schedule.problem, self.first_key(0)
         (k,) = keys.wait(self.first_step)
         self.turns.take()
 
@@ -92,17 +92,17 @@ class RowBlock(RowScores):
         if self.schedule.config.q_in_registers:
             self.memory.queries(self.me).release(self.place)
         data = self.wait_for_data(0, masked=False)
-        s, scale = self.scored(s, self.first_key(0), queries, data)
+        s, scale = self.scored(s, first_key, queries, data)
         if problem.mask is not None:
 
             def hide() -> jax.Array:
                 found = self.wait_for_data(0, masked=True) if data is None else data
                 answers = self.answers(0, masked=True)
-                return self.hide(s, self.first_key(0), queries, found, answers)
+                return self.hide(s, first_key, queries, found, answers)
 
             s = lax.cond(self.tile.is_cut(0), hide, lambda: s)
         elif self.masked:
-            s = self.hide(s, self.first_key(0), queries, data, [])
+            s = self.hide(s, first_key, queries, data, [])
         reference = _highest(s) * scale
         if not problem.plain:
             # A later block that is cut finds it, but no full one does.
@@ -110,7 +110,7 @@ class RowBlock(RowScores):
             reference = jnp.where(reference == -jnp.inf, lowest, reference)
         p = _exponentials(s, scale, reference)
         statistics = Statistics(reference, mosaic.by_eights(jnp.add, p))
-        p = self.drop(p, self.first_key(0), queries, data)
+        p = self.drop(p, first_key, queries, data)
         if data is not None:
             self.release_data(0, statistics)
         elif problem.reads_block():
@@ -124,6 +124,7 @@ class RowBlock(RowScores):
         """Scores of block t and output of block t - 1, multiplied together; softmax of block t."""
         keys, values, step = self.memory.keys, self.memory.values, self.first_step + t
         queries, answers = self.query_data(masked), self.answers(t, masked)
+        first_key = self.first_key(t)
         (k,) = keys.wait(step)
         self.turns.take()
 
@@ -141,14 +142,14 @@ class RowBlock(RowScores):
                 keys.release(step)
                 reference = before.reference
                 data = self.wait_for_data(t, masked)
-                s, scale = self.scored(s, self.first_key(t), queries, data)
+                s, scale = self.scored(s, first_key, queries, data)
                 if masked:
-                    s = self.hide(s, self.first_key(t), queries, data, answers)
+                    s = self.hide(s, first_key, queries, data, answers)
                     reference = self.found_reference(s, scale, reference)
                 p_next = _exponentials(s, scale, reference)
                 total = before.total + mosaic.by_eights(jnp.add, p_next)
                 ptx.pin(total)
-                p_next = self.drop(p_next, self.first_key(t), queries, data)
+                p_next = self.drop(p_next, first_key, queries, data)
                 return o_acc[...], Statistics(reference, total), p_next
 
             return pl.run_scoped(update, mosaic.accumulator(*acc.shape))

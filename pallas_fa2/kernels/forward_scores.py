@@ -17,7 +17,7 @@ from pallas_fa2.kernels.forward_schedule import Schedule, Tile
 from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, Ring
 from pallas_fa2.kernels.pair_tile import PairTile
 from pallas_fa2.kernels.ptx import Turns
-from pallas_fa2.kernels.tile_code import Pair, Side, Source, TileFunction
+from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, Pair, Side, Source, TileFunction
 
 
 class Statistics(NamedTuple):
@@ -107,6 +107,7 @@ class RowScores:
         return QueryData(side, data.numbers.load(batch, head, numbers), row_keys)
 
     def first_key(self, t: Any) -> Any:
+        """Of block t: to be loaded a while before it is needed."""
         return self.arrays.block(self.tile, t) * self.shape[1]
 
     @property
@@ -197,8 +198,7 @@ class RowScores:
             return self.hide_after(s, first_key)
         if answers:
             return ptx.hide_signed(s, answers)
-        assert data is not None
-        return self.hide_unseen(s, queries, data)
+        return self.hide_unseen(s, first_key, queries, data)
 
     def hide_after(self, s: jax.Array, first_key: Any) -> jax.Array:
         problem, rows = self.schedule.problem, self.shape[:1]
@@ -209,10 +209,18 @@ class RowScores:
             last = jnp.minimum(row, problem.kv_len - 1)
         return ptx.hide_after(s, last - first_key)
 
-    def hide_unseen(self, s: jax.Array, queries: QueryData, data: BlockData) -> jax.Array:
+    def hide_unseen(
+        self, s: jax.Array, first_key: Any, queries: QueryData, data: BlockData | None
+    ) -> jax.Array:
         """The mask itself; the first row of the data of keys is their index, or kv_len and more."""
         problem = self.schedule.problem
         visible = problem.mask.visible
+        k_end = problem.kv_len if problem.kv_len % self.shape[1] else None
+        if problem.mask.sees_a_range:
+            some = Side(1, ptx.column_numbers(COLUMNS_AT_ONCE, first_key))
+            pair = Pair(queries.side, some, queries.numbers)
+            return problem.mask.hide_outside_range(s, pair, first_key, k_end)
+        assert data is not None
 
         def pair_at(columns: Any) -> Pair:
             some = data.keys.at[:, columns]
@@ -221,7 +229,6 @@ class RowScores:
             pairs = data.load_pairs(visible, columns)
             return Pair(queries.side, keys, queries.numbers, pairs)
 
-        k_end = problem.kv_len if problem.kv_len % self.shape[1] else None
         return problem.mask.hide(s, pair_at, k_end)
 
     def drop(

@@ -108,8 +108,9 @@ class Problem:
         return any(f.reads_index(side) for f in self._functions(masked))
 
     def reads_keys(self, masked: bool = True) -> bool:
-        """Whether the forward reads data of keys: for a mask, their index as well."""
-        return (masked and self.asks) or bool(self.rows("k", masked))
+        """Whether the forward reads data of keys: for a mask, mostly their index as well."""
+        indexed = masked and self.asks and not self.mask.sees_a_range
+        return indexed or bool(self.rows("k", masked))
 
     def reads_block(self, masked: bool = True) -> bool:
         """Whether the forward reads data that come with a block of keys."""

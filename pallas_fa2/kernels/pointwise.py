@@ -132,6 +132,8 @@ def _bounded(found: Value, primitive: Any, tile: "_Tile", ins: list[Value]) -> V
     if len(reals) < len(ins):
         return found
     found = found._replace(real=Value(primitive.bind(*reals), found.axes), most=most)
+    if primitive.name == "abs" and ins[0].sum is not None:
+        return found._replace(size_of=ins[0])
     return with_sum(found, primitive.name, *ins) if primitive.name in ("add", "sub") else found
 
 

@@ -183,10 +183,11 @@ def of_each(mine: Any) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
 
-def _each(tile: Any, function: Callable) -> Any:
-    """function(a thread's value, the place of its register, its place there) of each."""
+def _each(tile: Any, function: Callable, order: Callable = lambda at: 0) -> Any:
+    """function(a thread's value, the place of its register, its place there) of each, in the order of these
+    places or of order(place)."""
     results = np.empty_like(tile.registers)
-    for at, register in np.ndenumerate(tile.registers):
+    for at, register in sorted(np.ndenumerate(tile.registers), key=lambda x: order(x[0])):
         for e, x in enumerate(elements(register)):
             register = llvm.insertelement(register, function(x, at, e), i32(e))
         results[at] = register
@@ -367,6 +368,56 @@ def _hide(s: jax.Array, bound: jax.Array, kept: Any, name: str) -> jax.Array:
 
     result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
     return inline(name, hide, result, TILE, ROWS)(s, bound)
+
+
+def hide_outside(
+    s: jax.Array, first: jax.Array | None = None, last: jax.Array | None = None
+) -> jax.Array:
+    """-inf in a tile left of each row's first column, and right of its last one.
+
+    A thread's columns up to some column are its first so many: a bit each, and one shift sets 32 of them. ptxas
+    makes predicates of seven bits in one instruction (R2P), where `hide_after` takes a comparison a column; but
+    where there is one bound and the columns are few, as in the backward, that is as fast.
+    """
+    bounds = {"first": first, "last": last}
+    bounds = {name: x for name, x in bounds.items() if x is not None}
+
+    def hide(_: Any, tile: Any, *bounds_of: Any) -> Any:
+        first_column = arith.shli(arith.andi(thread_number(), i32(3)), i32(1))
+        minus_infinity = arith.constant(ir.F32Type.get(), -math.inf)
+
+        def after(bound: Any, word: int) -> Any:
+            """Which of the thread's columns lie right of it, of 32."""
+            bound = arith.subi(bound, first_column)
+            eights = (arith.addi(bound, i32(n - 128 * word)) for n in (7, 8))
+            count = functools.reduce(arith.addi, (arith.shrsi(x, i32(3)) for x in eights))
+            count = arith.maxsi(count, i32(0))
+            return llvm.inline_asm(count.type, [count], "shl.b32 $0, -1, $1;", "=r,r")
+
+        @functools.cache
+        def outside(half: int, word: int) -> Any:
+            """Of rows r, or r + 8, of a warp's 16."""
+            found = i32(0)
+            for name, rows in zip(bounds, bounds_of, strict=True):
+                bound = scalars(rows)[half]
+                if name == "last":
+                    found = arith.ori(found, after(bound, word))
+                else:
+                    before = arith.xori(after(arith.subi(bound, i32(1)), word), i32(-1))
+                    found = arith.ori(found, before)
+            return found
+
+        def hidden(x: Any, at: tuple[int, ...], e: int) -> Any:
+            place = 2 * at[1] + e  # two columns of each eight
+            bit = arith.andi(outside(sum(at[2:]), place // 32), i32(1 << place % 32))
+            keep = arith.cmpi(arith.CmpIPredicate.eq, bit, i32(0))
+            return arith.select(keep, x, minus_infinity)
+
+        return _each(tile, hidden, order=lambda at: sum(at[2:]))
+
+    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
+    name = " ".join(["hide_outside", *bounds])
+    return inline(name, hide, result, TILE, *[ROWS] * len(bounds))(s, *bounds.values())
 
 
 def signs(square: jax.Array) -> jax.Array:

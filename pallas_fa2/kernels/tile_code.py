@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from pallas_fa2.kernels import dropout, mosaic, pointwise, ptx
@@ -25,6 +26,7 @@ FUNCTIONS = Functions(ptx.reciprocal, mosaic.over, ptx.any_from_two, ptx.unfused
 WITHOUT_BRANCHES = FUNCTIONS._replace(any_from_two=None)
 # Columns of scores that pass through a function together.
 COLUMNS_AT_ONCE = 16
+SOME = 64, COLUMNS_AT_ONCE
 
 
 class Source(NamedTuple):
@@ -103,36 +105,57 @@ class TileFunction:
 
         Of 64 by 64 pairs it has two rows and 16 columns: what depends on columns alone counts half.
         """
-        sides = ("k", "q") if columns == "q" else ("q", "k")
-        shape, count = (64, COLUMNS_AT_ONCE), 0.0
-
-        def keep(indices: list, rows: list, numbers: list) -> Any:
-            sources = [
-                dict(zip(self.rows(x), y, strict=True)) for x, y in zip(sides, rows, strict=True)
-            ]
-            found = {sides[i]: Side(i, indices[i], sources[i]) for i in (0, 1)}
-            pair = Pair(found["q"], found["k"], dict(zip(self.numbers, numbers, strict=True)))
-            return [value.array for value in self.on_tile(pair, shape)]
+        count = 0.0
 
         def apply(eqn: Any, ins: list) -> list:
             nonlocal count
             if (inner := called(eqn)) is not None:
                 return follow(*inner, ins, lambda _: None, apply)
             if eqn.primitive.name not in ("broadcast_in_dim", "layout_cast", "squeeze"):
-                count += {shape: 1.0, shape[1:]: 0.5}.get(eqn.outvars[0].aval.shape, 0.0)
+                count += {SOME: 1.0, SOME[1:]: 0.5}.get(eqn.outvars[0].aval.shape, 0.0)
             return [None] * len(eqn.outvars)
 
-        args = (
-            [jax.ShapeDtypeStruct((n,), jnp.int32) for n in shape],
+        code = self._trace(lambda pair: [x.array for x in self.on_tile(pair, SOME)], columns)
+        code, read = pointwise.lean(code)
+        follow(code.jaxpr, code.consts, [None] * sum(read), lambda _: None, apply)
+        return count
+
+    def sees_a_range(self) -> bool:
+        """Whether the keys that a query sees, by this mask, follow each other."""
+        found = []
+        self._trace(lambda pair: found.append(self.range(pair) is not None), "k")
+        return found[0]
+
+    def range(self, pair: Pair) -> dict[str, jax.Array] | None:
+        """The index of the first key that each query sees, by this mask, and of the last one: "low", "high"
+        or both. None if no comparisons with a key's index say what a query sees."""
+        (visible,) = self.on_tile(pair, SOME)
+        limits = visible.limits
+        if not limits or any(x.column.array is not pair.k.index for x in limits):
+            return None
+        return {x.kind: spread(x.number, (0,), SOME, FUNCTIONS) for x in limits}
+
+    def _trace(self, function: Callable[[Pair], Any], columns: Literal["q", "k"]) -> ClosedJaxpr:
+        """Of some tile's data."""
+        sides = ("k", "q") if columns == "q" else ("q", "k")
+
+        def of_data(indices: list, rows: list, numbers: list) -> Any:
+            sources = [
+                dict(zip(self.rows(x), y, strict=True)) for x, y in zip(sides, rows, strict=True)
+            ]
+            found = {sides[i]: Side(i, indices[i], sources[i]) for i in (0, 1)}
+            numbers_of = dict(zip(self.numbers, numbers, strict=True))
+            pairs = {s: jnp.zeros(SOME, s.dtype) for s in self.pairs}
+            return function(Pair(found["q"], found["k"], numbers_of, pairs))
+
+        return jax.make_jaxpr(of_data)(
+            [jax.ShapeDtypeStruct((n,), jnp.int32) for n in SOME],
             [
                 [jax.ShapeDtypeStruct((n,), s.dtype) for s in self.rows(side)]
-                for n, side in zip(shape, sides, strict=True)
+                for n, side in zip(SOME, sides, strict=True)
             ],
             [jax.ShapeDtypeStruct((), s.dtype) for s in self.numbers],
         )
-        code, read = pointwise.lean(jax.make_jaxpr(keep)(*args))
-        follow(code.jaxpr, code.consts, [None] * sum(read), lambda _: None, apply)
-        return count
 
     def reads_index(self, side: str) -> bool:
         return any(s.side == side and s.place is None for s in self.sources)
@@ -171,6 +194,30 @@ class TileMask:
     # Whether it is known that every query sees a key and every key is seen. Where it is not, what
     # nobody sees may be NaN.
     all_take_part: bool
+    # Whether it is known that the keys which a query sees follow each other.
+    sees_a_range: bool = False
+
+    @classmethod
+    def of(cls, visible: TileFunction, all_take_part: bool) -> "TileMask":
+        return cls(visible, all_take_part, visible.sees_a_range())
+
+    def hide_outside_range(
+        self, s: jax.Array, pair: Pair, first_key: Any, k_end: int | None = None
+    ) -> jax.Array:
+        """As `hide`, where queries see a range, of a tile whose columns are keys."""
+        found = self.visible.range(pair)
+        assert found is not None
+        low, high = found.get("low"), found.get("high")
+        if k_end is not None:
+            high = k_end - 1 if high is None else jnp.minimum(high, k_end - 1)
+
+        def within(bound: Any) -> Any:
+            if bound is None:
+                return None
+            bound = jnp.broadcast_to(bound - first_key, s.shape[:1])
+            return plgpu.layout_cast(bound, mosaic.ROWS)
+
+        return ptx.hide_outside(s, within(low), within(high))
 
     def hide(self, s: jax.Array, pair_at: Callable, k_end: int | None = None) -> jax.Array:
         """-inf where a pair is not seen, or a key is the `k_end`-th or a later one."""

@@ -21,6 +21,7 @@ class Value(NamedTuple):
     real: "Value | None" = None
     # An integer, or a truth, in a form that takes fewer instructions where it is compared or joined.
     sum: "Sum | None" = None
+    size_of: "Value | None" = None  # the sum of which it is the absolute value
     limits: "tuple[Limit, ...]" = ()
 
     @classmethod
@@ -30,7 +31,7 @@ class Value(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A number of each row, and plus or minus one of each column."""
+    """A number of each row, or of the tile, and plus or minus one of each column."""
 
     row: Value
     column: Value

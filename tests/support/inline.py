@@ -83,6 +83,14 @@ def _hide_signed(s, *words):
     return jnp.where(jnp.concatenate([hidden(word) for word in words], 1) != 0, -jnp.inf, s)
 
 
+def _hide_outside(s, *bounds_and_names):
+    count = len(bounds_and_names) // 2
+    bounds = dict(zip(bounds_and_names[count:], bounds_and_names[:count], strict=True))
+    first, last = bounds.get("first", jnp.int32([-1])), bounds.get("last", jnp.int32([s.shape[1]]))
+    inside = (_columns(s) >= first[:, None]) & (_columns(s) <= last[:, None])
+    return jnp.where(inside, s, -jnp.inf)
+
+
 def _by_warps(x):
     return x.reshape(-1, listing.LANES)
 
@@ -115,4 +123,5 @@ INLINE: dict[str, Callable[..., Any]] = {
     "hide_signed": _hide_signed,
     "hide_after": lambda s, last: jnp.where(_columns(s) <= last[:, None], s, -jnp.inf),
     "hide_before": lambda s, first: jnp.where(_columns(s) >= first[:, None], s, -jnp.inf),
+    "hide_outside": _hide_outside,
 }
