@@ -140,7 +140,7 @@ class Comparisons:
 
 
 def _of_indices(x: Value) -> bool:
-    """Whether it has limits, which no column can come near."""
+    """Whether it has limits, and the first is one of numbers that never come near `SAFE`, as indices."""
     return bool(x.limits) and x.limits[0].column.most < SAFE
 
 

@@ -26,7 +26,7 @@ FUNCTIONS = Functions(ptx.reciprocal, mosaic.over, ptx.any_from_two, ptx.unfused
 WITHOUT_BRANCHES = FUNCTIONS._replace(any_from_two=None)
 # Columns of scores that pass through a function together.
 COLUMNS_AT_ONCE = 16
-SOME = 64, COLUMNS_AT_ONCE
+SOME = 64, COLUMNS_AT_ONCE  # rows and columns of a part of a tile
 
 
 class Source(NamedTuple):
@@ -123,10 +123,10 @@ class TileFunction:
     def sees_a_range(self) -> bool:
         """Whether the keys that a query sees, by this mask, follow each other."""
         found = []
-        self._trace(lambda pair: found.append(self.range(pair) is not None), "k")
+        self._trace(lambda pair: found.append(self.key_range(pair) is not None), "k")
         return found[0]
 
-    def range(self, pair: Pair) -> dict[str, jax.Array] | None:
+    def key_range(self, pair: Pair) -> dict[str, jax.Array] | None:
         """The index of the first key that each query sees, by this mask, and of the last one: "low", "high"
         or both. None if no comparisons with a key's index say what a query sees."""
         (visible,) = self.on_tile(pair, SOME)
@@ -205,7 +205,7 @@ class TileMask:
         self, s: jax.Array, pair: Pair, first_key: Any, k_end: int | None = None
     ) -> jax.Array:
         """As `hide`, where queries see a range, of a tile whose columns are keys."""
-        found = self.visible.range(pair)
+        found = self.visible.key_range(pair)
         assert found is not None
         low, high = found.get("low"), found.get("high")
         if k_end is not None:
