@@ -201,10 +201,10 @@ class Segments(Mask):
         return q.segment == k.segment
 
 
-def _one_a_row(**numbers: Any) -> Data:
-    """Of `[*B]` each, which all pairs of tokens share; static ones are in the code."""
+def _one_an_entry(**numbers: Any) -> Data:
+    """Of `[*B]` each; static ones are in the code."""
     traced = {name: n for name, n in numbers.items() if not is_static(n)}
-    return Data(pairs={name: _as_position(n)[..., None, None, None] for name, n in traced.items()})
+    return Data(entries={name: _as_position(n) for name, n in traced.items()})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -219,7 +219,7 @@ class Lengths(Mask):
         _check_number(self, "kv")
 
     def data(self) -> Data:
-        return _one_a_row(q=self.q, kv=self.kv)
+        return _one_an_entry(q=self.q, kv=self.kv)
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         def exists(token: Token, name: str) -> Any:
@@ -241,7 +241,7 @@ class Prefix(Mask):
         _check_number(self, "length")
 
     def data(self) -> Data:
-        return _one_a_row(length=self.length)
+        return _one_an_entry(length=self.length)
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         return k.index < (self.length if is_static(self.length) else c.length)

@@ -76,8 +76,9 @@ class Data:
     """Arrays of one mask or score, by how they vary.
 
     `q` and `k`: `[*B, T]` and `[*B, S]` (a last axis of 1 is shared by all tokens);
-    `heads`: `[N, ...]`; `params`: any shape; `pairs`: broadcasts to `[*B, N, T, S]`. Of those, what
-    varies over one side's tokens alone, and not over heads, is `of_q` or `of_k` once it is placed.
+    `heads`: `[N, ...]`; `params`: any shape; `pairs`: broadcasts to `[*B, N, T, S]`; `entries`: `[*B]`. Of
+    pairs, what varies over one side's tokens alone, and not over heads, is `of_q` or `of_k` once it is placed,
+    and what varies over no tokens is in `heads`, as entries are.
     `shared` names the token data that were one array for queries and keys when they were placed.
     """
 
@@ -86,6 +87,7 @@ class Data:
     heads: Arrays = dataclasses.field(default_factory=dict)
     params: Arrays = dataclasses.field(default_factory=dict)
     pairs: Arrays = dataclasses.field(default_factory=dict)
+    entries: Arrays = dataclasses.field(default_factory=dict)
     of_q: Arrays = dataclasses.field(default_factory=dict)
     of_k: Arrays = dataclasses.field(default_factory=dict)
     shared: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
@@ -128,6 +130,7 @@ class Data:
             q=each(self.q, "q_tokens", lambda n, x: place_tokens(n, x, dims, Q_AXIS)),
             k=each(self.k, "k_tokens", lambda n, x: place_tokens(n, x, dims, K_AXIS)),
             heads=each(self.heads, "heads", lambda n, x: _place_heads(n, x, dims))
+            | each(self.entries, "entries", lambda n, x: _place_entries(n, x, dims))
             | of_kind("heads"),
             params=each(self.params, "params", lambda _, x: x.reshape((1,) * LEADING + x.shape)),
             pairs=of_kind("pairs"),
@@ -188,6 +191,10 @@ def _place_heads(name: str, x: jax.Array, dims: Dims) -> jax.Array:
             f"{x.shape}; data shared by all heads belongs into params="
         )
     return x.reshape(1, dims.kv_heads, dims.group, 1, 1, *x.shape[1:])
+
+
+def _place_entries(name: str, x: jax.Array, dims: Dims) -> jax.Array:
+    return _merge_batch(name, x, dims, 0, "[*B]").reshape((-1,) + (1,) * (LEADING - 1))
 
 
 def _place_pairs(name: str, x: jax.Array, dims: Dims) -> jax.Array:
