@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.bounds import PARTIAL
-from pallas_fa2.kernels import mosaic, ptx, tma, visits
+from pallas_fa2.kernels import hiding, mosaic, ptx, tma, visits
 from pallas_fa2.kernels.mosaic import I32, Problem
 from pallas_fa2.kernels.pair_tile import PairTile
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, Pair, Side
@@ -88,7 +88,7 @@ def ask(problem: Problem, data: TokenData, seen: Visits, tile: tuple[int, int], 
             for j in range(squares[1]):
                 squares_before = row * squares[0] + warpgroup, number * squares[1] + j
                 first = [I32(SQUARE) * x for x in squares_before]
-                found[j] = ptx.signs(_hidden(problem, data, entry, first, q_axis, k_end))
+                found[j] = hiding.signs(_hidden(problem, data, entry, first, q_axis, k_end))
 
         lax.fori_loop(I32(0), mosaic.div(cut - part + (parts - 1), parts), block, None)
 

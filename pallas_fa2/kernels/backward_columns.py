@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_fa2.kernels import fragments, mosaic, ptx
+from pallas_fa2.kernels import fragments, hiding, mosaic, ptx
 from pallas_fa2.kernels.backward_schedule import PANEL, Schedule, Step
 from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, Ring
@@ -161,14 +161,14 @@ class Columns:
         """-inf where a query does not see a key."""
         problem, step = self.problem, self.step
         if self.answers:
-            return ptx.hide_signed(exponent, [self.answers[self.place.start // PANEL]])
+            return hiding.signed(exponent, [self.answers[self.place.start // PANEL]])
         if problem.mask is not None:
             return problem.mask.hide(exponent, self.pair_at)
         if not problem.causal:
             return exponent
         # where a query comes before the first that sees a key
         shift = self.first_key - step.first_query - self.place.start - problem.offset
-        return ptx.hide_before(exponent, mosaic.index(exponent.shape, 0, shift))
+        return hiding.before(exponent, mosaic.index(exponent.shape, 0, shift))
 
     def ds(
         self, p: jax.Array, s: jax.Array, dp: jax.Array

@@ -54,10 +54,9 @@ class Comparisons:
 
     def both(self, x: Value, y: Value) -> Value:
         """x and y."""
-        for one, truth in ((x, y), (y, x)):
-            if _of_indices(one) and truth.axes in ((), (0,)):
-                first, *rest = one.limits
-                return self._all([self._where(truth, first, to_be=True), *rest])
+        if (found := _limits_and_truth(x, y)) is not None:
+            (first, *rest), truth = found
+            return self._all([self._where(truth, first, to_be=True), *rest])
         if not (x.limits and y.limits):
             return self._and(x, y)
         limits = [*x.limits]
@@ -74,9 +73,10 @@ class Comparisons:
 
     def either(self, x: Value, y: Value) -> Value | None:
         """x or y, if it is one comparison."""
-        for one, truth in ((x, y), (y, x)):
-            if _of_indices(one) and len(one.limits) == 1 and truth.axes in ((), (0,)):
-                return self._all([self._where(truth, one.limits[0], to_be=False)])
+        found = _limits_and_truth(x, y)
+        if found is not None and len(found[0]) == 1:
+            (limit,), truth = found
+            return self._all([self._where(truth, limit, to_be=False)])
         if len(x.limits) == len(y.limits) == 1 and _are_alike(x.limits[0], y.limits[0]):
             wider = lax.min_p if x.limits[0].kind == "low" else lax.max_p
             return self._all([self._joined(wider, x.limits[0], y.limits[0])])
@@ -139,9 +139,13 @@ class Comparisons:
         return bind(primitive, values, self.shape, self.functions)
 
 
-def _of_indices(x: Value) -> bool:
-    """Whether it has limits, and the first is one of numbers that never come near `SAFE`, as indices."""
-    return bool(x.limits) and x.limits[0].column.most < SAFE
+def _limits_and_truth(x: Value, y: Value) -> tuple[Sequence[Limit], Value] | None:
+    """The limits of one, of which the first is of numbers that never come near `SAFE`, as indices; and the
+    other, if it is a truth of each row."""
+    for one, other in ((x, y), (y, x)):
+        if one.limits and one.limits[0].column.most < SAFE and other.axes in ((), (0,)):
+            return one.limits, other
+    return None
 
 
 def _comes_apart(x: Value, y: Value) -> bool:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import answers, mosaic, ptx
+from pallas_fa2.kernels import answers, hiding, mosaic, ptx
 from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.forward_memory import Arrays, Memory
 from pallas_fa2.kernels.forward_schedule import Schedule, Tile
@@ -197,7 +197,7 @@ class RowScores:
         if self.schedule.problem.mask is None:
             return self.hide_after(s, first_key)
         if answers:
-            return ptx.hide_signed(s, answers)
+            return hiding.signed(s, answers)
         return self.hide_unseen(s, first_key, queries, data)
 
     def hide_after(self, s: jax.Array, first_key: Any) -> jax.Array:
@@ -207,7 +207,7 @@ class RowScores:
         else:
             row = mosaic.index(self.shape, 0, self.first_row + problem.offset)
             last = jnp.minimum(row, problem.kv_len - 1)
-        return ptx.hide_after(s, last - first_key)
+        return hiding.after(s, last - first_key)
 
     def hide_unseen(
         self, s: jax.Array, first_key: Any, queries: QueryData, data: BlockData | None

@@ -6,7 +6,7 @@ None of it orders memory. The interpreter in the tests knows each inner function
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -141,6 +141,11 @@ def thread_number() -> Any:
     return llvm.inline_asm(thread.type, [thread], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
 
 
+def first_column() -> Any:
+    """Of a thread's own columns of a tile, of which it has two in each eight."""
+    return arith.shli(arith.andi(thread_number(), i32(3)), i32(1))
+
+
 def splat(answer: Any) -> Any:
     return mgpu.FragmentedArray.splat(answer, shape=(), is_signed=True)
 
@@ -183,7 +188,7 @@ def of_each(mine: Any) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
 
-def _each(tile: Any, function: Callable, order: Callable = lambda at: 0) -> Any:
+def each(tile: Any, function: Callable, order: Callable = lambda at: 0) -> Any:
     """function(a thread's value, the place of its register, its place there) of each, in the order of these
     places or of order(place)."""
     results = np.empty_like(tile.registers)
@@ -214,7 +219,7 @@ def reciprocal(tile: jax.Array) -> jax.Array:
         return llvm.inline_asm(x.type, [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
 
     result = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, TILE)
-    return inline("reciprocal", lambda _, tile: _each(tile, one), result, TILE)(tile)
+    return inline("reciprocal", lambda _, tile: each(tile, one), result, TILE)(tile)
 
 
 def unfused(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -225,7 +230,7 @@ def unfused(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
         return llvm.inline_asm(x.type, [x], "prmt.b32 $0, $1, 0, 0x3210;", "=r,r")
 
     def all_of(_: Any, array: Any) -> Any:
-        return _each(array, one) if axes else splat(one(array.registers[()]))
+        return each(array, one) if axes else splat(one(array.registers[()]))
 
     layout = {(): plgpu.Layout.WG_SPLAT(shape=()), (0,): ROWS, (1,): COLUMNS, (0, 1): TILE}[axes]
     result = plgpu.ShapeDtypeStruct(x.shape, I32, layout)
@@ -340,120 +345,6 @@ def _wait_for_mail(_: Any, arrived: Any, turn: Any) -> None:
     llvm.inline_asm(void, operands, code, "r,r", has_side_effects=True)
 
 
-def hide_after(s: jax.Array, last: jax.Array) -> jax.Array:
-    """-inf in a tile right of each row's last column."""
-    return _hide(s, last, arith.CmpIPredicate.sge, "hide_after")
-
-
-def hide_before(s: jax.Array, first: jax.Array) -> jax.Array:
-    """-inf in a tile left of each row's first column."""
-    return _hide(s, first, arith.CmpIPredicate.sle, "hide_before")
-
-
-def _hide(s: jax.Array, bound: jax.Array, kept: Any, name: str) -> jax.Array:
-    """The bound moves to where a thread's first column is 0, so that the others compare with
-    constants: an index for every column would hold 32 registers, as it is the same in every tile."""
-
-    def hide(_: Any, tile: Any, bound: Any) -> Any:
-        first_column = arith.shli(arith.andi(thread_number(), i32(3)), i32(1))
-        bounds = [arith.subi(x, first_column) for x in scalars(bound)]
-        minus_infinity = arith.constant(ir.F32Type.get(), -math.inf)
-
-        def hidden(x: Any, at: tuple[int, ...], e: int) -> Any:
-            columns, half = at[1], sum(at[2:])  # 8 columns each; rows r and r + 8 of a warp's 16
-            keep = arith.cmpi(kept, bounds[half], i32(8 * columns + e))
-            return arith.select(keep, x, minus_infinity)
-
-        return _each(tile, hidden)
-
-    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
-    return inline(name, hide, result, TILE, ROWS)(s, bound)
-
-
-def hide_outside(
-    s: jax.Array, first: jax.Array | None = None, last: jax.Array | None = None
-) -> jax.Array:
-    """-inf in a tile left of each row's first column, and right of its last one.
-
-    A thread's columns up to some column are its first so many: a bit each, and one shift sets 32 of them. ptxas
-    makes predicates of seven bits in one instruction (R2P), where `hide_after` takes a comparison a column; but
-    where there is one bound and the columns are few, as in the backward, that is as fast.
-    """
-    bounds = {"first": first, "last": last}
-    bounds = {name: x for name, x in bounds.items() if x is not None}
-
-    def hide(_: Any, tile: Any, *bounds_of: Any) -> Any:
-        first_column = arith.shli(arith.andi(thread_number(), i32(3)), i32(1))
-        minus_infinity = arith.constant(ir.F32Type.get(), -math.inf)
-
-        def after(bound: Any, word: int) -> Any:
-            """Which of the thread's columns lie right of it, of 32."""
-            bound = arith.subi(bound, first_column)
-            eights = (arith.addi(bound, i32(n - 128 * word)) for n in (7, 8))
-            count = functools.reduce(arith.addi, (arith.shrsi(x, i32(3)) for x in eights))
-            count = arith.maxsi(count, i32(0))
-            return llvm.inline_asm(count.type, [count], "shl.b32 $0, -1, $1;", "=r,r")
-
-        @functools.cache
-        def outside(half: int, word: int) -> Any:
-            """Of rows r, or r + 8, of a warp's 16."""
-            found = i32(0)
-            for name, rows in zip(bounds, bounds_of, strict=True):
-                bound = scalars(rows)[half]
-                if name == "last":
-                    found = arith.ori(found, after(bound, word))
-                else:
-                    before = arith.xori(after(arith.subi(bound, i32(1)), word), i32(-1))
-                    found = arith.ori(found, before)
-            return found
-
-        def hidden(x: Any, at: tuple[int, ...], e: int) -> Any:
-            place = 2 * at[1] + e  # two columns of each eight
-            bit = arith.andi(outside(sum(at[2:]), place // 32), i32(1 << place % 32))
-            keep = arith.cmpi(arith.CmpIPredicate.eq, bit, i32(0))
-            return arith.select(keep, x, minus_infinity)
-
-        return _each(tile, hidden, order=lambda at: sum(at[2:]))
-
-    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
-    name = " ".join(["hide_outside", *bounds])
-    return inline(name, hide, result, TILE, *[ROWS] * len(bounds))(s, *bounds.values())
-
-
-def signs(square: jax.Array) -> jax.Array:
-    """Of a square of 64 rows and columns, the signs of each thread's values: that of its first register in
-    the highest bit."""
-    return _signs(square)  # pyright: ignore[reportCallIssue]
-
-
-@plgpu.inline_mgpu(arg_types=(TILE,), return_type=NUMBERS)
-def _signs(_: Any, square: Any) -> Any:
-    word = ir.IntegerType.get_signless(32)
-    found = i32(0)
-    for x in scalars(square):
-        sign = arith.shrui(arith.bitcast(word, x), i32(31))
-        found = arith.ori(arith.shli(found, i32(1)), sign)
-    return of_each(found)
-
-
-def hide_signed(s: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
-    """-inf where the `signs` of squares, side by side, say so."""
-
-    def hide(_: Any, tile: Any, *words: Any) -> Any:
-        mine, minus_infinity = list(map(own, words)), arith.constant(ir.F32Type.get(), -math.inf)
-
-        def hidden(x: Any, at: tuple[int, ...], e: int) -> Any:
-            place = 4 * at[1] + 2 * sum(at[2:]) + e
-            bit = arith.andi(mine[place // 32], i32(1 << 31 - place % 32))
-            keep = arith.cmpi(arith.CmpIPredicate.eq, bit, i32(0))
-            return arith.select(keep, x, minus_infinity)
-
-        return _each(tile, hidden)
-
-    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
-    return inline("hide_signed", hide, result, TILE, *[EACH] * len(words))(s, *words)
-
-
 def negate_dropped(
     p: jax.Array, keys: RowKeys, columns: jax.Array, key_axis: int, threshold: int, shared: bool
 ) -> jax.Array:
@@ -488,7 +379,7 @@ def negate_dropped(
             keep = arith.cmpi(arith.CmpIPredicate.uge, bits, i32(threshold))
             return arith.select(keep, x, arith.negf(x))
 
-        return _each(p, negated)
+        return each(p, negated)
 
     name = f"negate_dropped {key_axis} {threshold} {int(shared)}"
     vectors = ((ROWS, COLUMNS)[axis] for axis in (1 - key_axis, 1 - key_axis, key_axis))
@@ -508,8 +399,7 @@ def column_numbers(count: int, start: Any) -> jax.Array:
     """
 
     def numbers_of(_: Any, start: Any) -> Any:
-        two_each = arith.shli(arith.andi(thread_number(), i32(3)), i32(1))
-        first = arith.addi(start.registers[()], two_each)
+        first = arith.addi(start.registers[()], first_column())
         layout = COLUMNS.to_mgpu()
         numbers = np.empty(layout.registers_shape((count,)), object)
         for i, at in enumerate(np.ndindex(*numbers.shape)):  # 8 columns each

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from pallas_fa2.kernels import dropout, mosaic, pointwise, ptx
+from pallas_fa2.kernels import dropout, hiding, mosaic, pointwise, ptx
 from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.mosaic import LOG2E, over_columns
 from pallas_fa2.kernels.values import Functions, Value, spread
@@ -194,12 +194,11 @@ class TileMask:
     # Whether it is known that every query sees a key and every key is seen. Where it is not, what
     # nobody sees may be NaN.
     all_take_part: bool
-    # Whether it is known that the keys which a query sees follow each other.
-    sees_a_range: bool = False
 
-    @classmethod
-    def of(cls, visible: TileFunction, all_take_part: bool) -> "TileMask":
-        return cls(visible, all_take_part, visible.sees_a_range())
+    @functools.cached_property
+    def sees_a_range(self) -> bool:
+        """Whether it is known that the keys which a query sees follow each other."""
+        return self.visible.sees_a_range()
 
     def hide_outside_range(
         self, s: jax.Array, pair: Pair, first_key: Any, k_end: int | None = None
@@ -217,7 +216,7 @@ class TileMask:
             bound = jnp.broadcast_to(bound - first_key, s.shape[:1])
             return plgpu.layout_cast(bound, mosaic.ROWS)
 
-        return ptx.hide_outside(s, within(low), within(high))
+        return hiding.outside(s, within(low), within(high))
 
     def hide(self, s: jax.Array, pair_at: Callable, k_end: int | None = None) -> jax.Array:
         """-inf where a pair is not seen, or a key is the `k_end`-th or a later one."""

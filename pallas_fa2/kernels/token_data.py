@@ -214,7 +214,7 @@ def describe_mask(spec: Spec) -> TileMask | None:
     assert spec.mask is not None
     sources = _sources(spec)
     visible = TileFunction.of(spec.mask.jaxpr, [sources.q, sources.k, *sources.mask])
-    return TileMask.of(visible, diagonal.every_token_takes_part(spec))
+    return TileMask(visible, diagonal.every_token_takes_part(spec))
 
 
 def describe_score(spec: Spec, wanted: tuple[bool, ...]) -> TileScore | None:

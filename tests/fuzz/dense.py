@@ -159,8 +159,7 @@ def noise(a: Inputs, shape: Shape, scale: float, goal: Found, steps: Steps) -> F
     of_ds = p**2 * dp + (s + 16 * tiny**2) * ds**2
     # A slope may be a small difference of numbers about 1, as 1 - tanh(s)^2 is.
     of_slope = np.where(steps.slope == 1, 0, 16 * tiny**2)
-    own = of_ds * steps.slope**2 + ds**2 * (eps**2 * steps.slope**2 + of_slope)
-    own = scale**2 * own
+    own = scale**2 * (of_ds * steps.slope**2 + ds**2 * (eps**2 * steps.slope**2 + of_slope))
     row = scale * p * steps.slope  # what delta, one for all of a row, does to it
     dq = product("bnts,bsnh->btnh", own, k2)
     dq = dq + product("bnts,bsnh->btnh", row, k) ** 2 * np.moveaxis(delta, 1, 2)

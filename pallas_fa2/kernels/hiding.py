@@ -1,0 +1,140 @@
+"""Scores of pairs that do not see each other become -inf: by a bound or two of each row, or by a bit each."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_fa2.kernels import ptx
+from pallas_fa2.kernels.mosaic import ROWS, TILE, inline
+from pallas_fa2.kernels.ptx import i32
+
+
+def after(s: jax.Array, last: jax.Array) -> jax.Array:
+    """-inf in a tile right of each row's last column."""
+    return _compared(s, last, arith.CmpIPredicate.sge, "hide_after")
+
+
+def before(s: jax.Array, first: jax.Array) -> jax.Array:
+    """-inf in a tile left of each row's first column."""
+    return _compared(s, first, arith.CmpIPredicate.sle, "hide_before")
+
+
+def _compared(s: jax.Array, bound: jax.Array, kept: Any, name: str) -> jax.Array:
+    """The bound moves to where a thread's first column is 0, so that the others compare with
+    constants: an index for every column would hold 32 registers, as it is the same in every tile."""
+
+    def hide(_: Any, tile: Any, bound: Any) -> Any:
+        first_column = ptx.first_column()
+        bounds = [arith.subi(x, first_column) for x in ptx.scalars(bound)]
+
+        def keep(at: tuple[int, ...], e: int) -> Any:
+            columns, half = at[1], sum(at[2:])  # 8 columns each; rows r and r + 8 of a warp's 16
+            return arith.cmpi(kept, bounds[half], i32(8 * columns + e))
+
+        return _where(tile, keep)
+
+    return inline(name, hide, _like(s), TILE, ROWS)(s, bound)
+
+
+def outside(
+    s: jax.Array, first: jax.Array | None = None, last: jax.Array | None = None
+) -> jax.Array:
+    """-inf in a tile left of each row's first column, and right of its last one.
+
+    A thread's columns up to some column are its first so many: a bit each, and one shift sets 32 of them. ptxas
+    makes predicates of seven bits in one instruction (R2P), where `after` takes a comparison a column; but
+    where there is one bound and the columns are few, as in the backward, that is as fast.
+    """
+    bounds = {"first": first, "last": last}
+    bounds = {name: x for name, x in bounds.items() if x is not None}
+
+    def hide(_: Any, tile: Any, *bounds_of: Any) -> Any:
+        first_column = ptx.first_column()
+
+        def after(bound: Any, word: int) -> Any:
+            """Which of the thread's columns lie right of it, of 32."""
+            bound = arith.subi(bound, first_column)
+            eights = (arith.addi(bound, i32(n - 128 * word)) for n in (7, 8))
+            count = functools.reduce(arith.addi, (arith.shrsi(x, i32(3)) for x in eights))
+            count = arith.maxsi(count, i32(0))
+            return llvm.inline_asm(count.type, [count], "shl.b32 $0, -1, $1;", "=r,r")
+
+        @functools.cache
+        def outside(half: int, word: int) -> Any:
+            """Of rows r, or r + 8, of a warp's 16."""
+            found = i32(0)
+            for name, rows in zip(bounds, bounds_of, strict=True):
+                bound = ptx.scalars(rows)[half]
+                if name == "last":
+                    found = arith.ori(found, after(bound, word))
+                else:
+                    before = arith.xori(after(arith.subi(bound, i32(1)), word), i32(-1))
+                    found = arith.ori(found, before)
+            return found
+
+        def keep(at: tuple[int, ...], e: int) -> Any:
+            place = 2 * at[1] + e  # two columns of each eight
+            return _is_clear(outside(sum(at[2:]), place // 32), place % 32)
+
+        # a row after the other, as its bits lie
+        return _where(tile, keep, order=lambda at: sum(at[2:]))
+
+    name = " ".join(["hide_outside", *bounds])
+    return inline(name, hide, _like(s), TILE, *[ROWS] * len(bounds))(s, *bounds.values())
+
+
+def signs(square: jax.Array) -> jax.Array:
+    """Of a square of 64 rows and columns, the signs of each thread's values: that of its first register in
+    the highest bit."""
+    return _signs(square)  # pyright: ignore[reportCallIssue]
+
+
+@plgpu.inline_mgpu(arg_types=(TILE,), return_type=ptx.NUMBERS)
+def _signs(_: Any, square: Any) -> Any:
+    word = ir.IntegerType.get_signless(32)
+    found = i32(0)
+    for x in ptx.scalars(square):
+        sign = arith.shrui(arith.bitcast(word, x), i32(31))
+        found = arith.ori(arith.shli(found, i32(1)), sign)
+    return ptx.of_each(found)
+
+
+def signed(s: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
+    """-inf where the `signs` of squares, side by side, say so."""
+
+    def hide(_: Any, tile: Any, *words: Any) -> Any:
+        mine = list(map(ptx.own, words))
+
+        def keep(at: tuple[int, ...], e: int) -> Any:
+            place = 4 * at[1] + 2 * sum(at[2:]) + e
+            return _is_clear(mine[place // 32], 31 - place % 32)
+
+        return _where(tile, keep)
+
+    return inline("hide_signed", hide, _like(s), TILE, *[ptx.EACH] * len(words))(s, *words)
+
+
+def _like(s: jax.Array) -> Any:
+    return plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
+
+
+def _is_clear(word: Any, bit: int) -> Any:
+    found = arith.andi(word, i32(1 << bit))
+    return arith.cmpi(arith.CmpIPredicate.eq, found, i32(0))
+
+
+def _where(tile: Any, keep: Callable, **order: Callable) -> Any:
+    """-inf but for keep(the place of a register, a value's place there)."""
+    minus_infinity = arith.constant(ir.F32Type.get(), -math.inf)
+
+    def select(x: Any, at: tuple[int, ...], e: int) -> Any:
+        return arith.select(keep(at, e), x, minus_infinity)
+
+    return ptx.each(tile, select, **order)
