@@ -53,6 +53,11 @@ FOUND = [
         "Case(seed=235, q_len=300, kv_len=300, head_dim=96, value_dim=64, dtype='float16', "
         "mask=And(Causal(align='end'), Not(Chunked(size=7))), poison=float('inf'), asks_first=True)"
     ),
+    # of a bias that a batch shares, vmap left the gradient of the first entry alone
+    (
+        "Case(seed=779, batch=(3,), q_len=7, kv_len=3, head_dim=64, value_dim=64, dtype='bfloat16', "
+        "scores=(Bias(axes='ts'),), transform='vmap of grad')"
+    ),
 ]
 
 

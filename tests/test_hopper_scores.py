@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -235,6 +236,27 @@ def check(
 def test_scores_interpreted(name: str, t: int, s: int, head_dim: int) -> None:
     with planned_for_h200(cores=2):  # a CTA takes two tiles or more
         check(name, t, s, head_dim, (2, 1), interpreter.run)
+
+
+@pytest.mark.parametrize("mapped", [None, 0])
+def test_the_gradient_of_a_bias_that_a_batch_shares_under_vmap(mapped: int | None) -> None:
+    """There every entry has a copy of the bias, whose gradients are added up."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [jax.random.normal(key, (2, 3, 33, 1, 64), jnp.bfloat16) for key in keys[:3]]
+    bias = jax.random.normal(keys[3], (2, 1, 33, 33))
+    bias = bias if mapped == 0 else bias[0]
+
+    def slopes(implementation: str) -> Callable:
+        def loss(bias: Any, *arrays: Any) -> Any:
+            out = fa.flash_attention(*arrays, score=fa.bias(bias), implementation=implementation)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        return jax.vmap(jax.grad(loss), (mapped, 0, 0, 0))
+
+    with planned_for_h200():
+        got = interpreter.run(slopes("hopper"), bias, *arrays)
+    expected = jax.jit(slopes("reference"))(bias, *arrays)
+    chex.assert_trees_all_close(got, expected, rtol=0.05, atol=0.05)
 
 
 ON_A_GPU = [

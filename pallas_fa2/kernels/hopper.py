@@ -295,15 +295,27 @@ def over_batch(kernel: Callable, limit: int, axes: Axes | None = None) -> Callab
 
     @call.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
-        batch = jax.tree.leaves(args)[0].shape[1 if jax.tree.leaves(batched)[0] else 0]
+        def of_one(x: jax.Array, batched: bool) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape[1:] if batched else x.shape, x.dtype)
 
         def join(x: jax.Array, batched: bool) -> jax.Array:
             x = x if batched else x[None]
             x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
             return x.reshape(size * batch, *x.shape[2:])
 
-        out = call(*jax.tree.map(join, args, tuple(batched)))
+        def add_up(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+            if x.shape[1] == like.shape[0]:
+                return x
+            return x.sum(1, dtype=jnp.float32, keepdims=True).astype(like.dtype)
+
+        batched = tuple(batched)
+        singly = jax.tree.map(of_one, args, batched)
+        batch, *others = (x.shape[0] for x in jax.tree.leaves(singly))
+        out = call(*jax.tree.map(join, args, batched))
         out = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), out)
+        if any(n < batch for n in others):
+            # Of what a batch shares each entry has a copy here, and a gradient.
+            out = jax.tree.map(add_up, out, jax.eval_shape(launches, *singly))
         return out, jax.tree.map(lambda _: True, out)
 
     return call
