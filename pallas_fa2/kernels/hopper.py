@@ -278,8 +278,8 @@ def tame_keys(config: hopper_forward.Config, k: jax.Array, v: jax.Array) -> list
 def over_batch(kernel: Callable, limit: int, axes: Axes | None = None) -> Callable:
     """A kernel for any batch, the first axis of every array, and under vmap, which adds to it.
 
-    A launch takes up to `limit` batch entries. An array that they share has a first axis of 1, unless
-    there are several launches. With `axes`, each device takes a part.
+    A launch takes up to `limit` batch entries. An array that they share has a first axis of 1, and so may its
+    gradient have, unless there are several launches. With `axes`, each device takes a part.
     """
 
     def launches(*args: Any) -> Any:
@@ -295,27 +295,28 @@ def over_batch(kernel: Callable, limit: int, axes: Axes | None = None) -> Callab
 
     @call.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
-        def of_one(x: jax.Array, batched: bool) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape[1:] if batched else x.shape, x.dtype)
+        batched = tuple(batched)
+        entries = jax.tree.leaves(jax.tree.map(lambda x, mapped: x.shape[mapped], args, batched))
+        batch = entries[0]
 
-        def join(x: jax.Array, batched: bool) -> jax.Array:
-            x = x if batched else x[None]
+        def join(x: jax.Array, mapped: bool) -> jax.Array:
+            x = x if mapped else x[None]
             x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
             return x.reshape(size * batch, *x.shape[2:])
+
+        def singly(*args: Any) -> Any:
+            return launches(*jax.tree.map(lambda x, mapped: x[0] if mapped else x, args, batched))
 
         def add_up(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
             if x.shape[1] == like.shape[0]:
                 return x
             return x.sum(1, dtype=jnp.float32, keepdims=True).astype(like.dtype)
 
-        batched = tuple(batched)
-        singly = jax.tree.map(of_one, args, batched)
-        batch, *others = (x.shape[0] for x in jax.tree.leaves(singly))
         out = call(*jax.tree.map(join, args, batched))
         out = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), out)
-        if any(n < batch for n in others):
+        if min(entries) < batch:
             # Of what a batch shares each entry has a copy here, and a gradient.
-            out = jax.tree.map(add_up, out, jax.eval_shape(launches, *singly))
+            out = jax.tree.map(add_up, out, jax.eval_shape(singly, *args))
         return out, jax.tree.map(lambda _: True, out)
 
     return call
