@@ -86,6 +86,14 @@ def test_a_gradient_below_normal_numbers(line: str) -> None:
     check(parse(line), "reference")
 
 
+def test_slopes_that_are_small_differences() -> None:
+    """1 - tanh(s)^2 of large scores: what float32 leaves of it is no more precise for a small result."""
+    check(
+        parse("Case(seed=374, kv_len=3, head_dim=40, scores=(SoftCap(cap=2.0),), rise=7.0)"),
+        "reference",
+    )
+
+
 @pytest.mark.gpu
 def test_classes_that_ptxas_computed_wrongly() -> None:
     """max(max(-a, -b), a) without one minus, by ptxas up to 13.3: tiles were taken for empty."""

@@ -22,8 +22,8 @@ from tests.support.hopper import asking_first
 # XLA's CPU compiler leaves a few products of bfloat16 with tiny axes to a runtime that has none.
 XLAS_OWN = "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"
 
-# Normal numbers begin here: smaller ones have fewer bits, or are flushed to 0, as each term of a sum in
-# float32 may be. Those of float16 are not, and are its multiples of this.
+# Normal numbers begin here: smaller ones have fewer bits, or are flushed to 0, as each term of a sum may be.
+# Those of float16 are not, and are its multiples of this.
 SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-24, "float32": 2.0**-126, "float64": 2.0**-1022}
 
 FAR = 3  # tokens of poison around a sliced array
@@ -269,7 +269,8 @@ def _check(case: Case, name: str, run: Callable) -> float:
     goal, unfused = (_combine(case, x, lambda x: x.sum(0)) for x in (goal, unfused))
     noise = _combine(case, noise, lambda x: np.sqrt((x**2).sum(0)))
     shares = [0.0]
-    flushed = len(entries) * max(case.q_len, case.kv_len) * SMALLEST["float32"]
+    sums = "float64" if case.dtype == "float64" else "float32"
+    flushed = len(entries) * max(case.q_len, case.kv_len) * SMALLEST[sums]
     for what, calls in (("", entries), (", poisoned", poisoned(case, entries, seen))):
         got = _as_found(case, run(*_stacked(case, calls)))
         for key, x in _named(got).items():
