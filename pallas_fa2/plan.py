@@ -53,14 +53,20 @@ class Tuned(NamedTuple):
 # faster than two, unless most of their larger tiles lies beyond the diagonal; at H = 96 from 2048 queries
 # on (2 to 4 %; 9 to 19 % at H = 80, whose panels of 16 columns TMA loads slowly); at H = 256 an
 # accumulator of 64 rows takes 128 registers of each thread, which leaves room for 64 keys. Under masks a third
-# warpgroup's larger tiles cost windows of 128 keys 16 to 43 %.
+# warpgroup's larger tiles cost windows of 128 keys 16 to 43 %. Half of a block's values at once: 1 to 2 % at
+# H = 64, but 1.5 % less at 96 and 4 to 6 % at 128.
 HOPPER_FORWARD = (
-    Tuned(
-        hopper_forward.Config(64, 64, 2, block_kv=128, stages=3, registers=(240, 24), q_buffers=2),
-        longest=(1024, 0),
-    ),
-    Tuned(
-        hopper_forward.Config(64, 64, 3, block_kv=128, stages=3, registers=(160, 32), q_buffers=2)
+    *(
+        Tuned(
+            hopper_forward.Config(
+                64, 64, warpgroups, 128, 3, registers, q_buffers=2, values_at_once=64
+            ),
+            longest=longest,
+        )
+        for warpgroups, registers, longest in (
+            (2, (240, 24), (1024, 0)),
+            (3, (160, 32), ANY_LENGTH),
+        )
     ),
     *(
         Tuned(
@@ -93,11 +99,16 @@ HOPPER_FORWARD = (
     *(
         Tuned(
             hopper_forward.Config(
-                dim, dim, 2, block_kv=128, stages=stages, registers=(240, 24), q_buffers=q_buffers
+                dim, dim, 2, 128, stages, (240, 24), q_buffers=q_buffers, values_at_once=at_once
             ),
             general=True,
         )
-        for dim, stages, q_buffers in ((64, 3, 2), (96, 2, 2), (128, 2, 2), (128, 2, 1))
+        for dim, stages, q_buffers, at_once in (
+            (64, 3, 2, 64),
+            (96, 2, 2, None),
+            (128, 2, 2, None),
+            (128, 2, 1, None),
+        )
     ),
     # Data of keys take the room of half of the output, or of half of the keys.
     *(

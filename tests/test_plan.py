@@ -175,6 +175,16 @@ def test_shared_memory_has_room_for_all_data_of_tokens():
         )
 
 
+def test_values_that_are_multiplied_at_once_make_up_a_block():
+    for tuned in HOPPER_FORWARD:
+        keys = [
+            i
+            for part in tuned.config.value_parts
+            for i in range(part.start, part.start + part.size)
+        ]
+        assert keys == list(range(tuned.config.block_kv)), tuned
+
+
 @pytest.mark.parametrize("head_dims", [(96, 96), (192, 128)])
 def test_a_mask_alone_takes_larger_tiles_than_a_score(head_dims):
     def planned(**options):

@@ -1,6 +1,7 @@
 """64 query rows of the Hopper forward, against all the keys that they see."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -72,7 +73,7 @@ class RowBlock(RowScores):
         acc, statistics, p = state
         return self.last_output(self.tile.visited - 1, acc, p), statistics
 
-    def first_block(self) -> tuple[jax.Array, Statistics, jax.Array]:
+    def first_block(self) -> tuple[jax.Array, Statistics, list[jax.Array]]:
         """Scores and softmax of the first block; there is no output to update yet.
 
         Its maximum is a reference for all that follow. (Without a mask every row sees its first key.)
@@ -110,21 +111,24 @@ class RowBlock(RowScores):
             reference = jnp.where(reference == -jnp.inf, lowest, reference)
         p = _exponentials(s, scale, reference)
         statistics = Statistics(reference, mosaic.by_eights(jnp.add, p))
-        p = self.drop(p, first_key, queries, data)
+        parts = [
+            self.drop(_some(p, some), some, first_key, queries, data)
+            for some in self.schedule.config.value_parts
+        ]
         if data is not None:
             self.release_data(0, statistics)
         elif problem.reads_block():
             pl.when(self.tile.is_cut(0))(lambda: self.release_data(0, statistics))
         acc = mosaic.constant(0.0, (rows, self.schedule.config.value_dim), TILE)
-        return acc, statistics, p.astype(self.dtype)
+        return acc, statistics, self.converted(parts)
 
     def next_block(
-        self, t: Any, masked: bool, acc: Any, before: Statistics, p: Any
-    ) -> tuple[jax.Array, Statistics, jax.Array]:
+        self, t: Any, masked: bool, acc: Any, before: Statistics, p: list[jax.Array]
+    ) -> tuple[jax.Array, Statistics, list[jax.Array]]:
         """Scores of block t and output of block t - 1, multiplied together; softmax of block t."""
         keys, values, step = self.memory.keys, self.memory.values, self.first_step + t
         queries, answers = self.query_data(masked), self.answers(t, masked)
-        first_key = self.first_key(t)
+        first_key, parts = self.first_key(t), self.schedule.config.value_parts
         (k,) = keys.wait(step)
         self.turns.take()
 
@@ -136,7 +140,7 @@ class RowBlock(RowScores):
 
             def update(o_acc: Any) -> tuple:
                 o_acc[...] = acc
-                plgpu.wgmma(o_acc, p, v)
+                plgpu.wgmma(o_acc, p[0], v.at[parts[0]])
                 self.turns.give()
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 keys.release(step)
@@ -146,10 +150,14 @@ class RowBlock(RowScores):
                 if masked:
                     s = self.hide(s, first_key, queries, data, answers)
                     reference = self.found_reference(s, scale, reference)
-                p_next = _exponentials(s, scale, reference)
-                total = before.total + mosaic.by_eights(jnp.add, p_next)
-                ptx.pin(total)
-                p_next = self.drop(p_next, first_key, queries, data)
+                p_next, total = [], before.total
+                for i, some in enumerate(parts):
+                    if i > 0:
+                        plgpu.wgmma(o_acc, p[i], v.at[some])
+                    found = _exponentials(_some(s, some), scale, reference)
+                    total = total + mosaic.by_eights(jnp.add, found)
+                    ptx.pin(total)
+                    p_next.append(self.drop(found, some, first_key, queries, data))
                 return o_acc[...], Statistics(reference, total), p_next
 
             return pl.run_scoped(update, mosaic.accumulator(*acc.shape))
@@ -160,34 +168,39 @@ class RowBlock(RowScores):
             self.release_data(t, statistics)
         out, statistics, p = self.raise_references(out, statistics, p)
         # P's conversion comes last: until here its registers were being read by P V.
-        return out, statistics, p.astype(self.dtype)
+        return out, statistics, self.converted(p)
+
+    def converted(self, p: list[jax.Array]) -> list[jax.Array]:
+        return [x.astype(self.dtype) for x in p]
 
     def raise_references(
-        self, out: jax.Array, before: Statistics, p: jax.Array
-    ) -> tuple[jax.Array, Statistics, jax.Array]:
+        self, out: jax.Array, before: Statistics, p: list[jax.Array]
+    ) -> tuple[jax.Array, Statistics, list[jax.Array]]:
         """In a warp where a sum has grown large, lets the largest p of each row be 1."""
 
-        def rescale() -> tuple[jax.Array, Statistics, jax.Array]:
-            highest = jnp.maximum(mosaic.by_eights(jnp.maximum, p).max(axis=1), 1.0)
+        def rescale() -> tuple[jax.Array, Statistics, list[jax.Array]]:
+            highest = functools.reduce(jnp.maximum, (mosaic.by_eights(jnp.maximum, x) for x in p))
+            highest = jnp.maximum(highest.max(axis=1), 1.0)
             factor = jnp.where(highest < OVERFLOW, 1 / highest, jnp.nan)
 
             def scaled(x: jax.Array) -> jax.Array:
                 return x * mosaic.over_rows(factor, x.shape)
 
             after = Statistics(before.reference + jnp.log2(highest), scaled(before.total))
-            return scaled(out), after, scaled(p)
+            return scaled(out), after, list(map(scaled, p))
 
         grew = ptx.any_above(before.total, LARGE_SUM)
         return lax.cond(grew, rescale, lambda: (out, before, p))
 
-    def last_output(self, t: Any, acc: jax.Array, p: jax.Array) -> jax.Array:
+    def last_output(self, t: Any, acc: jax.Array, p: list[jax.Array]) -> jax.Array:
         values, step = self.memory.values, self.first_step + t
         (v,) = values.wait(step)
         self.turns.take()
 
         def update(o_acc: Any) -> jax.Array:
             o_acc[...] = acc
-            plgpu.wgmma(o_acc, p, v)
+            for part, some in zip(p, self.schedule.config.value_parts, strict=True):
+                plgpu.wgmma(o_acc, part, v.at[some])
             self.turns.give()
             return o_acc[...]
 
@@ -283,7 +296,7 @@ class RowBlock(RowScores):
             highest = jnp.maximum(reference, s.max(axis=1) * scale)
             factor, p = jnp.exp2(reference - highest), _exponentials(s, scale, highest)
             summed = p.sum(axis=1)
-            p = self.drop(p, first_key, queries, data)
+            p = self.drop(p, pl.ds(0, config.repeat_kv), first_key, queries, data)
             v = self.load(self.arrays.inputs.v, first_key, columns)
 
             def update(o_acc: Any) -> jax.Array:
@@ -305,7 +318,7 @@ class RowBlock(RowScores):
         return state
 
 
-def _settled(acc: jax.Array, statistics: Statistics, p: jax.Array) -> tuple:
+def _settled(acc: jax.Array, statistics: Statistics, p: list[jax.Array]) -> tuple:
     """Where no block that is cut has given a row its reference: should a full one have scores for it (a
     score function may hide keys), they overflow, and the tile is repeated."""
     reference = statistics.reference
@@ -316,6 +329,10 @@ def _settled(acc: jax.Array, statistics: Statistics, p: jax.Array) -> tuple:
 def _highest(s: jax.Array) -> jax.Array:
     """The largest of each row."""
     return mosaic.by_eights(jnp.maximum, s).max(axis=1)
+
+
+def _some(tile: jax.Array, columns: Any) -> jax.Array:
+    return tile[:, columns.start : columns.start + columns.size]
 
 
 def _exponentials(s: jax.Array, scale: float, reference: jax.Array) -> jax.Array:

@@ -29,6 +29,9 @@ class Config:
     q_in_registers: bool = False
     # Where they stay in shared memory: with two, the next tile's come while this one's are read.
     q_buffers: int = 1
+    # Keys whose values are multiplied at once, if not a whole block: a warp that issues products waits for
+    # the tensor cores to take them, and with fewer at a time it begins sooner with its exponentials.
+    values_at_once: int | None = None
     # Of the buffer through which the output leaves, and a repeated tile's keys and values come.
     out_columns: int = 128
     ctas: int = 132  # persistent, one a multiprocessor
@@ -79,6 +82,12 @@ class Config:
     def key_pieces(self) -> list[Any]:
         """Columns of the keys that come together when a tile is repeated."""
         return self._pieces(self.head_dim)
+
+    @property
+    def value_parts(self) -> list[Any]:
+        """Keys of a block whose values are multiplied at once."""
+        size = self.values_at_once or self.block_kv
+        return [pl.ds(start, size) for start in range(0, self.block_kv, size)]
 
     def _pieces(self, dim: int) -> list[Any]:
         size = min(self.value_dim, self.out_columns)

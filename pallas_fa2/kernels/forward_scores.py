@@ -232,17 +232,17 @@ class RowScores:
         return problem.mask.hide(s, pair_at, k_end)
 
     def drop(
-        self, p: jax.Array, first_key: Any, queries: QueryData, data: BlockData | None
+        self, p: jax.Array, keys: Any, first_key: Any, queries: QueryData, data: BlockData | None
     ) -> jax.Array:
-        """With 0 for what is dropped; the output makes up for the rest."""
+        """These keys of a block, with 0 for what is dropped; the output makes up for the rest."""
         dropped = self.schedule.problem.dropout
         if dropped is None:
             return p
         if dropped.given:
             assert data is not None
-            columns = mosaic.load_row(1, data.keys.at[dropped.key.place + 1], I32)
+            columns = mosaic.load_row(1, data.keys.at[dropped.key.place + 1, keys], I32)
         else:
-            columns = ptx.column_numbers(p.shape[1], first_key)
+            columns = ptx.column_numbers(keys.size, first_key + keys.start)
         p = jnp.maximum(dropped.negate(p, queries.row_keys, columns, 1), 0.0)
         if dropped.given:
             ptx.pin(mosaic.by_eights(jnp.add, p))  # before the positions are released
