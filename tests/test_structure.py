@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -79,6 +80,12 @@ def test_only_the_integrations_import_flax(file):
 @pytest.mark.parametrize("package", ["chex", "optax", "numpy.testing", "pytest", "jax._src"])
 def test_nothing_imports_tools_of_tests_or_internals_of_jax(package):
     assert [file for file in FILES if imports_package(file, package)] == []
+
+
+def test_kernels_branch_in_the_form_that_lowers_fast():
+    kernels = {file for file in FILES if part(file) == "kernels"} - {"kernels/branches.py"}
+    slow = [f for f in kernels if re.search(r"lax\.cond\(|pl\.when\(", (PACKAGE / f).read_text())]
+    assert slow == []
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -15,6 +15,7 @@ from pallas_fa2.kernels.backward_columns import join
 from pallas_fa2.kernels.backward_order import OrderedSchedule, give_turn, take_turn
 from pallas_fa2.kernels.backward_roles import ColumnBlock, Loader
 from pallas_fa2.kernels.backward_schedule import DQ_TILE, PAIR, Step, Tile
+from pallas_fa2.kernels.branches import cond, when
 from pallas_fa2.kernels.mosaic import Ring
 from pallas_fa2.kernels.tamed import rows_of
 
@@ -28,7 +29,7 @@ class Scores(ColumnBlock, Loader):
 
     def open(self) -> None:
         """It releases nothing."""
-        pl.when(lax.axis_index(PAIR) == 0)(self.tiles.open)
+        when(lax.axis_index(PAIR) == 0)(self.tiles.open)
 
     def claim_next(self, step: Step) -> None:
         """By one CTA for both."""
@@ -63,7 +64,7 @@ class Scores(ColumnBlock, Loader):
         q, _ = memory.queries.wait(t)
 
         def load_next(load: Callable) -> None:
-            pl.when(jnp.logical_not(step.last))(lambda: load(step.next))
+            when(jnp.logical_not(step.last))(lambda: load(step.next))
 
         def form_p(s_acc: Any) -> list[tuple[jax.Array, jax.Array]]:
             self.multiply_scores(s_acc, q, step.tile.k)
@@ -134,7 +135,7 @@ class WideGradient(ColumnBlock):
             plgpu.wgmma_wait(in_flight)
             self.release_own_rows(step)
 
-        lax.cond(
+        cond(
             step.first,
             lambda: release(0),
             lambda: self.add_dq(step.tile, step.t - 1, row_before, release),

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2.kernels import answers, mosaic, ptx, tma
 from pallas_fa2.kernels.backward_columns import Columns, join
 from pallas_fa2.kernels.backward_schedule import PAIR, PANEL, Config, Schedule, Step, Tile
+from pallas_fa2.kernels.branches import when
 from pallas_fa2.kernels.mosaic import I32, Ring
 from pallas_fa2.kernels.tamed import rows_of
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, Side
@@ -264,9 +265,9 @@ class Loader(Role):
 
     def load(self, step: Step) -> None:
         self.claim_next(step)
-        pl.when(step.first)(lambda: self.load_keys(step.tile))
+        when(step.first)(lambda: self.load_keys(step.tile))
         self.load_queries(step)
-        pl.when(step.first)(lambda: self.load_values(step.tile))
+        when(step.first)(lambda: self.load_values(step.tile))
         self.load_douts(step)
         self.load_pairs(step)
 
@@ -430,7 +431,7 @@ class ColumnBlock(Role):
 
     def release_own_rows(self, step: Step) -> None:
         """Of a tile's last step, `store` does, when it has used them."""
-        pl.when(jnp.logical_not(step.last))(lambda: self.own_rows.release(step.t))
+        when(jnp.logical_not(step.last))(lambda: self.own_rows.release(step.t))
 
     def store(self, tile: Tile, *gradients: tuple[list[Any], jax.Array]) -> None:
         """(dK or dV, of this warpgroup's keys), at the end of a tile: through the buffers of its last Q

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels.branches import cond, when
 from pallas_fa2.kernels.forward_scores import RowScores, Statistics
 from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE
 from pallas_fa2.kernels.tamed import rows_of
@@ -101,7 +102,7 @@ class RowBlock(RowScores):
                 answers = self.answers(0, masked=True)
                 return self.hide(s, first_key, queries, found, answers)
 
-            s = lax.cond(self.tile.is_cut(0), hide, lambda: s)
+            s = cond(self.tile.is_cut(0), hide, lambda: s)
         elif self.masked:
             s = self.hide(s, first_key, queries, data, [])
         reference = _highest(s) * scale
@@ -118,7 +119,7 @@ class RowBlock(RowScores):
         if data is not None:
             self.release_data(0, statistics)
         elif problem.reads_block():
-            pl.when(self.tile.is_cut(0))(lambda: self.release_data(0, statistics))
+            when(self.tile.is_cut(0))(lambda: self.release_data(0, statistics))
         acc = mosaic.constant(0.0, (rows, self.schedule.config.value_dim), TILE)
         return acc, statistics, self.converted(parts)
 
@@ -190,7 +191,7 @@ class RowBlock(RowScores):
             return scaled(out), after, list(map(scaled, p))
 
         grew = ptx.any_above(before.total, LARGE_SUM)
-        return lax.cond(grew, rescale, lambda: (out, before, p))
+        return cond(grew, rescale, lambda: (out, before, p))
 
     def last_output(self, t: Any, acc: jax.Array, p: list[jax.Array]) -> jax.Array:
         values, step = self.memory.values, self.first_step + t
@@ -220,7 +221,7 @@ class RowBlock(RowScores):
             return jnp.where(reference == jnp.inf, highest, reference)
 
         missing = ptx.any_above(reference, -NO_MAXIMUM)
-        return lax.cond(missing, found, lambda: reference)
+        return cond(missing, found, lambda: reference)
 
     def store(self, columns: Any, acc: jax.Array, reference: jax.Array, total: jax.Array) -> None:
         """A piece of the output; with the first, lse."""
@@ -237,7 +238,7 @@ class RowBlock(RowScores):
         plgpu.commit_smem()
         Rows(self.arrays.outputs.out, batch, rows, head, columns).store(out)
 
-        @pl.when(columns.start == 0)
+        @when(columns.start == 0)
         def _() -> None:
             self.arrays.outputs.lse[batch, head, rows] = sum_of_all
 
@@ -290,7 +291,7 @@ class RowBlock(RowScores):
                 return self.hide(s, first_key, queries, data, answers)
 
             if self.schedule.problem.asked:  # not about a block of which nothing is hidden
-                s = lax.cond(self.tile.is_cut(block), hide, lambda: s)
+                s = cond(self.tile.is_cut(block), hide, lambda: s)
             elif self.masked:
                 s = hide()
             highest = jnp.maximum(reference, s.max(axis=1) * scale)

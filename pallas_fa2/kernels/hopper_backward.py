@@ -53,6 +53,7 @@ from pallas_fa2.kernels.backward_schedule import (
     Step,
     Tile,
 )
+from pallas_fa2.kernels.branches import when
 from pallas_fa2.kernels.mosaic import I32, Problem
 from pallas_fa2.kernels.tiles import Claims, Dealt, each_tile, launch
 from pallas_fa2.kernels.token_data import Sums, TokenData, stored
@@ -209,7 +210,7 @@ class KeyHalf(ColumnBlock):
             plgpu.wgmma_wait(0)
 
         pl.run_scoped(products, self.dq_accumulator)
-        pl.when(step.first & (t > 0))(lambda: memory.keys.release(k - 1))
+        when(step.first & (t > 0))(lambda: memory.keys.release(k - 1))
         (memory.queries, memory.douts)[1 - self.me].release(t)
         self.release_own_rows(step)
         return step.row

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import mosaic, ptx, tma
+from pallas_fa2.kernels.branches import cond, when
 from pallas_fa2.kernels.forward_memory import Arrays, Inputs, Memory, Outputs
 from pallas_fa2.kernels.forward_rows import RowBlock
 from pallas_fa2.kernels.forward_schedule import Config, Schedule, Tile
@@ -136,7 +137,7 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
             if memory.key_data is None:
                 return
             source, step = inputs.data.k.at[batch, :, keys(t)], first_data + tile.data_before(t)
-            pl.when(tile.has_data(t))(lambda: memory.data_of_keys.fill(step, source))
+            when(tile.has_data(t))(lambda: memory.data_of_keys.fill(step, source))
 
         def load_pairs(t: Any) -> None:
             if not memory.pairs:
@@ -149,7 +150,7 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
                         step = first_data + tile.data_before(t)
                         ring.fill(step, mosaic.shared_at(array, batch, head, *place))
 
-            pl.when(tile.has_data(t))(fill)
+            when(tile.has_data(t))(fill)
 
         def claim(t: Any) -> None:
             in_time = t == jnp.maximum(tile.visited - CLAIM_AHEAD, 0)
@@ -227,7 +228,7 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
             release_queries()
             return here.next_steps
 
-        return lax.cond(infinite != 0, repeat, finish), seen
+        return cond(infinite != 0, repeat, finish), seen
 
     for ring in memory.rings:
         ring.open()

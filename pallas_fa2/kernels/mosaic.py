@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import tma
+from pallas_fa2.kernels.branches import cond
 
 TILE = plgpu.Layout.WGMMA  # a (64, n) accumulator over the 128 threads of a warpgroup
 ROWS = TILE.reduce(1)  # one value a row
@@ -296,7 +297,7 @@ def assign_roles(warpgroup: Any, *roles: Any) -> None:
     if shared == len(roles):
         return roles[0]()
     rest = functools.partial(assign_roles, warpgroup - shared, *roles[shared:])
-    lax.cond(warpgroup < shared, roles[0], rest)
+    cond(warpgroup < shared, roles[0], rest)
 
 
 def leave_together(done: list[Any], branch: int) -> None:

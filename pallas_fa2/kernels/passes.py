@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import fragments, mosaic, tma
 from pallas_fa2.kernels.backward_schedule import Config, Schedule
+from pallas_fa2.kernels.branches import cond, when
 from pallas_fa2.kernels.mosaic import I32, ROWS_PER_WARPGROUP, TILE, Problem
 from pallas_fa2.kernels.tamed import Copies, Part, Tamed, any_infinite
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE
@@ -82,11 +83,11 @@ def prepare(
             prepare_rows(arrays, tiles, cta)
             return
 
-        @pl.when(cta < schedule.blocks)
+        @when(cta < schedule.blocks)
         def _() -> None:
             tame_rows(arrays, tiles, cta, prepare_rows(arrays, tiles, cta))
 
-        @pl.when(cta >= schedule.blocks)
+        @when(cta >= schedule.blocks)
         def _() -> None:
             _, k, v, _ = arrays.doubted
             place, buffers = cta - schedule.blocks, (tiles.other, tiles.dout)
@@ -121,11 +122,11 @@ def prepare(
             plgpu.barrier_wait(tiles.other_arrived.at[0])
             found = rows.look(buffers)
             wild = any_infinite(found)
-            pl.when(wild != 0)(lambda: rows.write(arrays.of_rows, cta, buffers, found))
+            when(wild != 0)(lambda: rows.write(arrays.of_rows, cta, buffers, found))
             return wild
 
         is_known = problem.score is None
-        wild = lax.cond(any_infinite(doubts) != 0, look, lambda: I32(0)) if is_known else look()
+        wild = cond(any_infinite(doubts) != 0, look, lambda: I32(0)) if is_known else look()
         rows.tell(arrays.of_rows, cta, wild)
 
     delta = problem.batch, problem.q_heads, schedule.q_blocks * config.block_q

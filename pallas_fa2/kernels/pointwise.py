@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from pallas_fa2.kernels.branches import cond
 from pallas_fa2.kernels.comparisons import FLIPPED, Comparisons, with_sum
 from pallas_fa2.kernels.mosaic import LOG2E
 from pallas_fa2.kernels.values import PLAIN, Functions, Value, bind, spread
@@ -193,7 +194,7 @@ class _Tile(NamedTuple):
             return array * functools.reduce(lambda sum, c: sum * square + c, reversed(powers))
 
         far = self.functions.any_from_two(array)
-        return lax.cond(far, lambda: by_exponential(array, NEAR / 2), by_polynomial)
+        return cond(far, lambda: by_exponential(array, NEAR / 2), by_polynomial)
 
     def logistic(self, x: Value) -> Any:
         return 0.5 + 0.5 * self.tanh(x, 0.5)

@@ -19,6 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_fa2.kernels import dropout, tma
+from pallas_fa2.kernels.branches import cond
 from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.mosaic import COLUMNS, I32, ROWS, TILE, inline
 
@@ -44,7 +45,7 @@ class Turns:
 
     def open(self) -> None:
         """The last warpgroup opens the first one's turn."""
-        jax.lax.cond(self.me == self.count - 1, self.give, lambda: None)
+        cond(self.me == self.count - 1, self.give, lambda: None)
 
     def take(self) -> None:
         _turn_sync(FIRST_TURN + self.me)  # pyright: ignore[reportCallIssue]
@@ -54,7 +55,7 @@ class Turns:
 
     def close(self) -> None:
         """The first warpgroup takes the turn that the last one has given."""
-        jax.lax.cond(self.me == 0, self.take, lambda: None)
+        cond(self.me == 0, self.take, lambda: None)
 
 
 def _turn(operation: str, barrier: Any) -> None:

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import listing, mosaic, ptx, tma
+from pallas_fa2.kernels.branches import when
 from pallas_fa2.kernels.mosaic import I32, ROWS_PER_WARPGROUP, TILE
 from pallas_fa2.kernels.tma import Instead, Rows
 
@@ -150,7 +151,7 @@ class Copies:
         wild = any_infinite(found)
         self.tell(outputs, cta, wild)
 
-        @pl.when(wild != 0)
+        @when(wild != 0)
         def _() -> None:
             load(1)
             self.write(outputs, cta, tiles, found)

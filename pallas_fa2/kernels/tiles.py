@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels.branches import when
 from pallas_fa2.kernels.mosaic import I32, div, rem
 
 # How many claims of a CTA are kept: by the fourth after it all warps have read one.
@@ -63,7 +64,7 @@ class Dealt:
     def open(self) -> None:
         """By the warpgroup that loads, before the first tile."""
 
-    def claim(self, k: Any, when: Any) -> None:
+    def claim(self, k: Any, in_time: Any) -> None:
         """By that warpgroup: the k-th tile, in time for its loads."""
 
 
@@ -127,8 +128,8 @@ class Claims:
         if not self.reserved:
             self._claim(I32(0))
 
-    def claim(self, k: Any, when: Any) -> None:
-        pl.when(when)(lambda: self._claim(k))
+    def claim(self, k: Any, in_time: Any) -> None:
+        when(in_time)(lambda: self._claim(k))
 
     def _claim(self, k: Any) -> None:
         entries = self.in_front(self.hands)

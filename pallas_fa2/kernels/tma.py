@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import launch_context
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
+
+from pallas_fa2.kernels.branches import cond
 
 GROUP = 8  # rows of a tile
 LINE = 128  # bytes, of the widest panel
@@ -179,8 +180,8 @@ class Rows:
             return copy("whole")
         if self.by_pieces or width == buffer.shape[-1]:
             return copy("pieces")
-        inside = self.rows.start + self.rows.size <= self.array.shape[1]
-        lax.cond(inside, lambda: copy("whole"), lambda: copy("pieces"))
+        beyond = self.rows.start + self.rows.size > self.array.shape[1]
+        cond(beyond, lambda: copy("pieces"), lambda: copy("whole"))
 
 
 @dataclasses.dataclass(frozen=True)
