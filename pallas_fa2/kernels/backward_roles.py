@@ -356,7 +356,7 @@ class ColumnBlock(Role):
     @property
     def panels(self) -> list[Any]:
         """The queries of a block, so many at a time that their probabilities take 32 registers."""
-        return [pl.ds(start, PANEL) for start in range(0, self.config.block_q, PANEL)]
+        return mosaic.slices(self.config.block_q, PANEL)
 
     def multiply_scores(self, s_acc: Any, q: Any, k: Any) -> None:
         """S^T."""

@@ -113,7 +113,7 @@ class RowBlock(RowScores):
         p = _exponentials(s, scale, reference)
         statistics = Statistics(reference, mosaic.by_eights(jnp.add, p))
         parts = [
-            self.drop(_some(p, some), some, first_key, queries, data)
+            self.drop(mosaic.columns_of(p, some), some, first_key, queries, data)
             for some in self.schedule.config.value_parts
         ]
         if data is not None:
@@ -155,7 +155,7 @@ class RowBlock(RowScores):
                 for i, some in enumerate(parts):
                     if i > 0:
                         plgpu.wgmma(o_acc, p[i], v.at[some])
-                    found = _exponentials(_some(s, some), scale, reference)
+                    found = _exponentials(mosaic.columns_of(s, some), scale, reference)
                     total = total + mosaic.by_eights(jnp.add, found)
                     ptx.pin(total)
                     p_next.append(self.drop(found, some, first_key, queries, data))
@@ -330,10 +330,6 @@ def _settled(acc: jax.Array, statistics: Statistics, p: list[jax.Array]) -> tupl
 def _highest(s: jax.Array) -> jax.Array:
     """The largest of each row."""
     return mosaic.by_eights(jnp.maximum, s).max(axis=1)
-
-
-def _some(tile: jax.Array, columns: Any) -> jax.Array:
-    return tile[:, columns.start : columns.start + columns.size]
 
 
 def _exponentials(s: jax.Array, scale: float, reference: jax.Array) -> jax.Array:

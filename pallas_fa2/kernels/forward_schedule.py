@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 
 from pallas_fa2.kernels import mosaic, visits
 from pallas_fa2.kernels.mosaic import Problem
@@ -86,12 +85,10 @@ class Config:
     @property
     def value_parts(self) -> list[Any]:
         """Keys of a block whose values are multiplied at once."""
-        size = self.values_at_once or self.block_kv
-        return [pl.ds(start, size) for start in range(0, self.block_kv, size)]
+        return mosaic.slices(self.block_kv, self.values_at_once or self.block_kv)
 
     def _pieces(self, dim: int) -> list[Any]:
-        size = min(self.value_dim, self.out_columns)
-        return [pl.ds(start, size) for start in range(0, dim, size)]
+        return mosaic.slices(dim, min(self.value_dim, self.out_columns))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -212,7 +212,7 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
             release_queries()
             here = block.shifted(infinite)
             for columns in pieces:
-                piece = acc[:, columns.start : columns.start + columns.size]
+                piece = mosaic.columns_of(acc, columns)
                 here.store(columns, piece, statistics.reference, total)
             return here.next_steps
 

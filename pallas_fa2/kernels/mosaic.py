@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import tma
@@ -342,6 +343,15 @@ class Order:
             tile = self.tiles - 1 - div(rest, self.section)
             head = section * self.section + rem(rest, self.section)
         return div(head, self.heads), rem(head, self.heads), tile
+
+
+def slices(length: int, size: int) -> list[Any]:
+    """So many at a time."""
+    return [pl.ds(start, size) for start in range(0, length, size)]
+
+
+def columns_of(tile: jax.Array, columns: Any) -> jax.Array:
+    return tile[:, columns.start : columns.start + columns.size]
 
 
 def by_eights(combine: Callable, tile: jax.Array) -> jax.Array:
