@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2.kernels import answers, mosaic, ptx, tma
 from pallas_fa2.kernels.backward_columns import Columns, join
 from pallas_fa2.kernels.backward_schedule import PAIR, PANEL, Config, Schedule, Step, Tile
-from pallas_fa2.kernels.branches import when
+from pallas_fa2.kernels.branches import cond, when
 from pallas_fa2.kernels.mosaic import I32, Ring
 from pallas_fa2.kernels.tamed import rows_of
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, Side
@@ -83,6 +83,14 @@ class Memory(NamedTuple):
         first = self.queries.stages
         delta = self.lse.at[pl.ds(first, self.dout.shape[0])] if self.delta is None else self.delta
         return Ring((self.dout, delta), self.full, self._rows_free, first, first)
+
+    def free_rows(self, which: Any) -> Ring:
+        """To be released: the first ring of rows, or the second. Where `which` is not known when traced, both have
+        as many stages, and barriers side by side."""
+        if isinstance(which, int):
+            return (self.queries, self.douts)[which]
+        queries = self.queries
+        return dataclasses.replace(queries, first_free=which * queries.stages)
 
     @property
     def _rows_free(self) -> Any:
@@ -227,7 +235,7 @@ class Role:
     inputs: Inputs
     outputs: Outputs
     memory: Memory
-    me: int
+    me: Any  # the warpgroup, known when traced unless its code serves another as well
 
     @property
     def config(self) -> Config:
@@ -429,9 +437,13 @@ class ColumnBlock(Role):
         """Through whose last buffer of a tile this warpgroup stores: that of Q, or of dO."""
         return (self.memory.queries, self.memory.douts)[self.me]
 
+    def release_rows(self, which: Any, t: Any) -> None:
+        """Q's of a step, or dO's."""
+        self.memory.free_rows(which).release(t)
+
     def release_own_rows(self, step: Step) -> None:
         """Of a tile's last step, `store` does, when it has used them."""
-        when(jnp.logical_not(step.last))(lambda: self.own_rows.release(step.t))
+        when(jnp.logical_not(step.last))(lambda: self.release_rows(self.me, step.t))
 
     def store(self, tile: Tile, *gradients: tuple[list[Any], jax.Array]) -> None:
         """(dK or dV, of this warpgroup's keys), at the end of a tile: through the buffers of its last Q
@@ -440,7 +452,17 @@ class ColumnBlock(Role):
         last_step = tile.next_step - 1
         rows = pl.ds(self.first_row(tile) + self.keys.start, 64)
         mosaic.meet(self.memory.met)  # nobody reads Q and dO any more
-        buffer, _ = self.own_rows.at(last_step)
+        store = functools.partial(self._store, last_step, (batch, rows, head), gradients)
+        if isinstance(self.me, int):
+            store(self.own_rows)
+        else:
+            queries, douts = self.memory.queries, self.memory.douts
+            cond(self.me == 0, lambda: store(queries), lambda: store(douts))
+        self.release_rows(self.me, last_step)
+
+    def _store(self, last_step: Any, place_of: tuple, gradients: tuple, through: Ring) -> None:
+        batch, rows, head = place_of
+        buffer, _ = through.at(last_step)
         places = self.config.block_q // 64
         numbers = [x for targets, gradient in gradients for x in _numbers(targets, gradient)]
         for i, (target, number) in enumerate(numbers):
@@ -455,7 +477,6 @@ class ColumnBlock(Role):
             Rows(target, batch, rows, head, by_pieces=True).store(place)
             plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.own_rows.release(last_step)
 
 
 def _numbers(targets: list[Any], gradient: jax.Array) -> list[tuple[Any, Callable]]:

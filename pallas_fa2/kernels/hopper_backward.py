@@ -142,9 +142,9 @@ def _body(
 ) -> None:
     config = schedule.config
 
-    def run(me: int) -> None:
-        mosaic.set_registers(config.registers, me)
-        role = kinds[me](schedule, tiles, inputs, outputs, memory, me)
+    def run(branch: int, me: Any) -> None:
+        mosaic.set_registers(config.registers, branch)
+        role = kinds[branch](schedule, tiles, inputs, outputs, memory, me)
 
         def visit(k: Any, entry: list[Any], state: tuple, look: Callable) -> tuple:
             first_step, dq_row = state
@@ -157,11 +157,13 @@ def _body(
         state = I32(0), role.start(I32(schedule.blocks))
         taken, (steps, dq_row) = each_tile(tiles, visit, state)
         role.close(steps, taken, dq_row)
-        mosaic.leave_together(memory.done, me)
+        mosaic.leave_together(memory.done, branch)
 
-    kinds = KINDS[config.paired, config.ordered]
-    roles = [functools.partial(run, me) for me in range(len(kinds))]
-    mosaic.assign_roles(lax.axis_index("warpgroup"), *roles)
+    kinds, warpgroup = KINDS[config.paired, config.ordered], lax.axis_index("warpgroup")
+    roles = [functools.partial(run, me, me) for me in range(len(kinds))]
+    if config.halves_alike and not schedule.problem.pairs():  # theirs are rings of each warpgroup
+        roles[:2] = [functools.partial(run, 0, warpgroup)] * 2
+    mosaic.assign_roles(warpgroup, *roles)
 
 
 class KeyHalf(ColumnBlock):
@@ -211,7 +213,7 @@ class KeyHalf(ColumnBlock):
 
         pl.run_scoped(products, self.dq_accumulator)
         when(step.first & (t > 0))(lambda: memory.keys.release(k - 1))
-        (memory.queries, memory.douts)[1 - self.me].release(t)
+        self.release_rows(1 - self.me, t)
         self.release_own_rows(step)
         return step.row
 

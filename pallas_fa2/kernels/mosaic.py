@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import tma
-from pallas_fa2.kernels.branches import cond
 
 TILE = plgpu.Layout.WGMMA  # a (64, n) accumulator over the 128 threads of a warpgroup
 ROWS = TILE.reduce(1)  # one value a row
@@ -287,18 +286,20 @@ def meet(barrier: Any) -> None:
     plgpu.barrier_wait(barrier)
 
 
-def assign_roles(warpgroup: Any, *roles: Any) -> None:
+def assign_roles(warpgroup: Any, *roles: Callable[[], None]) -> None:
     """Warpgroup i runs roles[i]; neighbours with the same role share its code.
 
-    An if/else, not an if after another: a warpgroup's registers then hold nothing for the others.
+    One switch, not an if after another: a warpgroup's registers then hold nothing for the others. The
+    last role, which only loads, is the first branch, as Pallas lowers that twice (see `branches`).
     """
-    shared = 1
-    while shared < len(roles) and roles[shared] is roles[0]:
-        shared += 1
-    if shared == len(roles):
-        return roles[0]()
-    rest = functools.partial(assign_roles, warpgroup - shared, *roles[shared:])
-    cond(warpgroup < shared, roles[0], rest)
+    *others, last = (i for i, role in enumerate(roles) if i == 0 or role is not roles[i - 1])
+    if not others:
+        return roles[last]()
+    branch = I32(1)
+    for first in others[1:]:
+        branch += jnp.where(warpgroup >= first, I32(1), I32(0))
+    branch = jnp.where(warpgroup >= last, I32(0), branch)
+    lax.switch(branch, [roles[last], *(roles[i] for i in others)])
 
 
 def leave_together(done: list[Any], branch: int) -> None:
