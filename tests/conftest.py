@@ -6,7 +6,7 @@ import sys
 # The interpreter runs a warpgroup a thread; XLA's CPU pool must be wide enough for all of them, and
 # its size is read once. On a machine with a GPU the platform is JAX's own choice.
 os.environ.setdefault("NPROC", "32")
-if {"gpu", "-mgpu"} & set(sys.argv):
+if {"gpu", "-mgpu", "gpus", "-mgpus"} & set(sys.argv):
     os.environ["PALLAS_FA2_ON_GPU"] = "1"  # xdist's workers see the environment, not the arguments
 if "PALLAS_FA2_ON_GPU" not in os.environ:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -29,9 +29,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`-m gpu` selects the tests on a GPU; without it they are deselected, not skipped."""
+    """`-m gpu` selects the tests on a GPU, `-m gpus` those on two; else they are deselected, not skipped."""
     if "gpu" in (config.option.markexpr or ""):
         return
-    chosen = [item for item in items if not item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("gpu")])
-    items[:] = chosen
+    left = [i for i in items if i.get_closest_marker("gpu") or i.get_closest_marker("gpus")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]

@@ -212,3 +212,32 @@ def test_nothing_is_gathered_on_four_gpus(name: str) -> None:
     kernels = re.findall(r"= (.*?) custom-call\(.*mosaic_gpu", hlo)
     assert any(f"bf16[1,{T},2,{H}]" in shapes for shapes in kernels)
     assert not any(f"[2,{T},4,{H}]" in shapes for shapes in kernels)
+
+
+PLACED = {  # q, k, v and dout, ids, slopes
+    "entries": (P("x"), P("x"), P()),
+    "heads": (P(None, None, "x"), P(), P("x")),
+}
+
+
+@pytest.mark.gpus
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("name", CALLS)
+def test_two_gpus_are_as_one(name: str, placed: str) -> None:
+    """Each forms its entries or heads as a GPU with all of them would, to the bit; gradients are summed in any
+    order there as well."""
+    mesh, args = jax.make_mesh((2,), ("x",), (AxisType.Auto,)), arguments()
+    heads, ids, slopes = (NamedSharding(mesh, spec) for spec in PLACED[placed])
+    given = [
+        jax.device_put(x, at)
+        for x, at in zip(args, (heads, heads, heads, heads, ids, slopes), strict=True)
+    ]
+    run = jax.jit(attend(name, "hopper")).lower(*given).compile()
+    assert "all-gather" not in (run.as_text() or "")
+    got, alone = run(*given), jax.jit(attend(name, "hopper"))(*args)
+    assert got[0].sharding.is_equivalent_to(heads, 4)
+    np.testing.assert_array_equal(*(np.asarray(x[0], np.float32) for x in (got, alone)))
+    expected = jax.jit(attend(name, "reference"))(*args)
+    for x, y in zip(got, expected, strict=True):
+        x, y = (np.asarray(a, np.float32) for a in (x, y))
+        assert np.abs(x - y).max() <= 0.02 * np.abs(y).max()
