@@ -79,13 +79,14 @@ def prepare(
 
     def run(refs: tuple, tiles: _Tiles) -> None:
         arrays, cta = _Before(*jax.tree.unflatten(tree, refs)), lax.axis_index("cta")
+        block = _block(schedule)
         if not tames:
-            prepare_rows(arrays, tiles, cta)
+            prepare_rows(arrays, tiles, block)
             return
 
         @when(cta < schedule.blocks)
         def _() -> None:
-            tame_rows(arrays, tiles, cta, prepare_rows(arrays, tiles, cta))
+            tame_rows(arrays, tiles, block, prepare_rows(arrays, tiles, block))
 
         @when(cta >= schedule.blocks)
         def _() -> None:
@@ -93,16 +94,16 @@ def prepare(
             place, buffers = cta - schedule.blocks, (tiles.other, tiles.dout)
             keys.write_as_the_first((k, v), arrays.of_keys, place, buffers, tiles.other_arrived)
 
-    def prepare_rows(arrays: _Before, tiles: _Tiles, cta: Any) -> list[jax.Array]:
+    def prepare_rows(arrays: _Before, tiles: _Tiles, block: Any) -> list[jax.Array]:
         """NaN where delta or lse is not finite."""
-        batch, head, first = _place(schedule)
+        batch, head, first = _place(schedule, block)
         for array, tile in zip(arrays[:2], tiles[:2], strict=True):
-            rows.part(array, cta, tile).load(tile, tiles.arrived, I32(0))
-        block = arrays.dq.at[cta]
+            rows.part(array, block, tile).load(tile, tiles.arrived, I32(0))
+        zeros = arrays.dq.at[block]
         for part in range(config.dq_parts):
             place = config.dq_place(part)
             nothing = mosaic.constant(0.0, tuple(x.size for x in place), TILE)
-            fragments.store_fragments(block.at[config.dq_numbers(*place)], nothing)
+            fragments.store_fragments(zeros.at[config.dq_numbers(*place)], nothing)
         plgpu.barrier_wait(tiles.arrived.at[0])
         doubts = []
         for square in rows.squares:
@@ -114,20 +115,20 @@ def prepare(
                 doubts.append((total - total) + (lse - lse))
         return doubts
 
-    def tame_rows(arrays: _Before, tiles: _Tiles, cta: Any, doubts: list[jax.Array]) -> None:
+    def tame_rows(arrays: _Before, tiles: _Tiles, block: Any, doubts: list[jax.Array]) -> None:
         q, buffers = arrays.doubted[0], (tiles.other, tiles.dout)
 
         def look() -> Any:
-            rows.part(q, cta, tiles.other).load(tiles.other, tiles.other_arrived, I32(0))
+            rows.part(q, block, tiles.other).load(tiles.other, tiles.other_arrived, I32(0))
             plgpu.barrier_wait(tiles.other_arrived.at[0])
             found = rows.look(buffers)
             wild = any_infinite(found)
-            when(wild != 0)(lambda: rows.write(arrays.of_rows, cta, buffers, found))
+            when(wild != 0)(lambda: rows.write(arrays.of_rows, block, buffers, found))
             return wild
 
         is_known = problem.score is None
         wild = cond(any_infinite(doubts) != 0, look, lambda: I32(0)) if is_known else look()
-        rows.tell(arrays.of_rows, cta, wild)
+        rows.tell(arrays.of_rows, block, wild)
 
     delta = problem.batch, problem.q_heads, schedule.q_blocks * config.block_q
     delta, dq = (jax.ShapeDtypeStruct(x, jnp.float32) for x in (delta, schedule.dq_shape))
@@ -149,12 +150,18 @@ def prepare(
     return Factors(q, k, v, dout), delta, zeros
 
 
-def _place(schedule: Schedule) -> tuple[Any, Any, Any]:
-    """Batch entry, head and first query of a CTA's block."""
+def _block(schedule: Schedule) -> Any:
+    """A CTA's block of queries, the last first: L2 holds what the kernel before has written last, and the one
+    after begins with the first."""
+    return schedule.blocks - 1 - lax.axis_index("cta")
+
+
+def _place(schedule: Schedule, block: Any) -> tuple[Any, Any, Any]:
+    """Batch entry, head and first query of a block."""
     problem = schedule.problem
     shape = problem.batch, problem.q_heads, schedule.q_blocks
-    batch, head, block = mosaic.unravel(lax.axis_index("cta"), shape)
-    return batch, head, block * schedule.config.block_q
+    batch, head, of_head = mosaic.unravel(block, shape)
+    return batch, head, of_head * schedule.config.block_q
 
 
 def finish(problem: Problem, config: Config, dq: jax.Array, q: jax.Array | Tamed) -> jax.Array:
@@ -164,10 +171,11 @@ def finish(problem: Problem, config: Config, dq: jax.Array, q: jax.Array | Tamed
 
     def run(refs: tuple, memory: list[Any]) -> None:
         (parts, target), (tile,) = refs, memory
-        batch, head, first = _place(schedule)
+        block = _block(schedule)
+        batch, head, first = _place(schedule, block)
         for part in range(config.dq_parts):
             rows, columns = config.dq_place(part)
-            numbers = parts.at[lax.axis_index("cta"), config.dq_numbers(rows, columns)]
+            numbers = parts.at[block, config.dq_numbers(rows, columns)]
             found = fragments.load_fragments(numbers, columns.size)
             tile.at[rows, columns][...] = (found * problem.scale).astype(q.dtype)
         plgpu.commit_smem()
