@@ -84,11 +84,16 @@ class Memory(NamedTuple):
         delta = self.lse.at[pl.ds(first, self.dout.shape[0])] if self.delta is None else self.delta
         return Ring((self.dout, delta), self.full, self._rows_free, first, first)
 
+    @property
+    def rows(self) -> tuple[Ring, Ring]:
+        """Of queries: Q, and dO."""
+        return self.queries, self.douts
+
     def free_rows(self, which: Any) -> Ring:
         """To be released: the first ring of rows, or the second. Where `which` is not known when traced, both have
         as many stages, and barriers side by side."""
         if isinstance(which, int):
-            return (self.queries, self.douts)[which]
+            return self.rows[which]
         queries = self.queries
         return dataclasses.replace(queries, first_free=which * queries.stages)
 
@@ -435,7 +440,7 @@ class ColumnBlock(Role):
     @property
     def own_rows(self) -> Ring:
         """Through whose last buffer of a tile this warpgroup stores: that of Q, or of dO."""
-        return (self.memory.queries, self.memory.douts)[self.me]
+        return self.memory.rows[self.me]
 
     def release_rows(self, which: Any, t: Any) -> None:
         """Q's of a step, or dO's."""
@@ -456,8 +461,7 @@ class ColumnBlock(Role):
         if isinstance(self.me, int):
             store(self.own_rows)
         else:
-            queries, douts = self.memory.queries, self.memory.douts
-            cond(self.me == 0, lambda: store(queries), lambda: store(douts))
+            cond(self.me == 0, *(functools.partial(store, ring) for ring in self.memory.rows))
         self.release_rows(self.me, last_step)
 
     def _store(self, last_step: Any, place_of: tuple, gradients: tuple, through: Ring) -> None:

@@ -161,8 +161,7 @@ def _body(
 
     kinds, warpgroup = KINDS[config.paired, config.ordered], lax.axis_index("warpgroup")
     roles = [functools.partial(run, me, me) for me in range(len(kinds))]
-    # Data of pairs come in rings of each warpgroup; and documents would run at 0.995 of the speed.
-    if config.halves_alike and schedule.problem.mask is None and not schedule.problem.pairs():
+    if schedule.one_code:
         roles[:2] = [functools.partial(run, 0, warpgroup)] * 2
     mosaic.assign_roles(warpgroup, *roles)
 
