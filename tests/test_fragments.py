@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import fragments, mosaic
@@ -55,3 +57,55 @@ def test_fragments_interpreted(dtype: Any, columns: int) -> None:
 @DTYPES
 def test_fragments_on_a_gpu(dtype: Any, columns: int) -> None:
     check_fragments(*jax.jit(through_registers, static_argnums=(0, 1))(dtype, columns))
+
+
+def added_up(first_column: int) -> tuple[jax.Array, ...]:
+    """A tile, what its own threads find after they have stored and added it, and the rows and columns of it that
+    there are, between others."""
+    rows, columns = 45, 72
+    tile = jax.random.normal(jax.random.key(0), (64, 64), jnp.bfloat16)
+
+    def run(refs: tuple, _: Any) -> None:
+        tile, partial, found, nothing, out = refs
+        values = plgpu.load(tile, layout=mosaic.TILE, optimized=False)
+        numbers, yes = values.astype(jnp.float32), lax.axis_index("cta") == 0
+        fragments.put_fragments(partial, numbers, yes)
+        fragments.put_fragments(partial, 0.5 * numbers, ~yes)
+        found[...] = fragments.take_fragments(partial, 64, yes)
+        nothing[...] = fragments.take_fragments(partial, 64, ~yes)
+        place = out.at[1, pl.ds(3, 64), 1]
+        fragments.store_rows(place, values, jnp.int32(first_column), jnp.int32(rows))
+
+    partial, square = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096,), (64, 64)))
+    outputs = partial, square, square
+    kernel = mosaic.launch("fragments", run, [plgpu.Barrier()], (), {"cta": 1}, 1)
+
+    def written(*arrays: jax.Array) -> tuple:
+        return pl.run_state(lambda refs: kernel(tile, *refs))(arrays)
+
+    arrays = [jnp.zeros(x.shape, x.dtype) for x in outputs]
+    _, found, nothing, out = written(*arrays, jnp.zeros((2, 100, 2, columns), jnp.bfloat16))
+    return tile, found, nothing, out
+
+
+def check_added_up(first_column: int, tile: Any, found: Any, nothing: Any, out: Any) -> None:
+    np.testing.assert_array_equal(found, 1.5 * tile.astype(jnp.float32))
+    assert not nothing.any()
+    expected = np.zeros_like(out)
+    count = min(64, 72 - first_column)
+    expected[1, 3:48, 1, first_column : first_column + count] = tile[:45, :count]
+    np.testing.assert_array_equal(out, expected)
+
+
+FIRST_COLUMNS = pytest.mark.parametrize("first_column", [0, 8, 64])
+
+
+@FIRST_COLUMNS
+def test_what_is_added_up_interpreted(first_column: int) -> None:
+    check_added_up(first_column, *interpreter.run(lambda: added_up(first_column)))
+
+
+@pytest.mark.gpu
+@FIRST_COLUMNS
+def test_what_is_added_up_on_a_gpu(first_column: int) -> None:
+    check_added_up(first_column, *jax.jit(added_up, static_argnums=0)(first_column))

@@ -27,6 +27,7 @@ from tests.support.hopper import (
     packed,
     planned_for_h200,
     planned_with,
+    whole_heads,
 )
 
 # The others run on the GPU: long ones, and those whose like is here.
@@ -78,7 +79,8 @@ def test_every_forward_is_interpreted() -> None:
 @pytest.mark.parametrize("case, tuned", INTERPRETED, ids=name)
 def test_contract_interpreted(case: Case, tuned: Tuned) -> None:
     gradients = is_first(case, tuned)
-    with planned_for_h200(cores=3), planned_with(tuned):  # a CTA takes several tiles
+    # A CTA takes several tiles; whole heads it takes in test_backward_heads.
+    with planned_for_h200(cores=3), planned_with(tuned), whole_heads(False):
         suite.check(case, "hopper", run=interpreter.run, gradients=gradients)
 
 

@@ -23,6 +23,13 @@ def test_tiles_go_to_the_cta_that_is_free_first():
     assert dealt.table[..., 0].tolist() == [[0, 4, 5, 5], [1, 2, 3, 5]]
 
 
+def test_tiles_that_belong_together_go_to_one_cta():
+    entries = np.arange(6, dtype=np.int32)[:, None]
+    dealt = Dealt.of(entries, [1.0, 1.0, 1.0], 2, together=2)
+    assert dealt.table[..., 0].tolist() == [[0, 1, 4, 5, 6], [2, 3, 6, 6, 6]]
+    assert sorted(dealt.loads) == [1.0, 2.0]
+
+
 def test_claims_come_before_the_tiles():
     numbers = np.arange(4, dtype=np.int32)
     claims = Claims.of(numbers, 10 * numbers, hands=3)

@@ -16,7 +16,7 @@ next tile that it has. Those who add see barriers in shared memory alone.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from jax import lax
@@ -85,11 +85,11 @@ class OrderedSchedule(Schedule):
     keys to the first."""
 
     @classmethod
-    def of(cls, problem: Problem, config: Config, classes: Any = None) -> "OrderedSchedule":
+    def of(cls, problem: Problem, config: Config, classes: Any = None) -> Self:
         """Under a mask with a tile for each head of a group, as the longest may come last."""
         if problem.mask is not None:
             return cls(problem, config, problem.group)
-        return super().of(problem, config)  # pyright: ignore[reportReturnType]
+        return super().of(problem, config)
 
     @property
     def order(self) -> mosaic.Order:

@@ -46,6 +46,8 @@ class Outputs(NamedTuple):
     scores: Sums | None = None
     # Where dQ is added in one order, of each block of queries, how many tiles have added to it.
     turns: Any = None
+    # Where CTAs take whole heads, dQ as it is added up.
+    partial: Any = None
 
 
 class Memory(NamedTuple):

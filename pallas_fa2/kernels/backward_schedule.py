@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -158,7 +158,7 @@ class Schedule:
     parts: int = 1
 
     @classmethod
-    def of(cls, problem: Problem, config: Config, classes: Any = None) -> "Schedule":
+    def of(cls, problem: Problem, config: Config, classes: Any = None) -> Self:
         """With the fewest parts that keep all CTAs busy, as far as classes of tiles are known."""
         group = problem.group
         schedules = [cls(problem, config, n) for n in range(1, group + 1) if group % n == 0]
@@ -271,8 +271,13 @@ class Schedule:
             assert isinstance(dealt, Dealt)
             loads = dealt.loads
         else:
-            _, loads = share(self._costs, self._most_hands)
+            loads = self.loads
         return max(loads) * self._most_hands / sum(loads)
+
+    @property
+    def loads(self) -> list[float]:
+        """Of CTAs, without a mask."""
+        return share(self._costs, self._most_hands)[1]
 
     def first_q_block(self, kv_tile: Any) -> Any:
         """The first whose queries see the block's first key."""

@@ -13,8 +13,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_fa2.kernels.mosaic import ROWS_PER_WARPGROUP, TILE, inline
+from pallas_fa2.kernels.mosaic import I32, ROWS_PER_WARPGROUP, TILE, inline
 from pallas_fa2.kernels.ptx import address, elements, i32, scalars, thread_number, words
+
+_SCALAR = plgpu.Layout.WG_SPLAT
+
+
+def _in_l2(which: str, instruction: str) -> str:
+    """An instruction whose cache hint is `policy`: what it touches is the "first" or the "last" that L2 gives up
+    for other data (PTX ISA, createpolicy)."""
+    policy = f"createpolicy.fractional.L2::evict_{which}.b64 policy, 1.0;"
+    return f"{{ .reg .b64 policy; {policy} {instruction} }}"
 
 
 def add_fragments(target: Any, tile: jax.Array, late: bool = False) -> None:
@@ -38,6 +47,26 @@ def add_fragments(target: Any, tile: jax.Array, late: bool = False) -> None:
             llvm.inline_asm(void, operands, code, "l,f,f,f,f", has_side_effects=True)
 
     inline("add_fragments", add, None, plgpu.RefType(), TILE)(target, tile)
+
+
+def put_fragments(target: Any, tile: jax.Array, anew: Any) -> None:
+    """Stores a float32 tile in the same order if `anew`, or adds it; L2 keeps it."""
+    _put_fragments(target, tile, anew.astype(I32))  # pyright: ignore[reportCallIssue]
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE, _SCALAR))
+def _put_fragments(_: Any, target: Any, tile: Any, anew: Any) -> None:
+    start, values = _start(target, 16), scalars(tile)
+    for i in range(0, len(values), 4):
+        place = f"[$0 + {512 * i}], {{$1, $2, $3, $4}}, policy;"
+        code = (
+            ".reg .pred p; setp.ne.s32 p, $5, 0; "
+            f"@p st.global.L2::cache_hint.v4.f32 {place} "
+            f"@!p red.relaxed.gpu.global.add.L2::cache_hint.v4.f32 {place}"
+        )
+        void, operands = ir.Type.parse("!llvm.void"), [start, *values[i : i + 4]]
+        code, operands = _in_l2("last", code), [*operands, anew.registers[()]]
+        llvm.inline_asm(void, operands, code, "l,f,f,f,f,r", has_side_effects=True)
 
 
 def store_fragments(target: Any, tile: jax.Array) -> None:
@@ -80,6 +109,84 @@ def load_fragments(source: Any, columns: int) -> jax.Array:
 
     result = plgpu.ShapeDtypeStruct((ROWS_PER_WARPGROUP, columns), dtype, TILE)
     return inline(f"load_fragments {columns}", load, result, plgpu.RefType())(source)
+
+
+def take_fragments(source: Any, columns: int, there: Any) -> jax.Array:
+    """A float32 tile of 64 rows, as this kernel's same threads have stored it and added to it; zeros if nothing is
+    `there`. L2 need not keep it."""
+
+    def load(_: Any, source: Any, there: Any) -> Any:
+        start, is_there = _start(source, 16), there.registers[()]
+        pair, layout = ir.VectorType.get((2,), ir.F32Type.get()), TILE.to_mgpu()
+        registers = np.empty(layout.registers_shape((ROWS_PER_WARPGROUP, columns)), object)
+        clear = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
+        for i in range(0, registers.size, 2):
+            place = f"{{$0, $1, $2, $3}}, [$4 + {1024 * i}]"
+            code = (
+                f".reg .pred p; setp.ne.s32 p, $5, 0; {clear} "
+                f"@p ld.global.L2::cache_hint.v4.b32 {place}, policy;"
+            )
+            code = _in_l2("first", code)
+            found = words(4, code, "l,r", start, is_there, side_effects=True)
+            for e in range(2):
+                both = llvm.mlir_undef(pair)
+                for place, x in enumerate(found[2 * e : 2 * e + 2]):
+                    both = llvm.insertelement(both, llvm.bitcast(pair.element_type, x), i32(place))
+                registers.flat[i + e] = both
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct((ROWS_PER_WARPGROUP, columns), jax.numpy.float32, TILE)
+    code = inline(f"take_fragments {columns}", load, result, plgpu.RefType(), _SCALAR)
+    return code(source, there.astype(I32))
+
+
+def store_rows(target: Any, tile: jax.Array, first_column: Any, rows: Any) -> None:
+    """Stores as many `rows` as there are of a 16-bit tile of 64 rows in `[64, H]`, from a column on; columns from
+    H on do not exist. H is a multiple of 8."""
+    _store_rows(target, tile, I32(first_column), I32(rows))  # pyright: ignore[reportCallIssue]
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE, _SCALAR, _SCALAR))
+def _store_rows(_: Any, target: Any, tile: Any, first_column: Any, rows: Any) -> None:
+    """Of PTX's accumulator fragments, four neighbours have two columns of each eight, of rows r and r + 8. They
+    exchange them, so that each stores an eight of every four at once."""
+    kind = ir.MemRefType(target.type)
+    (stride, _), _ = kind.get_strides_and_offset()
+    i64, word, void = (ir.Type.parse(x) for x in ("i64", "i32", "!llvm.void"))
+    thread = thread_number()
+    warp, neighbour = (arith.andi(thread, i32(mask)) for mask in (96, 3))
+    row = arith.addi(arith.shrui(warp, i32(1)), arith.shrui(arith.andi(thread, i32(31)), i32(2)))
+    own = arith.addi(first_column.registers[()], arith.shli(neighbour, i32(3)))
+    place = arith.addi(arith.muli(row, i32(stride)), own)
+    start = arith.addi(address(target), arith.extui(i64, arith.shli(place, i32(1))))
+    rows_left = arith.subi(rows.registers[()], row)
+    columns_left = arith.subi(i32(kind.shape[1]), own)
+    pairs: dict[tuple[int, int], list[Any]] = {}
+    for at, pair in np.ndenumerate(tile.registers):
+        pairs.setdefault((at[1] // 4, 8 * sum(at[2:])), []).append(llvm.bitcast(word, pair))
+    for (four, half), mine in pairs.items():
+        code = (
+            f".reg .pred p; setp.gt.s32 p, $5, {half}; setp.gt.and.s32 p, $6, {32 * four}, p; "
+            "@p st.global.L2::cache_hint.v4.b32 "
+            f"[$0 + {2 * (half * stride + 32 * four)}], {{$1, $2, $3, $4}}, policy;"
+        )
+        operands = [start, *_among_four(mine, neighbour), rows_left, columns_left]
+        code = _in_l2("first", code)
+        llvm.inline_asm(void, operands, code, "l" + ",r" * 6, has_side_effects=True)
+
+
+def _among_four(mine: list[Any], neighbour: Any) -> list[Any]:
+    """Of four words in each of four neighbours, the n-th of each for the n-th."""
+    for bit in (1, 2):
+        has_bit = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(neighbour, i32(bit)), i32(0))
+        for i in (i for i in range(4) if not i & bit):
+            low, high = mine[i], mine[i + bit]
+            code = f"shfl.sync.bfly.b32 $0, $1, {bit}, 31, -1;"
+            given = [arith.select(has_bit, low, high)]
+            found = llvm.inline_asm(low.type, given, code, "=r,r", has_side_effects=True)
+            mine[i] = arith.select(has_bit, found, low)
+            mine[i + bit] = arith.select(has_bit, high, found)
+    return mine
 
 
 def _load_words(start: Any, place: int, count: int) -> list[Any]:

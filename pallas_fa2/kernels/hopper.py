@@ -22,6 +22,7 @@ from pallas_fa2.kernels import (
     token_data,
     visits,
 )
+from pallas_fa2.kernels.backward_heads import HeadSchedule
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
 from pallas_fa2.kernels.partition import Axes
 from pallas_fa2.kernels.tamed import Part, Tamed, tame
@@ -387,7 +388,8 @@ def backward(
         q, k, v, out, dout, lse, dlse, traced = args
         problem = extras.problem(q, k)
         factors = passes.Factors(q, k, v, dout)
-        factors, delta, zeros = passes.prepare(problem, config, factors, out, lse)
+        adds = not HeadSchedule.suits(problem, config)
+        factors, delta, zeros = passes.prepare(problem, config, factors, out, lse, adds)
         delta = delta if dlse is None else delta + dlse
         classes, data, found = extras.classes_of(traced), traced.data, None
         tile = config.block_kv, config.block_q

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import fragments, mosaic, passes, ptx
+from pallas_fa2.kernels.backward_heads import HeadSchedule, Visit
 from pallas_fa2.kernels.backward_order import (
     OrderedLoader,
     OrderedSchedule,
@@ -42,6 +43,7 @@ from pallas_fa2.kernels.backward_roles import (
     Loader,
     Memory,
     Outputs,
+    Role,
     memory_of,
 )
 from pallas_fa2.kernels.backward_schedule import (
@@ -53,7 +55,7 @@ from pallas_fa2.kernels.backward_schedule import (
     Step,
     Tile,
 )
-from pallas_fa2.kernels.branches import when
+from pallas_fa2.kernels.branches import cond, when
 from pallas_fa2.kernels.mosaic import I32, Problem
 from pallas_fa2.kernels.tiles import Claims, Dealt, each_tile, launch
 from pallas_fa2.kernels.token_data import Sums, TokenData, stored
@@ -65,7 +67,7 @@ def gradients(
     factors: passes.Factors,
     lse: jax.Array,
     delta: jax.Array,
-    zeros: jax.Array,
+    zeros: jax.Array | None,
     classes: Any = None,
     data: TokenData | None = None,
     answers: jax.Array | None = None,
@@ -75,10 +77,13 @@ def gradients(
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. To `zeros`, of
     `passes.prepare`, dQ is added; unless `config.ordered`, in any order: it is not bitwise reproducible
-    then. Under a mask, `classes` are those of tiles, `[B | 1, N | 1, T tiles, S tiles]`; `data` is what
+    then. Without them CTAs take whole heads, in one order. Under a mask, `classes` are those of tiles, `[B | 1, N | 1, T tiles, S tiles]`; `data` is what
     masks and scores read, and `answers` are those of a mask that has been asked.
     """
-    schedule = (OrderedSchedule if config.ordered else Schedule).of(problem, config, classes)
+    if zeros is None:
+        schedule = HeadSchedule(problem, config)
+    else:
+        schedule = (OrderedSchedule if config.ordered else Schedule).of(problem, config, classes)
     seen = None if classes is None else schedule.seen(classes)
     tiles, inputs = schedule.tiles(seen), Inputs(*factors, lse, delta, answers=answers)
     q, k, v, _ = factors
@@ -103,9 +108,12 @@ def gradients(
         assert data is not None
         sums = Sums.start(problem, q.dtype, lengths, data)
     outputs = Outputs(zeros, dk, dv, sums)
+    if isinstance(schedule, HeadSchedule):
+        partial = lax.empty(schedule.partial_shape, jnp.float32)
+        outputs = outputs._replace(dq=lax.empty(q.shape, k.dtype), partial=partial)
     if isinstance(schedule, OrderedSchedule):
         outputs = outputs._replace(turns=jnp.zeros(schedule.turns_shape, I32))
-    dq, dk, dv, sums, _ = launch(
+    dq, dk, dv, sums, *_ = launch(
         "attention_gradients",
         functools.partial(_body, schedule),
         memory_of(
@@ -121,7 +129,8 @@ def gradients(
         len(config.registers),
         {PAIR: 2} if config.paired else {},
     )
-    dq = passes.finish(problem, config, dq, q)
+    if zeros is not None:
+        dq = passes.finish(problem, config, dq, q)
     return dq, schedule.join(dk), schedule.join(dv), sums
 
 
@@ -148,7 +157,9 @@ def _body(
 
         def visit(k: Any, entry: list[Any], state: tuple, look: Callable) -> tuple:
             first_step, dq_row = state
-            arrays = {"lists": inputs.lists} | ({"runs": inputs.runs} if config.ordered else {})
+            arrays = {"lists": inputs.lists}
+            if isinstance(schedule, OrderedSchedule):
+                arrays["runs"] = inputs.runs
             tile = schedule.tile(k, first_step, entry, **arrays)
             dq_row, seen = role.visit(tile, dq_row, look)
             return (tile.next_step, dq_row), seen
@@ -159,7 +170,7 @@ def _body(
         role.close(steps, taken, dq_row)
         mosaic.leave_together(memory.done, branch)
 
-    kinds, warpgroup = KINDS[config.paired, config.ordered], lax.axis_index("warpgroup")
+    kinds, warpgroup = KINDS[config.paired, type(schedule)], lax.axis_index("warpgroup")
     roles = [functools.partial(run, me, me) for me in range(len(kinds))]
     if schedule.one_code:
         roles[:2] = [functools.partial(run, 0, warpgroup)] * 2
@@ -207,25 +218,24 @@ class KeyHalf(ColumnBlock):
                 plgpu.wgmma(dk_acc, ds, q.at[panel])
             plgpu.commit_smem()
             plgpu.barrier_arrive(memory.ds_there)
-            dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2 * len(panels))
-            self.add_dq(t - 1, dq, dq_row)
+            self.collect_dq(t - 1, dq_acc, dq_row, in_flight=2 * len(panels))
             plgpu.wgmma_wait(0)
 
         pl.run_scoped(products, self.dq_accumulator)
         when(step.first & (t > 0))(lambda: memory.keys.release(k - 1))
         self.release_rows(1 - self.me, t)
         self.release_own_rows(step)
-        return step.row
+        return self.dq_row(step)
 
     def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
         """dQ of the last step."""
         plgpu.barrier_wait(self.memory.ds_there)
 
-        def product(dq_acc: Any) -> jax.Array:
+        def product(dq_acc: Any) -> None:
             self.multiply_dq_of(dq_acc, steps - 1, tiles - 1)
-            return dq_acc[...]
+            self.collect_dq(steps - 1, dq_acc, dq_row, in_flight=0)
 
-        self.add_dq(steps - 1, pl.run_scoped(product, self.dq_accumulator), dq_row)
+        pl.run_scoped(product, self.dq_accumulator)
         self.memory.keys.release(tiles - 1)
 
     def ds_of(self, t: Any) -> Any:
@@ -237,6 +247,10 @@ class KeyHalf(ColumnBlock):
     def dq_accumulator(self) -> Any:
         return self.accumulator(self.config.dq_place(self.me)[1].size)
 
+    def dq_row(self, step: Step) -> Any:
+        """Where dQ of a step goes."""
+        return step.row
+
     def multiply_dq_of(self, dq_acc: Any, t: Any, k: Any) -> None:
         """This warpgroup's part of dQ of step t, of the CTA's k-th tile."""
         rows, columns = self.config.dq_place(self.me)
@@ -244,8 +258,11 @@ class KeyHalf(ColumnBlock):
         dq_acc[...] = ptx.zeros((DQ_TILE, columns.size))
         plgpu.wgmma(dq_acc, ds.transpose((1, 0)), self.keys_of(jnp.maximum(k, 0)).at[:, columns])
 
+    def collect_dq(self, t: Any, dq_acc: Any, row: Any, in_flight: int) -> None:
+        """Of step t, with so many products behind it."""
+        self.add_dq(t, plgpu.wgmma_accumulator_load(dq_acc, wait_n=in_flight), row)
+
     def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
-        """Of step t."""
         numbers = self.config.dq_numbers(*self.config.dq_place(self.me))
         fragments.add_fragments(self.outputs.dq.at[row, numbers], dq, self.config.late_dq)
 
@@ -262,10 +279,43 @@ class OrderedHalf(KeyHalf):
         turns.give(t)
 
 
-# What the warpgroups of a CTA do: in pairs or not, with dQ in one order or not.
-KINDS = {
-    (False, False): (KeyHalf, KeyHalf, Loader),
-    (False, True): (OrderedHalf, OrderedHalf, OrderedLoader),
-    (True, False): (KeyGradient, ValueGradient, Scores),
-    (True, True): (OrderedKeyGradient, OrderedValueGradient, Scores),
+class OwnerOfHalf(KeyHalf):
+    """Adds up its part of dQ of a whole head, each thread what it finds where it left it."""
+
+    schedule: HeadSchedule
+
+    def start(self, row: Any) -> Any:
+        return Visit.none().encoded
+
+    def dq_row(self, step: Step) -> Any:
+        return self.schedule.visit(step).encoded
+
+    def collect_dq(self, t: Any, dq_acc: Any, row: Any, in_flight: int) -> None:
+        """What was added before is loaded while products are in flight."""
+        visit, (rows, columns) = Visit.decode(row), self.config.dq_place(self.me)
+        numbers = self.config.dq_numbers(rows, columns)
+        partial = self.outputs.partial.at[self.schedule.partial_row(visit.row), numbers]
+        before = fragments.take_fragments(partial, columns.size, visit.last & ~visit.first)
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=in_flight)
+
+        def finish() -> None:
+            (batch, head, first), target = self.schedule.queries(visit.row), self.outputs.dq
+            first += rows.start
+            fragments.store_rows(
+                target.at[batch, pl.ds(first, rows.size), head],
+                ((before + dq) * self.scale).astype(target.dtype),
+                columns.start,
+                self.schedule.problem.q_len - first,
+            )
+
+        cond(visit.last, finish, lambda: fragments.put_fragments(partial, dq, visit.first))
+
+
+# What the warpgroups of a CTA do: in pairs or not, and by how dQ is added up.
+KINDS: dict[tuple[bool, type[Schedule]], tuple[type[Role], ...]] = {
+    (False, Schedule): (KeyHalf, KeyHalf, Loader),
+    (False, OrderedSchedule): (OrderedHalf, OrderedHalf, OrderedLoader),
+    (False, HeadSchedule): (OwnerOfHalf, OwnerOfHalf, Loader),
+    (True, Schedule): (KeyGradient, ValueGradient, Scores),
+    (True, OrderedSchedule): (OrderedKeyGradient, OrderedValueGradient, Scores),
 }

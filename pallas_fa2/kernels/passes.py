@@ -59,9 +59,14 @@ class _Tiles(NamedTuple):
 
 
 def prepare(
-    problem: Problem, config: Config, factors: Factors, out: jax.Array, lse: jax.Array
-) -> tuple[Factors, jax.Array, jax.Array]:
-    """The factors; -rowsum(dO ∘ O) in float32, `[B, N, T']`; and zeros to which dQ will be added.
+    problem: Problem,
+    config: Config,
+    factors: Factors,
+    out: jax.Array,
+    lse: jax.Array,
+    with_zeros: bool = True,
+) -> tuple[Factors, jax.Array, jax.Array | None]:
+    """The factors; -rowsum(dO ∘ O) in float32, `[B, N, T']`; and zeros to which dQ will be added, if it is.
 
     `out` is like dout; lse is `[B, N, T']`. T' is a multiple of `block_q`, and 0 stands there for rows that
     do not exist.
@@ -99,11 +104,10 @@ def prepare(
         batch, head, first = _place(schedule, block)
         for array, tile in zip(arrays[:2], tiles[:2], strict=True):
             rows.part(array, block, tile).load(tile, tiles.arrived, I32(0))
-        zeros = arrays.dq.at[block]
-        for part in range(config.dq_parts):
+        for part in range(config.dq_parts if with_zeros else 0):
             place = config.dq_place(part)
             nothing = mosaic.constant(0.0, tuple(x.size for x in place), TILE)
-            fragments.store_fragments(zeros.at[config.dq_numbers(*place)], nothing)
+            fragments.store_fragments(arrays.dq.at[block, config.dq_numbers(*place)], nothing)
         plgpu.barrier_wait(tiles.arrived.at[0])
         doubts = []
         for square in rows.squares:
@@ -132,6 +136,7 @@ def prepare(
 
     delta = problem.batch, problem.q_heads, schedule.q_blocks * config.block_q
     delta, dq = (jax.ShapeDtypeStruct(x, jnp.float32) for x in (delta, schedule.dq_shape))
+    dq = dq if with_zeros else None
     copies = [x.outputs if tames else [] for x in (rows, keys)]
     inputs, outputs = (out, dout, [q, k, v, lse] if tames else []), (delta, dq, *copies)
     tree = jax.tree.structure((*inputs, *outputs))

@@ -36,14 +36,22 @@ class Dealt:
     loads: list[float]  # of each CTA
 
     @classmethod
-    def of(cls, entries: np.ndarray, costs: Sequence[float] | np.ndarray, hands: int) -> "Dealt":
-        """Of entries `[tiles, 1 or 2]` in order, each to the CTA that is free first."""
+    def of(
+        cls,
+        entries: np.ndarray,
+        costs: Sequence[float] | np.ndarray,
+        hands: int,
+        together: int = 1,
+    ) -> "Dealt":
+        """Of entries `[tiles, 1 or 2]` in order, so many `together` to the CTA that is free first."""
         dealt, loads = share(costs, hands)
-        table = np.zeros((hands, 1 + max(map(len, dealt)), entries.shape[1]), np.int32)
-        table[..., 0] = len(entries)
+        count, fields = entries.shape
+        entries = entries.reshape(-1, together, fields)
+        table = np.zeros((hands, 1 + together * max(map(len, dealt)), fields), np.int32)
+        table[..., 0] = count
         for row, places in zip(table, dealt, strict=True):
-            row[: len(places)] = entries[places]
-        return cls(table, len(entries), loads)
+            row[: together * len(places)] = entries[places].reshape(-1, fields)
+        return cls(table, count, loads)
 
     @property
     def hands(self) -> int:

@@ -13,6 +13,7 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2 import plan
 from pallas_fa2.kernels import answers, hopper, mosaic
+from pallas_fa2.kernels.backward_heads import HeadSchedule
 from pallas_fa2.spec import Device, describe
 from tests.contract.cases import Case
 
@@ -61,6 +62,18 @@ def planned_with(tuned: plan.Tuned) -> Iterator[None]:
 def asking_first() -> Iterator[None]:
     """What is traced inside asks a mask before the attention, however little that saves."""
     with mock.patch.multiple(answers, WORTH_ASKING=-math.inf, COSTLY_BACKWARD=0):
+        yield
+
+
+@contextlib.contextmanager
+def whole_heads(taken: bool = True) -> Iterator[None]:
+    """What is traced inside has a backward whose CTAs take whole heads where it can, however slow that is; or has
+    another one."""
+
+    def suits(problem: mosaic.Problem, config: Any) -> bool:
+        return taken and not config.paired and problem.mask is None
+
+    with mock.patch.object(HeadSchedule, "suits", suits):
         yield
 
 

@@ -13,7 +13,7 @@ def _columns(tile: jax.Array) -> jax.Array:
     return jnp.arange(tile.shape[1])[None]
 
 
-def _fragments(tile: jax.Array) -> jax.Array:
+def to_fragments(tile: Any) -> Any:
     """(warp, half, group) x (eight, thread, element) -> the order of a thread's registers."""
     return tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5).reshape(-1)
 
@@ -29,14 +29,13 @@ def _pairs(parameters, _):
     return (int(queries), int(keys)), convert
 
 
-def _loaded_fragments(parameters, shape):
-    eights = int(parameters[0]) // 8
+def from_fragments(numbers: Any) -> Any:
+    tile = numbers.reshape(-1, 4, 8, 4, 2, 2).transpose(1, 4, 2, 0, 3, 5)
+    return tile.reshape(64, -1)
 
-    def convert(tile):
-        tile = tile.reshape(eights, 4, 8, 4, 2, 2).transpose(1, 4, 2, 0, 3, 5)
-        return tile.reshape(shape)
 
-    return (shape[0] * shape[1],), convert
+def _loaded_fragments(_, shape):
+    return (shape[0] * shape[1],), from_fragments
 
 
 # What is loaded: of the operation's parameters and the result's shape, the shape of what lies in memory
@@ -44,11 +43,11 @@ def _loaded_fragments(parameters, shape):
 LOADED: dict[str, Callable] = {"load_pairs": _pairs, "load_fragments": _loaded_fragments}
 
 # What is stored there from registers.
-STORED: dict[str, Callable[[jax.Array], jax.Array]] = {"_store_fragments": _fragments}
+STORED: dict[str, Callable[[jax.Array], jax.Array]] = {"_store_fragments": to_fragments}
 
 # What is added to device memory from registers.
 ADDED: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "add_fragments": _fragments,
+    "add_fragments": to_fragments,
     "_add_row_sums": lambda tile: tile.sum(1),
     "_add_column_sums": lambda tile: tile.sum(0),
 }

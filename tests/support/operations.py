@@ -15,7 +15,7 @@ from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_fa2.kernels import tma
-from tests.support import shared
+from tests.support import inline, shared
 
 
 def the_memory() -> shared.Memory:
@@ -195,6 +195,51 @@ def add_to_gmem(thread, target, value, *, source_info):
 
 
 @_inline
+def _put_fragments(thread, target, tile, anew, *, source_info):
+    """Stores, or adds, where no other thread may."""
+    memory, place = the_memory(), _locate(target)
+    numbers = np.asarray(inline.to_fragments(tile))
+    if not int(anew):
+        numbers = numbers + memory.get_buffer_content(*place, thread)[0]
+    memory.store_buffer_content(*place, numbers, thread)
+    if memory.detect_races:
+        clock = memory.incr_clock(thread).generic_clock
+        gpu_callbacks.get_races().check_write(thread, clock, *place, source_info)
+
+
+@_inline
+def _take_fragments(thread, source, there, *, source_info):
+    """Zeros if nothing is `there`."""
+    memory, place = the_memory(), _locate(source)
+    found, _, _ = memory.get_buffer_content(*place, thread)
+    if not int(there):
+        return [np.asarray(inline.from_fragments(np.zeros_like(found)))]
+    if memory.detect_races:
+        clock = memory.incr_clock(thread).generic_clock
+        gpu_callbacks.get_races().check_read(thread, clock, *place, source_info)
+    return [np.asarray(inline.from_fragments(found))]
+
+
+@_inline
+def _store_rows(thread, target, tile, first_column, rows, *, source_info):
+    """Those rows and columns that there are."""
+    memory, (key, access) = the_memory(), _locate(target)
+    (axis,) = (i for i, x in enumerate(access.range[:-1]) if isinstance(x, slice))
+    first, rows = access.range[axis].start, min(int(rows), len(tile))
+    start = int(first_column)
+    end = min(start + tile.shape[1], memory.buffer_shape_and_dtype(key).shape[-1])
+    if rows <= 0 or end <= start:
+        return
+    window = list(access.range)
+    window[axis], window[-1] = slice(first, first + rows, 1), slice(start, end, 1)
+    access = interpret_utils.Access(tuple(window))
+    memory.store_buffer_content(key, access, np.asarray(tile)[:rows, : end - start], thread)
+    if memory.detect_races:
+        clock = memory.incr_clock(thread).generic_clock
+        gpu_callbacks.get_races().check_write(thread, clock, key, access, source_info)
+
+
+@_inline
 def _gather(thread, source, places, *, source_info):
     """For each thread the number at its place of a row; 0 where there is no such place."""
     memory = the_memory()
@@ -338,9 +383,12 @@ OPERATIONS = {
     "_look": _look,
     "_scatter": _scatter,
     "_scatter_pairs": _scatter,
+    "_put_fragments": _put_fragments,
     "_send_mail": _send_mail,
     "_settle": _settle,
+    "_store_rows": _store_rows,
     "_take_turn": _take_turn,
+    "take_fragments": _take_fragments,
     "_wait_for_mail": _wait_for_mail,
 }
 

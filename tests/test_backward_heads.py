@@ -1,0 +1,169 @@
+"""A backward whose CTAs take whole heads: who visits what, which calls it suits, and its gradients."""
+
+import collections
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_fa2 as fa
+from pallas_fa2.kernels.backward_heads import HeadSchedule, Visit
+from pallas_fa2.kernels.backward_schedule import Config, Step
+from pallas_fa2.kernels.mosaic import Problem
+from tests.contract import suite
+from tests.contract.cases import MASKED, PLAIN, Case
+from tests.support import compile_gate, interpreter
+from tests.support.hopper import attend_and_differentiate, planned_for_h200, whole_heads
+from tests.test_determinism import Sizes, differences
+
+SCHEDULES = [
+    HeadSchedule.of(Problem(3, q_len, kv_len, *heads, 1.0, offset), Config(dim, dim, ctas=4))
+    for dim, q_len, kv_len, heads, offset in (
+        (64, 500, 500, (2, 2), 0),
+        (128, 500, 500, (2, 2), 0),
+        (128, 100, 300, (4, 2), 200),
+        (96, 300, 200, (2, 1), 0),
+        (128, 197, 197, (1, 1), None),
+        (64, 60, 60, (2, 2), None),
+        (128, 300, 300, (3, 1), None),
+    )
+]
+
+
+@pytest.mark.parametrize("plan", SCHEDULES, ids=str)
+def test_one_cta_has_all_visits_to_a_row(plan: HeadSchedule) -> None:
+    """The first of them begins, and the last ends; between heads, no rows of what is added up are shared."""
+    found: dict[int, list[tuple[int, Visit]]] = collections.defaultdict(list)
+    table = plan.tiles(None).table
+    for cta in range(plan.hands):
+        for number in table[cta, :, 0]:
+            if number == plan.order.count:
+                break
+            tile = plan.tile(0, 0, [number])
+            heads, first = range(plan.group), plan.first_q_block(tile.place[2])
+            for t, (head, block) in enumerate(
+                (h, m) for h in heads for m in range(first, plan.q_blocks)
+            ):
+                row = tile._row_of(head, block)
+                step = Step(
+                    dataclasses.replace(tile, first_step=t - (block - first)), t, row, False
+                )
+                found[row].append((cta, plan.visit(step)))
+    assert sorted(found) == list(range(plan.blocks))
+    for visits in found.values():
+        assert len({cta for cta, _ in visits}) == 1
+        assert [visit.first for _, visit in visits] == [True] + [False] * (len(visits) - 1)
+        assert [visit.last for _, visit in visits] == [False] * (len(visits) - 1) + [True]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_visit_is_one_number(first: bool, last: bool) -> None:
+    visit = Visit(jnp.int32(12345), jnp.bool_(first), jnp.bool_(last))
+    assert Visit.decode(visit.encoded) == visit
+
+
+def suits(
+    dim: int, length: int, batch: int, heads: tuple[int, int] = (16, 16), **options: Any
+) -> bool:
+    options = {"scale": 1.0, "offset": 0} | options
+    problem = Problem(batch, length, length, *heads, **options)
+    return HeadSchedule.suits(problem, Config(dim, dim))
+
+
+def test_short_sequences_of_many_heads_are_taken_whole() -> None:
+    """As measured (docs/performance.md, "Short sequences")."""
+    assert suits(128, 512, 32) and suits(64, 512, 32, (32, 32)) and suits(64, 1024, 16, (32, 32))
+    assert suits(128, 256, 64, offset=None) and suits(64, 512, 32, (32, 32), offset=None)
+    assert suits(128, 197, 83, offset=None) and suits(128, 384, 42)
+    assert not suits(128, 1024, 16) and not suits(128, 512, 32, offset=None)
+    assert not suits(128, 384, 42, offset=None)  # some CTAs would have 6 heads, and most have 5
+    assert not suits(128, 512, 4) and not suits(128, 256, 9)  # heads for some CTAs alone
+    assert not suits(256, 256, 64) and not suits(128, 256, 64, mask="any")
+
+
+@pytest.mark.parametrize("batch, heads", [(1, (1, 1)), (5, (16, 4)), (200, (16, 16))])
+def test_one_block_of_keys_is_a_whole_head(batch: int, heads: tuple[int, int]) -> None:
+    assert suits(128, 128, batch, heads) and suits(64, 100, batch, heads, offset=None)
+
+
+OTHER = re.compile(r".*(h136|h192|h256|hv_larger|rising).*")
+CASES = [
+    case
+    for case in (*PLAIN, *MASKED)
+    if not OTHER.fullmatch(case.name) and max(case.head_dim, case.value_dim or 0) <= 128
+]
+
+
+def is_suitable(case: Case) -> bool:
+    """Without a mask but a causal one."""
+    return case.mask is None or case.mask(case)[0].__class__ is fa.Causal
+
+
+SUITABLE = [case for case in CASES if is_suitable(case)]
+INTERPRETED = [case for case in SUITABLE if case.q_len < 500]
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+def test_contract_interpreted(case: Case) -> None:
+    with planned_for_h200(cores=2), whole_heads():
+        suite.check(case, "hopper", run=interpreter.run)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SUITABLE, ids=str)
+def test_contract(case: Case) -> None:
+    with whole_heads():
+        suite.check(case, "hopper")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("name", ["causal", "capped"])
+def test_dq_is_the_same_in_every_run(name: str, head_dim: int) -> None:
+    """Without asking for it."""
+    with whole_heads():
+        found = differences(name, Sizes(70, 450, head_dim, 1000), "hopper", in_bits=True)
+    assert not found.any(), found.tolist()
+
+
+@pytest.mark.parametrize(
+    "dims, length, mask",
+    [
+        ((64, 64), 512, fa.Causal()),
+        ((64, 64), 197, None),
+        ((72, 72), 196, None),
+        ((128, 128), 512, fa.Causal()),
+        ((128, 128), 256, None),
+        ((128, 128), 197, None),
+        ((104, 128), 128, None),
+    ],
+)
+def test_compiles_without_passes_after_it(dims: tuple, length: int, mask: Any) -> None:
+    shapes = [(64, length, 16, dim) for dim in (dims[0], dims[0], dims[1], dims[1])]
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    with planned_for_h200():
+        found = compile_gate.compile_for_h200(attend_and_differentiate(mask), *args)
+    reports = {report.name: report for report in found}
+    assert sorted(reports) == ["attention", "attention_gradients", "prepare_gradients"]
+    report = reports["attention_gradients"]
+    # of a step, three values at most
+    assert compile_gate.spills_while_multiplying(report) <= 3
+    assert report.spill_stores <= 96
+    compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
+    compile_gate.assert_clean(reports["prepare_gradients"])
+
+
+def test_what_is_added_up_has_room_for_a_head_of_each_cta() -> None:
+    """A float32 dQ of all heads would take 268 MB."""
+    args = [jax.ShapeDtypeStruct((32, 512, 16, 128), jnp.bfloat16)] * 4
+
+    def differentiate(*args: Any) -> Any:
+        return attend_and_differentiate(fa.Causal())(*args)[1]
+
+    with planned_for_h200():
+        found = compile_gate.temporary_bytes_for_h200(differentiate, *args)
+    assert found < 120e6
