@@ -14,7 +14,7 @@ from pallas_fa2.kernels.backward_schedule import Config, Schedule
 from pallas_fa2.kernels.mosaic import Problem
 from pallas_fa2.kernels.tiles import Claims, Dealt
 from tests.support import interpreter
-from tests.support.hopper import all_at_once, packed_inputs, planned_for_h200
+from tests.support.hopper import all_at_once, packed_inputs, planned_for_h200, whole_heads
 
 
 def test_tiles_go_to_the_cta_that_is_free_first():
@@ -60,19 +60,22 @@ MASKS = {
 
 
 @pytest.mark.parametrize(
-    "kernel, name, head_dim, lengths, ctas",
+    "kernel, name, head_dim, lengths, heads, ctas",
     [
-        ("attention", "packed", 64, (260, 260), 2),
-        ("attention_gradients", "packed", 128, (260, 260), 2),
-        ("attention_gradients", "causal", 64, (260, 260), 2),
-        ("attention_gradients", "full", 256, (64, 260), 4),
+        ("attention", "packed", 64, (260, 260), 4, 2),
+        ("attention_gradients", "packed", 128, (260, 260), 4, 2),
+        ("attention_gradients", "causal", 64, (260, 260), 4, 2),
+        ("attention_gradients", "full", 256, (64, 260), 4, 4),
+        ("whole heads", "packed", 64, (140, 140), 10, 2),
     ],
 )
 def test_ctas_claim_tiles_side_by_side(
-    kernel: str, name: str, head_dim: int, lengths: tuple, ctas: int
+    kernel: str, name: str, head_dim: int, lengths: tuple, heads: int, ctas: int
 ) -> None:
     """Each more than are kept; at H = 256 pairs of CTAs share a claim."""
-    args = packed_inputs(2, lengths, (4, 4), head_dim)
+    whole = kernel == "whole heads"
+    kernel = "attention_gradients" if whole else kernel
+    args = packed_inputs(2, lengths, (heads, heads), head_dim)
 
     def run(implementation: str) -> Any:
         def attend(q: Any, k: Any, v: Any, ids: Any) -> Any:
@@ -87,7 +90,7 @@ def test_ctas_claim_tiles_side_by_side(
         return gradients
 
     claims = mock.patch.object(Schedule, "claims", True)
-    with planned_for_h200(cores=ctas), all_at_once(kernel), claims:
+    with planned_for_h200(cores=ctas), all_at_once(kernel), claims, whole_heads(whole):
         got = interpreter.run(run("hopper"), *args)
     expected = jax.jit(run("reference"))(*args)
     chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa2.kernels import mosaic
-from pallas_fa2.kernels.backward_schedule import Config, Schedule, Step
+from pallas_fa2.bounds import EMPTY, PARTIAL
+from pallas_fa2.kernels import mosaic, visits
+from pallas_fa2.kernels.backward_schedule import Config, Schedule, Step, Tile
 from pallas_fa2.kernels.mosaic import I32, Problem
-from pallas_fa2.kernels.tiles import Dealt
+from pallas_fa2.kernels.tiles import Claims, Dealt
+from pallas_fa2.kernels.visits import Visits
 
 # Of 60 MB of L2: Q, dO and float32 dQ of the heads that run at the same time. From there on each step waits for
 # L2 or for device memory (docs/performance.md, "Short sequences").
@@ -24,6 +26,8 @@ MOST_BYTES = 50 << 20
 # How much later the last CTA may be done than with tiles dealt one by one, full and causal: less than what is
 # saved otherwise.
 LATER = 1.05, 1.15
+# Under a mask, how many heads a CTA has at least: some are longer.
+MANY = 3
 
 
 class Visit(NamedTuple):
@@ -38,6 +42,10 @@ class Visit(NamedTuple):
         """One before all others leaves what the first one replaces."""
         return cls(I32(0), jnp.bool_(True), jnp.bool_(False))
 
+    @classmethod
+    def of(cls, row: Any, flags: Any) -> "Visit":
+        return cls(row, flags & I32(1) != 0, flags & I32(2) != 0)
+
     @property
     def encoded(self) -> Any:
         """As one number, which loops carry."""
@@ -46,25 +54,56 @@ class Visit(NamedTuple):
 
     @classmethod
     def decode(cls, number: Any) -> "Visit":
-        return cls(number >> I32(2), number & I32(1) != 0, number & I32(2) != 0)
+        return cls.of(number >> I32(2), number)
+
+
+class HeadVisits(NamedTuple):
+    """`Visits`, and which of them are the first or the last to their block. Each block has one: its dQ is 0 if nobody
+    sees it."""
+
+    counts: Any
+    lists: Any
+    flags: Any  # int32 [B | 1, heads | 1, tiles, blocks], of a `Visit`
+
+    @classmethod
+    def of(cls, classes: Any) -> "HeadVisits":
+        """From the classes of tiles, `[B | 1, heads | 1, tiles, blocks]`."""
+        xp = visits.module_of(classes)
+        tiles, blocks = classes.shape[2:]
+        first_tile = (np.arange(tiles) == 0).reshape(1, 1, -1, 1)
+        last_block = (np.arange(blocks) == blocks - 1).reshape(1, 1, 1, -1)
+        nobody = xp.all(classes == EMPTY, 2, keepdims=True) & first_tile
+        nothing = xp.all(classes == EMPTY, 3, keepdims=True) & last_block
+        classes = xp.where(nobody | nothing, np.int32(PARTIAL), classes)
+        there = (classes != EMPTY).astype(np.int32)
+        before = xp.cumsum(there, 2, dtype=np.int32) - there
+        after = xp.sum(there, 2, keepdims=True, dtype=np.int32) - there - before
+        flags = (before == 0).astype(np.int32) + 2 * (after == 0).astype(np.int32)
+        return cls(*Visits.of(visits.from_last(classes)), flags)
 
 
 class HeadSchedule(Schedule):
     """Tiles are numbered head by head, from the first keys to the last; a head is one of keys, or a part of its
     group of queries' heads."""
 
+    ARRAYS = "lists", "flags"
+
     @classmethod
     def suits(cls, problem: Problem, config: Config) -> bool:
         """Whether L2 has room for whole heads, and they keep CTAs busy."""
-        if config.paired or problem.mask is not None:
+        if config.paired:
             return False
         heads = cls.of(problem, config)
         if heads.kv_tiles == 1:
             return True
         if heads.bytes_in_l2 > MOST_BYTES:
             return False
+        if problem.mask is not None:
+            return heads.order.batch * heads.order.heads >= MANY * heads.hands
         tiles = Schedule.of(problem, config)
-        return max(heads.tiles(None).loads) <= LATER[problem.causal] * max(tiles.loads)
+        dealt = heads.tiles(None)
+        assert isinstance(dealt, Dealt)
+        return max(dealt.loads) <= LATER[problem.causal] * max(tiles.loads)
 
     @property
     def bytes_in_l2(self) -> float:
@@ -85,9 +124,20 @@ class HeadSchedule(Schedule):
     def place(self, number: Any) -> tuple[Any, Any, Any]:
         return self.order.place(number)
 
-    def tiles(self, seen: Any) -> Dealt:
+    def tile(self, k: Any, first_step: Any, entry: list[Any], **arrays: Any) -> "HeadTile":
+        return HeadTile(self, k, first_step, *self.known(entry), **arrays)
+
+    def seen(self, classes: Any) -> HeadVisits:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return HeadVisits.of(self.of_key_tiles(classes))
+
+    def tiles(self, seen: Any) -> Dealt | Claims:
+        """Dealt, or claimed head by head where masks make some longer."""
         order = self.order
         numbers = np.arange(order.count, dtype=np.int32)
+        if seen is not None:
+            shape = order.batch, order.heads, order.tiles
+            counts = visits.module_of(seen.counts).broadcast_to(seen.counts, shape).reshape(-1)
+            return Claims.of(numbers, counts, self.hands, together=order.tiles)
         cost = float(np.sum(self.steps(np.arange(order.tiles)) + 0.5))
         heads = order.batch * order.heads
         return Dealt.of(numbers[:, None], [cost] * heads, self.hands, together=order.tiles)
@@ -108,6 +158,9 @@ class HeadSchedule(Schedule):
         return cta * self.rows_of_head + mosaic.rem(row, self.rows_of_head)
 
     def visit(self, step: Step) -> Visit:
+        if isinstance(step.tile, HeadTile) and step.tile.flags is not None:
+            flags = mosaic.shared_at(step.tile.flags, *step.tile.place)
+            return Visit.of(step.row, flags[mosaic.rem(step.row, self.rows_of_head)])
         last, tile, problem = self.kv_tiles - 1, step.tile.place[2], self.problem
         if problem.offset is not None:
             # the last tile whose first key the block's last query sees
@@ -121,3 +174,8 @@ class HeadSchedule(Schedule):
         shape = self.problem.batch, self.problem.q_heads, self.q_blocks
         batch, head, block = mosaic.unravel(row, shape)
         return batch, head, block * self.config.block_q
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadTile(Tile):
+    flags: Any = None

@@ -84,6 +84,8 @@ class OrderedSchedule(Schedule):
     """Tiles are numbered in the order in which they are taken: all heads of a section, from the last
     keys to the first."""
 
+    ARRAYS = "lists", "runs"
+
     @classmethod
     def of(cls, problem: Problem, config: Config, classes: Any = None) -> Self:
         """Under a mask with a tile for each head of a group, as the longest may come last."""

@@ -33,8 +33,10 @@ class Inputs(NamedTuple):
     dout: Any
     lse: Any  # [B, N, T'], or with the data of queries [B, N, 1 + rows, T']
     delta: Any
-    lists: Any = None  # under a mask
-    runs: Any = None  # where dQ is added in one order
+    # under a mask, what the schedule's tiles read of the blocks that they visit
+    lists: Any = None
+    runs: Any = None
+    flags: Any = None
     data: Any = None  # of masks and scores
     answers: Any = None  # of a mask that has been asked (`answers`)
 

@@ -157,6 +157,9 @@ class Schedule:
     config: Config
     parts: int = 1
 
+    # Under a mask, the fields of `seen` that tiles read; its counts are in their entries.
+    ARRAYS: ClassVar[tuple[str, ...]] = ("lists",)
+
     @classmethod
     def of(cls, problem: Problem, config: Config, classes: Any = None) -> Self:
         """With the fewest parts that keep all CTAs busy, as far as classes of tiles are known."""
@@ -214,6 +217,9 @@ class Schedule:
         find in L2 what each other has loaded.
         """
         return Visits.of(visits.from_last(self.of_key_tiles(classes)))
+
+    def arrays(self, of: Any) -> dict[str, Any]:
+        return {name: getattr(of, name) for name in self.ARRAYS}
 
     def of_key_tiles(self, classes: Any) -> Any:
         """`[B | 1, heads | 1, S tiles, blocks of queries of all heads of a group's part]`."""

@@ -388,12 +388,13 @@ def backward(
         q, k, v, out, dout, lse, dlse, traced = args
         problem = extras.problem(q, k)
         factors = passes.Factors(q, k, v, dout)
-        adds = not HeadSchedule.suits(problem, config)
-        factors, delta, zeros = passes.prepare(problem, config, factors, out, lse, adds)
-        delta = delta if dlse is None else delta + dlse
         classes, data, found = extras.classes_of(traced), traced.data, None
         tile = config.block_kv, config.block_q
-        if extras.asks(problem, classes, tile, q_axis=1):
+        asks = extras.asks(problem, classes, tile, q_axis=1)
+        adds = asks or not HeadSchedule.suits(problem, config)
+        factors, delta, zeros = passes.prepare(problem, config, factors, out, lse, adds)
+        delta = delta if dlse is None else delta + dlse
+        if asks:
             seen = visits.Visits.of(visits.from_last(classes.swapaxes(2, 3)))
             problem, data, found = extras.ask(problem, traced, seen, tile, q_axis=1)
         return hopper_backward.gradients(

@@ -27,7 +27,6 @@ from pallas_fa2.kernels.backward_heads import HeadSchedule, Visit
 from pallas_fa2.kernels.backward_order import (
     OrderedLoader,
     OrderedSchedule,
-    OrderedVisits,
     Turns,
 )
 from pallas_fa2.kernels.backward_pair import (
@@ -88,9 +87,7 @@ def gradients(
     tiles, inputs = schedule.tiles(seen), Inputs(*factors, lse, delta, answers=answers)
     q, k, v, _ = factors
     if seen is not None:
-        inputs = inputs._replace(lists=jnp.asarray(seen.lists))
-    if isinstance(seen, OrderedVisits):
-        inputs = inputs._replace(runs=jnp.asarray(seen.runs))
+        inputs = inputs._replace(**{n: jnp.asarray(x) for n, x in schedule.arrays(seen).items()})
     if data is not None:
         data = data.with_places(config.block_q, config.block_kv)
         if not config.paired:  # where shared memory has room, queries bring their data
@@ -157,10 +154,7 @@ def _body(
 
         def visit(k: Any, entry: list[Any], state: tuple, look: Callable) -> tuple:
             first_step, dq_row = state
-            arrays = {"lists": inputs.lists}
-            if isinstance(schedule, OrderedSchedule):
-                arrays["runs"] = inputs.runs
-            tile = schedule.tile(k, first_step, entry, **arrays)
+            tile = schedule.tile(k, first_step, entry, **schedule.arrays(inputs))
             dq_row, seen = role.visit(tile, dq_row, look)
             return (tile.next_step, dq_row), seen
 

@@ -58,10 +58,10 @@ class Dealt:
         return self.table.shape[0]
 
     def first(self) -> list[Any]:
-        return self.look(I32(0))
+        return self.look(I32(0), [])
 
-    def look(self, k: Any) -> list[Any]:
-        """Begins to read the k-th entry."""
+    def look(self, k: Any, before: list[Any]) -> list[Any]:
+        """Begins to read the k-th entry, of those after the first with the one `before` at hand."""
         cta = lax.axis_index("cta")
         return [self.table[cta, k, i] for i in range(self.table.shape[2])]
 
@@ -78,7 +78,8 @@ class Dealt:
 
 @dataclasses.dataclass(frozen=True)
 class Claims:
-    """One list of all tiles, and what CTAs have claimed of it.
+    """One list of all tiles, and what CTAs have claimed of it: one, or so many `together`, whose entries follow
+    each other as their numbers do.
 
     With `reserved`, each CTA has its first tile by its own number. (A CTA that begins when others are
     done has an early tile then, for which later ones must not wait.)
@@ -87,6 +88,7 @@ class Claims:
     table: Any  # int32 [hands CLAIMS + 1 + tiles + 1, 2]: see `in_front`; entries; what is no tile
     hands: int
     reserved: bool = True
+    together: int = 1
 
     @staticmethod
     def in_front(hands: int) -> int:
@@ -95,13 +97,20 @@ class Claims:
         return hands * CLAIMS + 1
 
     @classmethod
-    def of(cls, numbers: np.ndarray, counts: Any, hands: int, reserved: bool = True) -> "Claims":
+    def of(
+        cls,
+        numbers: np.ndarray,
+        counts: Any,
+        hands: int,
+        reserved: bool = True,
+        together: int = 1,
+    ) -> "Claims":
         """Tiles in this order."""
         front = np.full((cls.in_front(hands), 2), -1, np.int32)
         end = np.array([[len(numbers), 0]], np.int32)
         xp = np if isinstance(counts, np.ndarray) else jnp
         table = xp.concatenate([front, xp.stack([numbers, counts], -1), end])
-        return cls(table, hands, reserved)
+        return cls(table, hands, reserved, together)
 
     @property
     def count(self) -> int:
@@ -112,38 +121,53 @@ class Claims:
         """How many of a CTA's tiles are no claims."""
         return 1 if self.reserved else 0
 
-    def _place(self, k: Any) -> Any:
-        slot = lax.axis_index("cta") * CLAIMS + rem(k - self._already, CLAIMS)
-        return self.table.at[slot]
+    def _claims_before(self, k: Any) -> Any:
+        """How many there are before the one that brings the k-th tile."""
+        return (k if self.together == 1 else div(k, self.together)) - self._already
+
+    def _is_claimed(self, k: Any) -> Any:
+        """Whether it is the first of those that belong together."""
+        return rem(k, self.together) == 0
+
+    def _slot(self, k: Any) -> Any:
+        return lax.axis_index("cta") * CLAIMS + rem(self._claims_before(k), CLAIMS)
 
     def _round(self, k: Any) -> Any:
-        """By its last bit a claim is told from the one that it replaces."""
-        return div(k - self._already, CLAIMS)
+        """By its last bit a claim is told from the one that it replaces; other entries have none."""
+        number = div(self._claims_before(k), CLAIMS)
+        return number if self.together == 1 else jnp.where(self._is_claimed(k), number, 0)
 
     def first(self) -> list[Any]:
         if not self.reserved:
-            return self.settle(I32(0), self.look(I32(0)))
-        place = self.in_front(self.hands) + lax.axis_index("cta")
+            return self.settle(I32(0), self.look(I32(0), []))
+        place = self.in_front(self.hands) + lax.axis_index("cta") * self.together
         return [self.table[place, i] for i in range(2)]
 
-    def look(self, k: Any) -> list[Any]:
-        return list(_look(self._place(k)))  # pyright: ignore[reportCallIssue]
+    def look(self, k: Any, before: list[Any]) -> list[Any]:
+        place = self._slot(k)
+        if self.together > 1:
+            following = before[0] + I32(self.in_front(self.hands) + 1)
+            place = jnp.where(self._is_claimed(k), place, following)
+        return list(_look(self.table.at[place]))  # pyright: ignore[reportCallIssue]
 
     def settle(self, k: Any, entry: list[Any]) -> list[Any]:
-        return list(_settle(self._place(k), *entry, self._round(k)))  # pyright: ignore[reportCallIssue]
+        place = self.table.at[self._slot(k)]
+        return list(_settle(place, *entry, self._round(k)))  # pyright: ignore[reportCallIssue]
 
     def open(self) -> None:
         if not self.reserved:
             self._claim(I32(0))
 
     def claim(self, k: Any, in_time: Any) -> None:
+        in_time = in_time if self.together == 1 else in_time & self._is_claimed(k)
         when(in_time)(lambda: self._claim(k))
 
     def _claim(self, k: Any) -> None:
         entries = self.in_front(self.hands)
-        already = I32(1 + self._already * self.hands)
-        refs = self.table.at[entries - 1], self.table.at[entries], self._place(k)
-        _claim_tile(*refs, already, I32(self.count), self._round(k))  # pyright: ignore[reportCallIssue]
+        already, count = 1 + self._already * self.hands, self.count // self.together
+        refs = self.table.at[entries - 1], self.table.at[entries], self.table.at[self._slot(k)]
+        numbers = I32(already), I32(count), self._round(k), I32(self.together)
+        _claim_tile(*refs, *numbers)  # pyright: ignore[reportCallIssue]
 
 
 def each_tile(
@@ -158,8 +182,8 @@ def each_tile(
 
     def visit(state: tuple) -> tuple:
         k, entry, carry = state
-        following = tiles.look(k + 1) if early else None
-        look = (lambda: following) if early else (lambda: tiles.look(k + 1))
+        following = tiles.look(k + 1, entry) if early else None
+        look = (lambda: following) if early else (lambda: tiles.look(k + 1, entry))
         carry, seen = body(k, entry, carry, look)
         return k + 1, tiles.settle(k + 1, seen), carry
 
@@ -214,20 +238,21 @@ _ROW = plgpu.RefType()
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
-@plgpu.inline_mgpu(arg_types=(_ROW, _ROW, _ROW, _SCALAR, _SCALAR, _SCALAR))
+@plgpu.inline_mgpu(arg_types=(_ROW, _ROW, _ROW, *[_SCALAR] * 4))
 def _claim_tile(_: Any, last: Any, entries: Any, place: Any, *numbers: Any) -> None:
-    """The entry at `last` + `already`, or the one after all; by one thread, for which nobody waits."""
+    """The first entry of those together at `last` + `already`, or the one after all; by one thread, for which
+    nobody waits."""
     code = (
         "{ .reg .b64 e, a; "
         "@leader atom.relaxed.gpu.global.add.s32 v, [$1], 1; @leader add.s32 v, v, $4; "
-        "@leader min.s32 v, v, $5; @leader mad.wide.s32 a, v, 8, $2; "
+        "@leader min.s32 v, v, $5; @leader mul.lo.s32 v, v, $7; @leader mad.wide.s32 a, v, 8, $2; "
         "@leader ld.global.b64 e, [a]; "
         # the round's last bit becomes the sign of the number, the lower half
         "@leader shl.b32 v, $6, 31; @leader cvt.u64.u32 a, v; @leader or.b64 e, e, a; "
         "@leader st.relaxed.gpu.global.b64 [$3], e; }"
     )
     refs = [ptx.address(x) for x in (last, entries, place)]
-    ptx.by_warp(CLAIMS_BY, code, "l,l,l,r,r,r", *refs, *(x.registers[()] for x in numbers))
+    ptx.by_warp(CLAIMS_BY, code, "l,l,l,r,r,r,r", *refs, *(x.registers[()] for x in numbers))
 
 
 @plgpu.inline_mgpu(arg_types=(_ROW,), return_type=_ENTRY)

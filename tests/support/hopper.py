@@ -71,7 +71,7 @@ def whole_heads(taken: bool = True) -> Iterator[None]:
     another one."""
 
     def suits(problem: mosaic.Problem, config: Any) -> bool:
-        return taken and not config.paired and problem.mask is None
+        return taken and not config.paired
 
     with mock.patch.object(HeadSchedule, "suits", suits):
         yield

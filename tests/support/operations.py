@@ -301,7 +301,7 @@ def _end_turn(thread, target, *, warps=1, **_):
 
 
 @_inline
-def _claim_tile(thread, last, entries, place, already, count, number, **_):
+def _claim_tile(thread, last, entries, place, already, count, number, together, **_):
     memory = the_memory()
     last, entries, place = map(_locate, (last, entries, place))
 
@@ -312,7 +312,8 @@ def _claim_tile(thread, last, entries, place, already, count, number, **_):
         claims = read(last)[0]
         memory.store_buffer_content(*last, read(last) + np.array([1, 0], np.int32), thread)
         key, first = entries
-        at = (_row(entries) + min(int(claims + already), int(count)), *first.range[1:])
+        claimed = min(int(claims + already), int(count)) * int(together)
+        at = (_row(entries) + claimed, *first.range[1:])
         entry = read((key, dataclasses.replace(first, range=at))).copy()
         entry[0] |= np.int32(-1 << 31) if number & 1 else 0
         memory.store_buffer_content(*place, entry, thread)
@@ -327,16 +328,21 @@ def _look(thread, place, **_):
 
 
 @_inline
-def _settle(thread, place, _number, _counts, turn, **_):
-    """What is claimed there in a round, by its last bit."""
+def _settle(thread, place, number, counts, turn, **_):
+    """An entry, or what is claimed there if it is of another round, by its last bit."""
     memory, place = the_memory(), _locate(place)
+    found = np.array([number, counts])
 
-    def read() -> np.ndarray:
-        return memory.get_buffer_content(*place, thread)[0]
+    def is_of_the_round() -> bool:
+        return (found[0] < 0) == (turn & 1 == 1)
 
-    memory.turns.wait_for(lambda: (read()[0] < 0) == (turn & 1 == 1))
-    number, counts = read()
-    return number & np.int32(2**31 - 1), counts
+    def look_again() -> bool:
+        found[:] = memory.get_buffer_content(*place, thread)[0]
+        return is_of_the_round()
+
+    if not is_of_the_round():
+        memory.turns.wait_for(look_again)
+    return found[0] & np.int32(2**31 - 1), found[1]
 
 
 def _row(place: tuple) -> int:
