@@ -10,19 +10,19 @@ import statistics
 from typing import Any
 
 from benchmarks import record as records
-from benchmarks.shapes import Shape
+from benchmarks.shapes import SHORT, Shape
 
 PARTS = {"forward": "forward", "both": "forward + backward", "backward": "backward (difference)"}
-SHORT = 2048
+UP_TO = 2048
 OURS = ("ours", "mask_fn")
 
 
 def groups(results: dict[str, dict]) -> dict[str, dict]:
-    """Plain shapes apart from those with masks and scores, by title."""
-    found: dict[str, dict] = {"": {}, " with masks and scores": {}}
+    """Plain shapes apart from those with masks and scores, and from short ones, by title."""
+    found: dict[str, dict] = {"": {}, " with masks and scores": {}, " of short sequences": {}}
     for name, result in results.items():
         title = " with masks and scores" if Shape(**result["shape"]).general else ""
-        found[title][name] = result
+        found[" of short sequences" if name in SHORT else title][name] = result
     return {title: of_group for title, of_group in found.items() if of_group}
 
 
@@ -71,12 +71,12 @@ def summary(results: dict[str, dict], part: str) -> str:
     short = [
         x
         for name, x in known.items()
-        if max(results[name]["shape"]["q_len"], results[name]["shape"]["kv_len"]) <= SHORT
+        if max(results[name]["shape"]["q_len"], results[name]["shape"]["kv_len"]) <= UP_TO
     ]
     least = min(known, key=lambda name: known[name])
     parts = [f"geometric mean {geometric_mean(known.values()):.3f} over {len(known)} shapes"]
     if short:
-        parts.append(f"{geometric_mean(short):.3f} over the {len(short)} up to {SHORT} tokens")
+        parts.append(f"{geometric_mean(short):.3f} over the {len(short)} up to {UP_TO} tokens")
     parts.append(f"least {known[least]:.3f} ({least})")
     if missing := len(ratios) - len(known):
         parts.append(f"{missing} without a ratio")

@@ -3,6 +3,7 @@
     python -m benchmarks.run                                   # benchmarks/results/<device>.json
     python -m benchmarks.run --shapes d128_s8192_c,llama8b_8k  # prints only
     python -m benchmarks.run --masks                           # masks and scores, prints only
+    python -m benchmarks.run --short                           # less than 512 tokens, prints only
     python -m benchmarks.run --jobs 14                         # compiles 14 shapes at a time
     python -m benchmarks.run --budget 500 --json some.json     # what 500 seconds allow
     python -m benchmarks.run --resume some.json                # the shapes that some.json lacks
@@ -27,7 +28,7 @@ from tqdm import tqdm
 
 from benchmarks import jobs, measure, record, rivals
 from benchmarks.report import report
-from benchmarks.shapes import MASKS, SHAPES
+from benchmarks.shapes import MASKS, SHAPES, SHORT
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -39,6 +40,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     which.add_argument(
         "--masks", dest="shapes", action="store_const", const=list(MASKS),
         help="those with masks and scores",
+    )  # fmt: skip
+    which.add_argument(
+        "--short", dest="shapes", action="store_const", const=list(SHORT),
+        help="those of less than 512 tokens, left out otherwise",
     )  # fmt: skip
     parser.add_argument(
         "--rivals", type=names_among(rivals.IMPLEMENTATIONS), help="some of benchmarks/rivals.py"
@@ -115,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     if path is None and args.shapes is None and args.rivals is None:
         path = record.default_path(setup["device"])
 
-    wanted = args.shapes or list(SHAPES)
+    wanted = args.shapes or [name for name in SHAPES if name not in SHORT]
     if todo := [name for name in wanted if name not in found["results"]]:
         fill(found, todo, tuple(implementations), args, path)
     print(report(found))

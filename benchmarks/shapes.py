@@ -116,6 +116,18 @@ MASKS = {
     "bias": Shape(2, 4096, 4096, 16, 16, 128, False, bias=True),
 }
 
+# Of fewer tokens than the papers have, which are measured and summed up apart: `benchmarks.run --short`. The last is
+# that of a vision transformer, of 14 x 14 patches and one token more.
+SHORT = {
+    **{
+        f"d{head_dim}_s{length}_{'c' if causal else 'f'}": _square(head_dim, length, causal)
+        for head_dim in (64, 128)
+        for length in (128, 256)
+        for causal in (True, False)
+    },
+    "vit_l16": Shape(64, 197, 197, 16, 16, 64, False),
+}
+
 SHAPES = {
     **SWEEP,
     "llama8b_8k": Shape(2, 8192, 8192, 32, 8, 128, True),
@@ -131,4 +143,5 @@ SHAPES = {
     "d128_q2048_k8192_c": Shape(8, 2048, 8192, 16, 16, 128, True),
     "d128_q2048_k8192_f": Shape(8, 2048, 8192, 16, 16, 128, False),
     **MASKS,
+    **SHORT,
 }

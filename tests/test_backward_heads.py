@@ -207,6 +207,18 @@ def test_masks_compile_with_few_spills(head_dim: int, in_loops: int, stores: int
     compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
 
 
+def test_one_visit_needs_no_room() -> None:
+    """As in attention to few keys: 132 CTAs would keep 65,536 queries each."""
+    plan = HeadSchedule.of(Problem(1, 1 << 16, 77, 16, 16, 1.0, None), Config(128, 128))
+    assert plan.partial_shape == (16, 64 * 128)
+
+
+def test_few_heads_of_keys_are_taken_in_parts() -> None:
+    """As by other schedules, where one block of keys is a whole head."""
+    plan = HeadSchedule.of(Problem(2, 2048, 100, 64, 1, 1.0, None), Config(128, 128))
+    assert plan.parts == 64 and plan.hands == 128
+
+
 def test_what_is_added_up_has_room_for_a_head_of_each_cta() -> None:
     """A float32 dQ of all heads would take 268 MB."""
     args = [jax.ShapeDtypeStruct((32, 512, 16, 128), jnp.bfloat16)] * 4

@@ -16,7 +16,7 @@ import pytest
 import pallas_fa2 as fa
 from benchmarks import jobs, kernels, measure, record, rivals, run
 from benchmarks.rivals import Implementation
-from benchmarks.shapes import SHAPES, SWEEP, Shape
+from benchmarks.shapes import SHAPES, SHORT, SWEEP, Shape
 
 TINY = Shape(2, 24, 24, 4, 2, 16, True)
 PREFILL = Shape(1, 8, 24, 2, 1, 16, True)
@@ -54,6 +54,11 @@ def test_shapes_off_the_sweep():
     assert {3000, 4097} <= {shape.q_len for shape in rest}
     assert any(shape.kv_heads == 1 for shape in rest) and any(s.head_dim == 96 for s in rest)
     assert {s.causal for s in rest if s.q_len != s.kv_len} == {True, False}
+
+
+def test_short_shapes_are_asked_for():
+    assert all(shape.q_len < 512 for shape in SHORT.values())
+    assert run.parse(["--short"]).shapes == list(SHORT) and run.parse([]).shapes is None
 
 
 def attend(implementation):

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import plot, record, report
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, SHORT
 from tests.test_benchmarks import TINY, part, result, row
 
 
@@ -52,6 +52,13 @@ def test_the_report_says_who_was_refused_and_how_wrong_all_are(tmp_path, capsys)
     assert "over the allowed: ours 0.50, fa3 0.50, cudnn 0.50" in text
     for title in report.PARTS.values():
         assert f"\n{title}, TFLOP/s" in text
+
+
+def test_short_sequences_are_summed_up_apart():
+    """Not in the mean of the shapes that rivals have published."""
+    results = {"vit_l16": result(SHORT["vit_l16"], ours=200.0, fa3=100.0)}
+    both = report.groups(SYNTHETIC["results"] | results)
+    assert both[" of short sequences"] == results and both[""] == SYNTHETIC["results"]
 
 
 def test_figures_have_a_panel_for_each_head_dim_and_mask(tmp_path, capsys):

@@ -148,14 +148,19 @@ class HeadSchedule(Schedule):
         return self.group * self.q_blocks
 
     @property
+    def _partial_rows(self) -> int:
+        """What has one visit alone is not added up; before the first tile, a row is written all the same."""
+        return self.rows_of_head if self.kv_tiles > 1 else 1
+
+    @property
     def partial_shape(self) -> tuple[int, int]:
         """Of what CTAs add up, of a head each."""
-        return self.hands * self.rows_of_head, self.dq_shape[1]
+        return self.hands * self._partial_rows, self.dq_shape[1]
 
     def partial_row(self, row: Any) -> Any:
         # computed anew each time: it would hold registers
         cta = lax.optimization_barrier(lax.axis_index("cta"))
-        return cta * self.rows_of_head + mosaic.rem(row, self.rows_of_head)
+        return cta * self._partial_rows + mosaic.rem(row, self._partial_rows)
 
     def visit(self, step: Step) -> Visit:
         if isinstance(step.tile, HeadTile) and step.tile.flags is not None:

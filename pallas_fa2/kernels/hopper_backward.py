@@ -76,11 +76,12 @@ def gradients(
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. To `zeros`, of
     `passes.prepare`, dQ is added; unless `config.ordered`, in any order: it is not bitwise reproducible
-    then. Without them CTAs take whole heads, in one order. Under a mask, `classes` are those of tiles, `[B | 1, N | 1, T tiles, S tiles]`; `data` is what
-    masks and scores read, and `answers` are those of a mask that has been asked.
+    then. Without them CTAs take whole heads, each in one order. Under a mask, `classes` are those of
+    tiles, `[B | 1, N | 1, T tiles, S tiles]`; `data` is what masks and scores read, and `answers` are
+    those of a mask that has been asked.
     """
     if zeros is None:
-        schedule = HeadSchedule(problem, config)
+        schedule = HeadSchedule.of(problem, config)
     else:
         schedule = (OrderedSchedule if config.ordered else Schedule).of(problem, config, classes)
     seen = None if classes is None else schedule.seen(classes)
