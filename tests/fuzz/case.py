@@ -56,6 +56,7 @@ class Case:
     blocks: tuple[int, int] = (64, 64)  # of the blockwise implementation
     poison: float = float("nan")
     asks_first: bool = False  # of the mask, where Hopper runs it, however little that saves
+    whole_heads: bool = False  # in the backward of Hopper where it can, however slow
     rise: float = 0.0  # the last key is 2^rise times as large as the first, and so are scores
 
     def __repr__(self) -> str:
@@ -222,6 +223,7 @@ def _draw_for_hopper(pick: Pick) -> Case:
         sinks=pick(SINKS),
         asks_first=pick((False, True)),
         rise=pick(RISES),
+        whole_heads=pick((False, True)),
     )
 
 
