@@ -10,7 +10,14 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.kernels import mosaic
 from tests.support import compile_gate
-from tests.support.hopper import DIMS, arrays, attend_and_differentiate, packed, planned_for_h200
+from tests.support.hopper import (
+    DIMS,
+    arrays,
+    attend_and_differentiate,
+    packed,
+    planned_for_h200,
+    whole_heads,
+)
 
 
 @pytest.mark.parametrize(
@@ -90,16 +97,19 @@ def test_kernels_in_slices_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("kv_heads, arrays_each", [(2, 1), (1, 2)])
-def test_dk_and_dv_have_memory_of_their_own(kv_heads: int, arrays_each: int) -> None:
-    """Cut or padded afterwards, two results that begin as one empty array would share its memory."""
-    with planned_for_h200():
+def test_gradients_have_memory_of_their_own(kv_heads: int, arrays_each: int, whole: bool) -> None:
+    """Cut or padded afterwards, two results that begin as one empty array would share its memory. (Of whole heads,
+    dQ and what is added up begin so as well.)"""
+    with planned_for_h200(), whole_heads(whole):
         hlo = compile_gate.hlo_for_h200(
             attend_and_differentiate(fa.Causal()),
             *arrays(63, 200, (64, 64), jnp.bfloat16, 2, kv_heads),
         )
-    of_forward = 2
-    assert hlo.count('custom_call_target="AllocateBuffer"') == of_forward + 2 * arrays_each
+    of_forward, of_dq = 2, 2 if whole else 0
+    expected = of_forward + 2 * arrays_each + of_dq
+    assert hlo.count('custom_call_target="AllocateBuffer"') == expected
 
 
 def test_no_buffer_of_all_pairs() -> None:

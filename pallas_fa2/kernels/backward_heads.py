@@ -91,8 +91,8 @@ class HeadSchedule(Schedule):
     @classmethod
     def suits(cls, problem: Problem, config: Config) -> bool:
         """Whether L2 has room for whole heads, and they keep CTAs busy."""
-        if config.paired:
-            return False
+        if config.paired or config.whole_heads is not None:
+            return config.whole_heads is True and not config.paired
         heads = cls.of(problem, config)
         if heads.kv_tiles == 1:
             return True

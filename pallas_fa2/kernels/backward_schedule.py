@@ -32,6 +32,7 @@ class Config:
     value_dim: int  # of values, as many up to 128
     ctas: int = 132  # persistent, one a multiprocessor
     ordered: bool = False  # dQ is added in one order, the same in every run
+    whole_heads: bool | None = None  # whether a CTA takes these; where it suits, if None
     # Q, dO and float32 dQ of the heads that run at the same time, of 60 MB of L2.
     section_bytes: int = 40 << 20
 

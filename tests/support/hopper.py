@@ -1,6 +1,7 @@
 """Makes the library plan for an H200 on a machine without one, and take each of its variants."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +13,7 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2 import plan
-from pallas_fa2.kernels import answers, hopper, mosaic
-from pallas_fa2.kernels.backward_heads import HeadSchedule
+from pallas_fa2.kernels import answers, hopper, hopper_backward, mosaic
 from pallas_fa2.spec import Device, describe
 from tests.contract.cases import Case
 
@@ -70,10 +70,8 @@ def whole_heads(taken: bool = True) -> Iterator[None]:
     """What is traced inside has a backward whose CTAs take whole heads where it can, however slow that is; or has
     another one."""
 
-    def suits(problem: mosaic.Problem, config: Any) -> bool:
-        return taken and not config.paired
-
-    with mock.patch.object(HeadSchedule, "suits", suits):
+    config = functools.partial(hopper_backward.Config, whole_heads=taken)
+    with mock.patch.object(hopper_backward, "Config", config):
         yield
 
 
