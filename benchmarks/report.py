@@ -19,10 +19,15 @@ OURS = ("ours", "mask_fn")
 
 def groups(results: dict[str, dict]) -> dict[str, dict]:
     """Plain shapes apart from those with masks and scores, and from short ones, by title."""
+
+    def title(name: str, shape: Shape) -> str:
+        if name in SHORT:
+            return " of short sequences"
+        return " with masks and scores" if shape.general else ""
+
     found: dict[str, dict] = {"": {}, " with masks and scores": {}, " of short sequences": {}}
     for name, result in results.items():
-        title = " with masks and scores" if Shape(**result["shape"]).general else ""
-        found[" of short sequences" if name in SHORT else title][name] = result
+        found[title(name, Shape(**result["shape"]))][name] = result
     return {title: of_group for title, of_group in found.items() if of_group}
 
 

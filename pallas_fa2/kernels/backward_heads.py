@@ -91,15 +91,17 @@ class HeadSchedule(Schedule):
     @classmethod
     def suits(cls, problem: Problem, config: Config) -> bool:
         """Whether L2 has room for whole heads, and they keep CTAs busy."""
-        if config.paired or config.whole_heads is not None:
-            return config.whole_heads is True and not config.paired
+        if config.paired:
+            return False
+        if config.whole_heads is not None:
+            return config.whole_heads
         heads = cls.of(problem, config)
         if heads.kv_tiles == 1:
             return True
         if heads.bytes_in_l2 > MOST_BYTES:
             return False
         if problem.mask is not None:
-            return heads.order.batch * heads.order.heads >= MANY * heads.hands
+            return heads.heads_in_all >= MANY * heads.hands
         tiles = Schedule.of(problem, config)
         dealt = heads.tiles(None)
         assert isinstance(dealt, Dealt)
@@ -114,8 +116,12 @@ class HeadSchedule(Schedule):
         return self.hands * self.rows_of_head * config.block_q * row_bytes * part
 
     @property
+    def heads_in_all(self) -> int:
+        return self.order.batch * self.order.heads
+
+    @property
     def hands(self) -> int:
-        return min(self.config.ctas, self.order.batch * self.order.heads)
+        return min(self.config.ctas, self.heads_in_all)
 
     @property
     def order(self) -> mosaic.Order:
@@ -139,8 +145,8 @@ class HeadSchedule(Schedule):
             counts = visits.module_of(seen.counts).broadcast_to(seen.counts, shape).reshape(-1)
             return Claims.of(numbers, counts, self.hands, together=order.tiles)
         cost = float(np.sum(self.steps(np.arange(order.tiles)) + 0.5))
-        heads = order.batch * order.heads
-        return Dealt.of(numbers[:, None], [cost] * heads, self.hands, together=order.tiles)
+        costs = [cost] * self.heads_in_all
+        return Dealt.of(numbers[:, None], costs, self.hands, together=order.tiles)
 
     @property
     def rows_of_head(self) -> int:
@@ -166,19 +172,8 @@ class HeadSchedule(Schedule):
         if isinstance(step.tile, HeadTile) and step.tile.flags is not None:
             flags = mosaic.shared_at(step.tile.flags, *step.tile.place)
             return Visit.of(step.row, flags[mosaic.rem(step.row, self.rows_of_head)])
-        last, tile, problem = self.kv_tiles - 1, step.tile.place[2], self.problem
-        if problem.offset is not None:
-            # the last tile whose first key the block's last query sees
-            query = step.first_query + self.config.block_q
-            last_seen = mosaic.div(query + (problem.offset - 1), self.config.block_kv)
-            last = mosaic.minimum(last_seen, last)
-        return Visit(step.row, tile == 0, tile == last)
-
-    def queries(self, row: Any) -> tuple[Any, Any, Any]:
-        """Batch entry, head and first query of a block."""
-        shape = self.problem.batch, self.problem.q_heads, self.q_blocks
-        batch, head, block = mosaic.unravel(row, shape)
-        return batch, head, block * self.config.block_q
+        tile = step.tile.place[2]
+        return Visit(step.row, tile == 0, tile == self.last_kv_tile(step.first_query))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -128,15 +128,11 @@ class OrderedSchedule(Schedule):
 
     def ordinal(self, step: Step) -> Any:
         """How many tiles add to the step's row of dQ before."""
-        tile, problem, last = step.tile, self.problem, self.kv_tiles - 1
+        tile = step.tile
         if tile.lists is not None:
             return tile.listed(step.t) >> I32(ORDINAL_BIT) & I32(MOST_TILES - 1)
-        if problem.offset is not None:
-            # the last tile whose first key the block's last query sees
-            query = (mosaic.rem(step.row, self.q_blocks) + 1) * self.config.block_q
-            last_seen = mosaic.div(query + (problem.offset - 1), self.config.block_kv)
-            last = mosaic.minimum(last_seen, last)
-        return last - tile.place[2]
+        first_query = mosaic.rem(step.row, self.q_blocks) * self.config.block_q
+        return self.last_kv_tile(first_query) - tile.place[2]
 
 
 @dataclasses.dataclass(frozen=True)

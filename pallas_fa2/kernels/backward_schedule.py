@@ -338,6 +338,20 @@ class Schedule:
             cut = jnp.where(kv_tile == self.kv_tiles - 1, steps, cut)
         return steps, cut
 
+    def last_kv_tile(self, first_query: Any) -> Any:
+        """The last whose first key the last query of a block sees; the block begins with `first_query`."""
+        last = self.kv_tiles - 1
+        if self.problem.offset is None:
+            return last
+        end = first_query + self.config.block_q + (self.problem.offset - 1)
+        return mosaic.minimum(mosaic.div(end, self.config.block_kv), last)
+
+    def queries(self, row: Any) -> tuple[Any, Any, Any]:
+        """Batch entry, head and first query of a block, of all blocks."""
+        shape = self.problem.batch, self.problem.q_heads, self.q_blocks
+        batch, head, block = mosaic.unravel(row, shape)
+        return batch, head, block * self.config.block_q
+
     @property
     def blocks(self) -> int:
         """Of queries, of all heads."""

@@ -101,7 +101,7 @@ def prepare(
 
     def prepare_rows(arrays: _Before, tiles: _Tiles, block: Any) -> list[jax.Array]:
         """NaN where delta or lse is not finite."""
-        batch, head, first = _place(schedule, block)
+        batch, head, first = schedule.queries(block)
         for array, tile in zip(arrays[:2], tiles[:2], strict=True):
             rows.part(array, block, tile).load(tile, tiles.arrived, I32(0))
         for part in range(config.dq_parts if with_zeros else 0):
@@ -161,14 +161,6 @@ def _block(schedule: Schedule) -> Any:
     return schedule.blocks - 1 - lax.axis_index("cta")
 
 
-def _place(schedule: Schedule, block: Any) -> tuple[Any, Any, Any]:
-    """Batch entry, head and first query of a block."""
-    problem = schedule.problem
-    shape = problem.batch, problem.q_heads, schedule.q_blocks
-    batch, head, of_head = mosaic.unravel(block, shape)
-    return batch, head, of_head * schedule.config.block_q
-
-
 def finish(problem: Problem, config: Config, dq: jax.Array, q: jax.Array | Tamed) -> jax.Array:
     """dQ, like q `[B, T, N, H]`, from the parts of all blocks as `fragments.add_fragments` has added them
     up."""
@@ -177,7 +169,7 @@ def finish(problem: Problem, config: Config, dq: jax.Array, q: jax.Array | Tamed
     def run(refs: tuple, memory: list[Any]) -> None:
         (parts, target), (tile,) = refs, memory
         block = _block(schedule)
-        batch, head, first = _place(schedule, block)
+        batch, head, first = schedule.queries(block)
         for part in range(config.dq_parts):
             rows, columns = config.dq_place(part)
             numbers = parts.at[block, config.dq_numbers(rows, columns)]

@@ -123,7 +123,7 @@ class Claims:
 
     def _claims_before(self, k: Any) -> Any:
         """How many there are before the one that brings the k-th tile."""
-        return (k if self.together == 1 else div(k, self.together)) - self._already
+        return div(k, self.together) - self._already
 
     def _is_claimed(self, k: Any) -> Any:
         """Whether it is the first of those that belong together."""
@@ -134,8 +134,7 @@ class Claims:
 
     def _round(self, k: Any) -> Any:
         """By its last bit a claim is told from the one that it replaces; other entries have none."""
-        number = div(self._claims_before(k), CLAIMS)
-        return number if self.together == 1 else jnp.where(self._is_claimed(k), number, 0)
+        return jnp.where(self._is_claimed(k), div(self._claims_before(k), CLAIMS), 0)
 
     def first(self) -> list[Any]:
         if not self.reserved:
@@ -159,8 +158,7 @@ class Claims:
             self._claim(I32(0))
 
     def claim(self, k: Any, in_time: Any) -> None:
-        in_time = in_time if self.together == 1 else in_time & self._is_claimed(k)
-        when(in_time)(lambda: self._claim(k))
+        when(in_time & self._is_claimed(k))(lambda: self._claim(k))
 
     def _claim(self, k: Any) -> None:
         entries = self.in_front(self.hands)
