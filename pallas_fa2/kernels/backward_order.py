@@ -26,7 +26,8 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
 from pallas_fa2.kernels import mosaic, ptx, visits
-from pallas_fa2.kernels.backward_roles import TURN_BARRIERS, Loader, Memory
+from pallas_fa2.kernels.backward_memory import TURN_BARRIERS, Memory
+from pallas_fa2.kernels.backward_roles import Loader
 from pallas_fa2.kernels.backward_schedule import Config, Schedule, Step, Tile
 from pallas_fa2.kernels.mosaic import I32, Problem
 from pallas_fa2.kernels.tiles import Claims

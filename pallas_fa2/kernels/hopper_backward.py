@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import fragments, mosaic, passes, ptx
 from pallas_fa2.kernels.backward_heads import HeadSchedule, Visit
+from pallas_fa2.kernels.backward_memory import Inputs, Memory, Outputs, memory_of
 from pallas_fa2.kernels.backward_order import (
     OrderedLoader,
     OrderedSchedule,
@@ -36,15 +37,7 @@ from pallas_fa2.kernels.backward_pair import (
     Scores,
     ValueGradient,
 )
-from pallas_fa2.kernels.backward_roles import (
-    ColumnBlock,
-    Inputs,
-    Loader,
-    Memory,
-    Outputs,
-    Role,
-    memory_of,
-)
+from pallas_fa2.kernels.backward_roles import ColumnBlock, Loader, Role
 from pallas_fa2.kernels.backward_schedule import (
     DQ_TILE,
     PAIR,
