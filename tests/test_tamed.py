@@ -1,15 +1,21 @@
 """What takes the place of blocks in which something is not finite, interpreted and on a GPU."""
 
+import functools
 import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
-from pallas_fa2.kernels.tamed import Part, tame
+import pallas_fa2 as fa
+from pallas_fa2.kernels import mosaic
+from pallas_fa2.kernels.tamed import Copies, Part
 from tests.support import interpreter
+from tests.support.hopper import planned_for_h200
 
 BATCH, HEADS = 2, 2
 # A place in the first array, and what stands there.
@@ -33,10 +39,19 @@ def arrays(length: int, dims: tuple[int, int]) -> list[jax.Array]:
 
 
 def tamed(block: int, kernel_dims: tuple[int, int]) -> Any:
-    def run(x: jax.Array, y: jax.Array) -> list[Any]:
-        return tame(block, Part(x, kernel_dims[0], 0.0), Part(y, kernel_dims[1], math.nan))
+    """A kernel of these copies alone."""
 
-    return run
+    def call(x: jax.Array, y: jax.Array) -> list[Any]:
+        copies = Copies((Part(x, kernel_dims[0], 0.0), Part(y, kernel_dims[1], math.nan)), block)
+
+        def run(refs: tuple, memory: list[Any]) -> None:
+            *tiles, arrived = memory
+            copies.write_as_the_first(refs[:2], refs[2:], lax.axis_index("cta"), tiles, arrived)
+
+        memory, grid = [*copies.buffers, mosaic.barriers(1)], {"cta": math.prod(copies.grid)}
+        return copies.tamed(mosaic.launch("tame", run, memory, copies.outputs, grid, 1)(x, y))
+
+    return call
 
 
 def check(found: list[Any], x: jax.Array, y: jax.Array, block: int) -> None:
@@ -78,3 +93,44 @@ def test_tamed_interpreted(length: int, dims: Any, kernel_dims: Any, block: int)
 def test_tamed_on_a_gpu(length: int, dims: Any, kernel_dims: Any, block: int) -> None:
     x, y = arrays(length, dims)
     check(jax.jit(tamed(block, kernel_dims))(x, y), x, y, block)
+
+
+GROUPS = 5
+# Of three keys values are not finite; one belongs to no query, the others to those of their group.
+HIDDEN, SEEN = (70, math.nan), {7: math.inf, 133: math.nan}
+
+
+@pytest.mark.parametrize(
+    "dims, length",
+    [((64, 64), 200), ((80, 80), 139), ((96, 96), 200), ((192, 128), 264), ((256, 256), 139)],
+)
+def test_values_that_are_not_finite_reach_those_alone_who_see_them(dims: Any, length: int) -> None:
+    ids = jnp.arange(length) % GROUPS
+    mask = fa.mask_fn(lambda q, k: q.ids == k.ids)(
+        q_tokens={"ids": ids}, k_tokens={"ids": ids.at[HIDDEN[0]].set(GROUPS)}
+    )
+    q, k, v = (
+        jax.random.normal(key, (1, length, 1, dim), jnp.bfloat16)
+        for key, dim in zip(jax.random.split(jax.random.key(1), 3), (dims[0], *dims), strict=True)
+    )
+
+    def attend(v: jax.Array) -> Any:
+        run = functools.partial(
+            fa.flash_attention, mask=mask, implementation="hopper", return_lse=True
+        )
+        with planned_for_h200(cores=2):
+            return [np.asarray(x) for x in interpreter.run(run, q, k, v)]
+
+    out, lse = attend(v)
+    last = dims[1] - 1
+    hidden, _ = attend(v.at[0, HIDDEN[0], 0, last].set(HIDDEN[1]))
+    chex.assert_trees_all_close(hidden, out, atol=1e-2)
+
+    wild = v
+    for place, value in SEEN.items():
+        wild = wild.at[0, place, 0, last].set(value)
+    poisoned, lse_of_poisoned = attend(wild)
+    sees = np.isin(ids, [place % GROUPS for place in SEEN])
+    np.testing.assert_array_equal(np.isfinite(poisoned[0, :, 0]).any(-1), ~sees)
+    chex.assert_trees_all_close(poisoned[:, ~sees], out[:, ~sees], atol=1e-2)
+    chex.assert_trees_all_close(lse_of_poisoned[..., ~sees], lse[..., ~sees], atol=1e-5)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -10,11 +11,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.kernels import mosaic, ptx, tamed
 from pallas_fa2.kernels.branches import cond, when
 from pallas_fa2.kernels.forward_scores import RowScores, Statistics
 from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE
-from pallas_fa2.kernels.tamed import rows_of
 from pallas_fa2.kernels.tma import Rows
 
 # Below any score, but finite: a row that has seen no key yet gives p = 0 rather than NaN.
@@ -223,6 +223,14 @@ class RowBlock(RowScores):
         missing = ptx.any_above(reference, -NO_MAXIMUM)
         return cond(missing, found, lambda: reference)
 
+    def total(self, acc: jax.Array, statistics: Statistics) -> jax.Array:
+        """Of each row the sum of its exponentials, infinite or NaN if the tile is to be repeated."""
+        total = statistics.total
+        if self.schedule.problem.tames:  # 0 times what is not finite is NaN, also for hidden keys
+            output = mosaic.by_eights(jnp.add, acc)
+            total += output - output
+        return total.sum(axis=1)
+
     def store(self, columns: Any, acc: jax.Array, reference: jax.Array, total: jax.Array) -> None:
         """A piece of the output; with the first, lse."""
         batch, head, _ = self.tile.place
@@ -245,31 +253,46 @@ class RowBlock(RowScores):
         plgpu.commit_smem_to_gmem_group()
 
     def load(self, source: Any, first_key: Any, columns: Any) -> Any:
-        """Keys or values into the buffer of the output, once all of the warpgroup have left it."""
+        """64 keys or values into the buffer of the output, once all of the warpgroup have left it."""
         batch, kv_head = self.tile.place[0], self.tile.kv_head
-        count = self.schedule.config.repeat_kv
-        buffer = self.memory.out.at[self.me, pl.ds(0, count)]
-        full = self.memory.repeat_full(self.me)
+        buffer, full = self.memory.out.at[self.me], self.memory.repeat_full(self.me)
         mosaic.meet(self.memory.repeat_met(self.me))
-        rows = pl.ds(first_key, count)
-        found = rows_of(source, batch, rows, kv_head, columns=columns)
-        found.load(buffer, self.memory.full, full)
+        rows = pl.ds(first_key, buffer.shape[0])
+        Rows(source, batch, rows, kv_head, columns).load(buffer, self.memory.full, full)
         plgpu.barrier_wait(self.memory.full.at[full])
         return buffer
+
+    def load_tamed(self, source: Any, first_key: Any, columns: Any, wild: Any, value: float) -> Any:
+        """The first of them, with another value where `wild` is not 0."""
+        buffer = self.load(source, first_key, columns)
+        if wild is not None:
+            tamed.replace(buffer, wild, value)
+            plgpu.commit_smem()
+        return buffer.at[pl.ds(0, self.schedule.config.repeat_kv)]
+
+    def wild_keys(self, first_key: Any) -> Any:
+        """Which of 64 keys have values that are not finite, if these may be hidden: NaN, and 0 of others."""
+        if not self.schedule.problem.tames:
+            return None
+        values = self.arrays.inputs.v
+        pieces = Rows.pieces(values, self.schedule.config.out_pieces)
+        parts = (tamed.nothing(self.load(values, first_key, piece)) for piece in pieces)
+        return functools.reduce(jnp.add, parts)
 
     def repeat(self, columns: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Some columns of the output, and the statistics, with the true maximum of each row so far.
 
         FlashAttention-2 step by step, one buffer for keys and values, as it runs next to never: for
-        scores that rise by 127 in base 2 within a block.
+        scores that rise by 127 in base 2 within a block, and values that are not finite. These become 0 and
+        their keys NaN: scores of such a pair are, and with them the output, unless the mask hides them.
         """
         rows, config = self.shape[0], self.schedule.config
         pieces = Rows.pieces(self.arrays.inputs.k, config.key_pieces)
         parts = config.block_kv // config.repeat_kv
 
-        def scores(s_acc: Any, first_key: Any) -> jax.Array:
+        def scores(s_acc: Any, first_key: Any, wild: Any) -> jax.Array:
             for piece in pieces:
-                k = self.load(self.arrays.inputs.k, first_key, piece)
+                k = self.load_tamed(self.arrays.inputs.k, first_key, piece, wild, math.nan)
                 whole = piece.size == config.head_dim
                 q = self.queries if whole else self.queries.at[:, piece]
                 plgpu.wgmma(s_acc, q, k.transpose((1, 0)))
@@ -281,8 +304,8 @@ class RowBlock(RowScores):
             block, part = mosaic.div(t, parts), mosaic.rem(t, parts)
             first_key = self.arrays.block(self.tile, block) * config.block_kv
             first_key += part * config.repeat_kv
-            square = mosaic.accumulator(rows, config.repeat_kv)
-            s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key), square)
+            square, wild = mosaic.accumulator(rows, config.repeat_kv), self.wild_keys(first_key)
+            s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key, wild), square)
             queries, data = self.query_data(masked=True), self.data_in_device_memory(first_key)
             s, scale = self.scored(s, first_key, queries, data)
 
@@ -298,7 +321,7 @@ class RowBlock(RowScores):
             factor, p = jnp.exp2(reference - highest), _exponentials(s, scale, highest)
             summed = p.sum(axis=1)
             p = self.drop(p, pl.ds(0, config.repeat_kv), first_key, queries, data)
-            v = self.load(self.arrays.inputs.v, first_key, columns)
+            v = self.load_tamed(self.arrays.inputs.v, first_key, columns, wild, 0.0)
 
             def update(o_acc: Any) -> jax.Array:
                 o_acc[...] = acc * mosaic.over_rows(factor, acc.shape)

@@ -1,7 +1,6 @@
 """The Hopper kernels as an implementation: what they refuse, and the arrays in their form."""
 
 import dataclasses
-import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from pallas_fa2.kernels import (
 from pallas_fa2.kernels.backward_heads import HeadSchedule
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
 from pallas_fa2.kernels.partition import Axes
-from pallas_fa2.kernels.tamed import Part, Tamed, tame
 from pallas_fa2.kernels.tile import split_floats
 from pallas_fa2.kernels.tile_code import TileDropout, TileMask, TileScore
 from pallas_fa2.kernels.token_data import Sums, TokenData
@@ -265,17 +263,6 @@ class Traced(NamedTuple):
         return Traced(data, classes)
 
 
-def tame_keys(config: hopper_forward.Config, k: jax.Array, v: jax.Array) -> list[Tamed]:
-    """For the forward, where keys may be seen by nobody: a probability of 0 times NaN is NaN.
-
-    Values become finite. Where they were not, keys become NaN instead: scores of such a pair are, and
-    with them the output, unless the mask hides them.
-    """
-    values, keys = Part(v, config.value_dim, 0.0), Part(k, config.head_dim, math.nan)
-    v_tamed, k_tamed = tame(config.block_kv, values, keys)
-    return [k_tamed, v_tamed]
-
-
 def over_batch(kernel: Callable, limit: int, axes: Axes | None = None) -> Callable:
     """A kernel for any batch, the first axis of every array, and under vmap, which adds to it.
 
@@ -355,8 +342,7 @@ def forward(
             seen = visits.Visits.of(classes)
             if extras.asks(problem, classes, config.tile, q_axis=0):
                 problem, data, found = extras.ask(problem, traced, seen, config.tile, q_axis=0)
-        keys, values = tame_keys(config, k, v) if problem.tames else (k, v)
-        return hopper_forward.attention(problem, config, q, keys, values, seen, data, found)
+        return hopper_forward.attention(problem, config, q, k, v, seen, data, found)
 
     axes = extras.axes(("b.n.", "b.k.", "b.k."), ("b.n.", "bn."))
     out, lse = over_batch(kernel, batch_limit(spec), axes)(

@@ -9,7 +9,8 @@ The online softmax may subtract any reference from a row's scores, as long as ex
 overflow nor vanish. Ours is the maximum of the first key block; it is raised when a row's sum has
 grown a lot, and that is seen from the sum: exponentials begin as soon as the scores are there, and no
 block but the first looks for a maximum. Should scores rise within one block by so much that float32
-overflows, the tile is done again with true maxima (`RowBlock.repeat`).
+overflows, the tile is done again with true maxima (`RowBlock.repeat`). So it is where the output is not
+finite and a mask may have hidden what made it so.
 """
 
 import functools
@@ -29,7 +30,6 @@ from pallas_fa2.kernels.forward_rows import RowBlock
 from pallas_fa2.kernels.forward_schedule import Config, Schedule, Tile
 from pallas_fa2.kernels.mosaic import I32, TILE, Problem
 from pallas_fa2.kernels.ptx import Turns
-from pallas_fa2.kernels.tamed import Tamed, rows_of
 from pallas_fa2.kernels.tiles import Claims, Dealt, each_tile, launch
 from pallas_fa2.kernels.tma import Rows
 from pallas_fa2.kernels.token_data import TokenData, stored
@@ -43,8 +43,8 @@ def attention(
     problem: Problem,
     config: Config,
     q: jax.Array,
-    k: jax.Array | Tamed,
-    v: jax.Array | Tamed,
+    k: jax.Array,
+    v: jax.Array,
     seen: Visits | None = None,
     data: TokenData | None = None,
     answers: jax.Array | None = None,
@@ -125,10 +125,10 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
             return pl.ds(arrays.block(tile, t) * config.block_kv, config.block_kv)
 
         def load_keys(t: Any) -> None:
-            memory.keys.fill(first_step + t, rows_of(inputs.k, batch, keys(t), tile.kv_head))
+            memory.keys.fill(first_step + t, Rows(inputs.k, batch, keys(t), tile.kv_head))
 
         def load_values(t: Any) -> None:
-            memory.values.fill(first_step + t, rows_of(inputs.v, batch, keys(t), tile.kv_head))
+            memory.values.fill(first_step + t, Rows(inputs.v, batch, keys(t), tile.kv_head))
 
         def rows(g: int) -> Any:
             return pl.ds(tile.first_row + g * config.rows, config.rows)
@@ -201,7 +201,7 @@ def _multiply(schedule: Schedule, arrays: Arrays, memory: Memory, warpgroup: Any
         block = RowBlock(tile, arrays, memory, q, place, *before)
         acc, statistics = block.attend()
         seen = look()
-        total = statistics.total.sum(axis=1)
+        total = block.total(acc, statistics)
         infinite = ptx.any_infinite(total, warpgroup)
 
         def release_queries() -> None:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -104,10 +103,9 @@ class Copies:
         return Rows(array, batch, pl.ds(number * self.block, tile.shape[0]), head)
 
     def look(self, tiles: Sequence[Any]) -> list[jax.Array]:
-        """`_nothing` of each square of all tiles together."""
+        """`nothing` of each square of all tiles together."""
         return [
-            functools.reduce(jnp.add, (_nothing(tile.at[x]) for tile in tiles))
-            for x in self.squares
+            functools.reduce(jnp.add, (nothing(tile.at[x]) for tile in tiles)) for x in self.squares
         ]
 
     def tell(self, outputs: Sequence[Any], cta: Any, wild: Any) -> None:
@@ -118,7 +116,7 @@ class Copies:
     def write(self, outputs: Sequence[Any], cta: Any, tiles: Sequence[Any], found: Any) -> None:
         for tile, part in zip(tiles, self.parts, strict=True):
             for square, of_square in zip(self.squares, found, strict=True):
-                _replace(tile.at[square], of_square, part.value)
+                replace(tile.at[square], of_square, part.value)
         plgpu.commit_smem()
         for target, tile in zip(outputs[:-1], tiles, strict=True):
             block = tile.at[pl.ds(0, self.block)]
@@ -157,32 +155,19 @@ class Copies:
             self.write(outputs, cta, tiles, found)
 
 
-def tame(block: int, first: Part, second: Part) -> list[Tamed]:
-    """Both with other values in rows where the first is not finite."""
-    copies = Copies((first, second), block)
-
-    def run(refs: tuple, memory: list[Any]) -> None:
-        *tiles, arrived = memory
-        copies.write_as_the_first(refs[:2], refs[2:], lax.axis_index("cta"), tiles, arrived)
-
-    memory = [*copies.buffers, mosaic.barriers(1)]
-    kernel = mosaic.launch("tame", run, memory, copies.outputs, {"cta": math.prod(copies.grid)}, 1)
-    return copies.tamed(kernel(first.array, second.array))
-
-
 def any_infinite(rows: Sequence[jax.Array]) -> jax.Array:
     """1 if a value of 64 rows, or of some, is NaN or infinity; all of the warpgroup, a CTA's only one, must ask."""
     return ptx.any_infinite(functools.reduce(jnp.add, rows), I32(0))
 
 
-def _nothing(tile: Any) -> jax.Array:
+def nothing(tile: Any) -> jax.Array:
     """Of 64 rows in shared memory: 0, or NaN where something is not finite."""
     return mosaic.sum_rows(lambda x: x - x, tile)
 
 
-def _replace(tile: Any, nothing: jax.Array, value: float) -> None:
-    """Gives other values to rows where `nothing` is not 0."""
+def replace(tile: Any, wild: jax.Array, value: float) -> None:
+    """Gives another value to rows where `wild` is not 0."""
     for panel in tma.panels(tile):
         x = plgpu.load(panel, layout=TILE)
-        wild = mosaic.over_rows(nothing, x.shape) != 0
-        panel[...] = jnp.where(wild, jnp.asarray(value, x.dtype), x)
+        replaced = mosaic.over_rows(wild, x.shape) != 0
+        panel[...] = jnp.where(replaced, jnp.asarray(value, x.dtype), x)
