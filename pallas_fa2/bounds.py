@@ -391,10 +391,17 @@ def classify_each(
         shape = (*table.shape[:Q_AXIS], q_tiles, k_tiles)
         return jnp.broadcast_to(table, shape)
 
-    read = operands.q_index, operands.k_index, operands.mask
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(read)):
-        return classes(*read)
-    return evaluate_now(classes, *read)
+    read = _read_by_mask(operands)
+    return classes(*read) if is_traced(operands) else evaluate_now(classes, *read)
+
+
+def is_traced(operands: Operands) -> bool:
+    """Whether it is known only later which tiles a mask empties, fills or cuts."""
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(_read_by_mask(operands)))
+
+
+def _read_by_mask(operands: Operands) -> tuple:
+    return operands.q_index, operands.k_index, operands.mask
 
 
 def classify(spec: Spec, operands: Operands, block_q: int, block_kv: int) -> jax.Array | np.ndarray:

@@ -1,5 +1,7 @@
 """What a mask says of tiles that it cuts, asked once for all heads."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,12 @@ from pallas_fa2.kernels.hopper import Extras, trim
 from pallas_fa2.kernels.visits import Visits
 from pallas_fa2.spec import describe
 from tests.support import interpreter
-from tests.support.hopper import asking_first, attend_and_differentiate, planned_for_h200
+from tests.support.hopper import (
+    asking_first,
+    attend_and_differentiate,
+    planned_for_h200,
+    whole_heads,
+)
 
 B, T, S = 2, 200, 330
 IDS = jnp.sort(jax.random.randint(jax.random.key(0), (B, T), 0, 5), 1)
@@ -47,8 +54,7 @@ def extras_of(mask, **options):
 
 
 def problem_of(extras):
-    x = jax.ShapeDtypeStruct((B, T, extras.spec.q_heads, extras.spec.head_dim), jnp.bfloat16)
-    return extras.problem(x, x)
+    return extras.problem(B, extras.spec.q_heads, extras.spec.q_heads)
 
 
 def dense(mask):
@@ -68,38 +74,88 @@ def hidden(words):
     return bits.reshape(entries, tiles, blocks, rows * 64, columns * 64)
 
 
-@pytest.mark.parametrize("mask", [GRID, ONE_ENTRY, DENSE], ids=["grid", "one entry", "dense"])
-@pytest.mark.parametrize(
-    "q_axis, tile", [(0, (128, 128)), (0, (128, 64)), (1, (128, 64)), (1, (128, 128))]
+# Tiles of queries and keys, and whether queries or keys are rows.
+TILES = pytest.mark.parametrize(
+    "q_axis, tile", [(0, (128, 128)), (0, (128, 64)), (1, (64, 128)), (1, (128, 128))]
 )
+BLOCKS = np.zeros((B, 1, T, S), bool)
+BLOCKS[0, :, 64:, :128] = BLOCKS[1, :, :, 256:] = True
+BLOCKS[1, :, 5, 70] = BLOCKS[0, :, 199, 329] = True
+of_pairs = fa.mask_fn(lambda q, k, p: p.x > 0)
+# Masks that read arrays of pairs, and in how many entries they differ.
+OF_PAIRS = [
+    (fa.Dense(jnp.asarray(BLOCKS)), B),
+    (fa.Dense(jnp.asarray(BLOCKS[1:])), 1),
+    (of_pairs(pairs={"x": jnp.where(BLOCKS, jnp.bfloat16(0.5), -1)}), B),
+    (fa.mask_fn(lambda q, k, p: ~p.x)(pairs={"x": jnp.asarray(BLOCKS)}), B),
+    (fa.Dense(jnp.asarray(BLOCKS[:1])) & fa.Window(100), 1),
+]
+
+
+@pytest.mark.parametrize("mask", [GRID, ONE_ENTRY, DENSE], ids=["grid", "one entry", "dense"])
+@TILES
 def test_answers_are_those_of_the_mask(mask, q_axis, tile):
     spec, operands = described(mask)
     problem = problem_of(extras_of(mask))
-    classes = np.array(bounds.classify_each(spec, operands, *(tile if q_axis == 0 else tile[::-1])))
-    classes = classes[:, 0] if q_axis == 0 else visits.from_last(classes[:, 0].swapaxes(2, 3))
-    seen = Visits.of(classes)
+    classes = np.array(bounds.classify_each(spec, operands, *tile)[:, 0])
+    seen = Visits.of(classes if q_axis == 0 else visits.from_last(classes.swapaxes(2, 3)))
 
     def ask(data, seen):
         return answers.ask(problem, data, seen, tile, q_axis)
 
     data = token_data.pack(spec, operands, 0)
-    found = hidden(interpreter.run(ask, data, Visits(*map(jnp.asarray, seen))))
-    expected = ~dense(mask)
-    expected = expected if q_axis == 0 else expected.swapaxes(1, 2)
-    visited, cut = visits.decode(seen.counts)
-    assert cut.sum() >= 3
-    for entry, _, row in np.ndindex(visited.shape):
-        for place in range((visited - cut)[entry, 0, row], visited[entry, 0, row]):
-            block = visits.block(seen.lists[entry, 0, row, place])
-            block = block if q_axis == 0 else classes.shape[-1] - 1 - block
-            got = found[entry, row, place if q_axis == 0 else block]
-            rows, columns = (
-                np.s_[i * n : (i + 1) * n] for i, n in zip((row, block), tile, strict=True)
-            )
-            want = expected[entry, rows, columns]
-            assert np.array_equal(got[: want.shape[0], : want.shape[1]], want)
-            if q_axis == 0:  # keys past the end
-                assert got[:, want.shape[1] :].all()
+    found = interpreter.run(ask, data, Visits(*map(jnp.asarray, seen)))
+    assert np.sum(classes == bounds.PARTIAL) >= 3
+    check(found, mask, classes, tile, q_axis)
+
+
+def check(words, mask, classes, tile, q_axis):
+    """What is said of tiles that are cut."""
+    found, expected = hidden(words), ~dense(mask)
+    if q_axis == 1:
+        found = found.transpose(0, 2, 1, 4, 3)
+    for entry, _, row, column in zip(*np.nonzero(classes == bounds.PARTIAL), strict=True):
+        q, k = (np.s_[i * n : (i + 1) * n] for i, n in zip((row, column), tile, strict=True))
+        got, want = found[entry, row, column], expected[entry, q, k]
+        assert np.array_equal(got[: want.shape[0], : want.shape[1]], want)
+        if q_axis == 0:  # keys past the end
+            assert got[:, want.shape[1] :].all()
+
+
+each_of_pairs = pytest.mark.parametrize(
+    "mask", OF_PAIRS, ids=["blocks", "shared", "floats", "not", "and window"]
+)
+
+
+@TILES
+@each_of_pairs
+def test_a_mask_of_pairs_is_classified_by_what_it_answers(mask, q_axis, tile):
+    check_all(*mask, q_axis, tile, interpreter.run)
+
+
+@pytest.mark.gpu
+@TILES
+@each_of_pairs
+def test_a_mask_of_pairs_is_classified_on_a_gpu(mask, q_axis, tile):
+    check_all(*mask, q_axis, tile, lambda fn, *args: jax.jit(fn)(*args))
+
+
+def check_all(mask, entries, q_axis, tile, run):
+    problem = problem_of(extras_of(mask))
+    spec, operands = described(mask)
+    data = token_data.pack(spec, operands, 0)
+    words, classes = run(lambda data: answers.ask_all(problem, data, tile, q_axis), data)
+    assert len(words) == len(classes) == entries == answers.entries(problem, data)
+    sees = dense(mask)
+    for entry, _, row, column in np.ndindex(classes.shape):
+        q, k = (np.s_[i * n : (i + 1) * n] for i, n in zip((row, column), tile, strict=True))
+        part = sees[entry, q, k]
+        some = bounds.EMPTY if not part.any() else bounds.PARTIAL
+        if part.shape == tile:
+            assert classes[entry, 0, row, column] == (bounds.FULL if part.all() else some)
+        else:  # what there is not may be seen or hidden
+            assert classes[entry, 0, row, column] >= some
+    check(words, mask, np.asarray(classes), tile, q_axis)
 
 
 SLOPES = jnp.arange(4)
@@ -123,7 +179,6 @@ def is_asked(extras, classes=None, q_axis=0):
         (GRID, {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, True),
         (PER_HEAD, {}, False),
         (GRID, {"score": fa.soft_cap(3.0)}, False),
-        (None, {}, False),
     ],
 )
 def test_who_can_be_asked(mask, options, asked):
@@ -149,8 +204,8 @@ def test_an_attention_that_reads_answers_reads_no_data_of_the_mask(monkeypatch, 
     monkeypatch.setattr(answers, "ask", lambda *args: "answers")
     dropout = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)} if drops else {}
     extras = extras_of(GRID, **dropout)
-    seen = Visits.of(extras.classes_of(extras.traced))
-    problem, data, found = extras.ask(problem_of(extras), extras.traced, seen, (128, 64), 0)
+    with asking_first():
+        problem, data, *_, found = extras.survey(problem_of(extras), extras.traced, (128, 64), 0)
     assert found == "answers" and problem.asked and (data is None) == (not drops)
     assert not problem.reads_keys() and not problem.pairs() and not problem.rows("q", masked=True)
     assert problem.reads_index("k", masked=True) == drops
@@ -184,3 +239,51 @@ def test_attention_is_that_of_the_mask(mask, head_dim):
         got = interpreter.run(attend_and_differentiate(mask), *args)
     expected = jax.jit(attend_and_differentiate(mask, "reference"))(*args)
     chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "mask, head_dim, whole",
+    [
+        (OF_PAIRS[0], 128, False),
+        (OF_PAIRS[1], 64, False),
+        (OF_PAIRS[3], 96, False),
+        (OF_PAIRS[0], 64, True),
+        (OF_PAIRS[4], 128, True),
+    ],
+    ids=["blocks", "shared", "not", "blocks, whole heads", "and window, whole heads"],
+)
+def test_attention_of_an_array_that_only_the_device_knows(mask, head_dim, whole):
+    """Of one entry there are rows and keys without a partner."""
+    mask, _ = mask
+    keys = jax.random.split(jax.random.key(3), 4)
+    shapes = [(B, n, heads, head_dim) for n, heads in ((T, 4), (S, 2), (S, 2), (T, 4))]
+    args = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=True)]
+
+    def run(mask, *args, implementation="hopper"):
+        return attend_and_differentiate(mask, implementation)(*args)
+
+    with planned_for_h200(cores=4), whole_heads(whole):
+        got = interpreter.run(run, mask, *args)
+    expected = jax.jit(functools.partial(run, implementation="reference"))(mask, *args)
+    chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "mask, options, asked",
+    [
+        (DENSE, {}, True),
+        (DENSE, {"q_heads": 1}, False),
+        (OF_PAIRS[1][0], {"q_heads": 1}, True),  # entries share it
+        (OF_PAIRS[4][0], {}, True),
+        (fa.Dense(jnp.broadcast_to(DENSE.array, (B, 4, T, S))), {}, False),
+        (DENSE, {"score": fa.soft_cap(3.0)}, False),
+        (GRID, {}, False),
+    ],
+)
+def test_who_is_asked_about_all_tiles(mask, options, asked):
+    found = []
+    jax.make_jaxpr(lambda mask: found.append(extras_of(mask, **options)))(mask)
+    (extras,) = found
+    assert (extras.classes_of(extras.traced) is None) == asked
+    known = extras_of(mask, **options)
+    assert known.classes_of(known.traced) is not None

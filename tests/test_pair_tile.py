@@ -1,6 +1,7 @@
 """Where the threads of a warpgroup find their values of an array of pairs."""
 
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,3 +58,49 @@ def test_every_thread_finds_its_values(kind: str, size: int, thread: types.Simpl
                 for e in range(2 if kind == "transposed" else 1):  # elsewhere two lie side by side
                     found = place(half, eight + e)
                     assert found == tile[16 * warp + group + half, eight + column + e]
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code for the device, executed here by all threads of a warpgroup together."""
+    number = np.arange(128, dtype=np.uint32)
+    operations = types.SimpleNamespace(
+        andi=np.bitwise_and,
+        ori=np.bitwise_or,
+        xori=np.bitwise_xor,
+        addi=np.add,
+        muli=np.multiply,
+        shli=np.left_shift,
+        shrui=np.right_shift,
+        select=np.where,
+        cmpi=lambda _, x, y: x == y,
+        CmpIPredicate=types.SimpleNamespace(eq=None),
+    )
+
+    def shuffled(mode: str, word: Any, lane: Any, within: int) -> Any:
+        mine = number % 32
+        other = mine ^ lane if mode == "bfly" else mine // within * within + lane % within
+        return word[number // 32 * 32 + other]
+
+    def bits(ref: np.ndarray, row: Any, first: Any) -> Any:
+        columns = first[:, None] + np.arange(16)
+        return (ref[row[:, None], columns] << np.arange(16)).sum(1).astype(np.uint32)
+
+    monkeypatch.setattr(pair_tile, "arith", operations)
+    monkeypatch.setattr(pair_tile, "i32", lambda value: np.uint32(value & 0xFFFFFFFF))
+    monkeypatch.setattr(pair_tile.ptx, "thread_number", lambda: number)
+    monkeypatch.setattr(pair_tile, "_shuffled", shuffled)
+    monkeypatch.setattr(pair_tile, "_bits", bits)
+
+
+@pytest.mark.parametrize("kind", ["straight", "transposed"])
+def test_every_thread_finds_its_booleans(kind: str, threads: None) -> None:
+    square = np.random.default_rng(0).integers(0, 2, (64, 64), np.uint32)
+    code = {"straight": pair_tile._straight_bits, "transposed": pair_tile._transposed_bits}[kind]
+    words = code(square)
+    tile = square if kind == "straight" else square.T
+    thread = np.arange(128)
+    rows = 16 * (thread // 32) + thread // 4 % 8
+    for column, half in np.ndindex(64, 2):
+        found = words[column // 16] >> np.uint32(16 * half + column % 16) & np.uint32(1)
+        np.testing.assert_array_equal(found, tile[rows + 8 * half, column])

@@ -5,8 +5,10 @@ head again, and a mask may take longer than the softmax. 64 rows and columns of 
 for each of a warpgroup's threads: of its own values, in the order of registers, whether they are hidden.
 """
 
+import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -16,11 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.bounds import PARTIAL
-from pallas_fa2.kernels import hiding, mosaic, ptx, tma, visits
+from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
+from pallas_fa2.kernels import hiding, listing, mosaic, ptx, tma, visits
+from pallas_fa2.kernels.listing import LANES, WARPS
 from pallas_fa2.kernels.mosaic import I32, Problem
-from pallas_fa2.kernels.pair_tile import PairTile
-from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, Pair, Side
+from pallas_fa2.kernels.pair_tile import Booleans, PairTile
+from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, Pair, Side, Source
 from pallas_fa2.kernels.token_data import TokenData
 from pallas_fa2.kernels.visits import Visits
 
@@ -38,18 +41,23 @@ COSTLY_BACKWARD = 12
 GUESSED_CUT = 8
 
 
+def may_be_asked(problem: Problem, head_dim: int, entries: int, by_head: bool) -> bool:
+    """Whether heads share a mask, of which answers for so many entries take no more memory than queries."""
+    if problem.score is not None or by_head:
+        return False
+    size = entries * problem.q_len * problem.kv_len // 8
+    return size <= 2 * problem.batch * problem.q_len * problem.q_heads * head_dim
+
+
 def are_worth_it(
     problem: Problem, head_dim: int, classes: Any, tile: tuple[int, int], q_axis: int
 ) -> bool:
-    """Whether the mask is asked once for all heads, before the attention; of the classes of its tiles,
-    `[B | 1, N | 1, T tiles, S tiles]`. Queries are those of `tile[q_axis]`."""
-    if problem.mask is None or problem.score is not None or classes.shape[1] > 1:
+    """Whether the mask is asked once for all heads, before the attention; of the classes of its tiles of so many
+    queries and keys, `[B | 1, N | 1, T tiles, S tiles]`. The rows of an attention's CTA are those of `q_axis`."""
+    if not may_be_asked(problem, head_dim, len(classes), classes.shape[1] > 1):
         return False
     if q_axis == 0 and problem.mask.sees_a_range:
         return False  # a few operations a row, and none a pair
-    size = len(classes) * problem.q_len * problem.kv_len // 8
-    if size > 2 * problem.batch * problem.q_len * problem.q_heads * head_dim:
-        return False  # more memory than queries have
     visible, heads = problem.mask.visible, problem.q_heads * (problem.batch // len(classes))
     if visible.pairs:
         return heads >= AS_LONG_AS
@@ -60,47 +68,168 @@ def are_worth_it(
     return saved >= WORTH_ASKING and (q_axis == 0 or operations >= COSTLY_BACKWARD)
 
 
-def ask(problem: Problem, data: TokenData, seen: Visits, tile: tuple[int, int], q_axis: int) -> Any:
+def are_worth_it_of_all(problem: Problem, head_dim: int, entries: int, by_head: bool) -> bool:
+    """Whether the mask is asked about all its tiles, and they are classified by what it answers."""
+    heads = problem.q_heads * (problem.batch // entries)
+    return heads >= AS_LONG_AS and may_be_asked(problem, head_dim, entries, by_head)
+
+
+def ask(
+    problem: Problem, data: TokenData, seen: Visits, tile: tuple[int, int], q_axis: int
+) -> jax.Array:
     """int32 `[B | 1, tiles, blocks, squares of a tile's rows, of its columns, 128]`, of blocks that are cut.
 
-    `seen` is what each tile of `tile` rows and columns visits, whose queries are those of `q_axis`. Where
-    rows are queries, a block is found by its place in the tile's list. Else lists are `visits.from_last`, and
-    a block is found by its number: the heads of a group, whose blocks follow each other in lists, share it.
+    A block is found by its number. Of the tile, which has so many queries and keys, a row is a query if `q_axis`
+    is 0, else a key. `seen` is what each row of tiles visits; where they are keys, its lists are
+    `visits.from_last`.
     """
-    data = data._replace(pairs=data.bytes).with_places(tile[q_axis], tile[1 - q_axis])
     batch, _, tiles, blocks = seen.lists.shape
-    squares = tile[0] // SQUARE, tile[1] // SQUARE
-    parts = min(blocks, -(-CTAS // (batch * tiles)))
-    # Keys past the end are hidden where they are columns; where they are rows, theirs are cut off.
-    k_end = problem.kv_len if q_axis == 0 and problem.kv_len % tile[1] else None
+    asking = _Asking(problem, data, tile, q_axis, (batch, tiles, blocks))
 
     def run(refs: tuple, _: Any) -> None:
         counts, lists, data, answers = jax.tree.unflatten(tree, refs)
-        entry, row, part = (lax.axis_index(name) for name in ("batch", "tile", "part"))
-        warpgroup = lax.axis_index("warpgroup")
+        entry, row, _ = asking.axes
         visited, cut = visits.decode(counts[entry, 0, row])
 
-        def block(i: Any, _: Any) -> None:
-            place = visited - cut + part + i * parts
-            listed = lists[entry, 0, row, place]
+        def block(place: Any) -> None:
+            listed = lists[entry, 0, row, visited - cut + place]
             number = visits.block(listed) if q_axis == 0 else visits.block_from_last(listed, blocks)
-            found = answers.at[entry, row, place if q_axis == 0 else number, warpgroup]
-            for j in range(squares[1]):
-                squares_before = row * squares[0] + warpgroup, number * squares[1] + j
-                first = [I32(SQUARE) * x for x in squares_before]
-                found[j] = hiding.signs(_hidden(problem, data, entry, first, q_axis, k_end))
+            asking.write(answers, data, number)
 
-        lax.fori_loop(I32(0), mosaic.div(cut - part + (parts - 1), parts), block, None)
+        asking.each(cut, block)
 
-    out = jax.ShapeDtypeStruct((batch, tiles, blocks, *squares, tma.THREADS), I32)
-    inputs = jnp.asarray(seen.counts), jnp.asarray(seen.lists), data
-    tree = jax.tree.structure((*inputs, out))
-    grid = {"batch": batch, "tile": tiles, "part": parts}
-    return mosaic.launch("ask_mask", run, [], out, grid, squares[0])(*jax.tree.leaves(inputs))
+    inputs = jnp.asarray(seen.counts), jnp.asarray(seen.lists), asking.data
+    tree = jax.tree.structure((*inputs, asking.answers))
+    return asking.launch(run, asking.answers)(*jax.tree.leaves(inputs))
+
+
+def ask_all(
+    problem: Problem, data: TokenData, tile: tuple[int, int], q_axis: int
+) -> tuple[jax.Array, jax.Array]:
+    """As `ask`, of all blocks; and by what the mask answers, the classes of its tiles, `[B | 1, 1, T tiles,
+    S tiles]`.
+
+    Where an array says what is seen, to classify tiles takes as long as to ask about them.
+    """
+    q_tiles, k_tiles = -(-problem.q_len // tile[0]), -(-problem.kv_len // tile[1])
+    counts = entries(problem, data), *_rows_first((q_tiles, k_tiles), q_axis)
+    asking = _Asking(problem, data, tile, q_axis, counts)
+    flags = jax.ShapeDtypeStruct((math.prod((*asking.answers.shape[:4], WARPS)),), I32)
+
+    def run(refs: tuple, _: Any) -> None:
+        data, answers, flags = jax.tree.unflatten(tree, refs)
+        entry, row, _ = asking.axes
+
+        def block(number: Any) -> None:
+            words = asking.write(answers, data, number)
+            hidden = functools.reduce(jnp.bitwise_or, words) != 0
+            seen = functools.reduce(jnp.bitwise_and, words) != -1
+            flags_of = (jnp.where(x, I32(y), I32(0)) for x, y in ((hidden, HIDDEN), (seen, SEEN)))
+            lanes = listing.sum_of_lanes(functools.reduce(jnp.add, flags_of))
+            place = entry
+            for size, n in zip(
+                asking.answers.shape[1:4], (row, number, asking.warpgroup), strict=True
+            ):
+                place = place * size + n
+            thread = listing.thread_numbers()
+            place = place * WARPS + mosaic.div(thread, listing.LANES)
+            first = mosaic.rem(thread, listing.LANES) == 0
+            listing.scatter(flags, jnp.where(first, place, flags.shape[0]), lanes)
+
+        asking.each(asking.counts[2], block)
+
+    tree = jax.tree.structure((asking.data, asking.answers, flags))
+    made = asking.launch(run, [asking.answers, flags])(*jax.tree.leaves(asking.data))
+    answers, flags = made
+    flags = flags.reshape(*asking.answers.shape[:3], -1)
+    hidden, seen = (jnp.any(flags & (x * (2 * LANES - 1)) != 0, -1) for x in (HIDDEN, SEEN))
+    classes = jnp.where(hidden, jnp.where(seen, PARTIAL, EMPTY), FULL).astype(I32)[:, None]
+    return answers, classes if q_axis == 0 else classes.swapaxes(2, 3)
+
+
+# What a warp finds in a block, so many times as it has lanes that do.
+HIDDEN, SEEN = 1, 2 * LANES
+
+
+def entries(problem: Problem, data: TokenData) -> int:
+    """How many batch entries differ in what a mask reads."""
+    visible = problem.mask.visible
+    if visible.rows("q") or visible.rows("k") or visible.numbers:
+        return problem.batch
+    return max(data.plain[cast(int, source.place)].shape[0] for source in visible.pairs)
+
+
+def _rows_first(of_both: tuple[Any, Any], q_axis: int) -> tuple[Any, Any]:
+    """What belongs to queries and to keys, that of a tile's rows first."""
+    q, k = of_both
+    return (q, k) if q_axis == 0 else (k, q)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asking:
+    """A kernel that asks a mask: a CTA has a part of the blocks of a row of tiles, a warpgroup 64 of its rows."""
+
+    problem: Problem
+    given: TokenData
+    tile: tuple[int, int]  # queries and keys
+    q_axis: int
+    counts: tuple[int, int, int]  # batch entries, tiles, and blocks that each may visit
+
+    @property
+    def squares(self) -> tuple[int, int]:
+        rows, columns = _rows_first(self.tile, self.q_axis)
+        return rows // SQUARE, columns // SQUARE
+
+    @property
+    def parts(self) -> int:
+        batch, tiles, blocks = self.counts
+        return min(blocks, -(-CTAS // (batch * tiles)))
+
+    @functools.cached_property
+    def data(self) -> TokenData:
+        return self.given._replace(pairs=self.given.plain).with_places(*self.tile)
+
+    @property
+    def answers(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*self.counts, *self.squares, tma.THREADS), I32)
+
+    def launch(self, run: Callable, out: Any) -> Callable:
+        entries, tiles, _ = self.counts
+        grid = {"batch": entries, "tile": tiles, "part": self.parts}
+        return mosaic.launch("ask_mask", run, [], out, grid, self.squares[0])
+
+    @property
+    def axes(self) -> list[Any]:
+        """A CTA's batch entry, row of tiles, and part."""
+        return [lax.axis_index(name) for name in ("batch", "tile", "part")]
+
+    @property
+    def warpgroup(self) -> Any:
+        return lax.axis_index("warpgroup")
+
+    def each(self, count: Any, block: Callable) -> None:
+        """Of so many blocks, those of a CTA's part."""
+        part, parts = self.axes[2], self.parts
+        mine = mosaic.div(count - part + (parts - 1), parts)
+        lax.fori_loop(I32(0), mine, lambda i, _: block(part + i * parts), None)
+
+    def write(self, answers: Any, data: TokenData, number: Any) -> list[jax.Array]:
+        """The answers about a warpgroup's rows of a block, which are returned."""
+        problem, q_axis, squares = self.problem, self.q_axis, self.squares
+        entry, row, _ = self.axes
+        # Keys past the end are hidden where they are columns; where they are rows, theirs are cut off.
+        k_end = problem.kv_len if q_axis == 0 and problem.kv_len % self.tile[1] else None
+        found, words = answers.at[entry, row, number, self.warpgroup], []
+        for j in range(squares[1]):
+            squares_before = row * squares[0] + self.warpgroup, number * squares[1] + j
+            first = [I32(SQUARE) * x for x in squares_before]
+            words.append(hiding.signs(_hidden(problem, data, entry, first, q_axis, k_end)))
+            found[j] = words[-1]
+        return words
 
 
 def load(answers: Any, entry: Any, *place: Any, squares: Sequence[Any] | None = None) -> Any:
-    """Some squares, or all, of a block's row of them: its tile, place or number, and which row."""
+    """Some squares, or all, of a block's row of them: its tile, its number, and which row."""
     found = answers.at[(entry if answers.shape[0] > 1 else 0, *place)]
     if squares is None:
         squares = range(found.shape[0])
@@ -119,17 +248,15 @@ def _hidden(
     visible, shape = problem.mask.visible, (SQUARE, SQUARE)
     first_query, first_key = first[q_axis], first[1 - q_axis]
     numbers = data.numbers.load(entry, 0, visible.numbers)
-    of_pairs = {
-        source: PairTile(
-            mosaic.shared_at(
-                data.pairs[cast(int, source.place)], entry, 0,
-                pl.ds(first_query, SQUARE), pl.ds(first_key, SQUARE),
-            ),
-            in_panels=False,
-            keys_are_rows=q_axis == 1,
-        )
-        for source in visible.pairs
-    }  # fmt: skip
+    square = pl.ds(first_query, SQUARE), pl.ds(first_key, SQUARE)
+
+    def pairs_of(source: Source) -> PairTile | Booleans:
+        found = mosaic.shared_at(data.pairs[cast(int, source.place)], entry, 0, *square)
+        if source.dtype == "bool":
+            return Booleans.of(found, keys_are_rows=q_axis == 1)
+        return PairTile(found, in_panels=False, keys_are_rows=q_axis == 1)
+
+    of_pairs = {source: pairs_of(source) for source in visible.pairs}
 
     def side(name: str, axis: int, start: Any) -> Side:
         count = SQUARE if axis == 0 else COLUMNS_AT_ONCE

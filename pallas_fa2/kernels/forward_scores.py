@@ -182,7 +182,7 @@ class RowScores:
         if not (masked and self.schedule.problem.asked):
             return []
         batch, _, row = self.tile.place
-        place = row, self.tile.place_of(t), self.me
+        place = row, self.arrays.block(self.tile, t), self.me
         return answers.load(self.arrays.inputs.answers, batch, *place, squares=squares)
 
     def hide(

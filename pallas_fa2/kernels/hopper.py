@@ -163,6 +163,16 @@ def trim(spec: Spec) -> Trim:
     return Trim(first, spec.q_len - first, spec.kv_len, max(spec.kv_len - spec.q_len, 0))
 
 
+class Survey(NamedTuple):
+    """What a kernel of attention finds of a mask."""
+
+    problem: Problem
+    data: TokenData | None  # without the mask's, if it has been asked
+    classes: Any = None  # of tiles, [B | 1, N | 1, T tiles, S tiles]
+    seen: Any = None  # `visits.Visits` of queries
+    answers: jax.Array | None = None  # of a mask that has been asked (`answers`)
+
+
 class Extras(NamedTuple):
     """What a call has beside q, k and v: a mask that is not causal, score functions, and dropout."""
 
@@ -187,28 +197,30 @@ class Extras(NamedTuple):
         mask, score = token_data.describe_mask(spec), token_data.describe_score(spec, wanted)
         functions = mask, score, token_data.describe_dropout(spec)
         spec = part.spec(spec)
-        data = classes = None
+        data = None
         if functions != (None, None, None):
             data = token_data.pack(spec, operands, part.first_query)
-        if mask is not None:
-            classes = bounds.classify_each(spec, operands, block_q, block_kv)
-            classes = classes.reshape(classes.shape[0], -1, *classes.shape[3:])
-            if spec.kv_len % block_kv:
-                classes = visits.cut_last(classes)
-        if classes is None or isinstance(classes, np.ndarray):
-            return cls(spec, part, *functions, classes, Traced(data, None))
+        extras = cls(spec, part, *functions, None, Traced(data, None))
+        if mask is None or (bounds.is_traced(operands) and extras.asks_of_all()):
+            return extras
+        classes = bounds.classify_each(spec, operands, block_q, block_kv)
+        classes = classes.reshape(classes.shape[0], -1, *classes.shape[3:])
+        if spec.kv_len % block_kv:
+            classes = visits.cut_last(classes)
+        if isinstance(classes, np.ndarray):
+            return extras._replace(classes=classes)
         classes = jnp.broadcast_to(classes, (spec.batch, *classes.shape[1:]))
-        return cls(spec, part, *functions, None, Traced(data, classes))
+        return extras._replace(traced=Traced(data, classes))
 
-    def problem(self, q: jax.Array, k: jax.Array) -> Problem:
+    def problem(self, batch: int, q_heads: int, kv_heads: int) -> Problem:
         """Of a launch, of some batch entries and heads."""
         spec, part = self.spec, self.part
         return Problem(
-            batch=q.shape[0],
+            batch=batch,
             q_len=part.q_len,
             kv_len=part.kv_len,
-            q_heads=q.shape[2],
-            kv_heads=k.shape[2],
+            q_heads=q_heads,
+            kv_heads=kv_heads,
             scale=spec.scale,
             offset=part.offset,
             mask=self.mask,
@@ -226,6 +238,16 @@ class Extras(NamedTuple):
             return None
         return Axes((*arguments, self.traced.axes), results)
 
+    def asks_of_all(self) -> bool:
+        """Whether the mask is asked about all tiles, before they are classified."""
+        spec, data = self.spec, self.traced.data
+        if data is None or self.mask is None or not self.mask.visible.pairs:
+            return False
+        problem = self.problem(spec.batch, spec.q_heads, spec.kv_heads)
+        entries, by_head = answers.entries(problem, data), spec.mask_by_head
+        worth_it = answers.are_worth_it_of_all(problem, spec.head_dim, entries, by_head)
+        return worth_it or token_data.must_be_asked(spec)
+
     def classes_of(self, traced: "Traced") -> Any:
         return traced.classes if self.classes is None else self.classes
 
@@ -234,19 +256,29 @@ class Extras(NamedTuple):
         worth_it = answers.are_worth_it(problem, self.spec.head_dim, classes, tile, q_axis)
         return worth_it or token_data.must_be_asked(self.spec)
 
-    def ask(
-        self,
-        problem: Problem,
-        traced: "Traced",
-        seen: visits.Visits,
-        tile: tuple[int, int],
-        q_axis: int,
-    ) -> tuple[Problem, TokenData | None, jax.Array]:
-        """The problem and its data without the mask's, and the mask's answers (`answers.ask`)."""
+    def survey(
+        self, problem: Problem, traced: "Traced", tile: tuple[int, int], q_axis: int
+    ) -> Survey:
+        """Of tiles of so many queries and keys. A CTA of attention has those of `q_axis`."""
+        if problem.mask is None:
+            return Survey(problem, traced.data)
+        classes, found = self.classes_of(traced), None
+        seen: Any = None
         assert traced.data is not None
-        found = answers.ask(problem, traced.data, seen, tile, q_axis)
+        if classes is None:
+            found, classes = answers.ask_all(problem, traced.data, tile, q_axis)
+            classes = visits.cut_last(classes) if problem.kv_len % tile[1] else classes
+        asks = found is None and self.asks(problem, classes, tile, q_axis)
+        if q_axis == 0:
+            seen = visits.Visits.of(classes)
+        elif asks:
+            seen = visits.Visits.of(visits.from_last(classes.swapaxes(2, 3)))
+        if asks:
+            found = answers.ask(problem, traced.data, seen, tile, q_axis)
+        if found is None:
+            return Survey(problem, traced.data, classes, seen)
         data = None if self.dropout is None else traced.data
-        return dataclasses.replace(problem, asked=True), data, found
+        return Survey(dataclasses.replace(problem, asked=True), data, classes, seen, found)
 
 
 class Traced(NamedTuple):
@@ -336,12 +368,8 @@ def forward(
     extras = Extras.of(spec, part, part.operands(operands), *config.tile)
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, traced: Traced) -> tuple:
-        problem, classes = extras.problem(q, k), extras.classes_of(traced)
-        data, seen, found = traced.data, None, None
-        if classes is not None:
-            seen = visits.Visits.of(classes)
-            if extras.asks(problem, classes, config.tile, q_axis=0):
-                problem, data, found = extras.ask(problem, traced, seen, config.tile, q_axis=0)
+        problem = extras.problem(q.shape[0], q.shape[2], k.shape[2])
+        problem, data, _, seen, found = extras.survey(problem, traced, config.tile, q_axis=0)
         return hopper_forward.attention(problem, config, q, k, v, seen, data, found)
 
     axes = extras.axes(("b.n.", "b.k.", "b.k."), ("b.n.", "bn."))
@@ -372,17 +400,14 @@ def backward(
 
     def kernel(*args: Any) -> tuple:
         q, k, v, out, dout, lse, dlse, traced = args
-        problem = extras.problem(q, k)
+        problem = extras.problem(q.shape[0], q.shape[2], k.shape[2])
         factors = passes.Factors(q, k, v, dout)
-        classes, data, found = extras.classes_of(traced), traced.data, None
-        tile = config.block_kv, config.block_q
-        asks = extras.asks(problem, classes, tile, q_axis=1)
-        adds = asks or not HeadSchedule.suits(problem, config)
+        problem, data, classes, _, found = extras.survey(problem, traced, config.tile, q_axis=1)
+        # Whole heads visit blocks that nobody sees.
+        answered = not problem.asked or extras.classes_of(traced) is None
+        adds = not (answered and HeadSchedule.suits(problem, config))
         factors, delta, zeros = passes.prepare(problem, config, factors, out, lse, adds)
         delta = delta if dlse is None else delta + dlse
-        if asks:
-            seen = visits.Visits.of(visits.from_last(classes.swapaxes(2, 3)))
-            problem, data, found = extras.ask(problem, traced, seen, tile, q_axis=1)
         return hopper_backward.gradients(
             problem, config, factors, lse, delta, zeros, classes, data, found
         )

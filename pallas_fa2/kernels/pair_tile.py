@@ -1,7 +1,7 @@
 """Data of pairs of tokens, from memory into the registers of a tile of scores."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, builtin, llvm
 
 from pallas_fa2.kernels import ptx, tma
 from pallas_fa2.kernels.mosaic import TILE, inline
@@ -84,6 +84,130 @@ class PairTile:
             (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
             return _in_order(stride * size, size, self.keys_are_rows)
         return (_transposed if self.keys_are_rows else _straight)(self.ref.shape[1], size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Booleans:
+    """64 queries and 64 keys of an array of booleans in device memory, as a `PairTile` has them.
+
+    A pair's byte is a bit as soon as it is there. So a thread reads 16 at a time, and threads exchange bits
+    instead of reading lines of memory by 2 bytes: 8 times as many instructions.
+    """
+
+    tile: jax.Array  # int32 [64, 64]: whether it is 0
+
+    @classmethod
+    def of(cls, ref: Any, keys_are_rows: bool) -> "Booleans":
+        def load(_: Any, ref: Any) -> Any:
+            words = (_transposed_bits if keys_are_rows else _straight_bits)(ref)
+            first = ptx.first_column()
+            words = [arith.shrui(word, first) for word in words]
+            pairs = ir.VectorType.get((2,), first.type)
+            registers = np.empty(TILE.to_mgpu().registers_shape(ref.type.shape), object)
+            for at in np.ndindex(*registers.shape):
+                word, eight = divmod(at[1], 2)
+                bits = (16 * sum(at[2:]) + 8 * eight + e for e in range(2))
+                found = llvm.mlir_undef(pairs)
+                for e, bit in enumerate(bits):
+                    value = arith.andi(words[word], i32(_signed(1 << bit)))
+                    found = llvm.insertelement(found, value, i32(e))
+                registers[at] = found
+            return mgpu.FragmentedArray(
+                _registers=registers, _layout=TILE.to_mgpu(), _is_signed=True
+            )
+
+        name = f"load_booleans {'transposed' if keys_are_rows else 'straight'}"
+        result = plgpu.ShapeDtypeStruct(ref.shape, jnp.int32, TILE)
+        return cls(inline(name, load, result, plgpu.RefType())(ref))
+
+    def load(self, start: int, count: int, _: str) -> jax.Array:
+        return self.tile[:, start : start + count] != 0
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _bits(ref: Any, row: Any, first: Any) -> Any:
+    """Of 16 booleans of a row, from `first` on, in the lower half of a word."""
+    (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+    place = _sum(arith.muli(row, i32(stride)), first)
+    i8, i64 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(64)
+    pointer = mgpu.utils.getelementptr(_first_byte(ref), [place], i8)
+    load = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
+    a, b, c, d = ptx.words(4, load, "l", llvm.ptrtoint(i64, pointer))
+
+    def eight(a: Any, b: Any) -> Any:
+        """Sums of bytes times powers of two."""
+        code = (
+            "{ .reg .b32 x; dp4a.u32.u32 x, $1, 0x08040201, 0; "
+            "dp4a.u32.u32 $0, $2, 0x80402010, x; }"
+        )
+        return llvm.inline_asm(a.type, [a, b], code, "=r,r,r")
+
+    return arith.ori(eight(a, b), arith.shli(eight(c, d), i32(8)))
+
+
+def _first_byte(ref: Any) -> Any:
+    """Where booleans begin. `mgpu.utils.memref_ptr` takes eight for a byte."""
+    kind = ir.MemRefType(ref.type)
+    pointer = llvm.PointerType.get(mgpu.utils.get_memref_llvm_address_space(kind))
+    i8, i64 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(64)
+    sizes = [llvm.ArrayType.get(i64, len(kind.shape))] * 2
+    struct = llvm.StructType.get_literal([pointer, pointer, i64, *sizes])
+    fields = builtin.unrealized_conversion_cast([struct], [ref])
+    base, offset = (llvm.extractvalue(t, fields, [i]) for t, i in ((pointer, 1), (i64, 2)))
+    return mgpu.utils.getelementptr(base, [offset], i8)
+
+
+def _two_lines(ref: Any, rows: Sequence[Any], first: Any) -> Any:
+    low, high = (_bits(ref, row, first) for row in rows)
+    return arith.ori(low, arith.shli(high, i32(16)))
+
+
+def _straight_bits(ref: Any) -> list[Any]:
+    """Rows are queries. Of each 16 columns a word, of row 16 w + g in its lower half and of the 8th row after it
+    in the upper one. A thread's own are those of columns from 16 t on."""
+    row = _sum(_field(5, 2, 16), _field(2, 3, 1))
+    own = _two_lines(ref, (row, _sum(row, i32(8))), _field(0, 2, 16))
+    return [_of_lane(own, i32(t), within=4) for t in range(4)]
+
+
+def _transposed_bits(ref: Any) -> list[Any]:
+    """The same where rows are keys. A warp has 16 of them, and each of its lanes reads two queries."""
+    lane = _field(0, 5, 1)
+    word = _two_lines(ref, (lane, _sum(lane, i32(32))), _field(5, 2, 16))
+    for step in (16, 8, 4, 2, 1):
+        word = _exchanged(word, lane, step)
+    # Now lane k has key k of queries 0 to 31, and lane 16 + k of the others.
+    key, words = _field(2, 3, 1), []
+    for first in (0, 16):
+        low, high = (_of_lane(word, _sum(key, i32(first + half))) for half in (0, 8))
+        lower, upper = i32(0xFFFF), i32(_signed(0xFFFF0000))
+        words.append(arith.ori(arith.andi(low, lower), arith.shli(high, i32(16))))
+        words.append(arith.ori(arith.shrui(low, i32(16)), arith.andi(high, upper)))
+    return words
+
+
+def _exchanged(word: Any, lane: Any, step: int) -> Any:
+    """A step of the transposition of a warp's 32 words as rows of bits: blocks of `step` across the diagonal."""
+    low = sum(1 << bit for bit in range(32) if not bit & step)
+    other = _shuffled("bfly", word, i32(step), 32)
+    is_low = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, i32(step)), i32(0))
+    kept = arith.select(is_low, i32(_signed(low)), i32(_signed(low ^ 0xFFFFFFFF)))
+    moved = arith.select(is_low, arith.shli(other, i32(step)), arith.shrui(other, i32(step)))
+    return arith.ori(arith.andi(word, kept), arith.andi(moved, arith.xori(kept, i32(-1))))
+
+
+def _of_lane(word: Any, lane: Any, within: int = 32) -> Any:
+    """Another lane's, of so many that follow each other."""
+    return _shuffled("idx", word, lane, within)
+
+
+def _shuffled(mode: str, word: Any, lane: Any, within: int) -> Any:
+    clamp = (32 - within) << 8 | 31
+    code = f"shfl.sync.{mode}.b32 $0, $1, $2, {clamp}, -1;"
+    return llvm.inline_asm(word.type, [word, lane], code, "=r,r,r", has_side_effects=True)
 
 
 def _field(first: int, count: int, weight: int) -> Any:

@@ -65,8 +65,8 @@ class TokenData(NamedTuple):
     numbers: "Numbers"
     row_keys: jax.Array | None  # int32 [B, N, 2, T], for dropout
     pairs: tuple[jax.Array, ...]  # [B | 1, N | 1, T', S'] each, T' and S' whole tiles
-    # The same, where booleans are bytes: what a kernel reads without TMA (`answers.ask`).
-    bytes: tuple[jax.Array, ...] = ()
+    # The same, where booleans are what they are: read without TMA (`answers.ask`).
+    plain: tuple[jax.Array, ...] = ()
 
     @classmethod
     def axes(cls) -> Any:
@@ -83,7 +83,7 @@ class TokenData(NamedTuple):
 
         row_keys = None if self.row_keys is None else _pad_last(self.row_keys, block_q)
         q, k = widen(self.q, block_q), widen(self.k, block_kv)
-        return self._replace(q=q, k=k, row_keys=row_keys, bytes=())
+        return self._replace(q=q, k=k, row_keys=row_keys, plain=())
 
 
 def _pad_last(x: jax.Array, multiple: int) -> jax.Array:
@@ -244,7 +244,7 @@ def _is_zero(v: Any) -> bool:
 
 
 def pack(spec: Spec, operands: Operands, first_query: int) -> TokenData:
-    sides = ("q", "k", "pair", "bytes", "integer", "real")
+    sides = ("q", "k", "pair", "plain", "integer", "real")
     found: dict[str, list] = {side: [] for side in sides}
     sources = _sources(spec)
     given = [(sources.q, operands.q_index), (sources.k, operands.k_index)]
@@ -256,10 +256,8 @@ def pack(spec: Spec, operands: Operands, first_query: int) -> TokenData:
             continue
         assert leaf is not None
         if source.side == "pair":
-            whole = _whole_tiles(spec, leaf, stored(leaf.dtype.name))
-            is_bool = leaf.dtype == jnp.bool_
-            found["pair"].append(whole)
-            found["bytes"].append(_whole_tiles(spec, leaf, jnp.int8) if is_bool else whole)
+            for kind, dtype in (("pair", stored(leaf.dtype.name)), ("plain", leaf.dtype)):
+                found[kind].append(_whole_tiles(spec, leaf, dtype))
             continue
         if source.dtype in pointwise.NARROW:
             leaf = leaf.astype(jnp.float32)
@@ -276,7 +274,7 @@ def pack(spec: Spec, operands: Operands, first_query: int) -> TokenData:
         return jnp.stack([x.reshape(batch, -1) for x in arrays], 2) if arrays else None
 
     numbers = Numbers(each_head("integer"), each_head("real"))
-    pairs = tuple(found["pair"]), tuple(found["bytes"])
+    pairs = tuple(found["pair"]), tuple(found["plain"])
     keys = _row_keys(spec, operands, first_query) if spec.dropout_rate else None
     return TokenData(rows("q", spec.q_len), rows("k", spec.kv_len), numbers, keys, *pairs)
 

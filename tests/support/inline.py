@@ -29,6 +29,11 @@ def _pairs(parameters, _):
     return (int(queries), int(keys)), convert
 
 
+def _booleans(parameters, shape):
+    transposed = parameters == ["transposed"]
+    return shape, lambda square: (square.T if transposed else square).astype("int32")
+
+
 def from_fragments(numbers: Any) -> Any:
     tile = numbers.reshape(-1, 4, 8, 4, 2, 2).transpose(1, 4, 2, 0, 3, 5)
     return tile.reshape(64, -1)
@@ -40,7 +45,11 @@ def _loaded_fragments(_, shape):
 
 # What is loaded: of the operation's parameters and the result's shape, the shape of what lies in memory
 # and what becomes of it.
-LOADED: dict[str, Callable] = {"load_pairs": _pairs, "load_fragments": _loaded_fragments}
+LOADED: dict[str, Callable] = {
+    "load_pairs": _pairs,
+    "load_booleans": _booleans,
+    "load_fragments": _loaded_fragments,
+}
 
 # What is stored there from registers.
 STORED: dict[str, Callable[[jax.Array], jax.Array]] = {"_store_fragments": to_fragments}
