@@ -48,7 +48,7 @@ def curves(results: dict[str, dict], part: str) -> dict[tuple[bool, int], dict[s
             continue
         shape = Shape(**results[name]["shape"])
         for who, row in results[name]["rows"].items():
-            if who == "mask_fn":  # ours once more
+            if who in report.OURS[1:]:  # ours once more
                 continue
             if (speed := report.tflops(row, part)) is not None:
                 panel = panels.setdefault((shape.causal, shape.head_dim), {})
