@@ -50,7 +50,8 @@ class Tuned(NamedTuple):
 # Of a head dim, the first that serves a call, as measured on an H200 (docs/performance.md). Registers:
 # 128 * (2 * 240 + 24) or 128 * (3 * 160 + 32) of 65,536. A second buffer of Q where there is room: 1 % for
 # long sequences and 5 to 13 % for 512 tokens. At H = 64 three warpgroups are 10 to 20 %
-# faster than two, unless most of their larger tiles lies beyond the diagonal; at H = 96 from 2048 queries
+# faster than two, unless most of their larger tiles lies beyond the diagonal, or a tile is most of a sequence
+# (256 and 197 tokens 1.6 times as fast with two); at H = 96 from 2048 queries
 # on (2 to 4 %; 9 to 19 % at H = 80, whose panels of 16 columns TMA loads slowly); at H = 256 an
 # accumulator of 64 rows takes 128 registers of each thread, which leaves room for 64 keys. Under masks a third
 # warpgroup's larger tiles cost windows of 128 keys 16 to 43 %. Half of a block's values at once: 1 to 2 % at
@@ -64,7 +65,7 @@ HOPPER_FORWARD = (
             longest=longest,
         )
         for warpgroups, registers, longest in (
-            (2, (240, 24), (1024, 0)),
+            (2, (240, 24), (1024, 320)),
             (3, (160, 32), ANY_LENGTH),
         )
     ),

@@ -354,11 +354,12 @@ def test_hopper_is_compute_capability_9_on_a_gpu(device, hopper):
     [
         ({"mask": fa.Causal(), "q_len": 1024, "kv_len": 1024}, 2),
         ({"mask": fa.Causal(), "q_len": 2048, "kv_len": 2048}, 3),
+        ({"q_len": 256, "kv_len": 256}, 2),
         ({"q_len": 512, "kv_len": 512}, 3),
         ({"mask": fa.Causal(), "q_len": 512, "kv_len": 512, "dims": (128, 128)}, 2),
     ],
 )
-def test_short_causal_calls_take_smaller_tiles(options, warpgroups):
+def test_short_calls_take_smaller_tiles(options, warpgroups):
     forward = make_plan(spec(**options), H200).forward
     assert forward.warpgroups == warpgroups
     assert forward.ctas == H200.cores
