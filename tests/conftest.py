@@ -1,7 +1,9 @@
 """What holds for every test: strict dtypes and ranks, a described H200 on machines without a GPU."""
 
 import os
+import pathlib
 import sys
+from collections.abc import Iterator
 
 # The interpreter runs a warpgroup a thread; XLA's CPU pool must be wide enough for all of them, and
 # its size is read once. On a machine with a GPU the platform is JAX's own choice.
@@ -35,3 +37,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = [i for i in items if i.get_closest_marker("gpu") or i.get_closest_marker("gpus")]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
+
+
+# Linux lets a process have 65,530 mappings of memory (vm.max_map_count). A compiled program has about six, JAX keeps
+# those of functions that live on, and where there are no more LLVM crashes: it did, after some 1,700 tests.
+MOST_MAPPINGS = 30_000
+MAPPINGS = pathlib.Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True)
+def _no_more_programs_than_memory_maps() -> Iterator[None]:
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
