@@ -87,11 +87,7 @@ REFUSED = {
     "float32": ({"dtype": jnp.float32}, r"bfloat16 or float16, not float32"),
     "dense masks of large heads": (
         {"mask": np.ones((4, 111, 63), bool), "dims": (160, 64)},
-        r"differs between heads, or has scores beside it, head dims are at most 128, and here is 160",
-    ),
-    "dense mask of large heads with scores": (
-        {"mask": np.ones((111, 63), bool), "score": fa.soft_cap(3.0), "dims": (64, 160)},
-        r"differs between heads, or has scores beside it, head dims are at most 128, and here is 160",
+        r"differs between heads head dims are at most 128, and here is 160",
     ),
     "bias of large heads": (
         {"score": fa.bias(np.ones((111, 63), np.float32)), "dims": (160, 64)},
@@ -196,9 +192,9 @@ def test_a_mask_alone_takes_larger_tiles_than_a_score(head_dims):
     alone, scored = planned(mask=window), planned(score=cap)
     assert alone != scored == planned(mask=window, score=cap)
     assert alone == planned(mask=fa.Causal())
-    dense = fa.Dense(jnp.ones((300, 300), bool))
+    assert alone == planned(mask=fa.Dense(jnp.ones((300, 300), bool)))
     if head_dims == (96, 96):
-        assert planned(mask=dense) == scored
+        assert planned(mask=fa.Dense(jnp.ones((2, 300, 300), bool))) == scored
 
 
 ZEROS = np.zeros(111, np.int32)
@@ -224,6 +220,14 @@ def test_blocks_of_keys_leave_room_for_pairs(dtype, mask, head_dim, block_kv):
     score = fa.bias(jnp.zeros((111, 63), dtype))
     call = spec(score=score, mask=mask, dims=(head_dim, head_dim))
     assert make_plan(call, H200).forward.block_kv == block_kv
+
+
+def test_an_array_that_is_asked_about_before_takes_no_room():
+    array = fa.Dense(np.ones((111, 63), bool))
+    for mask, buffers in ((array, 2), (fa.Dense(np.ones((4, 111, 63), bool)), 1)):
+        assert make_plan(spec(mask=mask, dims=(128, 128)), H200).forward.q_buffers == buffers
+    call = spec(mask=array, score=fa.soft_cap(3.0), dims=(256, 256))
+    assert make_plan(call, H200).implementation == "hopper"
 
 
 @pytest.mark.parametrize("device", OTHERS, ids=lambda device: device.kind)

@@ -41,37 +41,25 @@ COSTLY_BACKWARD = 12
 GUESSED_CUT = 8
 
 
-def may_be_asked(problem: Problem, head_dim: int, entries: int, by_head: bool) -> bool:
-    """Whether heads share a mask, of which answers for so many entries take no more memory than queries."""
-    if problem.score is not None or by_head:
-        return False
-    size = entries * problem.q_len * problem.kv_len // 8
-    return size <= 2 * problem.batch * problem.q_len * problem.q_heads * head_dim
-
-
 def are_worth_it(
     problem: Problem, head_dim: int, classes: Any, tile: tuple[int, int], q_axis: int
 ) -> bool:
-    """Whether the mask is asked once for all heads, before the attention; of the classes of its tiles of so many
-    queries and keys, `[B | 1, N | 1, T tiles, S tiles]`. The rows of an attention's CTA are those of `q_axis`."""
-    if not may_be_asked(problem, head_dim, len(classes), classes.shape[1] > 1):
+    """Whether a mask that reads no pairs is asked once for all heads, before the attention; of the classes of its
+    tiles of so many queries and keys, `[B | 1, N | 1, T tiles, S tiles]`. The rows of an attention's CTA are those
+    of `q_axis`. (For those that do, `token_data.is_asked`.)"""
+    if problem.score is not None or classes.shape[1] > 1:
         return False
+    size = len(classes) * problem.q_len * problem.kv_len // 8
+    if size > 2 * problem.batch * problem.q_len * problem.q_heads * head_dim:
+        return False  # more memory than queries have
     if q_axis == 0 and problem.mask.sees_a_range:
         return False  # a few operations a row, and none a pair
     visible, heads = problem.mask.visible, problem.q_heads * (problem.batch // len(classes))
-    if visible.pairs:
-        return heads >= AS_LONG_AS
     known = isinstance(classes, np.ndarray)
     cut = np.sum(classes == PARTIAL) if known else classes.size / GUESSED_CUT
     operations = visible.operations("k" if q_axis == 0 else "q")
     saved = (heads - AS_LONG_AS) * cut * math.prod(tile) * operations
     return saved >= WORTH_ASKING and (q_axis == 0 or operations >= COSTLY_BACKWARD)
-
-
-def are_worth_it_of_all(problem: Problem, head_dim: int, entries: int, by_head: bool) -> bool:
-    """Whether the mask is asked about all its tiles, and they are classified by what it answers."""
-    heads = problem.q_heads * (problem.batch // entries)
-    return heads >= AS_LONG_AS and may_be_asked(problem, head_dim, entries, by_head)
 
 
 def ask(
@@ -112,7 +100,7 @@ def ask_all(
     Where an array says what is seen, to classify tiles takes as long as to ask about them.
     """
     q_tiles, k_tiles = -(-problem.q_len // tile[0]), -(-problem.kv_len // tile[1])
-    counts = entries(problem, data), *_rows_first((q_tiles, k_tiles), q_axis)
+    counts = _entries(problem, data), *_rows_first((q_tiles, k_tiles), q_axis)
     asking = _Asking(problem, data, tile, q_axis, counts)
     flags = jax.ShapeDtypeStruct((math.prod((*asking.answers.shape[:4], WARPS)),), I32)
 
@@ -151,7 +139,7 @@ def ask_all(
 HIDDEN, SEEN = 1, 2 * LANES
 
 
-def entries(problem: Problem, data: TokenData) -> int:
+def _entries(problem: Problem, data: TokenData) -> int:
     """How many batch entries differ in what a mask reads."""
     visible = problem.mask.visible
     if visible.rows("q") or visible.rows("k") or visible.numbers:

@@ -161,7 +161,8 @@ class Columns:
         """-inf where a query does not see a key."""
         problem, step = self.problem, self.step
         if self.answers:
-            return hiding.signed(exponent, [self.answers[self.place.start // PANEL]])
+            panel, start = divmod(self.place.start, PANEL)
+            return hiding.signed(exponent, [self.answers[panel]], start)
         if problem.mask is not None:
             return problem.mask.hide(exponent, self.pair_at)
         if not problem.causal:

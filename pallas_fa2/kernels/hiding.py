@@ -106,19 +106,20 @@ def _signs(_: Any, square: Any) -> Any:
     return ptx.of_each(found)
 
 
-def signed(s: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
-    """-inf where the `signs` of squares, side by side, say so."""
+def signed(s: jax.Array, words: Sequence[jax.Array], start: int = 0) -> jax.Array:
+    """-inf where the `signs` of squares, side by side, say so; of their columns from `start` on."""
 
     def hide(_: Any, tile: Any, *words: Any) -> Any:
         mine = list(map(ptx.own, words))
 
         def keep(at: tuple[int, ...], e: int) -> Any:
-            place = 4 * at[1] + 2 * sum(at[2:]) + e
+            place = 4 * (start // 8 + at[1]) + 2 * sum(at[2:]) + e
             return _is_clear(mine[place // 32], 31 - place % 32)
 
         return _where(tile, keep)
 
-    return inline("hide_signed", hide, _like(s), TILE, *[ptx.EACH] * len(words))(s, *words)
+    name = f"hide_signed {start}"
+    return inline(name, hide, _like(s), TILE, *[ptx.EACH] * len(words))(s, *words)
 
 
 def _like(s: jax.Array) -> Any:

@@ -74,8 +74,8 @@ def _refuses_data(spec: Spec) -> str | None:
     if (dim := max(spec.head_dim, spec.value_dim)) > (most := token_data.WIDEST_WITH_PAIRS):
         if size:
             return f"with scores of data of pairs, head dims are at most {most}, and here is {dim}"
-        if token_data.must_be_asked(spec) and (spec.scores or spec.mask_by_head):
-            what = "a mask of data of pairs that differs between heads, or has scores beside it,"
+        if token_data.is_asked(spec) and spec.mask_by_head:
+            what = "a mask of data of pairs that differs between heads"
             return f"with {what} head dims are at most {most}, and here is {dim}"
     rows = token_data.token_rows(spec, "q") + (2 if spec.dropout_rate else 0)
     if size and hopper_backward.Config(*dims).pair_stages(size, rows) < 1:
@@ -201,7 +201,7 @@ class Extras(NamedTuple):
         if functions != (None, None, None):
             data = token_data.pack(spec, operands, part.first_query)
         extras = cls(spec, part, *functions, None, Traced(data, None))
-        if mask is None or (bounds.is_traced(operands) and extras.asks_of_all()):
+        if mask is None or (token_data.is_asked(spec) and bounds.is_traced(operands)):
             return extras
         classes = bounds.classify_each(spec, operands, block_q, block_kv)
         classes = classes.reshape(classes.shape[0], -1, *classes.shape[3:])
@@ -238,28 +238,22 @@ class Extras(NamedTuple):
             return None
         return Axes((*arguments, self.traced.axes), results)
 
-    def asks_of_all(self) -> bool:
-        """Whether the mask is asked about all tiles, before they are classified."""
-        spec, data = self.spec, self.traced.data
-        if data is None or self.mask is None or not self.mask.visible.pairs:
-            return False
-        problem = self.problem(spec.batch, spec.q_heads, spec.kv_heads)
-        entries, by_head = answers.entries(problem, data), spec.mask_by_head
-        worth_it = answers.are_worth_it_of_all(problem, spec.head_dim, entries, by_head)
-        return worth_it or token_data.must_be_asked(spec)
-
     def classes_of(self, traced: "Traced") -> Any:
         return traced.classes if self.classes is None else self.classes
 
     def asks(self, problem: Problem, classes: Any, tile: tuple[int, int], q_axis: int) -> bool:
         """Whether the mask is asked before the attention."""
-        worth_it = answers.are_worth_it(problem, self.spec.head_dim, classes, tile, q_axis)
-        return worth_it or token_data.must_be_asked(self.spec)
+        if problem.mask.visible.pairs:
+            return token_data.is_asked(self.spec)
+        return answers.are_worth_it(problem, self.spec.head_dim, classes, tile, q_axis)
 
     def survey(
         self, problem: Problem, traced: "Traced", tile: tuple[int, int], q_axis: int
     ) -> Survey:
-        """Of tiles of so many queries and keys. A CTA of attention has those of `q_axis`."""
+        """Of tiles of so many queries and keys. A CTA of attention has those of `q_axis`.
+
+        Where the classes of tiles are not known, the mask is asked about all of them.
+        """
         if problem.mask is None:
             return Survey(problem, traced.data)
         classes, found = self.classes_of(traced), None
@@ -277,7 +271,7 @@ class Extras(NamedTuple):
             found = answers.ask(problem, traced.data, seen, tile, q_axis)
         if found is None:
             return Survey(problem, traced.data, classes, seen)
-        data = None if self.dropout is None else traced.data
+        data = None if self.score is None and self.dropout is None else traced.data
         return Survey(dataclasses.replace(problem, asked=True), data, classes, seen, found)
 
 

@@ -295,14 +295,20 @@ def stored(dtype: str) -> Any:
 def pair_bytes(spec: Spec) -> int:
     """Of all the data that a pair of tokens has, in a kernel of attention."""
     sources = _sources(spec)
-    readers = sources.scores if must_be_asked(spec) else (*sources.mask, *sources.scores)
+    readers = sources.scores if is_asked(spec) else (*sources.mask, *sources.scores)
     return sum(stored(s.dtype).itemsize for s in readers if s.side == "pair")
 
 
-def must_be_asked(spec: Spec) -> bool:
-    """Whether the mask's data of pairs have no room beside such head dims: it is asked before the attention."""
-    of_pairs = any(source.side == "pair" for source in _sources(spec).mask)
-    return of_pairs and max(spec.head_dim, spec.value_dim) > WIDEST_WITH_PAIRS
+def is_asked(spec: Spec) -> bool:
+    """Whether a mask that reads data of pairs is asked before the attention (`answers`): heads share it, and its
+    answers take no more memory than queries; or there is no room for such data beside the head dims. (Beside
+    scores where there is room: not measured.)"""
+    if not any(source.side == "pair" for source in _sources(spec).mask):
+        return False
+    if max(spec.head_dim, spec.value_dim) > WIDEST_WITH_PAIRS:
+        return True
+    shared = spec.q_heads > 1 and not spec.mask_by_head and not spec.scores
+    return shared and spec.kv_len // 8 <= 2 * spec.q_heads * spec.head_dim
 
 
 def token_rows(spec: Spec, side: str) -> int:

@@ -83,12 +83,16 @@ def _signs(square):
     return jax.lax.bitcast_convert_type(bits.sum(1, dtype="uint32"), jnp.int32)
 
 
-def _hide_signed(s, *words):
+def _hide_signed(s, *words_and_start):
+    *words, start = words_and_start
+
     def hidden(word):
         bits = word[:, None] >> _places() & 1
         return bits.reshape(4, 8, 4, 8, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(64, 64)
 
-    return jnp.where(jnp.concatenate([hidden(word) for word in words], 1) != 0, -jnp.inf, s)
+    columns = slice(int(start), int(start) + s.shape[1])
+    found = jnp.concatenate([hidden(word) for word in words], 1)[:, columns]
+    return jnp.where(found != 0, -jnp.inf, s)
 
 
 def _hide_outside(s, *bounds_and_names):
