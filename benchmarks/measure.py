@@ -169,13 +169,6 @@ class Program:
         except Exception as e:  # noqa: BLE001 - a rival without this shape must not end the run
             return cls(None, None, 0.0, reason(e))
 
-    def burst(self, args: tuple, count: int) -> list[float]:
-        """Milliseconds of so many launches, in a row after a first; then it rests."""
-        assert self.run is not None
-        times = totals(self.run, args, count)
-        time.sleep(1e-3 * RESTS * (sum(times) + times[0]))
-        return times
-
     def checked(self, args: tuple, problem: Problem) -> dict[str, Any]:
         """The time of the first call and the error, or the reason why there is none."""
         if self.run is None or self.error is None:
@@ -191,6 +184,13 @@ class Program:
         if not all(e <= limit for e, limit in zip(error, problem.allowed, strict=False)):
             return {"refused": "wrong result", "error": error}
         return {"first_call_s": round(first_call, 2), "error": error}
+
+
+def burst(run: Callable, args: tuple, count: int) -> list[float]:
+    """Milliseconds of so many launches, in a row after a first; then the GPU rests."""
+    times = totals(run, args, count)
+    time.sleep(1e-3 * RESTS * (sum(times) + times[0]))
+    return times
 
 
 def cause(e: Exception, args: tuple) -> str:
@@ -237,7 +237,9 @@ def speeds(
             known = times[name]
             count = min(iterations, max(1, int(BURST / known[0]))) if known else 1
             try:
-                known += programs[name].burst(args, count)
+                run = programs[name].run
+                assert run is not None
+                known += burst(run, args, count)
             except Exception as e:  # noqa: BLE001 - as in `checked`
                 found[name] = {"refused": cause(e, args)}
     for name, row in found.items():

@@ -2,6 +2,7 @@
 
     python -m examples.mask_gallery                              # any machine: shares of tiles
     python -m examples.mask_gallery --length 16384               # a Hopper GPU: times as well
+    python -m examples.mask_gallery --jobs 16                    # compiles 16 of them at a time
     python -m examples.mask_gallery packed_documents soft_cap    # some of them
 
 out/mask_gallery.png shows the tiles that the kernels skip, run under the mask, or run without it, as
@@ -11,7 +12,9 @@ computed of what full attention takes, and 10 microseconds. (2 seconds on a lapt
 """
 
 import argparse
+import functools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +25,11 @@ import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from tqdm import tqdm
 
 import pallas_fa2 as fa
-from benchmarks.measure import milliseconds, with_gradients
+from benchmarks import jobs
+from benchmarks.measure import Turn, burst, with_gradients
 from examples.masks_and_scores import MASKS, SCORES
 from pallas_fa2 import bounds
 from pallas_fa2.plan import device_of
@@ -35,6 +40,7 @@ HEAD_DIM = 128
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 COLORS = {"empty": "#f1f3f5", "partial": "#ffc078", "full": "#4dabf7"}  # 0, 1, 2 in `bounds`
 PARTS = ("forward", "forward + backward")
+ITERATIONS = 10
 Times = tuple[float, ...]  # milliseconds, of each part
 
 
@@ -77,23 +83,37 @@ def draw(found: dict[str, Tiles], title: str) -> Figure:
     return figure
 
 
-def times(arrays: tuple, mask: Any, score: Any = None) -> Times:
-    """Gradients of what the score reads included."""
+def measured(name: str, length: int, heads: int) -> Times:
+    """Of a mask, or of a score and a causal mask; with gradients of what the score reads.
+
+    Nothing runs on the GPU before it is this process's turn.
+    """
+
+    def made() -> tuple:
+        keys = jax.random.split(jax.random.key(0), 4)
+        shape = (1, length, heads, HEAD_DIM)
+        mask = MASKS.get(name, MASKS["causal"])(length, heads)
+        score = SCORES[name](length, heads) if name in SCORES else None
+        return *(jax.random.normal(key, shape, jnp.bfloat16) for key in keys), mask, score
 
     def attend(q: Any, k: Any, v: Any, mask: Any, score: Any) -> jax.Array:
         return fa.flash_attention(q, k, v, mask=mask, score=score, implementation="hopper")
 
-    @jax.jit
     def forward(q: Any, k: Any, v: Any, _: Any, mask: Any, score: Any) -> jax.Array:
         return attend(q, k, v, mask, score)
 
-    @jax.jit
     def both(q: Any, k: Any, v: Any, dout: Any, mask: Any, score: Any) -> tuple:
         return with_gradients(lambda q, k, v, score: attend(q, k, v, mask, score))(
             q, k, v, dout, score
         )
 
-    return tuple(milliseconds(run, (*arrays, mask, score), 10) for run in (forward, both))
+    described = jax.eval_shape(made)
+    programs = [jax.jit(run).lower(*described).compile() for run in (forward, both)]
+    with Turn.lock:
+        # The functions of a mask made again are not the same.
+        leaves = [jnp.asarray(x) for x in jax.tree.leaves(made())]
+        args = jax.tree.unflatten(jax.tree.structure(described), leaves)
+        return tuple(statistics.median(burst(run, args, ITERATIONS)) for run in programs)
 
 
 def bound(share: float, full: float) -> float:
@@ -135,8 +155,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", help="some masks and scores; all by default")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     parser.add_argument("--out", type=Path, default=Path("out"), help="where the picture goes")
     args = parser.parse_args(arguments)
+    jobs.share_memory(args.jobs)
     if unknown := set(args.names) - {*MASKS, *SCORES}:
         parser.error(f"{sorted(unknown)} not among {[*MASKS, *SCORES]}")
     if args.length < 128 or args.heads < 1:  # the masks are of fractions of the length
@@ -158,17 +180,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     masks, scores = chosen(MASKS), chosen(SCORES)
     of_masks = {n: tiles_of(query, device, mask=x) for n, x in masks.items()}
     of_scores = {n: tiles_of(query, device, mask=fa.Causal(), score=x) for n, x in scores.items()}
-    arrays = full = causal = ()
+    took: dict[str, Times] = {}
     if here.hopper:
-        keys = jax.random.split(jax.random.key(0), 4)
-        arrays = tuple(jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
-        full, causal = times(arrays, None), times(arrays, fa.Causal())
+        function = functools.partial(measured, length=args.length, heads=args.heads)
+        run = [name for name, tiles in {**of_masks, **of_scores}.items() if not tiles.refused]
+        wanted = list(dict.fromkeys(("full", "causal", *run)))
+        done = jobs.each(function, wanted, args.jobs)
+        took = dict(tqdm(done, total=len(wanted), disable=None))
 
     def cells_of_mask(name: str) -> str:
-        return mask_cells(of_masks[name], times(arrays, masks[name]), full, causal)
+        return mask_cells(of_masks[name], took[name], took["full"], took["causal"])
 
     def cells_of_score(name: str) -> str:
-        return score_cells(times(arrays, fa.Causal(), scores[name]), causal)
+        return score_cells(took[name], took["causal"])
 
     if masks:
         columns = f"{'ms':>9}{'bound':>9}{'of full':>9}{'of causal':>11}"
