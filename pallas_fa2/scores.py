@@ -4,6 +4,8 @@ They apply from left to right to `scale * q·k`, may read token, head, pair and 
 differentiable in that data.
 """
 
+import functools
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,10 @@ from jaxtyping import Array, Float
 
 from pallas_fa2.masks import UserFunction, call_with_context
 from pallas_fa2.tokens import Context, Data, Dims, Token
+
+# A row in which all scores of score functions are below this sees no key, as if they were -inf: additive masks write
+# -1e9 or -1e10 for it, where float32 holds no score and logsumexp that lie less than 64 or 1024 apart.
+HIDDEN = -(2.0**26)
 
 
 class Score(UserFunction):
@@ -36,22 +42,34 @@ def score_fn(fn: Callable) -> Score:
 
         score = relative(heads={"slope": slopes})             # [N]
 
-    Data kinds are those of `mask_fn`. Gradients flow to floating-point data of every kind.
+    Data kinds are those of `mask_fn`, and so is what is said there of `jit`. Gradients flow to
+    floating-point data of every kind.
     """
     return Score(fn)
 
 
 def soft_cap(cap: float) -> Score:
     """`cap * tanh(s / cap)` (Gemma 2, arXiv:2408.00118, section 2)."""
-    if isinstance(cap, int | float) and not cap > 0:
+    if not isinstance(cap, numbers.Real):
+        raise TypeError(
+            f"cap must be a Python number, but it is {cap!r}; for a learned cap write "
+            "score_fn(lambda s, q, k, c: c.cap * jnp.tanh(s / c.cap))(params={'cap': cap})"
+        )
+    if not cap > 0:
         raise ValueError(
             f"cap must be a positive number, but it is {cap!r}; leave the score out for no cap"
         )
+    return Score(_capped_at(float(cap)))
+
+
+@functools.lru_cache(maxsize=512)
+def _capped_at(cap: float) -> Callable:
+    """The same function for the same cap: an argument of `jit` by which it is not traced again."""
 
     def capped(s: Any, q: Token, k: Token) -> Any:
         return cap * jnp.tanh(s / cap)
 
-    return Score(capped)
+    return capped
 
 
 def _linear_bias(s: Any, q: Token, k: Token, c: Context) -> Any:
@@ -74,6 +92,7 @@ def _add_bias(s: Any, q: Token, k: Token, c: Context) -> Any:
 
 def bias(array: Float[Array, "..."]) -> Score:
     """Adds an array that broadcasts to `[*B, N, T, S]`; its gradient is reduced to its shape."""
+    array = array if hasattr(array, "shape") else jnp.asarray(array)
     return Score(_add_bias, pairs={"bias": array})
 
 

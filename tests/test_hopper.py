@@ -44,6 +44,8 @@ LENGTHS = {
     "window_h96": (130, 130),
     "capped_h96": (130, 130),
     "capped_hv_smaller": (139, 139),
+    "additive_h128": (300, 261),
+    "additive_causal_h64": (300, 261),
     "rising_documents_h128": (130, 260),
     "rising_grid_h128": (130, 260),
     "rising_extremes_h128": (130, 260),

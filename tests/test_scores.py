@@ -348,6 +348,29 @@ def test_what_is_no_score_is_refused(score, message):
         attend(score)
 
 
+def test_a_cap_made_again_is_no_new_program():
+    chex.clear_trace_counter()
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 8, 1, 4))
+
+    @jax.jit
+    @chex.assert_max_traces(n=2)
+    def run(score):
+        return fa.flash_attention(q, k, k, score=score)
+
+    for cap in (5.0, np.float32(5), 5, 6.0):
+        run(fa.soft_cap(cap))
+
+
+def test_a_cap_is_a_number_and_one_that_is_learned_is_data():
+    with pytest.raises(TypeError, match=r"cap must be a Python number.*params={'cap': cap}"):
+        fa.soft_cap(jnp.float32(5))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_bias_may_be_a_list():
+    got = attend(fa.bias(np.asarray(BIAS).tolist()))  # pyright: ignore[reportArgumentType]
+    chex.assert_trees_all_equal(got, attend(fa.bias(BIAS)))
+
+
 @pytest.mark.parametrize("cap", [0, -1.0, np.nan])
 def test_a_cap_is_positive(cap):
     with pytest.raises(ValueError, match=r"cap must be a positive .* but it is .*; .*no cap"):

@@ -16,6 +16,7 @@ from pallas_fa2.kernels.branches import cond, when
 from pallas_fa2.kernels.forward_scores import RowScores, Statistics
 from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE
 from pallas_fa2.kernels.tma import Rows
+from pallas_fa2.scores import HIDDEN
 
 # Below any score, but finite: a row that has seen no key yet gives p = 0 rather than NaN.
 NO_MAXIMUM = -1e30
@@ -49,6 +50,11 @@ class RowBlock(RowScores):
         return self.q.dtype
 
     @property
+    def lowest(self) -> float:
+        """A row whose scores in base 2 are below it sees none of their keys."""
+        return NO_MAXIMUM if self.schedule.problem.score is None else HIDDEN * LOG2E
+
+    @property
     def queries(self) -> Any:
         if self.schedule.config.q_in_registers:
             return self.q
@@ -70,7 +76,7 @@ class RowBlock(RowScores):
             state = lax.fori_loop(begin, end, step(masked), state)
             begin = jnp.maximum(end, 1)
             if masked and self.tile.backwards:
-                state = _settled(*state)
+                state = self.settled(*state)
         acc, statistics, p = state
         return self.last_output(self.tile.visited - 1, acc, p), statistics
 
@@ -108,8 +114,8 @@ class RowBlock(RowScores):
         reference = _highest(s) * scale
         if not problem.plain:
             # A later block that is cut finds it, but no full one does.
-            lowest = jnp.where(self.tile.is_cut(0), jnp.inf, NO_MAXIMUM)
-            reference = jnp.where(reference == -jnp.inf, lowest, reference)
+            lowest = jnp.where(self.tile.is_cut(0), jnp.inf, self.lowest)
+            reference = jnp.where(reference < self.lowest, lowest, reference)
         p = _exponentials(s, scale, reference)
         statistics = Statistics(reference, mosaic.by_eights(jnp.add, p))
         parts = [
@@ -217,11 +223,18 @@ class RowBlock(RowScores):
         def found() -> jax.Array:
             highest = _highest(s) * scale
             # A row that has seen no key yet subtracts infinity: its exponentials are 0.
-            highest = jnp.where(highest == -jnp.inf, jnp.inf, highest)
+            highest = jnp.where(highest < self.lowest, jnp.inf, highest)
             return jnp.where(reference == jnp.inf, highest, reference)
 
         missing = ptx.any_above(reference, -NO_MAXIMUM)
         return cond(missing, found, lambda: reference)
+
+    def settled(self, acc: jax.Array, statistics: Statistics, p: list[jax.Array]) -> tuple:
+        """Where no block that is cut has given a row its reference: should a full one have scores for it (a
+        score function may hide keys), they overflow, and the tile is repeated."""
+        reference = statistics.reference
+        reference = jnp.where(reference == jnp.inf, self.lowest, reference)
+        return acc, statistics._replace(reference=reference), p
 
     def total(self, acc: jax.Array, statistics: Statistics) -> jax.Array:
         """Of each row the sum of its exponentials, infinite or NaN if the tile is to be repeated."""
@@ -334,20 +347,12 @@ class RowBlock(RowScores):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the output stored before has left
         state = (
             mosaic.constant(0.0, (rows, columns.size), TILE),
-            mosaic.constant(NO_MAXIMUM, (rows,), ROWS),
+            mosaic.constant(self.lowest, (rows,), ROWS),
             mosaic.constant(0.0, (rows,), ROWS),
         )
         state = lax.fori_loop(I32(0), self.tile.visited * parts, step, state)
         mosaic.meet(self.memory.repeat_met(self.me))
         return state
-
-
-def _settled(acc: jax.Array, statistics: Statistics, p: list[jax.Array]) -> tuple:
-    """Where no block that is cut has given a row its reference: should a full one have scores for it (a
-    score function may hide keys), they overflow, and the tile is repeated."""
-    reference = statistics.reference
-    reference = jnp.where(reference == jnp.inf, NO_MAXIMUM, reference)
-    return acc, statistics._replace(reference=reference), p
 
 
 def _highest(s: jax.Array) -> jax.Array:

@@ -21,12 +21,12 @@ def forward(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Oper
     raw, data = tile.product("btkgh,bskh->bkgts", q, k, dtype), operands.scores
     if keep is not None and spec.scores:
         raw, data = tile.hide_masked(raw, data, keep)
-    s = tile.scores(whole, raw, data) / tile.LOG2E
+    s = tile.scores(whole, raw, data)
     if keep is not None:
         s = jnp.where(keep, s, -jnp.inf)
     # A row without a key must have finite values on every path, or its gradient is NaN.
-    empty = jnp.max(s, -1, keepdims=True) == -jnp.inf
-    s = jnp.where(empty, 0, s)
+    empty = tile.sees_nothing(spec, jnp.max(s, -1, keepdims=True))
+    s = jnp.where(empty, 0, s) / tile.LOG2E
     lse = jax.nn.logsumexp(s, -1, keepdims=True)
     p = jnp.where(empty, 0, jnp.exp(s - lse))
     if spec.dropout_rate:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa2.kernels import dropout
+from pallas_fa2.scores import HIDDEN
 from pallas_fa2.spec import Operands, Spec
 from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS
 
@@ -94,6 +95,11 @@ def zero_unseen(x: jax.Array, keep: jax.Array, axis: int) -> jax.Array:
     return jnp.where(seen, x, jnp.zeros((), x.dtype))
 
 
+def sees_nothing(spec: Spec, maximum: jax.Array) -> jax.Array:
+    """Of rows' largest scores, in base 2."""
+    return maximum <= (HIDDEN * LOG2E if spec.scores else -jnp.inf)
+
+
 def hide_masked(raw: jax.Array, data: tuple, keep: jax.Array) -> tuple[jax.Array, tuple]:
     """What score functions get, with 1 at masked pairs and in data that no other pair reads.
 
@@ -137,7 +143,7 @@ def forward(tile: Tile, state: Running, q: Any, k: Any, v: Any, masked: bool) ->
     if keep is not None:
         s = jnp.where(keep, s, -jnp.inf)
     maximum = jnp.maximum(state.maximum, jnp.max(s, -1))
-    base = jnp.where(maximum == -jnp.inf, 0, maximum)  # a row that has seen no key yet
+    base = jnp.where(sees_nothing(spec, maximum), 0, maximum)  # of no key yet
     rescale = jnp.exp2(state.maximum - base)
     p = jnp.exp2(s - base[..., None])
     total = state.total * rescale + jnp.sum(p, -1)
@@ -152,7 +158,7 @@ def finish(state: Running, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Output `[B, t, K, G, Hv]` and natural logsumexp `[B, K, G, t]`; 0 and -inf for empty rows."""
     total = jnp.where(state.total == 0, 1, state.total)
     out = state.out / _as_rows(total)
-    lse = (state.maximum + jnp.log2(total)) / LOG2E
+    lse = jnp.where(state.total == 0, -jnp.inf, (state.maximum + jnp.log2(total)) / LOG2E)
     return out.astype(dtype), lse
 
 

@@ -181,6 +181,16 @@ def biased_and_capped(case: Case) -> tuple[Any, Callable]:
     return (fa.bias(jnp.asarray(bias)), fa.soft_cap(3.0)), dense
 
 
+def additive(case: Case) -> tuple[Any, Callable]:
+    """Padding on both sides as a bias that hides by -1e10: rows without a key are not even finite apart in
+    float32, and the first block of the others is hidden."""
+    q, k = positions(case)
+    start, end = case.kv_len // 2, case.q_len - 9
+    keep = jnp.asarray((q >= k) & (k >= start) & (q < end))
+    score = fa.bias(jnp.where(keep, 0.0, -1e10))
+    return score, lambda s: jnp.where(keep, s, -jnp.inf)
+
+
 ODD_LENGTHS = (1, 3, 63, 111, 1000)
 bf16, f16, f32 = jnp.bfloat16, jnp.float16, jnp.float32
 
@@ -288,6 +298,8 @@ MASKED = [
     # A score function besides takes another kernel than a mask alone.
     Case("capped_h96", 1, 130, 130, 2, 1, 96, mask=packed, score=capped),
     Case("capped_hv_smaller", 1, 139, 139, 2, 1, 192, 128, mask=packed, score=capped),
+    *(Case(f"additive_h{h}", 1, 300, 261, 2, 1, h, score=additive) for h in (64, 128)),
+    Case("additive_causal_h64", 1, 300, 261, 2, 1, 64, mask=causal, score=additive),
 ]
 
 # What reference and blockwise support besides.
@@ -312,6 +324,15 @@ GENERAL = [
         )
         for score in (capped, linear_bias, biased_and_capped)
         for mask in (causal, lengths)
+    ),
+    *(
+        Case(f"additive_{t}x{s}", 2, t, s, 4, 2, 16, dtype=dtype, score=additive, mask=mask)
+        for t, s, dtype, mask in (
+            (70, 70, f32, None),
+            (90, 33, f32, causal),
+            (700, 600, bf16, None),
+            (64, 64, f16, causal),
+        )
     ),
     Case("documents_bfloat16", 2, 70, 70, 4, 2, 32, mask=documents, score=capped),
     Case("float32", 2, 130, 130, 4, 2, 40, 24, dtype=f32, mask=causal),
