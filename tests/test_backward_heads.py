@@ -194,7 +194,8 @@ def test_compiles_without_passes_after_it(dims: tuple, length: int, mask: Any) -
     compile_gate.assert_clean(reports["prepare_gradients"])
 
 
-@pytest.mark.parametrize("head_dim, in_loops, stores", [(64, 22, 260), (128, 4, 100)])
+# Of the stores at H = 128, 12 are jax 0.12's.
+@pytest.mark.parametrize("head_dim, in_loops, stores", [(64, 22, 260), (128, 4, 112)])
 def test_masks_compile_with_few_spills(head_dim: int, in_loops: int, stores: int) -> None:
     shapes = [(64, 256, 16, head_dim)] * 4
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
