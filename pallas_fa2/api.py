@@ -1,6 +1,7 @@
 """The public functions: canonical form, then plan, then kernel."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -50,21 +51,24 @@ def flash_attention(
     FlashAttention-2 (arXiv:2307.08691), Algorithms 1 and 2. Differentiable in query, key, value, sinks
     and the floating-point data of the score functions, in reverse mode; for `jax.jvp`, `jax.jacfwd`
     and `jax.hessian` ask for `implementation="reference"` (the others raise JAX's TypeError about
-    forward-mode autodiff).
+    forward-mode autodiff). Under `jax.checkpoint` the policy
+    `save_only_these_names("attention_out", "attention_lse")` keeps the forward from running twice.
 
     Args:
       query: `[*B, T, N, H]`, bfloat16, float16, float32 or float64; any number of batch axes.
       key: `[*B, S, K, H]`, with N a multiple of K: query head n reads key head `n // (N // K)`.
       value: `[*B, S, K, Hv]`; Hv may differ from H.
       mask: a mask object, such as `Causal() & Window(1024)`, a function of two tokens, or a boolean
-        array that broadcasts to `[*B, N, T, S]`, True where a query attends to a key. A query that
-        sees no key gets output 0, lse -inf and no gradient.
-      score: a score function or a tuple of them, applied in order to the scaled scores in float32.
+        array that broadcasts to `[*B, N, T, S]`, True where a query attends to a key (of keys alone
+        it is `[*B, 1, 1, S]`, for all heads `[*B, 1, T, S]`). A query that sees no key gets output 0,
+        lse -inf and no gradient.
+      score: a score function or a tuple of them, applied in order to the scaled scores in float32. Where
+        all of a query's are below -2^26, as additive masks leave them, it sees no key.
       scale: a Python number; `1 / sqrt(H)` by default.
       sinks: a logit for each query head, to which a query attends as well, and which has no value
         (gpt-oss, arXiv:2508.10925): $L_i = \log (e^{sink} + \sum_j e^{S_{ij}})$.
       dropout_rate: the share of probabilities that are dropped, in [0, 1), rounded to a multiple of
-        2^-16. Which ones follows from the key, the head and both positions alone.
+        2^-16. Which ones follows from the key, the batch entry, the head and both positions alone.
       dropout_rng: one PRNG key; needed where `dropout_rate` is not 0.
       q_positions, kv_positions: what masks and scores see as `q.index` and `k.index`; 0, 1, 2, ...
         by default.
@@ -88,6 +92,8 @@ def flash_attention(
       >>> fa.flash_attention(q, k, v, mask=fa.Causal()).shape
       (2, 128, 8, 64)
     """
+    check_arrays(query, key, value)
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
     spec, operands = describe(
         query,
         key,
@@ -101,7 +107,6 @@ def flash_attention(
         kv_positions=kv_positions,
         deterministic=deterministic,
     )
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else as_sinks(sinks, spec.q_heads)
     plan = make_plan(spec, device_of(query), implementation)
     out, lse = _attend_merged(spec, plan, query, key, value, operands)
@@ -171,13 +176,15 @@ def dot_product_attention(
     implementation: Implementation | Literal["xla"] | None = None,
     return_residual: bool = False,
     score: Scores | None = None,
+    sinks: Float[Array, " N"] | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: PRNGKeyArray | None = None,
+    deterministic: bool = False,
 ) -> Any:
     """`jax.nn.dot_product_attention`, with its signature and meaning, and our options after it.
 
-    The differences: a query that sees no key gets 0 (there, the mean of the values) and a residual
-    of -inf; the residual is differentiable; `implementation` takes our names (`"xla"` stands for
+    The differences: a query that sees no key, or by the bias none above -2^26, gets 0 (there, the mean of
+    the values) and a residual of -inf; the residual is differentiable; `implementation` takes our names (`"xla"` stands for
     `"reference"`, and for cuDNN call `jax.nn` itself); value's head dim may differ from key's.
 
     Args:
@@ -191,7 +198,8 @@ def dot_product_attention(
       local_window_size: `(left, right)`, or one integer for both.
       implementation: as in `flash_attention`.
       return_residual: also return the logsumexp, `[B, T, N]` in key's dtype.
-      score, dropout_rate, dropout_rng: as in `flash_attention`; scores apply after the bias.
+      score, sinks, dropout_rate, dropout_rng, deterministic: as in `flash_attention`; scores apply after
+        the bias.
 
     Returns:
       `[B, T, N, Hv]`, or a pair with the residual.
@@ -215,7 +223,7 @@ def dot_product_attention(
     if local_window_size is not None:
         left, right = (
             (local_window_size, local_window_size)
-            if isinstance(local_window_size, int)
+            if isinstance(local_window_size, int | np.integer)
             else local_window_size
         )
         masks.append(Window(left, right))
@@ -234,8 +242,10 @@ def dot_product_attention(
         mask=both,
         score=scores + as_scores(score),
         scale=scale,
+        sinks=sinks,
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
+        deterministic=deterministic,
         return_lse=True,
         implementation="reference" if implementation == "xla" else implementation,
     )
@@ -313,6 +323,12 @@ def explain(
       >>> x = jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.bfloat16)
       >>> print(fa.explain(x, x, x, mask=fa.Causal()))          # doctest: +SKIP
     """
+    known = inspect.signature(flash_attention).parameters
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(
+            f"explain must have the arguments of flash_attention, but {unknown} are none of them; "
+            f"those are {list(known)}"
+        )
     options.pop("return_lse", None)
     device = device_of(query) if device is None else device
     found: list = []
@@ -325,7 +341,8 @@ def explain(
         tiles = _tiles(spec, plan)
         found.extend((spec, plan, tiles, bounds.classify(spec, operands, *tiles)))
 
-    data = {n: options.pop(n) for n in ("mask", "score", "sinks") if n in options}
+    names = "mask", "score", "sinks", "dropout_rng", "q_positions", "kv_positions"
+    data = {name: options.pop(name) for name in names if name in options}
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(data)):
         jax.eval_shape(lambda data: classify(**data, **options), data)
     else:

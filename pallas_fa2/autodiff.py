@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_fa2.kernels import REGISTRY
 from pallas_fa2.plan import Plan
@@ -18,6 +19,9 @@ from pallas_fa2.spec import Operands, Spec
 from pallas_fa2.tokens import alike
 
 Out = tuple[jax.Array, jax.Array]
+
+# For policies of `jax.checkpoint`: what the backward reads and only the forward can make.
+SAVED = ("attention_out", "attention_lse")
 
 log = logging.getLogger("pallas_fa2")
 
@@ -64,7 +68,8 @@ def _forward(
     args = jax.tree.map(_value, (q, k, v, operands), is_leaf=_is_primal)
     scores = jax.tree.leaves(operands.scores, is_leaf=_is_primal)
     wanted = Wanted(x.perturbed for x in scores if jnp.issubdtype(x.value.dtype, jnp.floating))
-    out, lse = cast(Out, _attend(spec, plan, *args))
+    found = cast(Out, _attend(spec, plan, *args))
+    out, lse = map(checkpoint_name, found, SAVED)
     *qkv, operands = args
     return (out, lse), (*qkv, out, lse, operands, wanted)
 

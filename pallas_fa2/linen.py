@@ -46,12 +46,14 @@ def attention_fn(
     is_causal: bool = False,
     *,
     score: Scores | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    deterministic_gradients: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*B T N Hv"]:
     """`flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention`, on our kernels.
 
     For `flax.linen.MultiHeadDotProductAttention(attention_fn=...)` and
-    `flax.nnx.MultiHeadAttention(attention_fn=...)`; set `score` or `implementation` with
+    `flax.nnx.MultiHeadAttention(attention_fn=...)`; set what follows `is_causal` with
     `functools.partial`. A query that sees no key gets 0 (there, the mean of the values).
 
     Args:
@@ -62,13 +64,15 @@ def attention_fn(
         (`flax.linen.make_causal_mask` gives float32), a mask object, or a function of two tokens.
       broadcast_dropout: without effect; bits are drawn for every batch entry and head.
       dropout_rng, dropout_rate, deterministic: dropout of the probabilities.
-      dtype: the dtype to compute in; the promoted dtype of query, key and value by default.
+      dtype: the dtype to compute in; the promoted dtype of query, key and value by default. (A Flax layer
+        without `dtype` makes them float32, as its parameters are, which the Hopper kernels do not take.)
       precision: without effect; float32 products are always of the highest precision.
       force_fp32_for_softmax: without effect; the softmax is always in float32 at least.
       module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None.
       promote_dtype: called as `promote_dtype((query, key, value), dtype=dtype)`, as nnx does it.
       is_causal: query i sees keys 0 .. i.
-      score, implementation: as in `pallas_fa2.flash_attention`.
+      score, sinks, implementation: as in `pallas_fa2.flash_attention`.
+      deterministic_gradients: its `deterministic`, as Flax's is about dropout.
 
     Returns:
       `[*B, T, N, Hv]`.
@@ -96,8 +100,10 @@ def attention_fn(
         _boolean(mask),
         is_causal=is_causal,
         score=score,
+        sinks=sinks,
         dropout_rate=0.0 if deterministic else dropout_rate,
         dropout_rng=dropout_rng,
+        deterministic=deterministic_gradients,
         implementation=implementation,
     )
 
@@ -129,13 +135,14 @@ class MultiHeadAttention(nn.Module):
     With `decode=True`, `init` on inputs of the greatest length makes the cache (`cached_key`,
     `cached_value`, `cache_index`). Each further call appends its tokens, one as in Flax or a whole
     prompt, and they attend to all tokens before them and to themselves. Masks and scores see their
-    positions in the whole sequence. Tokens beyond the greatest length overwrite the last ones.
+    positions in the whole sequence, and S is the length of the cache. Tokens beyond the greatest length overwrite the last ones.
 
     Attributes:
       num_heads: query heads N.
       num_kv_heads: key heads K, a divisor of N; N by default.
       causal: queries see no later keys.
-      dtype: the dtype to compute in; promoted from inputs and parameters by default.
+      dtype: the dtype to compute in; promoted from inputs and parameters by default: float32 with such
+        parameters, which the Hopper kernels do not take.
       param_dtype: the dtype of the parameters.
       qkv_features: N times the head dim; the features of `inputs_q` by default.
       out_features: the features of the output; those of `inputs_q` by default.

@@ -107,9 +107,24 @@ class Mask(Node):
         raise TypeError("a mask has no truth value; combine masks with &, | and ~, not and/or/not")
 
 
+def _take(mask: Mask, field: str) -> Any:
+    """A field; lists are arrays."""
+    value = getattr(mask, field)
+    if isinstance(value, list):
+        value = np.asarray(value)
+    if isinstance(value, tuple):
+        name, numbers = type(mask).__name__, ", ".join(map(str, value))
+        raise TypeError(
+            f"{name}.{field} must be one number or array, but it is a tuple; write "
+            f"{name}({numbers}), or {name}(jnp.array({list(value)}))"
+        )
+    object.__setattr__(mask, field, value)
+    return value
+
+
 def _check_number(mask: Mask, field: str, least: int = -(2**31)) -> None:
     """Positions are int32, and so must be what they are compared with."""
-    n = getattr(mask, field)
+    n = _take(mask, field)
     if isinstance(n, int) and not least <= n < 2**31:
         low = "-2^31" if least < 0 else least
         raise ValueError(
@@ -190,6 +205,8 @@ class Segments(Mask):
     kv_ids: Int[Array, "*B S"] | None = None
 
     def __post_init__(self) -> None:
+        _take(self, "ids")
+        _take(self, "kv_ids")
         if self.kv_ids is self.ids:  # as two leaves, under `jit` they would be two arrays
             object.__setattr__(self, "kv_ids", None)
 
@@ -209,7 +226,11 @@ def _one_an_entry(**numbers: Any) -> Data:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Lengths(Mask):
-    """Padded batches: only the first `q` queries and the first `kv` keys of each row exist."""
+    """Padded batches: only the first `q` queries and the first `kv` keys of each row exist.
+
+    Padding of one sequence that attends to itself is `Lengths(kv=n)`; the rows of its last queries are
+    then of no use, and `Lengths(n, n)` makes them 0.
+    """
 
     q: int | Int[Array, "*B"] | None = None
     kv: int | Int[Array, "*B"] | None = None
@@ -254,7 +275,15 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
+        if isinstance(self.size, np.integer):
+            object.__setattr__(self, "size", int(self.size))
         _check_number(self, "size", least=1)
+        if not is_static(self.size):
+            raise TypeError(
+                f"Chunked.size must be an integer, but it is {_show(self.size)}; for one of run-time data "
+                "write mask_fn(lambda q, k, c: q.index // c.size == k.index // c.size)"
+                "(params={'size': size})"
+            )
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         return q.index // self.size == k.index // self.size
@@ -265,6 +294,9 @@ class Dense(Mask):
     """A boolean array that broadcasts to `[*B, N, T, S]`; it costs its memory and its traffic."""
 
     array: Bool[Array, "..."]
+
+    def __post_init__(self) -> None:
+        _take(self, "array")
 
     def data(self) -> Data:
         return Data(pairs={"mask": self.array})
@@ -371,11 +403,19 @@ class FunctionMask(UserFunction, Mask):
 
 def call_with_context(fn: Callable, args: tuple, c: Context) -> Any:
     """Calls `fn(*args, c)`, or `fn(*args)` where it requires no further argument."""
-    try:
-        inspect.signature(fn).bind(*args)
-    except TypeError:
-        return fn(*args, c)
-    return fn(*args)
+    signature = inspect.signature(fn)
+    for given in (args, (*args, c)):
+        try:
+            signature.bind(*given)
+        except TypeError:
+            continue
+        return fn(*given)
+    names = "q, k" if len(args) == 2 else "s, q, k"
+    raise TypeError(
+        f"a function of two tokens must take ({names}) or ({names}, c), but {_show(fn)} takes "
+        f"{signature}; positions are q.index and k.index, and the number of a head is data: "
+        "heads={'head': jnp.arange(N)}"
+    )
 
 
 def mask_fn(fn: Callable) -> FunctionMask:
@@ -391,7 +431,8 @@ def mask_fn(fn: Callable) -> FunctionMask:
 
     Data by kind: `tokens=` (or `q_tokens=`, `k_tokens=`) `[*B, T]`; `heads=` `[N, ...]`; `params=`
     of any shape; `pairs=` broadcasting to `[*B, N, T, S]`; the last three are read from `c`.
-    A mask has no gradient. It may capture Python numbers but no arrays.
+    A mask has no gradient. It may capture Python numbers but no arrays. As an argument of `jit`, make it
+    once, outside the step: a new function is a new program there.
     """
     return FunctionMask(fn)
 
@@ -400,6 +441,10 @@ def as_mask(mask: Any) -> Mask:
     """A mask from a mask, a function of two tokens, or a boolean array."""
     if isinstance(mask, Mask):
         return mask
+    if isinstance(mask, type):
+        raise TypeError(
+            f"mask must be a mask object, but it is the class {mask.__name__}; write {mask.__name__}()"
+        )
     if hasattr(mask, "dtype") and hasattr(mask, "shape"):
         if mask.dtype != jnp.bool_:
             raise TypeError(

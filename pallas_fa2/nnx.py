@@ -22,14 +22,17 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     """`flax.nnx.MultiHeadAttention` with our `attention_fn` and, if asked, causal by default.
 
     Parameters, cache and arguments are those of Flax's layer, grouped heads (`num_kv_heads`)
-    included. Masks may also be mask objects or functions of two tokens, and in decoding see the
-    position of the new token in the whole sequence.
+    included. Masks may also be mask objects or functions of two tokens, and in decoding, of one token a
+    call as in Flax, see its position in the whole sequence.
+
+    Without `dtype`, float32 parameters make query, key and value float32, which the Hopper kernels do not
+    take.
 
     Args:
       num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features, options: as
         in Flax.
       causal: what `is_causal` is where a call does not say.
-      attention_fn: ours by default; `functools.partial` sets its `score` or `implementation`.
+      attention_fn: ours by default; `functools.partial` sets its `score` and other options.
 
     Example:
       >>> import jax.numpy as jnp

@@ -206,7 +206,8 @@ def _place_pairs(name: str, x: jax.Array, dims: Dims) -> jax.Array:
     if any(a not in (1, b) for a, b in zip(x.shape[-3:], sizes, strict=True)):
         raise ValueError(
             f"{name} must have shape {shape}, but it has shape {given}; transpose it, or insert "
-            "axes of size 1 where it does not vary, e.g. array[:, None]"
+            "axes of size 1 where it does not vary: of keys [B, S] it is array[:, None, None], of pairs "
+            "[B, T, S] array[:, None]"
         )
     x = _merge_batch(name, x, dims, 3, shape)
     split = (1, 1) if x.shape[1] == 1 else (dims.kv_heads, dims.group)

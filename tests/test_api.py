@@ -187,6 +187,25 @@ def test_our_options_join_those_of_jax_nn():
     close(got, jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), value, precision="highest"))
 
 
+def test_sinks_and_reproducible_gradients_in_the_drop_in():
+    sinks = normal(N, seed=7)
+    got = fa.dot_product_attention(*QKV, is_causal=True, sinks=sinks, deterministic=True)
+    close(got, fa.flash_attention(*QKV, mask=fa.Causal(), sinks=sinks))
+    with pytest.raises(TypeError, match="deterministic must be a Python bool"):
+        fa.dot_product_attention(*QKV, deterministic="yes")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_window_of_numpys_integers():
+    got = fa.dot_product_attention(*QKV, local_window_size=np.int64(3))  # pyright: ignore[reportArgumentType]
+    close(got, fa.dot_product_attention(*QKV, local_window_size=3))
+
+
+def test_numpys_float64_is_float32_as_elsewhere_in_jax():
+    wide = [x.astype(np.float64) for x in QKV]
+    got = fa.flash_attention(*wide, score=fa.soft_cap(2.0))
+    close(got, fa.flash_attention(*QKV, score=fa.soft_cap(2.0)))
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -316,6 +335,15 @@ def test_explain_takes_shapes_of_the_data_too():
     found = fa.explain(*shapes(64), mask=fa.Lengths(kv=lengths), score=fa.bias(bias))
     assert found.share is None
     assert fa.explain(*shapes(64), score=fa.bias(bias)).share == 1
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    places = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    options = {"q_positions": places, "kv_positions": places, "dropout_rng": key}
+    assert fa.explain(*shapes(64), mask=fa.Causal(), dropout_rate=0.5, **options).share is None
+
+
+def test_explain_takes_the_arguments_of_flash_attention():
+    with pytest.raises(TypeError, match=r"\['is_causal'\] are none of them; those are \['query'"):
+        fa.explain(*shapes(64), is_causal=True)
 
 
 def test_explain_says_what_runs_and_why_nothing_faster():

@@ -106,6 +106,21 @@ def test_checkpoint() -> None:
     assert_same(jax.jit(jax.grad(remat, (0, 1, 2)))(*qkv()), gradients("reference")(*qkv()))
 
 
+def test_a_policy_keeps_the_forward_from_running_twice() -> None:
+    shapes = [jax.ShapeDtypeStruct((1, 1536, n, 16), jnp.float32) for n in (2, 1, 1)]
+
+    def loops(fn: Any) -> int:
+        return jax.jit(jax.value_and_grad(fn)).lower(*shapes).compile().as_text().count(" while(")
+
+    policies = jax.checkpoint_policies
+    attend = functools.partial(loss, "blockwise")
+    kept = policies.save_only_these_names("attention_out", "attention_lse")
+    once, again = (
+        loops(jax.checkpoint(attend, policy=policy)) for policy in (kept, policies.dots_saveable)
+    )
+    assert once == loops(attend) < again
+
+
 def test_scan_over_layers() -> None:
     q, k, v = qkv()
 

@@ -206,6 +206,15 @@ def test_partial_sets_score_and_implementation():
         attention_fn(q, k, v, implementation="cudnn")
 
 
+def test_partial_sets_sinks_and_reproducible_gradients():
+    q, k, v = jax.random.normal(KEY, (3, 2, 7, 4, 8))
+    sinks = jnp.arange(4.0)
+    got = functools.partial(attention_fn, sinks=sinks, deterministic_gradients=True)(q, k, v)
+    chex.assert_trees_all_equal(got, fa.flash_attention(q, k, v, sinks=sinks))
+    with pytest.raises(TypeError, match="deterministic must be a Python bool"):
+        attention_fn(q, k, v, deterministic_gradients=0)  # pyright: ignore[reportArgumentType]
+
+
 def test_dtype_and_promote_dtype_are_followed():
     q, k, v = jax.random.normal(KEY, (3, 2, 7, 4, 8))
 

@@ -452,6 +452,46 @@ def test_what_is_not_boolean_is_refused(make, message):
 
 
 @pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: fa.Causal, r"but it is the class Causal; write Causal\(\)"),
+        (lambda: fa.Causal & A, r"but it is the class Causal; write Causal\(\)"),
+        (lambda: fa.Window((4, 0)), r"Window\.left must be one number .* write Window\(4, 0\)"),
+        (
+            lambda: fa.Chunked(jnp.int32(4)),  # pyright: ignore[reportArgumentType]
+            r"Chunked\.size must be an integer, but it is int32\[\]; .* mask_fn\(",
+        ),
+        (
+            lambda: lambda b, h, q, k: q.index >= k.index,
+            r"must take \(q, k\) or \(q, k, c\), but <lambda> takes \(b, h, q, k\); .*heads=",
+        ),
+    ],
+    ids=["class", "joined class", "tuple", "array", "function"],
+)
+def test_slips_are_named_with_their_cure(make, message):
+    with pytest.raises(TypeError, match=message):
+        dense(make())
+
+
+@pytest.mark.parametrize(
+    "given, meant",
+    [
+        (fa.Chunked(np.int64(4)), fa.Chunked(4)),
+        (fa.Lengths(kv=[3, 14]), fa.Lengths(kv=np.array([3, 14]))),
+        (fa.Prefix([3, 5]), fa.Prefix(np.array([3, 5]))),
+        (fa.Segments(IDS.tolist(), KV_IDS.tolist()), fa.Segments(IDS, KV_IDS)),
+        (fa.Dense(np.asarray(PAIRS).tolist()), fa.Dense(PAIRS)),
+    ],
+    ids=["chunked", "lengths", "prefix", "segments", "dense"],
+)
+def test_lists_are_arrays_and_numpys_integers_static_where_they_must_be(given, meant):
+    chex.assert_trees_all_equal(dense(given), dense(meant))
+    assert [np.shape(x) for x in jax.tree.leaves(given)] == [
+        np.shape(x) for x in jax.tree.leaves(meant)
+    ]
+
+
+@pytest.mark.parametrize(
     "mask, message",
     [
         (fa.Segments(KV_IDS, KV_IDS), r"Segments\(.*q_tokens\['segment'\] .* T = 9 .*\(2, 14\)"),
