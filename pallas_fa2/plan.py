@@ -227,8 +227,10 @@ def _configure(name: str, spec: Spec, device: Device, passed_over: tuple) -> Pla
 
 def block_sizes(spec: Spec) -> tuple[int, int]:
     """Square tiles, the largest of 512, 256, 128, 64 whose scores stay within `TILE_BYTES`."""
-    rows = max(spec.batch * spec.q_heads, 1) * spec.accumulator.itemsize
-    fits = (b for b in (512, 256, 128, 64) if rows * b * b <= TILE_BYTES)
+    heads = spec.batch * spec.q_heads
+    known = isinstance(heads, int)  # and no symbol of `jax.export`
+    scores = max(heads, 1) * spec.accumulator.itemsize if known else TILE_BYTES
+    fits = (b for b in (512, 256, 128, 64) if scores * b * b <= TILE_BYTES)
     block = next(fits, 64)
     return min(block, round_up(spec.q_len, 8)), min(block, round_up(spec.kv_len, 8))
 

@@ -8,12 +8,15 @@ from typing import Any
 
 import chex
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import REGISTRY
+from pallas_fa2.kernels import REGISTRY, hopper
+from pallas_fa2.spec import Spec
+from tests.support.hopper import H200
 
 CAUSAL = fa.Causal()
 B, T, N, K, H = 2, 40, 4, 2, 16
@@ -182,6 +185,25 @@ def test_residuals_are_q_k_v_out_and_lse() -> None:
     (out, lse), pull = jax.vjp(attend, *args)
     kept = sorted(x.shape for x in jax.tree.leaves(pull))
     assert kept == sorted(x.shape for x in (*args, out, lse))
+
+
+@pytest.mark.parametrize("mask", [None, CAUSAL & fa.Window(5)], ids=str)
+def test_an_export_for_any_batch(mask: Any) -> None:
+    (batch,) = jax.export.symbolic_shape("batch")
+    shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in qkv()]
+    step = jax.jit(gradients("blockwise", mask=mask))
+    exported = jax.export.export(step)(*shapes)
+    for count in (1, 3):
+        some = [jnp.concatenate([x] * count) for x in qkv()]
+        assert_same(exported.call(*some), step(*some))
+
+
+def test_the_hopper_kernels_leave_a_batch_of_any_size_to_others() -> None:
+    spec = Spec(1, 64, 64, 2, 2, 64, 64, jnp.dtype("bfloat16"), 1.0)
+    (batch,) = jax.export.symbolic_shape("batch")
+    assert hopper.refuses(spec, H200) is None
+    spec = dataclasses.replace(spec, batch=batch)
+    assert "and here the batch is batch" in str(hopper.refuses(spec, H200))
 
 
 @pytest.mark.parametrize("mask", [None, CAUSAL, CAUSAL & fa.Window(100)], ids=str)

@@ -45,6 +45,8 @@ MOST_ROWS = 12
 def refuses(spec: Spec, device: Device) -> str | None:
     if not device.hopper:
         return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
+    if not isinstance(spec.batch, int):
+        return f"its arrays have sizes that are known, and here the batch is {spec.batch}"
     if spec.dtype.name not in ("bfloat16", "float16"):
         return f"its inputs are bfloat16 or float16, not {spec.dtype.name}"
     for name, dim in (("H", spec.head_dim), ("Hv", spec.value_dim)):
