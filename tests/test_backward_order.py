@@ -17,7 +17,13 @@ from pallas_fa2.kernels.backward_schedule import Config, Step
 from pallas_fa2.kernels.mosaic import Problem
 from pallas_fa2.kernels.tiles import Claims
 from tests.support import compile_gate, interpreter, shared
-from tests.support.hopper import all_at_once, packed_inputs, planned_for_h200
+from tests.support.hopper import (
+    all_at_once,
+    asking_first,
+    packed_inputs,
+    planned_for_h200,
+    whole_heads,
+)
 
 
 def schedule(
@@ -73,7 +79,7 @@ def test_lists_go_from_the_first_block_to_the_last_in_runs() -> None:
     added = np.zeros((2, 3, 11), int)
     for tile in reversed(range(5)):
         for at in np.ndindex(2, 3):
-            expected = [m for m in range(11) if classes[*at, tile, m] != EMPTY] or [0]
+            expected = [m for m in range(11) if classes[*at, tile, m] != EMPTY] or [10]
             assert seen.counts[*at, tile] == len(expected)
             entries = seen.lists[*at, tile, : len(expected)]
             assert [int(plan.block(jnp.int32(x))) for x in entries] == expected
@@ -116,6 +122,10 @@ CALLS = {
     "packed": lambda ids: fa.Causal() & fa.Segments(ids),
     "window": lambda ids: fa.Causal() & fa.Window(100),
     "dense": lambda ids: fa.Dense(jnp.tril(jnp.ones((300, 300), bool))),
+    # the first 128 keys are seen by nobody
+    "unseen": lambda ids: fa.mask_fn(
+        lambda q, k: (k.index >= 140) & ((q.index * 7 - k.index) % 5 < 3)
+    ),
 }
 
 
@@ -155,6 +165,25 @@ def test_turns_come_in_order(
     nothing = max(row for row, _, _ in added)  # where dQ goes before the first step
     assert all(ordinal == turn for row, ordinal, turn in added if row != nothing)
     assert max(ordinal for _, ordinal, _ in added) > 0
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_cta_may_find_all_tiles_taken(head_dim: int) -> None:
+    """By the first one, where one runs after another."""
+    args = packed_inputs(1, (60, 300), (1, 1), head_dim)
+    with planned_for_h200(cores=4), whole_heads(False):
+        got = interpreter.run(gradients("full", "hopper"), *args)
+    expected = jax.jit(gradients("full", "reference"))(*args)
+    chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_mask_is_asked_about_what_tiles_visit(head_dim: int) -> None:
+    args = packed_inputs(1, (300, 330), (2, 1), head_dim)
+    with planned_for_h200(cores=4), asking_first():
+        got = interpreter.run(gradients("unseen", "hopper"), *args)
+    expected = jax.jit(gradients("unseen", "reference"))(*args)
+    chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ FULL_BIT = 16
 class OrderedVisits(NamedTuple):
     """The blocks that each tile visits, from the first to the last, in runs of cut and then full ones.
 
-    A tile that sees nothing visits the first block nevertheless, as one that is cut.
+    A tile that sees nothing visits the last block nevertheless, as one that is cut: as in the lists by
+    which a mask is asked.
     """
 
     counts: Any  # int32 [B | 1, heads | 1, tiles]: blocks
@@ -55,7 +56,7 @@ class OrderedVisits(NamedTuple):
         """From the classes of tiles, `[B | 1, heads | 1, tiles, blocks]`."""
         xp, blocks = visits.module_of(classes), classes.shape[-1]
         block = np.arange(blocks, dtype=np.int32).reshape(1, 1, 1, -1)
-        nothing = xp.all(classes == EMPTY, -1, keepdims=True) & (block == 0)
+        nothing = xp.all(classes == EMPTY, -1, keepdims=True) & (block == blocks - 1)
         classes = xp.where(nothing, np.int32(PARTIAL), classes)
         there = (classes != EMPTY).astype(np.int32)
         later = xp.flip(xp.cumsum(xp.flip(there, -2), -2, dtype=np.int32), -2) - there

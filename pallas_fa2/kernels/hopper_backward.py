@@ -224,7 +224,7 @@ class KeyHalf(ColumnBlock):
             self.collect_dq(steps - 1, dq_acc, dq_row, in_flight=0)
 
         pl.run_scoped(product, self.dq_accumulator)
-        self.memory.keys.release(tiles - 1)
+        when(tiles > 0)(lambda: self.memory.keys.release(tiles - 1))
 
     def ds_of(self, t: Any) -> Any:
         """dS of a step; there is one before the first, whose dQ goes nowhere."""
