@@ -354,6 +354,18 @@ def test_what_a_batch_shares_reaches_every_launch(mapped: int | None, limit: int
     chex.assert_trees_all_equal(jax.vmap(call, (0, mapped))(x, shared), expected)
 
 
+def test_what_a_batch_shares_is_not_copied_for_launches() -> None:
+    """Nor is its gradient."""
+
+    def kernel(x: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
+        assert len(x) in (5, 2) and len(shared) == 1
+        return x + shared, (x * shared).sum(0, keepdims=True)
+
+    x, shared = jnp.arange(24.0).reshape(12, 2), jnp.array([[2.0, 3.0]])
+    expected = x + shared, (x * shared).sum(0, keepdims=True)
+    chex.assert_trees_all_equal(hopper.over_batch(kernel, limit=5)(x, shared), expected)
+
+
 @pytest.mark.parametrize("vmapped", [False, True])
 def test_a_large_batch_takes_several_launches(vmapped: bool) -> None:
     launched = []

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2.kernels import hopper
 from tests.contract.rule import assert_within_rule
 from tests.support import interpreter
 from tests.support.hopper import planned_for_h200
@@ -236,6 +237,31 @@ def check(
 def test_scores_interpreted(name: str, t: int, s: int, head_dim: int) -> None:
     with planned_for_h200(cores=2):  # a CTA takes two tiles or more
         check(name, t, s, head_dim, (2, 1), interpreter.run)
+
+
+@pytest.mark.parametrize(
+    "batch, limit, of", [(3, 2, jnp.bfloat16), (2, 1, jnp.bfloat16), (4, 3, jnp.float32)]
+)
+def test_the_gradient_of_a_bias_that_several_launches_share(
+    batch: int, limit: int, of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a launch of few entries finds has another form."""
+    monkeypatch.setattr(hopper, "batch_limit", lambda spec: limit)
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [jax.random.normal(key, (batch, 33, 2, 64), jnp.bfloat16) for key in keys[:3]]
+    bias = jax.random.normal(keys[3], (1, 2, 33, 33), of)
+
+    def slopes(implementation: str) -> Any:
+        def loss(bias: Any, *arrays: Any) -> Any:
+            out = fa.flash_attention(*arrays, score=fa.bias(bias), implementation=implementation)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        return jax.grad(loss, (0, 1))
+
+    with planned_for_h200(cores=2):
+        got = interpreter.run(slopes("hopper"), bias, *arrays)
+    expected = jax.jit(slopes("reference"))(bias, *arrays)
+    chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)
 
 
 @pytest.mark.parametrize("mapped", [None, 0])

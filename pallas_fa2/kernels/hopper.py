@@ -1,7 +1,7 @@
 """The Hopper kernels as an implementation: what they refuse, and the arrays in their form."""
 
 import dataclasses
-import operator
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -295,17 +295,25 @@ def over_batch(kernel: Callable, limit: int, axes: Axes | None = None) -> Callab
     """A kernel for any batch, the first axis of every array, and under vmap, which adds to it.
 
     A launch takes up to `limit` batch entries. An array that they share has a first axis of 1, and so may its
-    gradient have, unless there are several launches. With `axes`, each device takes a part.
+    gradient have. With `axes`, each device takes a part.
     """
 
     def launches(*args: Any) -> Any:
         batch = jax.tree.leaves(args)[0].shape[0]
         if batch <= limit:
             return kernel(*args)
+
+        def launch(part: slice) -> Any:
+            return kernel(*jax.tree.map(lambda x: x if len(x) == 1 else x[part], args))
+
+        def join(*x: jax.Array) -> jax.Array:
+            if sum(map(len, x)) == batch:
+                return jnp.concatenate(x)
+            totals = [y.sum(0, dtype=jnp.float32, keepdims=True) for y in x]
+            return functools.reduce(jnp.add, totals)
+
         parts = [slice(i, i + limit) for i in range(0, batch, limit)]
-        args = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), args)
-        found = [kernel(*jax.tree.map(operator.itemgetter(part), args)) for part in parts]
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *found)
+        return jax.tree.map(join, *map(launch, parts))
 
     call = custom_vmap(launches if axes is None else partition.by_device(launches, axes))
 
