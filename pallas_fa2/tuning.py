@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_fa2 import plan
 from pallas_fa2.autodiff import attend
-from pallas_fa2.kernels import hopper_forward
+from pallas_fa2.kernels import hopper_forward, token_data
 from pallas_fa2.spec import Device, Spec, describe
 
 # Of the 60 MB of L2: the keys and values of the heads that run at the same time.
@@ -74,6 +74,8 @@ def candidates(spec: Spec, device: Device) -> list[hopper_forward.Config]:
 
     def suits(kernel: plan.Tuned) -> bool:
         plain = spec.only_masked and not kernel.general
+        whole = all(token_data.WHOLE % n == 0 for n in kernel.config.tile)
+        plain &= whole or not token_data.mask_reads_pairs(spec)
         return kernel.takes(spec) or (plain and kernel.fits(spec))
 
     return [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import bounds
+from pallas_fa2 import bounds, plan
 from pallas_fa2.kernels import answers, token_data, visits
 from pallas_fa2.kernels.hopper import Extras, trim
 from pallas_fa2.kernels.visits import Visits
@@ -90,6 +90,7 @@ OF_PAIRS = [
     (fa.mask_fn(lambda q, k, p: ~p.x)(pairs={"x": jnp.asarray(BLOCKS)}), B),
     (fa.Dense(jnp.asarray(BLOCKS[:1])) & fa.Window(100), 1),
 ]
+UNREAD = fa.mask_fn(lambda q, k: abs(q.index - k.index) < 100)(pairs={"x": jnp.asarray(BLOCKS)})
 
 
 @pytest.mark.parametrize("mask", [GRID, ONE_ENTRY, DENSE], ids=["grid", "one entry", "dense"])
@@ -196,6 +197,8 @@ def test_who_is_worth_asking():
     assert not is_asked(cheap, few) and not is_asked(cheap, jnp.asarray(cut[:, :, :8]))
     assert is_asked(grid, jnp.asarray(cut))
     assert not is_asked(extras_of(ONE_ENTRY, q_heads=1), cut)
+    (config,) = (t.config for t in plan.hopper_forwards(96, 96) if t.config.warpgroups == 3)
+    assert not grid.asks(problem_of(grid), cut, config.tile, 0)  # its tiles are no squares
 
 
 @pytest.mark.parametrize("drops", [False, True])
@@ -278,6 +281,7 @@ def test_attention_of_an_array_that_only_the_device_knows(mask, head_dim, whole)
         (fa.Dense(jnp.broadcast_to(DENSE.array, (B, 4, T, S))), {}, False),
         (DENSE, {"score": fa.soft_cap(3.0)}, False),
         (GRID, {}, False),
+        (UNREAD, {}, False),
     ],
 )
 def test_who_is_asked_about_all_tiles(mask, options, asked):

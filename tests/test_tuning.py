@@ -67,11 +67,17 @@ def test_a_mask_alone_may_take_the_kernels_without_one():
         name: [config.warpgroups for config in tuning.candidates(describe(x, x, x, **o)[0], H200)]
         for name, o in {
             "mask": {"mask": fa.Window(3)},
+            "array": {"mask": fa.Dense(jnp.ones((256, 256), bool))},
             "score": {"score": fa.soft_cap(2.0)},
             "both": {"mask": fa.Window(3), "score": fa.soft_cap(2.0)},
         }.items()
     }
-    assert kernels == {"mask": [2, 3, 2, 2], "score": [2, 2], "both": [2, 2]}
+    assert kernels == {
+        "mask": [2, 3, 2, 2],
+        "array": [2, 2, 2],  # there are whole tiles of 128 queries
+        "score": [2, 2],
+        "both": [2, 2],
+    }
 
 
 @pytest.mark.gpu

@@ -47,7 +47,7 @@ def are_worth_it(
     """Whether a mask that reads no pairs is asked once for all heads, before the attention; of the classes of its
     tiles of so many queries and keys, `[B | 1, N | 1, T tiles, S tiles]`. The rows of an attention's CTA are those
     of `q_axis`. (For those that do, `token_data.is_asked`.)"""
-    if problem.score is not None or classes.shape[1] > 1:
+    if problem.score is not None or classes.shape[1] > 1 or any(n % SQUARE for n in tile):
         return False
     size = len(classes) * problem.q_len * problem.kv_len // 8
     if size > 2 * problem.batch * problem.q_len * problem.q_heads * head_dim:

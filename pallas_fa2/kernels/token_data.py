@@ -303,12 +303,18 @@ def is_asked(spec: Spec) -> bool:
     """Whether a mask that reads data of pairs is asked before the attention (`answers`): heads share it, and its
     answers take no more memory than queries; or there is no room for such data beside the head dims. (Beside
     scores where there is room: not measured.)"""
-    if not any(source.side == "pair" for source in _sources(spec).mask):
+    if not mask_reads_pairs(spec):
         return False
     if max(spec.head_dim, spec.value_dim) > WIDEST_WITH_PAIRS:
         return True
     shared = spec.q_heads > 1 and not spec.mask_by_head and not spec.scores
     return shared and spec.kv_len // 8 <= 2 * spec.q_heads * spec.head_dim
+
+
+@functools.lru_cache(maxsize=512)
+def mask_reads_pairs(spec: Spec) -> bool:
+    mask = describe_mask(spec)
+    return mask is not None and bool(mask.visible.pairs)
 
 
 def token_rows(spec: Spec, side: str) -> int:
