@@ -23,6 +23,8 @@ from tests.fuzz.case import Case
 from tests.fuzz.check import check
 from tests.fuzz.masks import And, Causal, Dense, Lengths
 from tests.fuzz.scores import Bias, SoftCap
+from tests.support import compile_gate
+from tests.support.hopper import planned_for_h200
 
 B, T, N, K, H = 4, 20, 4, 2, 8
 
@@ -330,6 +332,23 @@ def test_a_function_traced_with_x64_is_traced_again_without() -> None:
     with jax.enable_x64(True):
         assert_same(call(), expected)
     assert_same(call(), expected)
+
+
+def test_hopper_kernels_take_python_numbers_under_x64() -> None:
+    """They compile; the interpreter has no 64 bits."""
+
+    def mask(q: Any, k: Any) -> Any:
+        return (q.index // 8 == k.index // 8) | (q.index % 3 < k.index % 2)
+
+    options: dict = {"mask": fa.Chunked(16) | mask, "score": lambda s, q, k: 2**0.5 * s}
+
+    def attend(q: Any, k: Any) -> Any:
+        return fa.flash_attention(q, k, k, implementation="hopper", **options)
+
+    x = jax.ShapeDtypeStruct((1, 90, 2, 64), jnp.bfloat16)
+    with jax.enable_x64(True), planned_for_h200():
+        reports = compile_gate.compile_for_h200(attend, x, x)
+    assert "attention" in [report.name for report in reports]
 
 
 def test_int64_data_under_x64() -> None:

@@ -60,14 +60,16 @@ SCORE = Language(REAL, {"convert_element_type"}, set())
 GRADIENT = Language(REAL, _OF_NARROW, _OF_NARROW)
 
 
-def refuses(jaxpr: Any, language: Language, owner: str) -> str | None:
+def refuses(code: ClosedJaxpr, language: Language, owner: str) -> str | None:
     """What of a mask's or score's code no kernel runs."""
-    for eqn in jaxpr.eqns:
+    reasons = []
+
+    def apply(eqn: Any, constant: list[bool]) -> list[bool]:
         if (inner := called(eqn)) is not None:
-            if reason := refuses(inner[0], language, owner):
-                return reason
-            continue
+            return follow(*inner, constant, lambda _: True, apply)
         name = eqn.primitive.name
+        if name == "convert_element_type" and constant == [True]:
+            return constant
         for v in (*eqn.invars, *eqn.outvars):
             dtype = v.aval.dtype.name
             if dtype in NARROW:
@@ -76,8 +78,11 @@ def refuses(jaxpr: Any, language: Language, owner: str) -> str | None:
             else:
                 allowed = language.real if dtype == "float32" else INTEGER
             if v.aval.shape != () or dtype not in DTYPES + NARROW or name not in allowed:
-                return f"{owner} compute no {name} of {dtype}{list(v.aval.shape)}"
-    return None
+                reasons.append(f"{owner} compute no {name} of {dtype}{list(v.aval.shape)}")
+        return [False] * len(eqn.outvars)
+
+    follow(code.jaxpr, code.consts, [False] * len(code.jaxpr.invars), lambda _: True, apply)
+    return next(iter(reasons), None)
 
 
 def evaluate(
@@ -92,6 +97,8 @@ def evaluate(
     def apply(eqn: Any, ins: list[Value]) -> list[Value]:
         if (inner := called(eqn)) is not None:
             return follow(*inner, ins, _constant, apply)
+        if _converts_a_constant(eqn, ins):
+            return [_constant(np.asarray(ins[0].array, eqn.params["new_dtype"]))]
         axes = tuple(sorted({axis for x in ins for axis in x.axes}))
         dtypes = {v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)}
         rule = _RULES.get(eqn.primitive.name) if dtypes <= {"float32", *NARROW} else None
@@ -108,6 +115,12 @@ def evaluate(
         return [found]
 
     return follow(code.jaxpr, code.consts, list(args), _constant, apply)
+
+
+def _converts_a_constant(eqn: Any, ins: list[Value]) -> bool:
+    """Under x64, Python's integers are 64 bits wide until then."""
+    found = eqn.primitive.name == "convert_element_type" and isinstance(ins[0].array, np.ndarray)
+    return found and ins[0].factor == 1.0
 
 
 def _becomes_real(eqn: Any) -> bool:

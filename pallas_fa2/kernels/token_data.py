@@ -157,7 +157,7 @@ def refuses(spec: Spec) -> str | None:
         value, derivative = tile_code.combined(spec.scores)
         codes.append((value, pointwise.SCORE, "its scores"))
         codes.append((derivative, pointwise.GRADIENT, "gradients of its scores"))
-    reasons = (pointwise.refuses(code.jaxpr, *language) for code, *language in codes)
+    reasons = (pointwise.refuses(code, *language) for code, *language in codes)
     return next(filter(None, reasons), None)
 
 
