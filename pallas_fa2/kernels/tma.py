@@ -168,6 +168,10 @@ class Rows:
                 i, *place = (x.registers[()] for x in operands[len(arrays) :])
                 barrier = barriers and barriers.find(ctx.module, i)
                 _issue(ctx, operands[: len(arrays)], buffer, place, view, barrier)
+                # Else ptxas may have the one thread that copies meet the others much later, behind loops and
+                # waits that it takes to be the same for all: with their numbers in registers that a warp has
+                # once, and that one changes for the others. So no branch is left, only predicates.
+                _assembly(None, "bar.warp.sync -1;", "")
 
             # The interpreter in the tests knows it by this name.
             inline.__name__ = f"{'load' if barriers else 'store'} {view} {width}"
