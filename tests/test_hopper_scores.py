@@ -1,5 +1,6 @@
 """Score functions on the Hopper kernels: values, and gradients of all that they read."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.kernels import hopper
 from tests.contract.rule import assert_within_rule
-from tests.support import interpreter
+from tests.support import compile_gate, interpreter
 from tests.support.hopper import planned_for_h200
 
 B = 2
@@ -283,6 +284,19 @@ def test_the_gradient_of_a_bias_that_a_batch_shares_under_vmap(mapped: int | Non
         got = interpreter.run(slopes("hopper"), bias, *arrays)
     expected = jax.jit(slopes("reference"))(bias, *arrays)
     chex.assert_trees_all_close(got, expected, rtol=0.05, atol=0.05)
+
+
+def test_the_thread_that_copies_stays_with_its_warp() -> None:
+    """Where a sequence ends within 8 rows: ptxas had it meet the others behind the loop over keys."""
+    arrays, data = inputs(261, 139, 128, (4, 2))
+
+    def attend(q: Any, k: Any, v: Any, bias: Any) -> jax.Array:
+        return fa.flash_attention(q, k, v, mask=fa.Window(60), score=fa.bias(bias))
+
+    with planned_for_h200():
+        reports = compile_gate.compile_for_h200(attend, *arrays[:3], data["narrow"])
+    (report,) = (x for x in reports if x.name == "attention")
+    compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
 
 
 ON_A_GPU = [

@@ -359,6 +359,23 @@ def test_the_gate_names_what_is_wrong():
         assert part in str(refusal.value)
 
 
+SASS = """
+        /*0100*/                   ELECT P1, URZ, PT
+        /*0110*/                   PLOP3.LUT P1, PT, P2, P1, PT, 0x8, 0x0
+        /*0120*/              @!P1 BRA `(.L_x_1)
+        /*0130*/                   UTMALDG.5D [UR16], [UR8]
+.L_x_1:
+        /*0140*/                   {joined} B0
+        /*0150*/                   ISETP.NE.U32.AND P1, PT, RZ, UR18, PT
+        /*0160*/               @P1 BRA `(.L_x_1)
+"""
+
+
+@pytest.mark.parametrize("joined, stray", [("BSYNC", 0), ("UIADD3", 1)])
+def test_the_gate_sees_a_thread_that_goes_astray(joined, stray):
+    assert compile_gate.stray_threads(SASS.format(joined=joined)) == stray
+
+
 def test_hlo_shows_the_buffers_outside_kernels():
     def scores(x):
         return jax.nn.softmax(x @ x.T, axis=1) @ x

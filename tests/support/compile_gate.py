@@ -95,14 +95,41 @@ def exponentials_under_products(report: KernelReport) -> list[int]:
     return found
 
 
+def stray_threads(sass: str) -> int:
+    """How many branches one elected thread of a warp takes, or all but that one, that do not lead to where
+    they meet.
+
+    ptxas may have them meet behind a loop that it takes to be the same for all. The loop's numbers are in
+    registers that a warp has once, and those who come first change them for the others.
+    """
+    lines = sass.splitlines()
+    label_at, alone, found = _labels(lines), set(), 0
+    pattern = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?(U?P\d) )?\s*([A-Z]\w*(?:\.U\.ANY)?)\S*(.*)")
+    for line in lines:
+        if (instruction := pattern.search(line)) is None:
+            continue
+        guard, name, operands = instruction.groups()
+        predicates = re.findall(r"\bU?P\d\b", operands)
+        if name == "BRA" and guard in alone:
+            target = re.findall(r"\.L_x_\d+", operands)[0]
+            after = filter(pattern.search, lines[label_at[target] :])
+            found += "BSYNC" not in next(after)
+        elif name == "ELECT" or (name == "PLOP3" and not alone.isdisjoint(predicates[1:])):
+            alone.add(predicates[0])
+        elif predicates and re.match(r"\s*U?P\d", operands):
+            alone.discard(predicates[0])
+    return found
+
+
+def _labels(lines: list[str]) -> dict[str, int]:
+    return {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
+
+
 def spills_while_multiplying(report: KernelReport) -> int:
     """Local memory accesses in the innermost loops that multiply; -1 if no such loop is found."""
     assert report.sass_path is not None, "nvdisasm is missing"
     lines = report.sass_path.read_text().splitlines()
-    label_at = {
-        m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))
-    }
-    loops = []
+    label_at, loops = _labels(lines), []
     for end, line in enumerate(lines):
         # a loop's own branch has a condition; code out of line comes back without one
         branch = re.search(r"@!?U?P\d+\s+BRA `\((\.L_x_\d+)\)", line)
@@ -151,8 +178,11 @@ def temporary_bytes_for_h200(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def assert_clean(report: KernelReport) -> None:
-    """Fail if the kernel spills, has its wgmmas serialized, or asks for too much shared memory."""
+    """Fail if the kernel spills, has its wgmmas serialized, asks for too much shared memory, or has one
+    thread of a warp go astray."""
     faults = []
+    if report.sass_path is not None and (count := stray_threads(report.sass_path.read_text())):
+        faults.append(f"has {count} branches of one thread that does not meet its warp behind them")
     if report.spill_stores or report.spill_loads:
         faults.append(f"spills {report.spill_stores} B (reloads {report.spill_loads} B)")
     if report.smem_bytes > h200.MAX_SHARED_MEMORY_BYTES:
