@@ -13,8 +13,9 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
 from pallas_fa2.kernels import visits
+from pallas_fa2.kernels.backward_config import Config
 from pallas_fa2.kernels.backward_heads import HeadSchedule, HeadVisits, Visit
-from pallas_fa2.kernels.backward_schedule import Config, Step
+from pallas_fa2.kernels.backward_schedule import Step
 from pallas_fa2.kernels.mosaic import Problem
 from tests.contract import suite
 from tests.contract.cases import MASKED, PLAIN, Case

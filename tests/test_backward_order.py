@@ -12,8 +12,9 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
 from pallas_fa2.kernels import backward_order, visits
+from pallas_fa2.kernels.backward_config import Config
 from pallas_fa2.kernels.backward_order import OrderedSchedule, OrderedVisits
-from pallas_fa2.kernels.backward_schedule import Config, Step
+from pallas_fa2.kernels.backward_schedule import Step
 from pallas_fa2.kernels.mosaic import Problem
 from pallas_fa2.kernels.tiles import Claims
 from tests.support import compile_gate, interpreter, shared

@@ -10,7 +10,8 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.kernels import tiles
-from pallas_fa2.kernels.backward_schedule import Config, Schedule
+from pallas_fa2.kernels.backward_config import Config
+from pallas_fa2.kernels.backward_schedule import Schedule
 from pallas_fa2.kernels.mosaic import Problem
 from pallas_fa2.kernels.tiles import Claims, Dealt
 from tests.support import interpreter

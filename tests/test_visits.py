@@ -8,7 +8,8 @@ import pytest
 from benchmarks.shapes import DOCUMENTS
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
 from pallas_fa2.kernels import listing, tiles, visits
-from pallas_fa2.kernels.backward_schedule import Config, Schedule
+from pallas_fa2.kernels.backward_config import Config
+from pallas_fa2.kernels.backward_schedule import Schedule
 from pallas_fa2.kernels.mosaic import Problem
 from pallas_fa2.kernels.tiles import Claims
 from pallas_fa2.kernels.visits import Visits

@@ -12,7 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_fa2.kernels import fragments, hiding, mosaic, ptx
-from pallas_fa2.kernels.backward_schedule import PANEL, Schedule, Step
+from pallas_fa2.kernels.backward_config import PANEL
+from pallas_fa2.kernels.backward_schedule import Schedule, Step
 from pallas_fa2.kernels.dropout import RowKeys
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, Ring
 from pallas_fa2.kernels.pair_tile import PairTile

@@ -15,7 +15,8 @@ from jax import lax
 
 from pallas_fa2.bounds import EMPTY, PARTIAL
 from pallas_fa2.kernels import mosaic, visits
-from pallas_fa2.kernels.backward_schedule import Config, Schedule, Step, Tile
+from pallas_fa2.kernels.backward_config import Config
+from pallas_fa2.kernels.backward_schedule import Schedule, Step, Tile
 from pallas_fa2.kernels.mosaic import I32, Problem
 from pallas_fa2.kernels.tiles import Claims, Dealt
 from pallas_fa2.kernels.visits import Visits

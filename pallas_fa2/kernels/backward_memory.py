@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import mosaic, ptx, tma
-from pallas_fa2.kernels.backward_schedule import PAIR, PANEL, Config
+from pallas_fa2.kernels.backward_config import PAIR, PANEL, Config
 from pallas_fa2.kernels.mosaic import Ring
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE
 from pallas_fa2.kernels.token_data import Sums

@@ -26,9 +26,10 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
 from pallas_fa2.kernels import mosaic, ptx, visits
+from pallas_fa2.kernels.backward_config import Config
 from pallas_fa2.kernels.backward_memory import TURN_BARRIERS, Memory
 from pallas_fa2.kernels.backward_roles import Loader
-from pallas_fa2.kernels.backward_schedule import Config, Schedule, Step, Tile
+from pallas_fa2.kernels.backward_schedule import Schedule, Step, Tile
 from pallas_fa2.kernels.mosaic import I32, Problem
 from pallas_fa2.kernels.tiles import Claims
 

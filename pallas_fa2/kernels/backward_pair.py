@@ -12,9 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import fragments, ptx
 from pallas_fa2.kernels.backward_columns import join
+from pallas_fa2.kernels.backward_config import DQ_TILE, PAIR
 from pallas_fa2.kernels.backward_order import OrderedSchedule, give_turn, take_turn
 from pallas_fa2.kernels.backward_roles import ColumnBlock, Loader
-from pallas_fa2.kernels.backward_schedule import DQ_TILE, PAIR, Step, Tile
+from pallas_fa2.kernels.backward_schedule import Step, Tile
 from pallas_fa2.kernels.branches import cond, when
 from pallas_fa2.kernels.mosaic import Ring
 from pallas_fa2.kernels.tamed import rows_of

@@ -13,8 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import answers, mosaic, ptx
 from pallas_fa2.kernels.backward_columns import Columns, join
+from pallas_fa2.kernels.backward_config import PAIR, PANEL, Config
 from pallas_fa2.kernels.backward_memory import Inputs, Memory, Outputs
-from pallas_fa2.kernels.backward_schedule import PAIR, PANEL, Config, Schedule, Step, Tile
+from pallas_fa2.kernels.backward_schedule import Schedule, Step, Tile
 from pallas_fa2.kernels.branches import cond, when
 from pallas_fa2.kernels.mosaic import I32, Ring
 from pallas_fa2.kernels.tamed import rows_of

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import fragments, mosaic, passes, ptx
+from pallas_fa2.kernels.backward_config import DQ_TILE, PAIR, PANEL, Config
 from pallas_fa2.kernels.backward_heads import HeadSchedule, Visit
 from pallas_fa2.kernels.backward_memory import Inputs, Memory, Outputs, memory_of
 from pallas_fa2.kernels.backward_order import (
@@ -38,15 +39,7 @@ from pallas_fa2.kernels.backward_pair import (
     ValueGradient,
 )
 from pallas_fa2.kernels.backward_roles import ColumnBlock, Loader, Role
-from pallas_fa2.kernels.backward_schedule import (
-    DQ_TILE,
-    PAIR,
-    PANEL,
-    Config,
-    Schedule,
-    Step,
-    Tile,
-)
+from pallas_fa2.kernels.backward_schedule import Schedule, Step, Tile
 from pallas_fa2.kernels.branches import cond, when
 from pallas_fa2.kernels.mosaic import I32, Problem
 from pallas_fa2.kernels.tiles import Claims, Dealt, each_tile, launch

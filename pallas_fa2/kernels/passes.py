@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import fragments, mosaic, tma
-from pallas_fa2.kernels.backward_schedule import Config, Schedule
+from pallas_fa2.kernels.backward_config import Config
+from pallas_fa2.kernels.backward_schedule import Schedule
 from pallas_fa2.kernels.branches import cond, when
 from pallas_fa2.kernels.mosaic import I32, ROWS_PER_WARPGROUP, TILE, Problem
 from pallas_fa2.kernels.tamed import Copies, Part, Tamed, any_infinite
