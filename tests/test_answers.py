@@ -14,7 +14,7 @@ from pallas_fa2.kernels import answers, token_data, visits
 from pallas_fa2.kernels.hopper import Extras, trim
 from pallas_fa2.kernels.visits import Visits
 from pallas_fa2.spec import describe
-from tests.support import interpreter
+from tests.support import compile_gate, interpreter
 from tests.support.hopper import (
     asking_first,
     attend_and_differentiate,
@@ -199,6 +199,21 @@ def test_who_is_worth_asking():
     assert not is_asked(extras_of(ONE_ENTRY, q_heads=1), cut)
     (config,) = (t.config for t in plan.hopper_forwards(96, 96) if t.config.warpgroups == 3)
     assert not grid.asks(problem_of(grid), cut, config.tile, 0)  # its tiles are no squares
+
+
+def test_answers_are_applied_between_exponentials():
+    """All of a block's selections before its first exponential took 6 % of a mask of cut blocks."""
+    x = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
+    mask = fa.Causal() & (lambda q, k: (q.index * 7 - k.index) % 5 < 3)
+
+    def attend(q, k, v):
+        return fa.flash_attention(q, k, v, mask=mask, implementation="hopper")
+
+    with planned_for_h200(), asking_first():
+        reports = {x.name: x for x in compile_gate.compile_for_h200(attend, x, x, x)}
+    compile_gate.assert_clean(reports["attention"])
+    full, cut = compile_gate.selections_between_exponentials(reports["attention"])
+    assert full == 0 and cut >= 40  # of 64
 
 
 @pytest.mark.parametrize("drops", [False, True])

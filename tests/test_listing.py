@@ -63,25 +63,14 @@ def random_counts(shape):
     return visited + ((6 - visited) << listing.FULL_BIT)
 
 
-def in_order(counts, batch, heads, hands, last, before):
-    tiles = counts.shape[-1]
-    known = np.broadcast_to(np.arange(counts.size).reshape(counts.shape), (batch, heads, tiles))
-    known, numbers = known.reshape(-1), np.arange(batch * heads * tiles)
-    visited = listing.halves(counts.flat[known])[0]
-    is_long = visited > int(visited.sum() * listing.LONG / hands)
-    in_turn = (numbers >= (batch * heads - last) * tiles) & ~is_long
-    by_length = np.where(in_turn, known, 0), np.where(in_turn, -visited, 0)
-    order = np.lexsort((numbers, *by_length, np.where(is_long, -1, in_turn)))
-    entries = np.stack([order, counts.flat[known[order]]], -1)
-    front, end = np.full((before, 2), -1), [(len(entries), 0)]
-    return np.concatenate([front, entries, end]).astype(np.int32)
-
-
 @pytest.mark.parametrize("shape, where", ORDERS)
 def test_tiles_are_ordered_as_on_the_host(shape, where):
+    *of_what, before = where
     counts = random_counts(shape)
     got = on_device(lambda x: listing.in_order(x, *where), counts)
-    np.testing.assert_array_equal(got, in_order(counts, *where))
+    entries = visits.in_order(counts, *of_what)
+    rows = [np.full((before, 2), -1), entries, [(len(entries), 0)]]
+    np.testing.assert_array_equal(got, np.concatenate(rows))
 
 
 @pytest.mark.parametrize(

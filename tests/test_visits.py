@@ -11,7 +11,7 @@ from pallas_fa2.kernels import listing, tiles, visits
 from pallas_fa2.kernels.backward_config import Config
 from pallas_fa2.kernels.backward_schedule import Schedule
 from pallas_fa2.kernels.mosaic import Problem
-from pallas_fa2.kernels.tiles import Claims
+from pallas_fa2.kernels.tiles import Claims, Dealt
 from pallas_fa2.kernels.visits import Visits
 from tests.support import interpreter
 
@@ -62,6 +62,20 @@ def test_every_tile_is_taken_once_with_its_counts(
         entry, head = divmod(head, heads)
         assert count == counts[entry, head if each > 1 else 0, tile]
     assert entries[-1] == [all_tiles, 0]
+
+
+def test_known_tiles_are_claimed_in_the_order_of_others():
+    classes = random_classes(2, 1, 9, 4)
+    found = interpreter.run(lambda x: Visits.of(x).claim(2, 6, 5).table, classes)
+    np.testing.assert_array_equal(Visits.of(classes).claim(2, 6, 5).table, found)
+
+
+@pytest.mark.parametrize("kv_heads, taken", [(4, Claims), (1, Dealt)])
+def test_of_grouped_heads_known_tiles_are_dealt(kv_heads, taken):
+    problem = Problem(2, 512, 512, 4, kv_heads, scale=1.0, offset=None)
+    classes = random_classes(1, 1, 8, 4)
+    schedule = Schedule.of(problem, Config(128, 128), classes)
+    assert isinstance(schedule.tiles(schedule.seen(classes)), taken)
 
 
 def test_on_the_host_the_longest_hand_has_little_more_than_the_mean():

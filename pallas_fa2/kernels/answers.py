@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
-from pallas_fa2.kernels import hiding, listing, mosaic, ptx, tma, visits
+from pallas_fa2.kernels import listing, mosaic, ptx, tma, visits
 from pallas_fa2.kernels.listing import LANES, WARPS
 from pallas_fa2.kernels.mosaic import I32, Problem
 from pallas_fa2.kernels.pair_tile import Booleans, PairTile
@@ -211,7 +211,7 @@ class _Asking:
         for j in range(squares[1]):
             squares_before = row * squares[0] + self.warpgroup, number * squares[1] + j
             first = [I32(SQUARE) * x for x in squares_before]
-            words.append(hiding.signs(_hidden(problem, data, entry, first, q_axis, k_end)))
+            words.append(_hidden(problem, data, entry, first, q_axis, k_end))
             found[j] = words[-1]
         return words
 
@@ -232,7 +232,7 @@ def _hidden(
     q_axis: int,
     k_end: int | None,
 ) -> jax.Array:
-    """-inf where a pair of a square is hidden, else 0."""
+    """Which pairs of a square are hidden: `hiding.hidden_bits`."""
     visible, shape = problem.mask.visible, (SQUARE, SQUARE)
     first_query, first_key = first[q_axis], first[1 - q_axis]
     numbers = data.numbers.load(entry, 0, visible.numbers)
@@ -264,5 +264,4 @@ def _hidden(
         pairs = {s: x.load(columns.start, columns.size, s.dtype) for s, x in of_pairs.items()}
         return Pair(sides["q"], sides["k"], numbers, pairs)
 
-    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.TILE)
-    return problem.mask.hide(zeros, pair_at, k_end)
+    return problem.mask.hidden_bits(pair_at, k_end)

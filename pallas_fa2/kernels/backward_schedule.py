@@ -77,6 +77,9 @@ class Schedule:
         """Which each CTA takes; `seen` is what each visits, if there is a mask."""
         if seen is not None:
             order = self.order
+            # Of a group or its part a tile visits all heads, of which L2 holds few; data of pairs leave no registers.
+            if self.problem.group == 1 and not self.problem.pairs():
+                return seen.claim(order.batch, order.heads, self.hands)
             return seen.deal(order.batch, order.heads, order.section, self.hands)
         numbers = np.arange(self.order.count, dtype=np.int32)
         if self.claims:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import mosaic, ptx, tamed
+from pallas_fa2.kernels import hiding, mosaic, ptx, tamed
 from pallas_fa2.kernels.branches import cond, when
 from pallas_fa2.kernels.forward_scores import RowScores, Statistics
 from pallas_fa2.kernels.mosaic import I32, LOG2E, ROWS, TILE
@@ -67,13 +68,10 @@ class RowBlock(RowScores):
         """The unnormalized output and the statistics."""
         state, begin = self.first_block(), I32(1)
 
-        def step(masked: bool) -> Any:
-            return lambda t, state: self.next_block(t, masked, *state)
-
         for masked, end in self.tile.phases:
             if masked and not self.masked:
                 continue
-            state = lax.fori_loop(begin, end, step(masked), state)
+            state = self.next_blocks(begin, end, masked, state)
             begin = jnp.maximum(end, 1)
             if masked and self.tile.backwards:
                 state = self.settled(*state)
@@ -87,6 +85,7 @@ class RowBlock(RowScores):
         """
         rows, keys, queries = self.shape[0], self.memory.keys, self.query_data(masked=self.masked)
         problem, first_key = self.schedule.problem, self.first_key(0)
+        answers = self.answers(self.number(0), self.masked)  # of no meaning unless it is cut
         (k,) = keys.wait(self.first_step)
         self.turns.take()
 
@@ -105,7 +104,6 @@ class RowBlock(RowScores):
 
             def hide() -> jax.Array:
                 found = self.wait_for_data(0, masked=True) if data is None else data
-                answers = self.answers(0, masked=True)
                 return self.hide(s, first_key, queries, found, answers)
 
             s = cond(self.tile.is_cut(0), hide, lambda: s)
@@ -129,12 +127,28 @@ class RowBlock(RowScores):
         acc = mosaic.constant(0.0, (rows, self.schedule.config.value_dim), TILE)
         return acc, statistics, self.converted(parts)
 
+    def next_blocks(self, begin: Any, end: Any, masked: bool, state: tuple) -> tuple:
+        """Those from `begin` to `end`. Answers about a block come while the one before is multiplied."""
+        if not (masked and self.schedule.problem.asked):
+            return lax.fori_loop(
+                begin, end, lambda t, state: self.next_block(t, masked, [], *state), state
+            )
+
+        def step(t: Any, carry: tuple) -> tuple:
+            state, answers = carry
+            following = self.number(jnp.minimum(t + 1, end - 1))
+            state = self.next_block(t, masked, answers, *state)
+            return state, self.answers(following, masked)
+
+        answers = self.answers(self.number(jnp.minimum(begin, end - 1)), masked)
+        return lax.fori_loop(begin, end, step, (state, answers))[0]
+
     def next_block(
-        self, t: Any, masked: bool, acc: Any, before: Statistics, p: list[jax.Array]
+        self, t: Any, masked: bool, answers: list, acc: Any, before: Statistics, p: list[jax.Array]
     ) -> tuple[jax.Array, Statistics, list[jax.Array]]:
         """Scores of block t and output of block t - 1, multiplied together; softmax of block t."""
         keys, values, step = self.memory.keys, self.memory.values, self.first_step + t
-        queries, answers = self.query_data(masked), self.answers(t, masked)
+        queries = self.query_data(masked)
         first_key, parts = self.first_key(t), self.schedule.config.value_parts
         (k,) = keys.wait(step)
         self.turns.take()
@@ -155,8 +169,8 @@ class RowBlock(RowScores):
                 data = self.wait_for_data(t, masked)
                 s, scale = self.scored(s, first_key, queries, data)
                 if masked:
-                    s = self.hide(s, first_key, queries, data, answers)
-                    reference = self.found_reference(s, scale, reference)
+                    hide = functools.partial(self.hide, s, first_key, queries, data)
+                    s, reference = self.hidden(s, hide, answers, scale, reference)
                 p_next, total = [], before.total
                 for i, some in enumerate(parts):
                     if i > 0:
@@ -215,16 +229,33 @@ class RowBlock(RowScores):
         values.release(step)
         return acc
 
-    def found_reference(self, s: jax.Array, scale: float, reference: jax.Array) -> jax.Array:
-        """With those of rows that see their first key in this block."""
+    def hidden(
+        self, s: jax.Array, hide: Callable, answers: list, scale: float, reference: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The scores without those that hide(answers) hides, and the references."""
+        if not answers:
+            s = hide(answers)
+            eights = functools.partial(mosaic.by_eights, jnp.maximum, s)
+            return s, self.found_reference(eights, scale, reference)
+
+        # The branch shares no predicates: they, and all selections, would come before it, and between
+        # exponentials there is room for them.
+        def highest() -> jax.Array:
+            return hiding.highest(s, [lax.optimization_barrier(x) for x in answers])
+
+        reference = self.found_reference(highest, scale, reference)
+        return hide(answers), reference
+
+    def found_reference(self, highest: Callable, scale: float, reference: jax.Array) -> jax.Array:
+        """With those of rows that see their first key in this block: highest(), `[64, 8]`, are scores that they see."""
         if self.schedule.problem.plain:
             return reference
 
         def found() -> jax.Array:
-            highest = _highest(s) * scale
             # A row that has seen no key yet subtracts infinity: its exponentials are 0.
-            highest = jnp.where(highest < self.lowest, jnp.inf, highest)
-            return jnp.where(reference == jnp.inf, highest, reference)
+            of_rows = highest().max(axis=1) * scale
+            of_rows = jnp.where(of_rows < self.lowest, jnp.inf, of_rows)
+            return jnp.where(reference == jnp.inf, of_rows, reference)
 
         missing = ptx.any_above(reference, -NO_MAXIMUM)
         return cond(missing, found, lambda: reference)
@@ -323,7 +354,7 @@ class RowBlock(RowScores):
             s, scale = self.scored(s, first_key, queries, data)
 
             def hide() -> jax.Array:
-                answers = self.answers(block, True, [part])
+                answers = self.answers(self.number(block), True, [part])
                 return self.hide(s, first_key, queries, data, answers)
 
             if self.schedule.problem.asked:  # not about a block of which nothing is hidden

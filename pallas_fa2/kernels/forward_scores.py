@@ -106,9 +106,12 @@ class RowScores:
             row_keys = RowKeys(*(mosaic.load_row(0, x, I32) for x in words))
         return QueryData(side, data.numbers.load(batch, head, numbers), row_keys)
 
+    def number(self, t: Any) -> Any:
+        """Of the block of keys that is visited as the t-th: to be loaded a while before it is needed."""
+        return self.arrays.block(self.tile, t)
+
     def first_key(self, t: Any) -> Any:
-        """Of block t: to be loaded a while before it is needed."""
-        return self.arrays.block(self.tile, t) * self.shape[1]
+        return self.number(t) * self.shape[1]
 
     @property
     def data_rings(self) -> list[Ring]:
@@ -177,12 +180,12 @@ class RowScores:
 
         return problem.score.apply(s, problem.scale, pair_at)
 
-    def answers(self, t: Any, masked: bool, squares: Any = None) -> list[jax.Array]:
-        """Of a mask that has been asked, of some squares of block t, or all: to be loaded a while before."""
+    def answers(self, number: Any, masked: bool, squares: Any = None) -> list[jax.Array]:
+        """Of a mask that has been asked, of this block of keys or some squares of it: to be loaded a while before."""
         if not (masked and self.schedule.problem.asked):
             return []
         batch, _, row = self.tile.place
-        place = row, self.arrays.block(self.tile, t), self.me
+        place = row, number, self.me
         return answers.load(self.arrays.inputs.answers, batch, *place, squares=squares)
 
     def hide(

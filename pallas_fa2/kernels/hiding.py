@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -81,7 +83,7 @@ def outside(
 
         def keep(at: tuple[int, ...], e: int) -> Any:
             place = 2 * at[1] + e  # two columns of each eight
-            return _is_clear(outside(sum(at[2:]), place // 32), place % 32)
+            return _is_clear(outside(sum(at[2:]), place // 32), 1 << place % 32)
 
         # a row after the other, as its bits lie
         return _where(tile, keep, order=lambda at: sum(at[2:]))
@@ -90,31 +92,39 @@ def outside(
     return inline(name, hide, _like(s), TILE, *[ROWS] * len(bounds))(s, *bounds.values())
 
 
-def signs(square: jax.Array) -> jax.Array:
-    """Of a square of 64 rows and columns, the signs of each thread's values: that of its first register in
-    the highest bit."""
-    return _signs(square)  # pyright: ignore[reportCallIssue]
+def hidden_bits(seen: jax.Array, start: int = 0) -> jax.Array:
+    """Of some columns of a square of 64, from `start` on, what is hidden of each thread's values: a bit each, that
+    of the square's first register the highest one."""
+
+    def write(_: Any, seen: Any) -> Any:
+        found = i32(0)
+        for at, register in np.ndenumerate(seen.registers):
+            for e, x in enumerate(ptx.elements(register)):
+                # One instruction a value; a selection takes one for each part of a conjunction.
+                code = f"@!$2 or.b32 $0, $0, {_bit(start, at, e)};"
+                found = llvm.inline_asm(found.type, [found, x], code, "=r,0,b")
+        return ptx.of_each(found)
+
+    return inline(f"hidden_bits {start}", write, ptx.NUMBERS, TILE)(seen)
 
 
-@plgpu.inline_mgpu(arg_types=(TILE,), return_type=ptx.NUMBERS)
-def _signs(_: Any, square: Any) -> Any:
-    word = ir.IntegerType.get_signless(32)
-    found = i32(0)
-    for x in ptx.scalars(square):
-        sign = arith.shrui(arith.bitcast(word, x), i32(31))
-        found = arith.ori(arith.shli(found, i32(1)), sign)
-    return ptx.of_each(found)
+def _bit(start: int, at: tuple[int, ...], e: int) -> int:
+    return 1 << (31 - _place(start, at, e) % 32)
+
+
+def _place(start: int, at: tuple[int, ...], e: int) -> int:
+    """Of a value among a thread's own, in the order of registers, of a tile's columns from `start` on."""
+    return 4 * (start // 8 + at[1]) + 2 * sum(at[2:]) + e
 
 
 def signed(s: jax.Array, words: Sequence[jax.Array], start: int = 0) -> jax.Array:
-    """-inf where the `signs` of squares, side by side, say so; of their columns from `start` on."""
+    """-inf where the `hidden_bits` of squares, side by side, say so; of their columns from `start` on."""
 
     def hide(_: Any, tile: Any, *words: Any) -> Any:
         mine = list(map(ptx.own, words))
 
         def keep(at: tuple[int, ...], e: int) -> Any:
-            place = 4 * (start // 8 + at[1]) + 2 * sum(at[2:]) + e
-            return _is_clear(mine[place // 32], 31 - place % 32)
+            return _is_clear(mine[_place(start, at, e) // 32], _bit(start, at, e))
 
         return _where(tile, keep)
 
@@ -122,12 +132,40 @@ def signed(s: jax.Array, words: Sequence[jax.Array], start: int = 0) -> jax.Arra
     return inline(name, hide, _like(s), TILE, *[ptx.EACH] * len(words))(s, *words)
 
 
+def highest(s: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
+    """The largest of a tile's groups of eight columns, as `mosaic.by_eights`, of what `signed` does not hide.
+
+    One instruction a value, and no register but for the results.
+    """
+
+    def find(_: Any, tile: Any, *words: Any) -> Any:
+        mine = list(map(ptx.own, words))
+        found = {}
+        for at, register in sorted(
+            np.ndenumerate(tile.registers), key=lambda x: _place(0, x[0], 0)
+        ):
+            for e, x in enumerate(ptx.elements(register)):
+                seen = _is_clear(mine[_place(0, at, e) // 32], _bit(0, at, e))
+                before = found.get((at[2:], e), arith.constant(x.type, -math.inf))
+                code = "@$2 max.NaN.f32 $0, $0, $3;"
+                found[at[2:], e] = llvm.inline_asm(x.type, [before, seen, x], code, "=f,0,b,f")
+        results = tile.registers[:, :1].copy()
+        for at, register in np.ndenumerate(results):
+            for e in range(2):
+                register = llvm.insertelement(register, found[at[2:], e], i32(e))
+            results[at] = register
+        return mgpu.FragmentedArray(_registers=results, _layout=tile.layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct((s.shape[0], 8), jnp.float32, TILE)
+    return inline("highest", find, result, TILE, *[ptx.EACH] * len(words))(s, *words)
+
+
 def _like(s: jax.Array) -> Any:
     return plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
 
 
 def _is_clear(word: Any, bit: int) -> Any:
-    found = arith.andi(word, i32(1 << bit))
+    found = arith.andi(word, i32(bit))
     return arith.cmpi(arith.CmpIPredicate.eq, found, i32(0))
 
 

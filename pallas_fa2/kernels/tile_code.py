@@ -222,13 +222,25 @@ class TileMask:
         """-inf where a pair is not seen, or a key is the `k_end`-th or a later one."""
 
         def some(piece: jax.Array, pair: Pair) -> jax.Array:
-            (keep,) = self.visible.on_tile(pair, piece.shape)
-            keep = spread(keep, (0, 1), piece.shape, FUNCTIONS)
-            if k_end is not None:
-                keep &= over_columns(cast(Any, pair.k.index) < k_end, piece.shape)
-            return jnp.where(keep, piece, -jnp.inf)
+            return jnp.where(self._seen(piece.shape, pair, k_end), piece, -jnp.inf)
 
         return by_columns(some, s, pair_at)
+
+    def hidden_bits(self, pair_at: Callable, k_end: int | None = None) -> jax.Array:
+        """`hiding.hidden_bits` of what `hide` hides of a square of 64 rows and columns."""
+
+        def some(start: int) -> jax.Array:
+            seen = self._seen(SOME, pair_at(pl.ds(start, COLUMNS_AT_ONCE)), k_end)
+            return hiding.hidden_bits(seen, start)
+
+        return functools.reduce(jnp.bitwise_or, map(some, range(0, SOME[0], COLUMNS_AT_ONCE)))
+
+    def _seen(self, shape: tuple[int, ...], pair: Pair, k_end: int | None) -> jax.Array:
+        (seen,) = self.visible.on_tile(pair, shape)
+        seen = spread(seen, (0, 1), shape, FUNCTIONS)
+        if k_end is None:
+            return seen
+        return seen & over_columns(cast(Any, pair.k.index) < k_end, shape)
 
 
 def by_columns(some: Callable, s: jax.Array, pair_at: Callable) -> jax.Array:

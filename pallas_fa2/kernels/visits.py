@@ -66,28 +66,39 @@ class Visits(NamedTuple):
         visited = np.maximum(np.sum(classes != EMPTY, -1, dtype=np.int32), np.int32(1))
         return cls(visited + full * np.int32(1 << FULL_BIT), lists)
 
-    def deal(self, batch: int, heads: int, section: int, hands: int) -> Dealt | Claims:
+    def claim(self, batch: int, heads: int, hands: int) -> Claims:
         """Tile t of head h of batch entry b has the number (b heads + h) tiles + t.
 
-        Known, sections of so many heads (a divisor of their number) follow each other, as each has its
-        data in L2; their tiles go from the longest to the shortest, and if all are done earlier so, those
-        that are `LONG` come before all sections. Otherwise heads follow each other, and their tiles, as
-        neighbours share data; but those of the last heads, three for each CTA, go from the longest to the
-        shortest, so that all CTAs are done together, and `LONG` ones come first. (More than `MOST_COMPARED`
-        stay where they are.)
+        Heads follow each other, and their tiles, as neighbours share data; but those of the last heads, three for
+        each CTA, go from the longest to the shortest, so that all CTAs are done together, and `LONG` ones come
+        first. (On the device, more than `MOST_COMPARED` stay where they are.)
         """
         tiles = self.counts.shape[-1]
         hands = min(hands, batch * heads * tiles)
+        last = min(-(-3 * hands // tiles), batch * heads)
         if isinstance(self.counts, np.ndarray):
-            entries = self._in_sections(batch, heads, section)
-            dealt = [Dealt.of(x, costs(x[:, 1]), hands) for x in _orders(entries, hands)]
-            return min(dealt, key=lambda x: max(x.loads))
+            entries = in_order(self.counts, batch, heads, hands, last)
+            return Claims.of(entries[:, 0], entries[:, 1], hands)
         if self.counts.size > listing.MOST_COMPARED:
             numbers = np.arange(batch * heads * tiles, dtype=np.int32)
             counts = jnp.broadcast_to(self.counts, (batch, heads, tiles))
             return Claims.of(numbers, counts.reshape(-1), hands)
-        last, front = min(-(-3 * hands // tiles), batch * heads), Claims.in_front(hands)
+        front = Claims.in_front(hands)
         return Claims(listing.in_order(self.counts, batch, heads, hands, last, front), hands)
+
+    def deal(self, batch: int, heads: int, section: int, hands: int) -> Dealt | Claims:
+        """As `claim`; but known tiles are dealt.
+
+        Sections of so many heads (a divisor of their number) follow each other, as each has its data in L2;
+        their tiles go from the longest to the shortest, and if all are done earlier so, those that are `LONG`
+        come before all sections.
+        """
+        if not isinstance(self.counts, np.ndarray):
+            return self.claim(batch, heads, hands)
+        hands = min(hands, batch * heads * self.counts.shape[-1])
+        entries = self._in_sections(batch, heads, section)
+        dealt = [Dealt.of(x, costs(x[:, 1]), hands) for x in _orders(entries, hands)]
+        return min(dealt, key=lambda x: max(x.loads))
 
     def _in_sections(self, batch: int, heads: int, section: int) -> np.ndarray:
         """int32 `[all tiles, 2]`: numbers and counts."""
@@ -99,6 +110,19 @@ class Visits(NamedTuple):
         shape = batch, heads, tiles
         each = (np.broadcast_to(x, shape).reshape(-1, section, tiles) for x in found)
         return np.stack([x.swapaxes(1, 2).reshape(-1) for x in each], -1)
+
+
+def in_order(counts: np.ndarray, batch: int, heads: int, hands: int, last: int) -> np.ndarray:
+    """The entries of `listing.in_order`, on the host."""
+    shape = batch, heads, counts.shape[-1]
+    known = np.broadcast_to(np.arange(counts.size).reshape(counts.shape), shape).reshape(-1)
+    numbers, entries = np.arange(known.size), counts.reshape(-1)[known]
+    visited, _ = listing.halves(entries)
+    long = visited > int(visited.sum() * LONG / hands)
+    in_turn = (numbers >= (batch * heads - last) * shape[2]) & ~long
+    by_length = np.where(in_turn, known, 0), np.where(in_turn, -visited, 0)
+    order = np.lexsort((numbers, *by_length, np.where(long, -1, in_turn)))
+    return np.stack([order, entries[order]], -1).astype(np.int32)
 
 
 def _orders(entries: np.ndarray, hands: int) -> list[np.ndarray]:

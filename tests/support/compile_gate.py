@@ -95,6 +95,18 @@ def exponentials_under_products(report: KernelReport) -> list[int]:
     return found
 
 
+def selections_between_exponentials(report: KernelReport) -> list[int]:
+    """Of each group of products, how many selections come behind the first exponential under it, and before the
+    last: they take no time of their own there."""
+    assert report.sass_path is not None, "nvdisasm is missing"
+    in_flight = r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0"
+    found = []
+    for under in re.findall(in_flight, report.sass_path.read_text(), re.DOTALL):
+        first, last = under.find("MUFU.EX2"), under.rfind("MUFU.EX2")
+        found.append(under.count(" FSEL ", first, last))
+    return found
+
+
 def stray_threads(sass: str) -> int:
     """How many branches one elected thread of a warp takes, or all but that one, that do not lead to where
     they meet.

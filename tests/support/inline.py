@@ -68,9 +68,10 @@ def _negate_dropped(p, first, second, columns, key_axis, threshold, _):
     return jnp.where((bits if key_axis == "1" else bits.T) < int(threshold), -p, p)
 
 
-def _own_values(square):
-    """`[threads, values]` of a tile of 64 columns, in the order of registers."""
-    return square.reshape(4, 2, 8, 8, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(-1, 32)
+def _own_values(tile):
+    """`[threads, values]` of a tile of 64 rows, in the order of registers."""
+    count = tile.shape[1] // 8
+    return tile.reshape(4, 2, 8, count, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(-1, 4 * count)
 
 
 def _places():
@@ -78,8 +79,10 @@ def _places():
     return 31 - jnp.arange(32, dtype="int32")[None]
 
 
-def _signs(square):
-    bits = jnp.signbit(_own_values(square)).astype("uint32") << _places().astype("uint32")
+def _hidden_bits(seen, start):
+    values = _own_values(~seen).astype("uint32")
+    places = _places()[:, int(start) // 2 :][:, : values.shape[1]]
+    bits = values << places.astype("uint32")
     return jax.lax.bitcast_convert_type(bits.sum(1, dtype="uint32"), jnp.int32)
 
 
@@ -93,6 +96,11 @@ def _hide_signed(s, *words_and_start):
     columns = slice(int(start), int(start) + s.shape[1])
     found = jnp.concatenate([hidden(word) for word in words], 1)[:, columns]
     return jnp.where(found != 0, -jnp.inf, s)
+
+
+def _highest(s, *words):
+    hidden = _hide_signed(s, *words, 0)
+    return hidden.reshape(len(s), -1, 8).max(1)
 
 
 def _hide_outside(s, *bounds_and_names):
@@ -131,8 +139,9 @@ INLINE: dict[str, Callable[..., Any]] = {
     "_sum_of_lanes": lambda x: jnp.repeat(_by_warps(x).sum(1), listing.LANES),
     "_sum_of_lanes_before": _sum_of_lanes_before,
     "negate_dropped": _negate_dropped,
-    "_signs": _signs,
+    "hidden_bits": _hidden_bits,
     "hide_signed": _hide_signed,
+    "highest": _highest,
     "hide_after": lambda s, last: jnp.where(_columns(s) <= last[:, None], s, -jnp.inf),
     "hide_before": lambda s, first: jnp.where(_columns(s) >= first[:, None], s, -jnp.inf),
     "hide_outside": _hide_outside,
