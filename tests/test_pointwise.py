@@ -1,5 +1,7 @@
 """A mask's or score's code on a tile, with values that vary over rows, columns, both or neither."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +45,13 @@ ROWS, COLUMNS = 6, 9
         lambda q, k, c: (k.index < c.n) & (k.index >= c.least) & (c.n > 3),
         lambda q, k, c: (q.index - k.index <= k.index + 1) & (k.index + 3 > k.index - c.n),
         lambda q, k, c: (k.index + 3 <= k.a.astype(jnp.int32)) | (q.index + 1 < 3),
+        lambda q, k, c: (q.index - k.index) // 4 == (k.index - 5) % 2 - 1,
+        lambda q, k, c: (q.index - k.index) % 3 == (q.index - 4) // 3 + 1,
+        lambda q, k, c: (q.index // 3 * 3 - k.index) % 5 + (k.index % 3) // 2 < 3,
+        lambda q, k, c: (q.index // -2 == k.index % -4) | (q.index // 1 < k.index % 1 + 2),
+        lambda q, k, c: (
+            (q.index // c.n == k.index % c.n) | (5 // (q.index + 1) == 5 % (k.index + 1))
+        ),
     ],
 )
 def test_a_tile_is_what_the_scalar_function_says_of_each_pair(see):
@@ -91,6 +100,73 @@ def test_limits_of_the_same_kind_are_one_comparison(mask, comparisons):
     names = [e.primitive.name for e in code.eqns if e.outvars[0].aval.shape == (ROWS, COLUMNS)]
     assert sum(name in ("le", "ge", "lt", "gt") for name in names) == comparisons, names
     assert "sub" not in names
+
+
+def operations_of(function):
+    """Of a function of two indices, on a tile."""
+    q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
+    spec, _ = describe(q, q, q, mask=function)
+
+    def tile(rows, columns):
+        args = [Value.of_index(rows, 0), Value.of_index(columns, 1)]
+        (found,) = pointwise.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
+        return found.array
+
+    indices = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (ROWS, COLUMNS))
+    code = jax.make_jaxpr(tile)(*indices)
+    code, _ = pointwise.lean(code)
+    return [e.primitive.name for e in code.eqns if e.primitive.name != "broadcast_in_dim"]
+
+
+@pytest.mark.parametrize(
+    "function, operations",
+    [
+        (lambda q, k: (q.index - k.index) % 4 == 0, ["sub", "and", "eq"]),
+        (lambda q, k: (q.index - k.index) // 8 > 1, ["sub", "shift_right_arithmetic", "lt"]),
+        (lambda q, k: q.index // 3 == k.index % 7, ["div", "rem", "eq"]),
+    ],
+    ids=["remainder", "quotient", "natural"],
+)
+@pytest.mark.parametrize("x64", [False, True])
+def test_what_is_rounded_down_takes_one_operation(function, operations, x64):
+    with jax.enable_x64(x64):
+        assert operations_of(function) == operations
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def remainder(x, n):
+    return x + n
+
+
+@jax.jit
+def floor_divide(x, *n):
+    return x * n[0], x
+
+
+@pytest.mark.parametrize(
+    "function, operation",
+    [
+        (lambda q, k: jax.jit(remainder.__wrapped__)(q.index, 4) > k.index, "add"),
+        (lambda q, k: remainder(q.index, 4) > k.index, "add"),
+        (lambda q, k: floor_divide(q.index, 4)[0] > k.index, "mul"),
+        (lambda q, k: floor_divide(q.index, 4, 5)[0] > k.index, "mul"),
+    ],
+)
+def test_a_function_that_has_the_name_of_jnps_is_what_it_says(function, operation):
+    assert operations_of(function)[0] == operation
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q, k: q.index - k.index <= jnp.floor_divide(1000, jnp.int32(64)),
+        lambda q, k: q.index - k.index <= jnp.remainder(1000, np.int32(64)),
+        lambda q, k: q.index // 2**31 == k.index // 3_000_000_000,
+    ],
+)
+def test_what_is_rounded_down_may_be_wide_or_known(function):
+    with jax.enable_x64(True):
+        operations_of(function)
 
 
 def test_what_depends_on_one_side_varies_over_it_alone():

@@ -36,7 +36,7 @@ WORTH_ASKING = 2.5e8
 # To ask takes as long as two heads that ask by themselves.
 AS_LONG_AS = 2
 # In the backward, a mask of fewer operations is asked again while answers would be loaded.
-COSTLY_BACKWARD = 12
+COSTLY_BACKWARD = 10
 # Of a mask that is not known, one tile in so many is thought to be cut.
 GUESSED_CUT = 8
 

@@ -134,13 +134,15 @@ class RowBlock(RowScores):
                 begin, end, lambda t, state: self.next_block(t, masked, [], *state), state
             )
 
+        last = jnp.maximum(end - 1, 0)  # 0 where there are none
+
         def step(t: Any, carry: tuple) -> tuple:
             state, answers = carry
-            following = self.number(jnp.minimum(t + 1, end - 1))
+            following = self.number(jnp.minimum(t + 1, last))
             state = self.next_block(t, masked, answers, *state)
             return state, self.answers(following, masked)
 
-        answers = self.answers(self.number(jnp.minimum(begin, end - 1)), masked)
+        answers = self.answers(self.number(jnp.minimum(begin, last)), masked)
         return lax.fori_loop(begin, end, step, (state, answers))[0]
 
     def next_block(

@@ -18,6 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from pallas_fa2.kernels.branches import cond
 from pallas_fa2.kernels.comparisons import FLIPPED, Comparisons, with_sum
+from pallas_fa2.kernels.floored import floored
 from pallas_fa2.kernels.mosaic import LOG2E
 from pallas_fa2.kernels.values import PLAIN, Functions, Value, bind, spread
 from pallas_fa2.tokens import called, follow
@@ -96,7 +97,8 @@ def evaluate(
 
     def apply(eqn: Any, ins: list[Value]) -> list[Value]:
         if (inner := called(eqn)) is not None:
-            return follow(*inner, ins, _constant, apply)
+            found = floored(eqn, ins, shape, functions)
+            return [found] if found is not None else follow(*inner, ins, _constant, apply)
         if _converts_a_constant(eqn, ins):
             return [_constant(np.asarray(ins[0].array, eqn.params["new_dtype"]))]
         axes = tuple(sorted({axis for x in ins for axis in x.axes}))

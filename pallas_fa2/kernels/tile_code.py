@@ -27,6 +27,8 @@ WITHOUT_BRANCHES = FUNCTIONS._replace(any_from_two=None)
 # Columns of scores that pass through a function together.
 COLUMNS_AT_ONCE = 16
 SOME = 64, COLUMNS_AT_ONCE  # rows and columns of a part of a tile
+# Instructions of one by a constant: the upper half of a product, a shift, a sign, and for the rest another product.
+DIVISION = 4
 
 
 class Source(NamedTuple):
@@ -112,7 +114,8 @@ class TileFunction:
             if (inner := called(eqn)) is not None:
                 return follow(*inner, ins, lambda _: None, apply)
             if eqn.primitive.name not in ("broadcast_in_dim", "layout_cast", "squeeze"):
-                count += {SOME: 1.0, SOME[1:]: 0.5}.get(eqn.outvars[0].aval.shape, 0.0)
+                each = DIVISION if eqn.primitive.name in ("div", "rem") else 1
+                count += each * {SOME: 1.0, SOME[1:]: 0.5}.get(eqn.outvars[0].aval.shape, 0.0)
             return [None] * len(eqn.outvars)
 
         code = self._trace(lambda pair: [x.array for x in self.on_tile(pair, SOME)], columns)

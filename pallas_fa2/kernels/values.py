@@ -17,6 +17,7 @@ class Value(NamedTuple):
     axes: tuple[int, ...] = ()  # of the tile, that it varies over
     factor: float = 1.0  # of it all: multiplications by constants are put off, and done at once
     most: float = math.inf  # that the size of an integer can be
+    natural: bool = False  # an integer that is known to be 0 or more
     # An integer as a float: rows and columns are converted, rather than all elements.
     real: "Value | None" = None
     # An integer, or a truth, in a form that takes fewer instructions where it is compared or joined.
@@ -27,7 +28,8 @@ class Value(NamedTuple):
     @classmethod
     def of_index(cls, array: Any, axis: int) -> "Value":
         """Of tokens; no launch has 2^23 of them."""
-        return cls(array, (axis,), real=cls(array.astype(jnp.float32), (axis,)), most=2.0**23)
+        real = cls(array.astype(jnp.float32), (axis,))
+        return cls(array, (axis,), real=real, most=2.0**23, natural=True)
 
 
 class Sum(NamedTuple):
