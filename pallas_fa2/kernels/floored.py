@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_fa2.kernels.comparisons import LARGEST
 from pallas_fa2.kernels.values import Functions, Value, bind
 
 # As jnp calls them.
 DIVIDE, REMAINDER = "floor_divide", "remainder"
-LARGEST = 2**31 - 1
 
 
 def floored(

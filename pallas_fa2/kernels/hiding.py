@@ -121,12 +121,7 @@ def signed(s: jax.Array, words: Sequence[jax.Array], start: int = 0) -> jax.Arra
     """-inf where the `hidden_bits` of squares, side by side, say so; of their columns from `start` on."""
 
     def hide(_: Any, tile: Any, *words: Any) -> Any:
-        mine = list(map(ptx.own, words))
-
-        def keep(at: tuple[int, ...], e: int) -> Any:
-            return _is_clear(mine[_place(start, at, e) // 32], _bit(start, at, e))
-
-        return _where(tile, keep)
+        return _where(tile, _seen(words, start))
 
     name = f"hide_signed {start}"
     return inline(name, hide, _like(s), TILE, *[ptx.EACH] * len(words))(s, *words)
@@ -139,16 +134,14 @@ def highest(s: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
     """
 
     def find(_: Any, tile: Any, *words: Any) -> Any:
-        mine = list(map(ptx.own, words))
-        found = {}
+        seen, found = _seen(words), {}
         for at, register in sorted(
             np.ndenumerate(tile.registers), key=lambda x: _place(0, x[0], 0)
         ):
             for e, x in enumerate(ptx.elements(register)):
-                seen = _is_clear(mine[_place(0, at, e) // 32], _bit(0, at, e))
                 before = found.get((at[2:], e), arith.constant(x.type, -math.inf))
-                code = "@$2 max.NaN.f32 $0, $0, $3;"
-                found[at[2:], e] = llvm.inline_asm(x.type, [before, seen, x], code, "=f,0,b,f")
+                operands, code = [before, seen(at, e), x], "@$2 max.NaN.f32 $0, $0, $3;"
+                found[at[2:], e] = llvm.inline_asm(x.type, operands, code, "=f,0,b,f")
         results = tile.registers[:, :1].copy()
         for at, register in np.ndenumerate(results):
             for e in range(2):
@@ -162,6 +155,16 @@ def highest(s: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
 
 def _like(s: jax.Array) -> Any:
     return plgpu.ShapeDtypeStruct(s.shape, jnp.float32, TILE)
+
+
+def _seen(words: Sequence[Any], start: int = 0) -> Callable[[tuple[int, ...], int], Any]:
+    """Whether `hidden_bits` of squares, side by side, leave a value: of the place of its register, and its place there."""
+    mine = list(map(ptx.own, words))
+
+    def seen(at: tuple[int, ...], e: int) -> Any:
+        return _is_clear(mine[_place(start, at, e) // 32], _bit(start, at, e))
+
+    return seen
 
 
 def _is_clear(word: Any, bit: int) -> Any:
