@@ -163,7 +163,8 @@ def test_the_gallery_on_a_gpu(tmp_path, capsys, monkeypatch):
 
     def clock(name, length, heads):
         assert (length, heads) == (256, 1)
-        return (0.5, 2.0) if name == "packed_documents" else (1.0, 3.0)
+        full = (1.0, 3.0)
+        return mask_gallery.Measured((0.5, 2.0) if name == "packed_documents" else full, full)
 
     monkeypatch.setattr(mask_gallery, "measured", clock)
     monkeypatch.setattr(mask_gallery, "device_of", lambda array: H200)
@@ -190,7 +191,7 @@ def test_unknown_names_and_short_lengths_are_refused(capsys):
 
 @pytest.mark.parametrize("name", ["full", "routing", "forgetting", "dense_bias"])
 def test_the_gallery_compiles_before_its_turn(name, monkeypatch):
-    """Forward, and with the gradients of what a score reads."""
+    """Forward, and with the gradients of what a score reads; in turns with full attention."""
     events = []
 
     class Lock:
@@ -211,7 +212,7 @@ def test_the_gallery_compiles_before_its_turn(name, monkeypatch):
     )
     monkeypatch.setattr(mask_gallery, "burst", burst)
     monkeypatch.setattr(mask_gallery.Turn, "lock", Lock())
-    assert mask_gallery.measured(name, 128, 2) == (2.0, 3.0)
+    assert mask_gallery.measured(name, 128, 2) == ((3.0, 7.0), (4.0, 8.0))
     q = (1, 128, 2, mask_gallery.HEAD_DIM)
     scores = {"forgetting": [(128,)], "dense_bias": [(128, 128)]}.get(name, [])
-    assert events == ["turn", [q], [q] * 4 + scores]
+    assert events == ["turn", *[[q]] * 4, *[[q] * 4 + scores, [q] * 4] * 2]

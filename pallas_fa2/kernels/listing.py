@@ -31,6 +31,8 @@ MOST = (1 << (FULL_BIT - 1)) - 1
 # Of all that a CTA does, the part from which a tile must come early, or all would wait for it: a few
 # keys that all queries see, beside a window, took the backward 1.7 times as long as an even division.
 LONG = 0.25
+# And how many times what a CTA has of the heads that are sorted, on average.
+LONG_AT_END = 1.5
 # With how many tiles a warp compares one, in 8 turns of `AT_ONCE`: 5 us. Of more, each CTA has 30 at
 # least, whose order matters little.
 MOST_COMPARED = 4096
@@ -43,6 +45,11 @@ AT_ONCE = 16
 def halves(word: Any) -> tuple[Any, Any]:
     """The numbers below and from `FULL_BIT` on."""
     return word & np.int32(MOST), word >> np.int32(FULL_BIT)
+
+
+def long_part(last: int, heads: int) -> float:
+    """From which part of all that a CTA does a tile is long, where the `last` of all heads are sorted."""
+    return min(LONG, LONG_AT_END * last / heads)
 
 
 def list_blocks(classes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -102,7 +109,7 @@ def in_order(
 
     `counts` is that of `visits.Visits`. Tile t of head h of batch entry b has the number
     (b heads + h) tiles + t. They are in this order; but those of the `last` heads go from the longest to the
-    shortest, and before all come those that visit more than `LONG` of what each of the `hands` has to.
+    shortest, and before all come those that visit more than `long_part` of what each of the `hands` has to.
 
     A warp compares a tile with all others, and writes the entries of all heads and batch entries that
     share its counts.
@@ -112,7 +119,7 @@ def in_order(
     alike = n // known
     # The number of a row's first head, and what lies between the heads that share it.
     stride, step = (alike, 1) if each == 1 else (1, heads)
-    first_sorted = batch * heads - last
+    first_sorted, part = batch * heads - last, long_part(last, batch * heads)
     size = before + n + 1
     ctas = -(-known // WARPS)
 
@@ -141,7 +148,7 @@ def in_order(
             return [sum_of_lanes(x) for x in sums]
 
         (total,) = sums_of(lambda _, length: [length], 1)
-        share = (total.astype(jnp.float32) * (alike * LONG / hands)).astype(I32)
+        share = (total.astype(jnp.float32) * (alike * part / hands)).astype(I32)
 
         def compared(place: Any, length: Any) -> list[Any]:
             longer = (length > visited) | ((length == visited) & (place < own))
