@@ -33,9 +33,11 @@ MOST = (1 << (FULL_BIT - 1)) - 1
 LONG = 0.25
 # And how many times what a CTA has of the heads that are sorted, on average.
 LONG_AT_END = 1.5
-# With how many tiles a warp compares one, in 8 turns of `AT_ONCE`: 5 us. Of more, each CTA has 30 at
+# With how many tiles a warp compares its own, in 8 turns of `AT_ONCE`. Of more, each CTA has 30 at
 # least, whose order matters little.
 MOST_COMPARED = 4096
+# How many it has, which follow each other in a row.
+TOGETHER = 4
 
 LANES, WARPS = 32, 4
 # Loads of a thread that are under way together: a row of 512 takes as long as one load.
@@ -111,8 +113,8 @@ def in_order(
     (b heads + h) tiles + t. They are in this order; but those of the `last` heads go from the longest to the
     shortest, and before all come those that visit more than `long_part` of what each of the `hands` has to.
 
-    A warp compares a tile with all others, and writes the entries of all heads and batch entries that
-    share its counts.
+    A warp compares some tiles with all others, and writes the entries of all heads and batch entries that
+    share their counts.
     """
     _, each, tiles = counts.shape
     known, n = counts.size, batch * heads * tiles
@@ -121,7 +123,9 @@ def in_order(
     stride, step = (alike, 1) if each == 1 else (1, heads)
     first_sorted, part = batch * heads - last, long_part(last, batch * heads)
     size = before + n + 1
-    ctas = -(-known // WARPS)
+    together = TOGETHER if tiles % TOGETHER == 0 else 1
+    ctas, apart = -(-known // (WARPS * together)), each == 1 and known > tiles
+    first_row_sorted = -(-max(first_sorted - (alike - 1) * step, 0) // stride)
 
     def sorted_heads(row: Any) -> Any:
         """How many of the heads that share a row are among the last ones."""
@@ -131,48 +135,59 @@ def in_order(
     def run(refs: tuple, _: Any) -> None:
         counts, found = refs
         cta, thread = lax.axis_index("cta"), thread_numbers()
-        lane, own = rem(thread, LANES), cta * WARPS + div(thread, LANES)
-        mine = gather(counts, own)
+        lane, own = rem(thread, LANES), (cta * WARPS + div(thread, LANES)) * together
         row, tile = div(own, tiles), rem(own, tiles)
-        visited, _ = halves(mine)
+        mine = [gather(counts, own + i) for i in range(together)]
+        visited = [halves(x)[0] for x in mine]
 
-        def sums_of(terms: Callable, count: int) -> list[Any]:
-            """Of all tiles: terms(place, length)."""
+        def sums_of(terms: Callable, count: int, first: int = 0) -> list[Any]:
+            """Of all tiles from the first on: terms(place, length)."""
 
             def add(places: list[Any], sums: list[Any]) -> list[Any]:
                 lengths = [halves(gather(counts, place))[0] for place in places]
                 found = map(terms, places, lengths)
                 return [functools.reduce(jnp.add, x) for x in zip(sums, *found, strict=True)]
 
-            sums = _strides(known, lane, LANES, add, [0 * thread] * count)
+            sums = _strides(known - first, first + lane, LANES, add, [0 * thread] * count)
             return [sum_of_lanes(x) for x in sums]
 
         (total,) = sums_of(lambda _, length: [length], 1)
         share = (total.astype(jnp.float32) * (alike * part / hands)).astype(I32)
 
-        def compared(place: Any, length: Any) -> list[Any]:
-            longer = (length > visited) | ((length == visited) & (place < own))
-            other, is_long = div(place, tiles), length > share
-            places = is_long, other < row, other == row, place < own
-            long, above, beside, before = (jnp.where(x, I32(1), I32(0)) for x in places)
-            longer = jnp.where(longer, sorted_heads(other), 0)
-            return [longer, long, long * above, long * beside, long * beside * before]
+        def long_ones(place: Any, length: Any) -> list[Any]:
+            """1 for each that is long, of those before, and in rows above and beside."""
+            long, other = jnp.where(length > share, I32(1), I32(0)), div(place, tiles)
+            of_rows = (other < row, other == row) if apart else ()
+            return [long, *(jnp.where(x, long, 0) for x in (place < own, *of_rows))]
 
-        longer, long, above, beside, left = sums_of(compared, 5)
+        def longer_ones(place: Any, length: Any) -> list[Any]:
+            """Of those that are sorted, for each own tile."""
+            heads_of_row, found = sorted_heads(div(place, tiles)), []
+            for i, x in enumerate(visited):
+                longer = (length > x) | ((length == x) & (place < own + i))
+                found.append(jnp.where(longer, heads_of_row, 0))
+            return found
 
-        def write(copies: list[Any], _: Any) -> None:
+        longer = sums_of(longer_ones, together, first_row_sorted * tiles)
+        long, left, *of_rows = sums_of(long_ones, 4 if apart else 2)
+        above, beside = of_rows or (0 * long, long)
+
+        def write(i: int, left: Any, copies: list[Any]) -> None:
             for copy in copies:
                 head = row * stride + copy * step
-                number = head * tiles + tile
-                long_before = above * stride + copy * (beside if each == 1 else long) + left
-                in_turn = longer + copy - (alike - sorted_heads(row)) + first_sorted * tiles
+                number = head * tiles + tile + i
+                long_before = left + above * (stride - 1) + copy * beside
+                in_turn = longer[i] + copy - (alike - sorted_heads(row)) + first_sorted * tiles
                 after_long = number + long * alike - long_before
                 place = jnp.where(head < first_sorted, after_long, in_turn)
-                place = jnp.where(visited > share, long_before, place)
-                there = (copy < alike) & (own < known)
-                scatter(found, jnp.where(there, before + place, size), number, mine)
+                place = jnp.where(visited[i] > share, long_before, place)
+                there = (copy < alike) & (own + i < known)
+                scatter(found, jnp.where(there, before + place, size), number, mine[i])
 
-        _strides(alike, lane, LANES, write, None)
+        for i, x in enumerate(visited):
+            run_write = functools.partial(write, i, left)
+            _strides(alike, lane, LANES, lambda copies, _, write=run_write: write(copies), None)
+            left = left + jnp.where(x > share, I32(1), I32(0))
 
         def write_rest(rests: list[Any], _: Any) -> None:
             for rest in rests:
@@ -191,6 +206,8 @@ def in_order(
 def _strides(count: int, first: Any, stride: int, body: Callable, carry: Any) -> Any:
     """carry = body(numbers, carry): of first, first + stride, ... several at once, until all `count` are
     done that `stride` threads share. The last may lie past the end."""
+    if count == 0:
+        return carry
     steps = -(-count // stride)
     turns = -(-steps // AT_ONCE)
     at_once = -(-steps // turns)
