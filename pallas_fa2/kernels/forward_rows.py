@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -131,33 +131,45 @@ class RowBlock(RowScores):
         """Those from `begin` to `end`. Answers about a block come while the one before is multiplied."""
         if not (masked and self.schedule.problem.asked):
             return lax.fori_loop(
-                begin, end, lambda t, state: self.next_block(t, masked, [], *state), state
+                begin, end, lambda t, state: self.next_block(t, masked, state)[0], state
             )
 
         last = jnp.maximum(end - 1, 0)  # 0 where there are none
 
         def step(t: Any, carry: tuple) -> tuple:
-            state, answers = carry
-            following = self.number(jnp.minimum(t + 1, last))
-            state = self.next_block(t, masked, answers, *state)
-            return state, self.answers(following, masked)
+            (state, answers), following = carry, self.number(jnp.minimum(t + 1, last))
+            look = functools.partial(self.answers, following, masked)
+            return self.next_block(t, masked, state, answers, look)
 
         answers = self.answers(self.number(jnp.minimum(begin, last)), masked)
         return lax.fori_loop(begin, end, step, (state, answers))[0]
 
     def next_block(
-        self, t: Any, masked: bool, answers: list, acc: Any, before: Statistics, p: list[jax.Array]
-    ) -> tuple[jax.Array, Statistics, list[jax.Array]]:
-        """Scores of block t and output of block t - 1, multiplied together; softmax of block t."""
+        self,
+        t: Any,
+        masked: bool,
+        state: tuple[jax.Array, Statistics, list[jax.Array]],
+        answers: Sequence[jax.Array] = (),
+        look: Callable[[], Any] = list,
+    ) -> tuple[tuple[jax.Array, Statistics, list[jax.Array]], Any]:
+        """Scores of block t and output of block t - 1, multiplied together; softmax of block t.
+
+        Also look(), once `answers` are no longer needed.
+        """
         keys, values, step = self.memory.keys, self.memory.values, self.first_step + t
-        queries = self.query_data(masked)
+        (acc, before, p), queries = state, self.query_data(masked)
         first_key, parts = self.first_key(t), self.schedule.config.value_parts
+        start = None
+        if answers and self.hides_before:  # while keys and the tensor cores are waited for
+            start = hiding.start(answers, self.shape)
         (k,) = keys.wait(step)
         self.turns.take()
 
         # The scores' accumulator is allocated just before its first product, so that ptxas starts
         # it from zero in the instruction itself and not by 64 moves.
         def multiply(s_acc: Any) -> tuple:
+            if start is not None:
+                s_acc[...] = start
             plgpu.wgmma(s_acc, self.queries, k.transpose((1, 0)))
             (v,) = values.wait(step - 1)
 
@@ -165,14 +177,16 @@ class RowBlock(RowScores):
                 o_acc[...] = acc
                 plgpu.wgmma(o_acc, p[0], v.at[parts[0]])
                 self.turns.give()
+                seen = look() if start is not None else None
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 keys.release(step)
                 reference = before.reference
                 data = self.wait_for_data(t, masked)
                 s, scale = self.scored(s, first_key, queries, data)
                 if masked:
-                    hide = functools.partial(self.hide, s, first_key, queries, data)
-                    s, reference = self.hidden(s, hide, answers, scale, reference)
+                    if start is None:
+                        s = self.hide(s, first_key, queries, data, answers)
+                    reference = self.found_reference(s, scale, reference)
                 p_next, total = [], before.total
                 for i, some in enumerate(parts):
                     if i > 0:
@@ -181,17 +195,24 @@ class RowBlock(RowScores):
                     total = total + mosaic.by_eights(jnp.add, found)
                     ptx.pin(total)
                     p_next.append(self.drop(found, some, first_key, queries, data))
-                return o_acc[...], Statistics(reference, total), p_next
+                return o_acc[...], Statistics(reference, total), p_next, seen
 
             return pl.run_scoped(update, mosaic.accumulator(*acc.shape))
 
-        out, statistics, p = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
+        out, statistics, p, seen = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
         values.release(step - 1)
         if self.schedule.problem.reads_block(masked):
             self.release_data(t, statistics)
         out, statistics, p = self.raise_references(out, statistics, p)
         # P's conversion comes last: until here its registers were being read by P V.
-        return out, statistics, self.converted(p)
+        state = out, statistics, self.converted(p)
+        return state, look() if start is None else seen
+
+    @property
+    def hides_before(self) -> bool:
+        """Whether scores that are added to -inf remain so."""
+        problem = self.schedule.problem
+        return problem.score is None and problem.scale > 0
 
     def converted(self, p: list[jax.Array]) -> list[jax.Array]:
         return [x.astype(self.dtype) for x in p]
@@ -231,33 +252,16 @@ class RowBlock(RowScores):
         values.release(step)
         return acc
 
-    def hidden(
-        self, s: jax.Array, hide: Callable, answers: list, scale: float, reference: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The scores without those that hide(answers) hides, and the references."""
-        if not answers:
-            s = hide(answers)
-            eights = functools.partial(mosaic.by_eights, jnp.maximum, s)
-            return s, self.found_reference(eights, scale, reference)
-
-        # The branch shares no predicates: they, and all selections, would come before it, and between
-        # exponentials there is room for them.
-        def highest() -> jax.Array:
-            return hiding.highest(s, [lax.optimization_barrier(x) for x in answers])
-
-        reference = self.found_reference(highest, scale, reference)
-        return hide(answers), reference
-
-    def found_reference(self, highest: Callable, scale: float, reference: jax.Array) -> jax.Array:
-        """With those of rows that see their first key in this block: highest(), `[64, 8]`, are scores that they see."""
+    def found_reference(self, s: jax.Array, scale: float, reference: jax.Array) -> jax.Array:
+        """With those of rows that see their first key in this block."""
         if self.schedule.problem.plain:
             return reference
 
         def found() -> jax.Array:
             # A row that has seen no key yet subtracts infinity: its exponentials are 0.
-            of_rows = highest().max(axis=1) * scale
-            of_rows = jnp.where(of_rows < self.lowest, jnp.inf, of_rows)
-            return jnp.where(reference == jnp.inf, of_rows, reference)
+            highest = _highest(s) * scale
+            highest = jnp.where(highest < self.lowest, jnp.inf, highest)
+            return jnp.where(reference == jnp.inf, highest, reference)
 
         missing = ptx.any_above(reference, -NO_MAXIMUM)
         return cond(missing, found, lambda: reference)

@@ -1,7 +1,7 @@
 """What masks, scores and dropout make of 64 query rows of the Hopper forward."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -194,7 +194,7 @@ class RowScores:
         first_key: Any,
         queries: QueryData,
         data: BlockData | None,
-        answers: list[jax.Array],
+        answers: Sequence[jax.Array],
     ) -> jax.Array:
         """-inf where a row does not see a key."""
         if self.schedule.problem.mask is None:

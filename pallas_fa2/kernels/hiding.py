@@ -127,30 +127,24 @@ def signed(s: jax.Array, words: Sequence[jax.Array], start: int = 0) -> jax.Arra
     return inline(name, hide, _like(s), TILE, *[ptx.EACH] * len(words))(s, *words)
 
 
-def highest(s: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
-    """The largest of a tile's groups of eight columns, as `mosaic.by_eights`, of what `signed` does not hide.
+def start(words: Sequence[jax.Array], shape: tuple[int, int]) -> jax.Array:
+    """What scores are added to: 0, and -inf where the `hidden_bits` of squares, side by side, say so."""
 
-    One instruction a value, and no register but for the results.
-    """
-
-    def find(_: Any, tile: Any, *words: Any) -> Any:
-        seen, found = _seen(words), {}
-        for at, register in sorted(
-            np.ndenumerate(tile.registers), key=lambda x: _place(0, x[0], 0)
-        ):
-            for e, x in enumerate(ptx.elements(register)):
-                before = found.get((at[2:], e), arith.constant(x.type, -math.inf))
-                operands, code = [before, seen(at, e), x], "@$2 max.NaN.f32 $0, $0, $3;"
-                found[at[2:], e] = llvm.inline_asm(x.type, operands, code, "=f,0,b,f")
-        results = tile.registers[:, :1].copy()
-        for at, register in np.ndenumerate(results):
+    def begin(_: Any, *words: Any) -> Any:
+        seen, layout, f32 = _seen(words), TILE.to_mgpu(), ir.F32Type.get()
+        zero, minus_infinity = (arith.constant(f32, x) for x in (0.0, -math.inf))
+        registers = np.empty(layout.registers_shape(shape), object)
+        for at in np.ndindex(*registers.shape):
+            pair = llvm.mlir_undef(ir.VectorType.get((2,), f32))
             for e in range(2):
-                register = llvm.insertelement(register, found[at[2:], e], i32(e))
-            results[at] = register
-        return mgpu.FragmentedArray(_registers=results, _layout=tile.layout, _is_signed=None)
+                value = arith.select(seen(at, e), zero, minus_infinity)
+                pair = llvm.insertelement(pair, value, i32(e))
+            registers[at] = pair
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct((s.shape[0], 8), jnp.float32, TILE)
-    return inline("highest", find, result, TILE, *[ptx.EACH] * len(words))(s, *words)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, TILE)
+    name = f"hidden_start {shape[1]}"
+    return inline(name, begin, result, *[ptx.EACH] * len(words))(*words)
 
 
 def _like(s: jax.Array) -> Any:

@@ -95,16 +95,13 @@ def exponentials_under_products(report: KernelReport) -> list[int]:
     return found
 
 
-def selections_between_exponentials(report: KernelReport) -> list[int]:
-    """Of each group of products, how many selections come behind the first exponential under it, and before the
-    last: they take no time of their own there."""
+def selections_under_products(report: KernelReport) -> list[int]:
+    """Of each wait that leaves one group of products in flight, how many selections come between it and the wait for
+    that group: a softmax takes longer by them."""
     assert report.sass_path is not None, "nvdisasm is missing"
     in_flight = r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0"
-    found = []
-    for under in re.findall(in_flight, report.sass_path.read_text(), re.DOTALL):
-        first, last = under.find("MUFU.EX2"), under.rfind("MUFU.EX2")
-        found.append(under.count(" FSEL ", first, last))
-    return found
+    under = re.findall(in_flight, report.sass_path.read_text(), re.DOTALL)
+    return [text.count(" FSEL ") for text in under]
 
 
 def stray_threads(sass: str) -> int:
