@@ -257,6 +257,29 @@ def test_attention_is_that_of_the_mask(mask, head_dim):
     chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)
 
 
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_what_is_added_to_minus_infinity_stays_hidden(bad):
+    """Also scores that are NaN or infinite."""
+    keys = jax.random.split(jax.random.key(5), 3)
+    shapes = [(B, n, heads, 64) for n, heads in ((T, 4), (S, 2), (S, 2))]
+    q, k, v = (jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=True))
+    k = k.at[:, 200].multiply(bad)
+
+    def attend(implementation, q, k, v):
+        return fa.flash_attention(
+            q, k, v, mask=GRID, return_lse=True, implementation=implementation
+        )
+
+    with planned_for_h200(cores=4), asking_first():
+        out, lse = interpreter.run(functools.partial(attend, "hopper"), q, k, v)
+    expected, expected_lse = jax.jit(functools.partial(attend, "reference"))(q, k, v)
+    hidden = ~np.isnan(expected_lse)
+    assert hidden.any() and not hidden.all()
+    np.testing.assert_array_equal(np.isnan(lse), ~hidden)
+    rows = hidden.swapaxes(1, 2)
+    np.testing.assert_allclose(out[rows], expected[rows], rtol=0.1, atol=0.05)
+
+
 @pytest.mark.parametrize(
     "mask, head_dim, whole",
     [

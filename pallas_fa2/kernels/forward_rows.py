@@ -160,7 +160,8 @@ class RowBlock(RowScores):
         (acc, before, p), queries = state, self.query_data(masked)
         first_key, parts = self.first_key(t), self.schedule.config.value_parts
         start = None
-        if answers and self.hides_before:  # while keys and the tensor cores are waited for
+        if answers and self.schedule.problem.score is None:  # scales are positive: -inf remains so
+            # while keys and the tensor cores are waited for
             start = hiding.start(answers, self.shape)
         (k,) = keys.wait(step)
         self.turns.take()
@@ -207,12 +208,6 @@ class RowBlock(RowScores):
         # P's conversion comes last: until here its registers were being read by P V.
         state = out, statistics, self.converted(p)
         return state, look() if start is None else seen
-
-    @property
-    def hides_before(self) -> bool:
-        """Whether scores that are added to -inf remain so."""
-        problem = self.schedule.problem
-        return problem.score is None and problem.scale > 0
 
     def converted(self, p: list[jax.Array]) -> list[jax.Array]:
         return [x.astype(self.dtype) for x in p]

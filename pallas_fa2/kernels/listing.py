@@ -172,7 +172,7 @@ def in_order(
         long, left, *of_rows = sums_of(long_ones, 4 if apart else 2)
         above, beside = of_rows or (0 * long, long)
 
-        def write(i: int, left: Any, copies: list[Any]) -> None:
+        def write(i: int, left: Any, copies: list[Any], _: Any) -> None:
             for copy in copies:
                 head = row * stride + copy * step
                 number = head * tiles + tile + i
@@ -185,8 +185,7 @@ def in_order(
                 scatter(found, jnp.where(there, before + place, size), number, mine[i])
 
         for i, x in enumerate(visited):
-            run_write = functools.partial(write, i, left)
-            _strides(alike, lane, LANES, lambda copies, _, write=run_write: write(copies), None)
+            _strides(alike, lane, LANES, functools.partial(write, i, left), None)
             left = left + jnp.where(x > share, I32(1), I32(0))
 
         def write_rest(rests: list[Any], _: Any) -> None:
