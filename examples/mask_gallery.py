@@ -116,15 +116,21 @@ def measured(name: str, length: int, heads: int) -> Measured:
         )
 
     described = jax.eval_shape(made)
-    cases = described, (*described[:4], None, None)
-    programs = [[jax.jit(run).lower(*x).compile() for x in cases] for run in (forward, both)]
+    programs = [
+        [jax.jit(run).lower(*x).compile() for x in beside_full(described)]
+        for run in (forward, both)
+    ]
     with Turn.lock:
         # The functions of a mask made again are not the same.
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(made())]
         args = jax.tree.unflatten(jax.tree.structure(described), leaves)
-        cases = args, (*args[:4], None, None)
-        parts = [in_turns(runs, cases) for runs in programs]
+        parts = [in_turns(runs, beside_full(args)) for runs in programs]
         return Measured(*zip(*parts, strict=True))
+
+
+def beside_full(args: tuple) -> tuple[tuple, tuple]:
+    """q, k, v, dout, a mask and a score; and the same without these two."""
+    return args, (*args[:4], None, None)
 
 
 def in_turns(programs: Sequence[Callable], args: Sequence[tuple]) -> list[float]:

@@ -162,7 +162,7 @@ class RowBlock(RowScores):
         start = None
         if answers and self.schedule.problem.score is None:  # scales are positive: -inf remains so
             # while keys and the tensor cores are waited for
-            start = hiding.start(answers, self.shape)
+            start = hiding.signed(mosaic.constant(0.0, self.shape, TILE), answers)
         (k,) = keys.wait(step)
         self.turns.take()
 

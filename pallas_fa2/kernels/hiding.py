@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -125,26 +124,6 @@ def signed(s: jax.Array, words: Sequence[jax.Array], start: int = 0) -> jax.Arra
 
     name = f"hide_signed {start}"
     return inline(name, hide, _like(s), TILE, *[ptx.EACH] * len(words))(s, *words)
-
-
-def start(words: Sequence[jax.Array], shape: tuple[int, int]) -> jax.Array:
-    """What scores are added to: 0, and -inf where the `hidden_bits` of squares, side by side, say so."""
-
-    def begin(_: Any, *words: Any) -> Any:
-        seen, layout, f32 = _seen(words), TILE.to_mgpu(), ir.F32Type.get()
-        zero, minus_infinity = (arith.constant(f32, x) for x in (0.0, -math.inf))
-        registers = np.empty(layout.registers_shape(shape), object)
-        for at in np.ndindex(*registers.shape):
-            pair = llvm.mlir_undef(ir.VectorType.get((2,), f32))
-            for e in range(2):
-                value = arith.select(seen(at, e), zero, minus_infinity)
-                pair = llvm.insertelement(pair, value, i32(e))
-            registers[at] = pair
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, TILE)
-    name = f"hidden_start {shape[1]}"
-    return inline(name, begin, result, *[ptx.EACH] * len(words))(*words)
 
 
 def _like(s: jax.Array) -> Any:

@@ -124,7 +124,9 @@ def in_order(
     first_sorted, part = batch * heads - last, long_part(last, batch * heads)
     size = before + n + 1
     together = TOGETHER if tiles % TOGETHER == 0 else 1
-    ctas, apart = -(-known // (WARPS * together)), each == 1 and known > tiles
+    ctas = -(-known // (WARPS * together))
+    # Whether rows are those of batch entries: the heads of one come between long tiles of another.
+    apart = each == 1 and known > tiles
     first_row_sorted = -(-max(first_sorted - (alike - 1) * step, 0) // stride)
 
     def sorted_heads(row: Any) -> Any:

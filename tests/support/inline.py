@@ -98,11 +98,6 @@ def _hide_signed(s, *words_and_start):
     return jnp.where(found != 0, -jnp.inf, s)
 
 
-def _hidden_start(*words_and_columns):
-    *words, columns = words_and_columns
-    return _hide_signed(jnp.zeros((64, int(columns)), "float32"), *words, 0)
-
-
 def _hide_outside(s, *bounds_and_names):
     count = len(bounds_and_names) // 2
     bounds = dict(zip(bounds_and_names[count:], bounds_and_names[:count], strict=True))
@@ -141,7 +136,6 @@ INLINE: dict[str, Callable[..., Any]] = {
     "negate_dropped": _negate_dropped,
     "hidden_bits": _hidden_bits,
     "hide_signed": _hide_signed,
-    "hidden_start": _hidden_start,
     "hide_after": lambda s, last: jnp.where(_columns(s) <= last[:, None], s, -jnp.inf),
     "hide_before": lambda s, first: jnp.where(_columns(s) >= first[:, None], s, -jnp.inf),
     "hide_outside": _hide_outside,
