@@ -95,8 +95,7 @@ HOPPER_FORWARD = (
         )
     ),
     Tuned(hopper_forward.Config(256, 256, 2, block_kv=64, stages=2, registers=(240, 24))),
-    # Functions take registers: for Q, or of a third warpgroup. At H = 128 a second Q leaves room for one
-    # array of tokens (documents of 16 to 512 tokens 5 %, a window of 128 12 %).
+    # Functions take registers: for Q, or of a third warpgroup.
     *(
         Tuned(
             hopper_forward.Config(
@@ -107,7 +106,6 @@ HOPPER_FORWARD = (
         for dim, stages, q_buffers, at_once in (
             (64, 3, 2, 64),
             (96, 2, 2, None),
-            (128, 2, 2, None),
             (128, 2, 1, None),
         )
     ),

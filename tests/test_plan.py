@@ -1,5 +1,6 @@
 """Which implementation runs a call, why the faster ones do not, and on which tiles."""
 
+import dataclasses
 import re
 
 import jax
@@ -171,6 +172,26 @@ def test_shared_memory_has_room_for_all_data_of_tokens():
         )
 
 
+@pytest.mark.parametrize(
+    "dims, rows, buffers, columns",
+    [
+        ((128, 128), 0, 2, 128),
+        ((128, 128), 2, 2, 128),
+        ((128, 128), 3, 2, 64),
+        ((128, 128), MOST_ROWS + 1, 2, 64),
+        ((192, 192), MOST_ROWS + 1, 2, 96),
+        ((256, 256), 0, 1, 64),
+    ],
+)
+def test_queries_come_ahead_where_there_is_room(dims, rows, buffers, columns):
+    general = next(tuned.config for tuned in hopper_forwards(*dims) if tuned.general)
+    ahead = general.with_queries_ahead(rows)
+    assert (ahead.q_buffers, ahead.out_columns) == (buffers, columns)
+    assert ahead.room(rows) >= 0
+    in_registers = dataclasses.replace(general, q_in_registers=True)
+    assert in_registers.with_queries_ahead(rows) == in_registers
+
+
 def test_values_that_are_multiplied_at_once_make_up_a_block():
     for tuned in HOPPER_FORWARD:
         keys = [
@@ -224,8 +245,6 @@ def test_blocks_of_keys_leave_room_for_pairs(dtype, mask, head_dim, block_kv):
 
 def test_an_array_that_is_asked_about_before_takes_no_room():
     array = fa.Dense(np.ones((111, 63), bool))
-    for mask, buffers in ((array, 2), (fa.Dense(np.ones((4, 111, 63), bool)), 1)):
-        assert make_plan(spec(mask=mask, dims=(128, 128)), H200).forward.q_buffers == buffers
     call = spec(mask=array, score=fa.soft_cap(3.0), dims=(256, 256))
     assert make_plan(call, H200).implementation == "hopper"
 

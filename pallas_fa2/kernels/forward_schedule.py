@@ -26,7 +26,8 @@ class Config:
     # Whether Q is read into registers once a tile: less shared memory traffic (16 of 80 KB a block at
     # H = 128) where there are 32 registers for it.
     q_in_registers: bool = False
-    # Where they stay in shared memory: with two, the next tile's come while this one's are read.
+    # Where they stay in shared memory: with two, the next tile's come while this one's are read
+    # (`with_queries_ahead`).
     q_buffers: int = 1
     # Keys whose values are multiplied at once, if not a whole block: a warp that issues products waits for
     # the tensor cores to take them, and with fewer at a time it begins sooner with its exponentials.
@@ -58,6 +59,16 @@ class Config:
         data_bytes = self.stages * key_rows * self.block_kv * 4
         barriers = 512  # up to 60
         return mosaic.SHARED_MEMORY_BYTES - kv_bytes - rows_bytes - data_bytes - barriers
+
+    def with_queries_ahead(self, key_rows: int) -> "Config":
+        """With two buffers of queries, if there is room beside so many rows of keys' data; else by half of the output's."""
+        if self.q_in_registers:
+            return self
+        ahead = (
+            dataclasses.replace(self, q_buffers=2, out_columns=columns)
+            for columns in (self.out_columns, self.out_columns // 2)
+        )
+        return next((config for config in ahead if config.room(key_rows) >= 0), self)
 
     def pair_stages(self, pair_bytes: int, key_rows: int) -> int:
         """How many blocks' data of pairs fit there."""

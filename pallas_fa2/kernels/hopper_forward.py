@@ -55,11 +55,13 @@ def attention(
     less. Under a mask, `seen` lists the blocks of keys of every tile; `data` is what masks and scores read,
     and `answers` are those of a mask that has been asked.
     """
+    key_rows = data.k.shape[1] + 1 if data is not None and problem.reads_keys() else 0
+    if not problem.pairs():
+        config = config.with_queries_ahead(key_rows)
     schedule = Schedule(problem, config)
     dtype, dim, groups = q.dtype, config.head_dim, config.warpgroups
     rows, stages = config.rows, config.stages
     rings = 3 if problem.reads_keys() else 2
-    key_rows = data.k.shape[1] + 1 if data is not None and problem.reads_keys() else 0
     pairs = _pair_buffers(config, problem, key_rows)
     pair_slots = sum(buffer.shape[1] for buffer in pairs) * groups
     panel = tma.panel_width(dim, k.shape[3], dtype)

@@ -160,6 +160,19 @@ def grid(case: Case) -> tuple[Any, np.ndarray]:
     return mask, everywhere(case, dense[:, None])
 
 
+@fa.mask_fn
+def _clusters(q: Any, k: Any) -> Any:
+    return (q.cluster == k.cluster) & (q.place >= k.place)
+
+
+def clusters(case: Case) -> tuple[Any, np.ndarray]:
+    """Tokens sorted by their cluster: two arrays of keys, beside which the output has half of its room."""
+    cluster, place = _ids(case, case.q_len, 0), np.random.default_rng(5).permutation(case.q_len)
+    tokens = {"cluster": jnp.asarray(cluster), "place": jnp.asarray(place, jnp.int32)}
+    same = (cluster[:, :, None] == cluster[:, None, :])[:, None]
+    return _clusters(tokens=tokens), everywhere(case, same & (place[:, None] >= place))
+
+
 def capped(case: Case) -> tuple[Any, Callable]:
     return fa.soft_cap(2.0), lambda s: 2.0 * jnp.tanh(s / 2.0)
 
@@ -269,6 +282,8 @@ MASKED = [
     Case("documents_h64", 2, 200, 330, 2, 1, 64, mask=documents),
     Case("documents_h128", 2, 330, 139, 4, 2, 128, dtype=f16, mask=documents),
     *(Case(f"lengths_h{h}", 2, 200, 330, 2, 1, h, mask=lengths) for h in (64, 128, 256)),
+    Case("clusters_h128", 2, 139, 139, 2, 1, 128, mask=clusters),
+    Case("rising_clusters_h128", 1, 260, 260, 1, 1, 128, dtype=f16, mask=clusters, rise=7),
     Case("dilated_h128", 1, 130, 330, 2, 2, 128, mask=dilated),
     *(Case(f"extremes_h{h}", 1, 130, 139, 1, 1, h, mask=extremes) for h in (64, 128)),
     *(Case(f"holes_h{h}", 2, 130, 330, 4, 2, h, mask=holes) for h in (64, 128)),
