@@ -3,9 +3,11 @@
 If so, there is nothing whose values a kernel must keep from spreading. As many queries as keys: if every
 token sees itself. The code is followed with one token in both places. What is computed twice from the
 same values has the same name, and is equal; for all else there are the intervals of `bounds`. Otherwise,
-where a mask reads positions alone, some pairs are tried.
+where a mask reads positions alone, some pairs are tried. What the code does not say, the data may, on the
+device (`some_see_not_themselves`).
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple, cast
 
@@ -17,8 +19,8 @@ from jax.extend.core import jaxpr_as_fun
 
 from pallas_fa2 import bounds
 from pallas_fa2.bounds import Interval
-from pallas_fa2.spec import Spec
-from pallas_fa2.tokens import LEADING, Data, called, follow
+from pallas_fa2.spec import Operands, Spec
+from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, Data, called, follow
 
 SCALAR = (1,) * LEADING
 
@@ -38,6 +40,36 @@ def every_token_takes_part(spec: Spec) -> bool:
     if spec.q_len == spec.kv_len:
         return _every_token_sees_itself(spec)
     return len(spec.mask.jaxpr.in_avals) == 2 and _every_token_has_a_witness(spec)
+
+
+def some_see_not_themselves(spec: Spec, operands: Operands) -> jax.Array:
+    """Of each batch entry, whether a token may not see itself under this mask's data; int32 `[B]`.
+
+    Where queries and keys are not the same tokens, or the mask reads data of pairs: 1.
+    """
+    assert spec.mask is not None
+    nodes = jax.tree.leaves(operands.mask, is_leaf=_is_data)
+    if spec.q_len != spec.kv_len or any(node.pairs for node in nodes):
+        return jnp.ones(spec.batch, jnp.int32)
+
+    def of_queries(arrays: Any) -> Any:
+        return jax.tree.map(lambda x: x.swapaxes(Q_AXIS, K_AXIS), arrays)
+
+    def same_token(node: Data) -> Data:
+        return dataclasses.replace(node, k=of_queries(node.k), of_k=of_queries(node.of_k))
+
+    data = jax.tree.map(same_token, operands.mask, is_leaf=_is_data)
+    q_index, k_index = operands.q_index, operands.k_index
+    if q_index is None:
+        q_index = k_index = jnp.arange(spec.q_len, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+    else:
+        k_index = of_queries(k_index)
+    sees = jnp.all(spec.mask.on_tile(q_index, k_index, data), range(1, LEADING))
+    return jnp.broadcast_to(jnp.where(sees, 0, 1).astype(jnp.int32), spec.batch)
+
+
+def _is_data(node: Any) -> bool:
+    return isinstance(node, Data)
 
 
 def _every_token_has_a_witness(spec: Spec) -> bool:
@@ -80,10 +112,8 @@ def _argument_names(spec: Spec) -> list[int]:
     _, structure = spec.mask.key
     q_index, k_index, data = jax.tree.unflatten(structure, range(structure.num_leaves))
     same = {k_index: q_index}
-    nodes = jax.tree.leaves(data, is_leaf=lambda x: isinstance(x, Data))
-    for node in nodes:
-        if isinstance(node, Data):
-            same |= {node.k[name]: node.q[name] for name in node.shared}
+    for node in filter(_is_data, jax.tree.leaves(data, is_leaf=_is_data)):
+        same |= {node.k[name]: node.q[name] for name in node.shared}
     return [same.get(i, i) for i in range(structure.num_leaves)]
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import pallas_fa2 as fa
-from pallas_fa2.diagonal import every_token_takes_part
+from pallas_fa2.diagonal import every_token_takes_part, some_see_not_themselves
 from pallas_fa2.spec import describe
 
 IDS = jnp.zeros((2, 24), jnp.int32)
@@ -84,3 +84,44 @@ def test_other_lengths_by_pairs_that_see_each_other(kv_len):
     near = fa.mask_fn(lambda q, k: q.index + shift - k.index <= 3)
     assert says(near, kv_len) == (kv_len < 24)
     assert not says(fa.Segments(IDS, jnp.zeros((2, kv_len), jnp.int32)), kv_len)
+
+
+def in_doubt(mask, kv_len=24, **options):
+    q = jax.ShapeDtypeStruct((2, 24, 4, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, kv_len, 2, 64), jnp.bfloat16)
+    found = jax.jit(lambda mask: some_see_not_themselves(*describe(q, k, k, mask=mask, **options)))
+    return np.asarray(found(mask)).tolist()
+
+
+reach = fa.mask_fn(lambda q, k, c: q.index - k.index <= c.reach)
+tree = fa.mask_fn(lambda q, k: (k.index <= q.index) & (q.index < k.end))
+keep = fa.mask_fn(lambda q, k, c: c.keep)
+FIRST_OF_TWO = jnp.array([[[[True]]], [[[False]]]])
+
+
+@pytest.mark.parametrize(
+    "mask, expected",
+    [
+        (fa.Causal() & reach(heads={"reach": jnp.array([0, 3, 1, 2])}), [0, 0]),
+        (fa.Causal() & reach(heads={"reach": jnp.array([0, 3, -1, 2])}), [1, 1]),
+        (tree(tokens={"end": jnp.arange(24) + 1}), [0, 0]),
+        (tree(tokens={"end": jnp.arange(24).at[:23].add(1)}), [1, 1]),
+        (fa.Lengths(jnp.array([24, 23])), [0, 1]),
+        (fa.Segments(IDS, IDS.at[1, 5].set(1)), [0, 1]),
+        (keep(pairs={"keep": FIRST_OF_TWO & jnp.ones((2, 1, 1, 24), bool)}), [0, 1]),
+        (keep(pairs={"keep": FIRST_OF_TWO & jnp.ones((2, 1, 24, 1), bool)}), [0, 1]),
+        (keep(pairs={"keep": FIRST_OF_TWO}), [0, 1]),
+        (fa.Dense(jnp.ones((24, 24), bool)), [1, 1]),  # not looked at
+    ],
+    ids=str,
+)
+def test_data_say_whether_every_token_sees_itself(mask, expected):
+    assert in_doubt(mask) == expected
+
+
+def test_tokens_at_other_positions_are_in_doubt():
+    there = jnp.arange(24)
+    assert in_doubt(fa.Window(3), kv_len=30) == [1, 1]
+    assert in_doubt(fa.Window(3), q_positions=there, kv_positions=there) == [0, 0]
+    shifted = jnp.stack([there + 3, there + 4])
+    assert in_doubt(fa.Window(3), q_positions=shifted, kv_positions=there) == [0, 1]

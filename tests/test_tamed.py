@@ -12,8 +12,9 @@ import pytest
 from jax import lax
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import mosaic
+from pallas_fa2.kernels import hopper_backward, mosaic, passes, token_data
 from pallas_fa2.kernels.tamed import Copies, Part
+from pallas_fa2.spec import describe
 from tests.support import interpreter
 from tests.support.hopper import planned_for_h200
 
@@ -93,6 +94,30 @@ def test_tamed_interpreted(length: int, dims: Any, kernel_dims: Any, block: int)
 def test_tamed_on_a_gpu(length: int, dims: Any, kernel_dims: Any, block: int) -> None:
     x, y = arrays(length, dims)
     check(jax.jit(tamed(block, kernel_dims))(x, y), x, y, block)
+
+
+def test_keys_are_looked_at_where_tokens_may_take_part_in_nothing() -> None:
+    """By the mask's data, in entries of a batch that its code says nothing of."""
+    k, v = arrays(139, (64, 64))
+    q = jax.ShapeDtypeStruct(k.shape, k.dtype)
+    spec, _ = describe(q, k, v, mask=fa.Lengths(jnp.array([5, 5])))
+    sizes = {"batch": BATCH, "q_len": 139, "kv_len": 139, "q_heads": HEADS, "kv_heads": HEADS}
+    mask, config = token_data.describe_mask(spec), hopper_backward.Config(64, 64)
+    problem = mosaic.Problem(**sizes, scale=1.0, offset=None, mask=mask)
+
+    def wild(k: jax.Array, v: jax.Array, in_doubt: jax.Array) -> jax.Array:
+        lse = jnp.zeros((BATCH, HEADS, mosaic.round_up(139, config.block_q)))
+        factors = passes.Factors(q := jnp.ones_like(k), k, v, q)
+        tamed, _, _ = passes.prepare(problem, config, factors, q, lse, True, in_doubt)
+        return tamed.k.wild
+
+    everywhere, first, nowhere = (
+        np.asarray(interpreter.run(wild, k, v, jnp.array(x, jnp.int32)))
+        for x in ([1, 1], [1, 0], [0, 0])
+    )
+    assert everywhere[0].any() and everywhere[1].any()
+    np.testing.assert_array_equal(first[0], everywhere[0])
+    assert not first[1].any() and not nowhere.any()
 
 
 GROUPS = 5

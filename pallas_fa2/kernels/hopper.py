@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from pallas_fa2 import bounds
+from pallas_fa2 import bounds, diagonal
 from pallas_fa2.kernels import (
     answers,
     hopper_backward,
@@ -282,13 +282,15 @@ class Traced(NamedTuple):
 
     data: TokenData | None
     classes: jax.Array | None
+    in_doubt: jax.Array | None = None  # int32 [B]: whether tokens may take part in nothing
 
     @property
     def axes(self) -> "Traced":
         """As `partition.Axes` has them."""
         data: Any = None if self.data is None else TokenData.axes()
         classes: Any = None if self.classes is None else "bn.."
-        return Traced(data, classes)
+        in_doubt: Any = None if self.in_doubt is None else "b"
+        return Traced(data, classes, in_doubt)
 
 
 def over_batch(kernel: Callable, limit: int, axes: Axes | None = None) -> Callable:
@@ -400,6 +402,9 @@ def backward(
     part = trim(spec)
     part_operands = part.operands(operands)
     extras = Extras.of(spec, part, part_operands, *config.tile, wanted)
+    if extras.mask is not None and not extras.mask.all_take_part:
+        in_doubt = diagonal.some_see_not_themselves(extras.spec, part_operands)
+        extras = extras._replace(traced=extras.traced._replace(in_doubt=in_doubt))
     q, k, v, out, lse, dout, dlse = _first_order((q, k, v, out, lse, dout, dlse))
 
     def kernel(*args: Any) -> tuple:
@@ -410,7 +415,9 @@ def backward(
         # Whole heads visit blocks that nobody sees.
         answered = not problem.asked or extras.classes_of(traced) is None
         adds = not (answered and HeadSchedule.suits(problem, config))
-        factors, delta, zeros = passes.prepare(problem, config, factors, out, lse, adds)
+        factors, delta, zeros = passes.prepare(
+            problem, config, factors, out, lse, adds, traced.in_doubt
+        )
         delta = delta if dlse is None else delta + dlse
         return hopper_backward.gradients(
             problem, config, factors, lse, delta, zeros, classes, data, found

@@ -42,7 +42,7 @@ class _Before(NamedTuple):
 
     out: Any
     dout: Any
-    doubted: Any  # q, k, v and lse, where tokens may take part in nothing
+    doubted: Any  # q, k, v and lse, where tokens may take part in nothing, and whether they do
     delta: Any
     dq: Any
     of_rows: Any  # of q and dout, what `Copies` has
@@ -66,11 +66,13 @@ def prepare(
     out: jax.Array,
     lse: jax.Array,
     with_zeros: bool = True,
+    in_doubt: jax.Array | None = None,
 ) -> tuple[Factors, jax.Array, jax.Array | None]:
     """The factors; -rowsum(dO ∘ O) in float32, `[B, N, T']`; and zeros to which dQ will be added, if it is.
 
     `out` is like dout; lse is `[B, N, T']`. T' is a multiple of `block_q`, and 0 stands there for rows that
-    do not exist.
+    do not exist. If tokens may take part in nothing by the mask's code, `in_doubt`, int32 `[B]`, is 0 where
+    they do not by its data.
 
     P and dS are 0 where a mask hides a pair, and meet k, q and dout. Where tokens may take part in nothing,
     these become finite. Of a key that was not, v is NaN instead, and with it dS of a pair that is seen; of a
@@ -96,9 +98,14 @@ def prepare(
 
         @when(cta >= schedule.blocks)
         def _() -> None:
-            _, k, v, _ = arrays.doubted
+            _, k, v, _, in_doubt = arrays.doubted
             place, buffers = cta - schedule.blocks, (tiles.other, tiles.dout)
-            keys.write_as_the_first((k, v), arrays.of_keys, place, buffers, tiles.other_arrived)
+            batch, _, _ = mosaic.unravel(place, keys.grid)
+
+            def look() -> None:
+                keys.write_as_the_first((k, v), arrays.of_keys, place, buffers, tiles.other_arrived)
+
+            cond(in_doubt[batch] != 0, look, lambda: keys.tell(arrays.of_keys, place, I32(0)))
 
     def prepare_rows(arrays: _Before, tiles: _Tiles, block: Any) -> list[jax.Array]:
         """NaN where delta or lse is not finite."""
@@ -121,7 +128,7 @@ def prepare(
         return doubts
 
     def tame_rows(arrays: _Before, tiles: _Tiles, block: Any, doubts: list[jax.Array]) -> None:
-        q, buffers = arrays.doubted[0], (tiles.other, tiles.dout)
+        (q, *_, in_doubt), buffers = arrays.doubted, (tiles.other, tiles.dout)
 
         def look() -> Any:
             rows.part(q, block, tiles.other).load(tiles.other, tiles.other_arrived, I32(0))
@@ -131,15 +138,18 @@ def prepare(
             when(wild != 0)(lambda: rows.write(arrays.of_rows, block, buffers, found))
             return wild
 
-        is_known = problem.score is None
-        wild = cond(any_infinite(doubts) != 0, look, lambda: I32(0)) if is_known else look()
+        batch, _, _ = schedule.queries(block)
+        looks = in_doubt[batch] != 0
+        if problem.score is None:
+            looks &= any_infinite(doubts) != 0
+        wild = cond(looks, look, lambda: I32(0))
         rows.tell(arrays.of_rows, block, wild)
 
     delta = problem.batch, problem.q_heads, schedule.q_blocks * config.block_q
     delta, dq = (jax.ShapeDtypeStruct(x, jnp.float32) for x in (delta, schedule.dq_shape))
     dq = dq if with_zeros else None
     copies = [x.outputs if tames else [] for x in (rows, keys)]
-    inputs, outputs = (out, dout, [q, k, v, lse] if tames else []), (delta, dq, *copies)
+    inputs, outputs = (out, dout, [q, k, v, lse, in_doubt] if tames else []), (delta, dq, *copies)
     tree = jax.tree.structure((*inputs, *outputs))
     out_tile, dout_tile = (of_dout.buffer(config.block_q) for _ in range(2))
     tiles = _Tiles(out_tile, dout_tile, mosaic.barriers(1, 2))
