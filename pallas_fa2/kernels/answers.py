@@ -28,8 +28,8 @@ from pallas_fa2.kernels.token_data import TokenData
 from pallas_fa2.kernels.visits import Visits
 
 SQUARE = 64
-# CTAs that share a machine's 132 multiprocessors: each has a part of a row of tiles.
-CTAS = 2048
+# CTAs that share a row of tiles. More begin more often, fewer leave rows of many cut tiles to themselves.
+PARTS = 16
 # A mask is asked before the attention where that saves so many operations on a pair: on all of a GPU's
 # multiprocessors they take 12 us, and to ask takes 5 and more. (Measured: docs/performance.md.)
 WORTH_ASKING = 2.5e8
@@ -79,12 +79,11 @@ def ask(
         entry, row, _ = asking.axes
         visited, cut = visits.decode(counts[entry, 0, row])
 
-        def block(place: Any) -> None:
-            listed = lists[entry, 0, row, visited - cut + place]
-            number = visits.block(listed) if q_axis == 0 else visits.block_from_last(listed, blocks)
-            asking.write(answers, data, number)
+        def number(place: Any) -> Any:  # of a part without blocks, of any
+            listed = lists[entry, 0, row, jnp.minimum(visited - cut + place, blocks - 1)]
+            return visits.block(listed) if q_axis == 0 else visits.block_from_last(listed, blocks)
 
-        asking.each(cut, block)
+        asking.each(cut, number, lambda number: asking.write(answers, data, number))
 
     inputs = jnp.asarray(seen.counts), jnp.asarray(seen.lists), asking.data
     tree = jax.tree.structure((*inputs, asking.answers))
@@ -124,7 +123,7 @@ def ask_all(
             first = mosaic.rem(thread, listing.LANES) == 0
             listing.scatter(flags, jnp.where(first, place, flags.shape[0]), lanes)
 
-        asking.each(asking.counts[2], block)
+        asking.each(asking.counts[2], lambda place: place, block)
 
     tree = jax.tree.structure((asking.data, asking.answers, flags))
     made = asking.launch(run, [asking.answers, flags])(*jax.tree.leaves(asking.data))
@@ -170,8 +169,7 @@ class _Asking:
 
     @property
     def parts(self) -> int:
-        batch, tiles, blocks = self.counts
-        return min(blocks, -(-CTAS // (batch * tiles)))
+        return min(self.counts[2], PARTS)
 
     @functools.cached_property
     def data(self) -> TokenData:
@@ -195,11 +193,18 @@ class _Asking:
     def warpgroup(self) -> Any:
         return lax.axis_index("warpgroup")
 
-    def each(self, count: Any, block: Callable) -> None:
-        """Of so many blocks, those of a CTA's part."""
+    def each(self, count: Any, number: Callable, block: Callable) -> None:
+        """block(number(i)) for those of so many that are a CTA's part; the next number is asked for before."""
         part, parts = self.axes[2], self.parts
         mine = mosaic.div(count - part + (parts - 1), parts)
-        lax.fori_loop(I32(0), mine, lambda i, _: block(part + i * parts), None)
+        last = jnp.maximum(mine - 1, 0)
+
+        def step(i: Any, this: Any) -> Any:
+            following = number(part + jnp.minimum(i + 1, last) * parts)
+            block(this)
+            return following
+
+        lax.fori_loop(I32(0), mine, step, number(part))
 
     def write(self, answers: Any, data: TokenData, number: Any) -> list[jax.Array]:
         """The answers about a warpgroup's rows of a block, which are returned."""
