@@ -37,15 +37,15 @@ def every_token_takes_part(spec: Spec) -> bool:
     """False where the code does not say so."""
     if spec.mask is None or spec.positions or not (spec.q_len and spec.kv_len):
         return False
-    if spec.q_len == spec.kv_len:
-        return _every_token_sees_itself(spec)
+    if spec.q_len == spec.kv_len and _every_token_sees_itself(spec):
+        return True
     return len(spec.mask.jaxpr.in_avals) == 2 and _every_token_has_a_witness(spec)
 
 
 def some_see_not_themselves(spec: Spec, operands: Operands) -> jax.Array:
-    """Of each batch entry, whether a token may not see itself under this mask's data; int32 `[B]`.
+    """Of each batch entry 0 where every token surely sees itself, by the mask's data, else 1; int32 `[B]`.
 
-    Where queries and keys are not the same tokens, or the mask reads data of pairs: 1.
+    It is 1 where queries and keys are not the same tokens, or the mask reads data of pairs.
     """
     assert spec.mask is not None
     nodes = jax.tree.leaves(operands.mask, is_leaf=_is_data)
@@ -65,7 +65,7 @@ def some_see_not_themselves(spec: Spec, operands: Operands) -> jax.Array:
     else:
         k_index = of_queries(k_index)
     sees = jnp.all(spec.mask.on_tile(q_index, k_index, data), range(1, LEADING))
-    return jnp.broadcast_to(jnp.where(sees, 0, 1).astype(jnp.int32), spec.batch)
+    return jnp.broadcast_to(~sees, spec.batch).astype(jnp.int32)
 
 
 def _is_data(node: Any) -> bool:

@@ -35,6 +35,7 @@ def says(mask, kv_len=24, **options):
         image_text(tokens={"image": IDS}),
         fa.mask_fn(lambda q, k: abs(q.index - k.index) % 3 == 0),
         fa.mask_fn(lambda q, k: (q.index + 0 == k.index - 0) & (q.index // 3 <= k.index // 3)),
+        fa.mask_fn(lambda q, k: q.index & k.index == k.index),  # tried
     ],
     ids=str,
 )

@@ -175,11 +175,19 @@ def nobody_known(ids: Any) -> Any:
     return near | far(params={"w": number})
 
 
+def by_head(ids: Any) -> Any:
+    """Two arrays of keys' tokens, of which every head asks by itself."""
+    see = fa.mask_fn(lambda q, k, c: (q.a == k.a) & (q.b >= k.b) & (q.index - k.index >= c.least))
+    return see(tokens={"a": ids, "b": ids}, heads={"least": jnp.arange(4)})
+
+
 @pytest.mark.parametrize(
     "head_dim, make, length",
     [
         (64, packed, 4096),
         (128, nobody_known, 4001),
+        (128, by_head, 4096),
+        (192, by_head, 4096),
     ],
 )
 def test_masks_compile_without_spills_in_loops(head_dim: int, make: Any, length: int) -> None:
@@ -190,12 +198,12 @@ def test_masks_compile_without_spills_in_loops(head_dim: int, make: Any, length:
         return attend_and_differentiate(make(ids))(q, k, v, dout)
 
     forward, backward = compile_both(run, *args, ids)
-    if length % 8 == 0:
+    if make is packed:
         compile_gate.assert_clean(forward)
     assert compile_gate.spills_while_multiplying(forward) == 0
     # At H = 64 a step has twice the queries: of what a mask reads of them, four values are put aside.
     assert compile_gate.spills_while_multiplying(backward) <= (4 if head_dim == 64 else 0)
-    for report, stores in ((forward, 136), (backward, 312)):  # once a tile
+    for report, stores in ((forward, 136 if length % 8 else 8), (backward, 312)):  # once a tile
         assert report.spill_stores <= stores
         compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
 

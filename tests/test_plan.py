@@ -192,6 +192,14 @@ def test_queries_come_ahead_where_there_is_room(dims, rows, buffers, columns):
     assert in_registers.with_queries_ahead(rows) == in_registers
 
 
+@pytest.mark.parametrize("rows", range(MOST_ROWS + 2))
+def test_what_leaves_together_makes_up_an_output(rows):
+    for tuned in HOPPER_FORWARD:
+        config = tuned.config.with_queries_ahead(rows)
+        columns = [i for x in config.out_pieces for i in range(x.start, x.start + x.size)]
+        assert columns == list(range(config.value_dim)), tuned
+
+
 def test_values_that_are_multiplied_at_once_make_up_a_block():
     for tuned in HOPPER_FORWARD:
         keys = [

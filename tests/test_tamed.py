@@ -96,24 +96,29 @@ def test_tamed_on_a_gpu(length: int, dims: Any, kernel_dims: Any, block: int) ->
     check(jax.jit(tamed(block, kernel_dims))(x, y), x, y, block)
 
 
-def test_keys_are_looked_at_where_tokens_may_take_part_in_nothing() -> None:
-    """By the mask's data, in entries of a batch that its code says nothing of."""
-    k, v = arrays(139, (64, 64))
-    q = jax.ShapeDtypeStruct(k.shape, k.dtype)
-    spec, _ = describe(q, k, v, mask=fa.Lengths(jnp.array([5, 5])))
+@pytest.mark.parametrize("side", ["k", "q"])
+def test_they_are_looked_for_where_tokens_may_take_part_in_nothing(side: str) -> None:
+    """By the mask's data, in entries of a batch that its code says nothing of; among queries, under a score."""
+    x, _ = arrays(139, (64, 64))
+    score = fa.soft_cap(2.0) if side == "q" else None
+    spec, _ = describe(x, x, x, mask=fa.Lengths(jnp.array([5, 5])), score=score)
     sizes = {"batch": BATCH, "q_len": 139, "kv_len": 139, "q_heads": HEADS, "kv_heads": HEADS}
     mask, config = token_data.describe_mask(spec), hopper_backward.Config(64, 64)
-    problem = mosaic.Problem(**sizes, scale=1.0, offset=None, mask=mask)
+    of_score = token_data.describe_score(spec, ())
+    problem = mosaic.Problem(**sizes, scale=1.0, offset=None, mask=mask, score=of_score)
 
-    def wild(k: jax.Array, v: jax.Array, in_doubt: jax.Array) -> jax.Array:
-        lse = jnp.zeros((BATCH, HEADS, mosaic.round_up(139, config.block_q)))
-        factors = passes.Factors(q := jnp.ones_like(k), k, v, q)
-        tamed, _, _ = passes.prepare(problem, config, factors, q, lse, True, in_doubt)
-        return tamed.k.wild
+    def wild(x: jax.Array, in_doubt: jax.Array) -> jax.Array:
+        ones, lse = (
+            jnp.ones_like(x),
+            jnp.zeros((BATCH, HEADS, mosaic.round_up(139, config.block_q))),
+        )
+        factors = passes.Factors(ones, ones, ones, ones)._replace(**{side: x})
+        tamed, _, _ = passes.prepare(problem, config, factors, ones, lse, True, in_doubt)
+        return getattr(tamed, side).wild
 
     everywhere, first, nowhere = (
-        np.asarray(interpreter.run(wild, k, v, jnp.array(x, jnp.int32)))
-        for x in ([1, 1], [1, 0], [0, 0])
+        np.asarray(interpreter.run(wild, x, jnp.array(entries, jnp.int32)))
+        for entries in ([1, 1], [1, 0], [0, 0])
     )
     assert everywhere[0].any() and everywhere[1].any()
     np.testing.assert_array_equal(first[0], everywhere[0])

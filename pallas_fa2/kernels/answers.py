@@ -28,8 +28,9 @@ from pallas_fa2.kernels.token_data import TokenData
 from pallas_fa2.kernels.visits import Visits
 
 SQUARE = 64
-# CTAs that share a row of tiles. More begin more often, fewer leave rows of many cut tiles to themselves.
-PARTS = 16
+# CTAs that share a row of tiles, where there are no more of them in all. With fewer, a row of which much is cut
+# takes longer than all others; to begin in vain, so many take 2 us.
+PARTS, CTAS = 16, 4096
 # A mask is asked before the attention where that saves so many operations on a pair: on all of a GPU's
 # multiprocessors they take 12 us, and to ask takes 5 and more. (Measured: docs/performance.md.)
 WORTH_ASKING = 2.5e8
@@ -79,11 +80,12 @@ def ask(
         entry, row, _ = asking.axes
         visited, cut = visits.decode(counts[entry, 0, row])
 
-        def number(place: Any) -> Any:  # of a part without blocks, of any
+        def number(place: Any) -> Any:
+            # A part may have no block; it reads an entry nevertheless.
             listed = lists[entry, 0, row, jnp.minimum(visited - cut + place, blocks - 1)]
             return visits.block(listed) if q_axis == 0 else visits.block_from_last(listed, blocks)
 
-        asking.each(cut, number, lambda number: asking.write(answers, data, number))
+        asking.each(cut, number, functools.partial(asking.write, answers, data))
 
     inputs = jnp.asarray(seen.counts), jnp.asarray(seen.lists), asking.data
     tree = jax.tree.structure((*inputs, asking.answers))
@@ -169,7 +171,8 @@ class _Asking:
 
     @property
     def parts(self) -> int:
-        return min(self.counts[2], PARTS)
+        batch, tiles, blocks = self.counts
+        return min(blocks, PARTS, max(1, CTAS // (batch * tiles)))
 
     @functools.cached_property
     def data(self) -> TokenData:
@@ -194,7 +197,7 @@ class _Asking:
         return lax.axis_index("warpgroup")
 
     def each(self, count: Any, number: Callable, block: Callable) -> None:
-        """block(number(i)) for those of so many that are a CTA's part; the next number is asked for before."""
+        """block(number(i)) for those of so many that are a CTA's part; the next number is loaded meanwhile."""
         part, parts = self.axes[2], self.parts
         mine = mosaic.div(count - part + (parts - 1), parts)
         last = jnp.maximum(mine - 1, 0)

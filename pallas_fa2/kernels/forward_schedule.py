@@ -26,8 +26,8 @@ class Config:
     # Whether Q is read into registers once a tile: less shared memory traffic (16 of 80 KB a block at
     # H = 128) where there are 32 registers for it.
     q_in_registers: bool = False
-    # Where they stay in shared memory: with two, the next tile's come while this one's are read
-    # (`with_queries_ahead`).
+    # Of queries in shared memory, at least: a kernel has two where there is room (`with_queries_ahead`), and the
+    # next tile's come while this one's are read.
     q_buffers: int = 1
     # Keys whose values are multiplied at once, if not a whole block: a warp that issues products waits for
     # the tensor cores to take them, and with fewer at a time it begins sooner with its exponentials.
@@ -61,12 +61,14 @@ class Config:
         return mosaic.SHARED_MEMORY_BYTES - kv_bytes - rows_bytes - data_bytes - barriers
 
     def with_queries_ahead(self, key_rows: int) -> "Config":
-        """With two buffers of queries, if there is room beside so many rows of keys' data; else by half of the output's."""
+        """With two buffers of queries where there is room beside so many rows of keys' data, if need be with half of
+        the output's buffer."""
         if self.q_in_registers:
             return self
         ahead = (
             dataclasses.replace(self, q_buffers=2, out_columns=columns)
             for columns in (self.out_columns, self.out_columns // 2)
+            if self.value_dim % columns == 0 or columns > self.value_dim
         )
         return next((config for config in ahead if config.room(key_rows) >= 0), self)
 

@@ -42,7 +42,7 @@ class _Before(NamedTuple):
 
     out: Any
     dout: Any
-    doubted: Any  # q, k, v and lse, where tokens may take part in nothing, and whether they do
+    doubted: Any  # q, k, v and lse, where tokens may take part in nothing, and whether they may, of each entry
     delta: Any
     dq: Any
     of_rows: Any  # of q and dout, what `Copies` has
@@ -71,8 +71,8 @@ def prepare(
     """The factors; -rowsum(dO ∘ O) in float32, `[B, N, T']`; and zeros to which dQ will be added, if it is.
 
     `out` is like dout; lse is `[B, N, T']`. T' is a multiple of `block_q`, and 0 stands there for rows that
-    do not exist. If tokens may take part in nothing by the mask's code, `in_doubt`, int32 `[B]`, is 0 where
-    they do not by its data.
+    do not exist. If by the mask's code tokens may take part in nothing, `in_doubt`, int32 `[B]`, is 0 in
+    entries whose data say that all take part.
 
     P and dS are 0 where a mask hides a pair, and meet k, q and dout. Where tokens may take part in nothing,
     these become finite. Of a key that was not, v is NaN instead, and with it dS of a pair that is seen; of a
