@@ -33,7 +33,11 @@ def _show(value: Any) -> str:
 
 
 class Node:
-    """A frozen dataclass as a pytree: numbers, strings and functions are static, the rest leaves."""
+    """A frozen dataclass as a pytree: numbers, strings and functions are static, the rest leaves.
+
+    Two are equal if they have the same code and the very same leaves: as a static argument of `jit` or a field
+    of a Flax module, one made again is not traced again.
+    """
 
     def __init_subclass__(cls) -> None:
         jax.tree_util.register_pytree_node(cls, cls._flatten, cls._unflatten)  # pyright: ignore[reportArgumentType]
@@ -56,6 +60,16 @@ class Node:
         for name, value in (*zip(names, children, strict=True), *static):
             object.__setattr__(node, name, value)
         return node
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Node):
+            return NotImplemented
+        (mine, tree), (others, other_tree) = jax.tree.flatten(self), jax.tree.flatten(other)
+        return tree == other_tree and all(map(operator.is_, mine, others))
+
+    def __hash__(self) -> int:
+        leaves, tree = jax.tree.flatten(self)
+        return hash((tree, *map(id, leaves)))
 
     def __repr__(self) -> str:
         fields = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]  # type: ignore[arg-type]

@@ -235,6 +235,42 @@ def test_another_python_number_is_another_mask_under_jit():
         np.testing.assert_array_equal(got, np.broadcast_to(abs(I - J) <= left, got.shape))
 
 
+ZEROS = jnp.zeros(T, jnp.int32)
+equal_a = fa.mask_fn(lambda q, k: q.a == k.a)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        fa.Causal,
+        lambda: fa.Causal() & ~fa.Window(3) | fa.Chunked(2),
+        lambda: fa.Segments(ZEROS),
+        lambda: fa.Causal() & equal_a(tokens={"a": ZEROS}),
+        lambda: fa.soft_cap(3.0),
+    ],
+)
+def test_masks_and_scores_of_the_same_code_and_arrays_are_equal(make):
+    assert make() == make() and hash(make()) == hash(make())
+    assert make() != fa.Causal(align="end")
+
+
+def test_other_numbers_and_arrays_make_other_masks():
+    assert fa.Window(3) != fa.Window(4)
+    assert fa.Segments(ZEROS) != fa.Segments(ZEROS + 0) != "Segments"
+    assert fa.mask_fn(lambda q, k: q.index > k.index) != fa.mask_fn(lambda q, k: q.index > k.index)
+
+
+def test_a_mask_may_be_a_static_argument():
+    @functools.partial(jax.jit, static_argnames="mask")
+    @chex.assert_max_traces(n=1)
+    def run(q, mask):
+        return fa.flash_attention(q, q, q, mask=mask)
+
+    q = jnp.ones((1, T, 1, 16))
+    run(q, mask=fa.Causal() & fa.Window(3))
+    run(q, mask=fa.Causal() & fa.Window(3))
+
+
 def test_a_fresh_function_does_not_compile_again():
     q = jnp.ones((1, 8, 1, 8))
 
