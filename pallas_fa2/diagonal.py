@@ -19,7 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from pallas_fa2 import bounds
 from pallas_fa2.bounds import Interval
-from pallas_fa2.spec import Operands, Spec
+from pallas_fa2.spec import Operands, Spec, default_positions
 from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS, Data, called, follow
 
 SCALAR = (1,) * LEADING
@@ -59,11 +59,10 @@ def some_see_not_themselves(spec: Spec, operands: Operands) -> jax.Array:
         return dataclasses.replace(node, k=of_queries(node.k), of_k=of_queries(node.of_k))
 
     data = jax.tree.map(same_token, operands.mask, is_leaf=_is_data)
-    q_index, k_index = operands.q_index, operands.k_index
-    if q_index is None:
-        q_index = k_index = jnp.arange(spec.q_len, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+    if operands.q_index is None:
+        q_index = k_index = default_positions(spec.q_len, Q_AXIS)
     else:
-        k_index = of_queries(k_index)
+        q_index, k_index = operands.q_index, of_queries(operands.k_index)
     sees = jnp.all(spec.mask.on_tile(q_index, k_index, data), range(1, LEADING))
     return jnp.broadcast_to(~sees, spec.batch).astype(jnp.int32)
 
@@ -112,7 +111,7 @@ def _argument_names(spec: Spec) -> list[int]:
     _, structure = spec.mask.key
     q_index, k_index, data = jax.tree.unflatten(structure, range(structure.num_leaves))
     same = {k_index: q_index}
-    for node in filter(_is_data, jax.tree.leaves(data, is_leaf=_is_data)):
+    for node in jax.tree.leaves(data, is_leaf=_is_data):
         same |= {node.k[name]: node.q[name] for name in node.shared}
     return [same.get(i, i) for i in range(structure.num_leaves)]
 

@@ -48,9 +48,9 @@ class Tuned(NamedTuple):
 
 
 # Of a head dim, the first that serves a call, as measured on an H200 (docs/performance.md). Registers:
-# 128 * (2 * 240 + 24) or 128 * (3 * 160 + 32) of 65,536. A kernel takes a second buffer of Q where there is room
-# (`Config.with_queries_ahead`): 1 % for long sequences and 5 to 13 % for 512 tokens. At H = 64 three warpgroups are 10 to 20 %
-# faster than two, unless most of their larger tiles lies beyond the diagonal, or a tile is most of a sequence
+# 128 * (2 * 240 + 24) or 128 * (3 * 160 + 32) of 65,536. A kernel takes a second buffer of Q where there is
+# room (`Config.with_queries_ahead`): 1 % for long sequences and 5 to 13 % for 512 tokens. At H = 64 three
+# warpgroups are 10 to 20 % faster than two, unless most of their larger tiles lies beyond the diagonal, or a tile is most of a sequence
 # (256 and 197 tokens 1.6 times as fast with two); at H = 96 from 2048 queries
 # on (2 to 4 %; 9 to 19 % at H = 80, whose panels of 16 columns TMA loads slowly); at H = 256 an
 # accumulator of 64 rows takes 128 registers of each thread, which leaves room for 64 keys. Under masks a third

@@ -147,8 +147,8 @@ def describe(
     scores = as_scores(score)
     positions = q_index is not None or k_index is not None
     if positions:  # one side given: the other counts from 0
-        q_index = default_positions(dims, Q_AXIS) if q_index is None else q_index
-        k_index = default_positions(dims, K_AXIS) if k_index is None else k_index
+        q_index = default_positions(dims.q_len, Q_AXIS) if q_index is None else q_index
+        k_index = default_positions(dims.kv_len, K_AXIS) if k_index is None else k_index
 
     mask_data = None if mask_object is None else mask_object.place(dims)
     score_data = tuple(s.place(dims) for s in scores)
@@ -341,9 +341,9 @@ def _check_positions(name: str, x: Any, dims: Dims, axis: int) -> jax.Array | No
     return placed
 
 
-def default_positions(dims: Dims, axis: int) -> jax.Array:
+def default_positions(length: int, axis: int) -> jax.Array:
     shape = [1] * LEADING
-    shape[axis] = dims.q_len if axis == Q_AXIS else dims.kv_len
+    shape[axis] = length
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2.autodiff import attend
 from pallas_fa2.kernels import hopper_backward, hopper_forward
 from tests.support.hopper import planned_for_h200
 
@@ -161,3 +162,56 @@ def test_what_is_decided_at_trace_time_takes_one_program_each() -> None:
     with planned_for_h200(), compilations() as seen:
         jax.eval_shape(attend, q, q, q)
     assert len(seen) == 2
+
+
+ZEROS = jnp.zeros(T, jnp.int32)
+equal_a = fa.mask_fn(lambda q, k: q.a == k.a)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        fa.Causal,
+        lambda: fa.Causal() & ~fa.Window(3) | fa.Chunked(2),
+        lambda: fa.Segments(ZEROS),
+        lambda: fa.Causal() & equal_a(tokens={"a": ZEROS}),
+        lambda: fa.soft_cap(3.0),
+    ],
+)
+def test_masks_and_scores_of_the_same_code_and_arrays_are_equal(make: Callable) -> None:
+    assert make() == make() and hash(make()) == hash(make())
+    assert make() != fa.Causal(align="end")
+
+
+def test_other_numbers_and_arrays_make_other_masks() -> None:
+    assert fa.Window(3) != fa.Window(4)
+    assert fa.Segments(ZEROS) != fa.Segments(ZEROS + 0) != "Segments"
+    assert fa.mask_fn(lambda q, k: q.index > k.index) != fa.mask_fn(lambda q, k: q.index > k.index)
+
+
+def test_a_mask_may_be_a_static_argument() -> None:
+    @functools.partial(jax.jit, static_argnames="mask")
+    @chex.assert_max_traces(n=1)
+    def run(q: Any, mask: Any) -> Any:
+        return fa.flash_attention(q, q, q, mask=mask)
+
+    q = jnp.ones((1, T, 1, 16))
+    run(q, mask=fa.Causal() & fa.Window(3))
+    run(q, mask=fa.Causal() & fa.Window(3))
+
+
+def test_a_fresh_function_does_not_compile_again() -> None:
+    q = jnp.ones((1, 8, 1, 8))
+
+    def call(cap: float, shift: int) -> int:
+        fa.flash_attention(
+            q, q, q,
+            mask=lambda q, k: q.index + shift >= k.index,
+            score=(lambda s, q, k: s * cap, fa.soft_cap(cap)),
+        )  # fmt: skip
+        return attend._cache_size()
+
+    first = call(2.0, 1)
+    assert call(2.0, 1) == first
+    assert call(2.0, 2) == first + 1
+    assert call(3.0, 1) == first + 2

@@ -129,7 +129,8 @@ def assert_clean(forward: KernelReport, backward: KernelReport) -> None:
     """The backward may put aside what only the end of a tile needs: 8 values, none in its loops."""
     compile_gate.assert_clean(forward)
     assert compile_gate.spills_while_multiplying(backward) == 0
-    assert backward.spill_stores <= 32 and backward.spill_loads <= 80  # 64 with jax 0.11
+    assert backward.spill_stores <= 32
+    assert backward.spill_loads <= (64 if jax.__version_info__ < (0, 12) else 80)
     compile_gate.assert_clean(dataclasses.replace(backward, spill_stores=0, spill_loads=0))
 
 
@@ -182,15 +183,17 @@ def by_head(ids: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "head_dim, make, length",
+    "head_dim, make, length, stored_forward",
     [
-        (64, packed, 4096),
-        (128, nobody_known, 4001),
-        (128, by_head, 4096),
-        (192, by_head, 4096),
+        (64, packed, 4096, 0),
+        (128, nobody_known, 4001, 136),
+        (128, by_head, 4096, 8),
+        (192, by_head, 4096, 0),
     ],
 )
-def test_masks_compile_without_spills_in_loops(head_dim: int, make: Any, length: int) -> None:
+def test_masks_compile_without_spills_in_loops(
+    head_dim: int, make: Any, length: int, stored_forward: int
+) -> None:
     args = arrays(length, length, (head_dim, head_dim))
     ids = jax.ShapeDtypeStruct((2, length), jnp.int32)
 
@@ -198,12 +201,12 @@ def test_masks_compile_without_spills_in_loops(head_dim: int, make: Any, length:
         return attend_and_differentiate(make(ids))(q, k, v, dout)
 
     forward, backward = compile_both(run, *args, ids)
-    if make is packed:
+    if stored_forward == 0:
         compile_gate.assert_clean(forward)
     assert compile_gate.spills_while_multiplying(forward) == 0
     # At H = 64 a step has twice the queries: of what a mask reads of them, four values are put aside.
     assert compile_gate.spills_while_multiplying(backward) <= (4 if head_dim == 64 else 0)
-    for report, stores in ((forward, 136 if length % 8 else 8), (backward, 312)):  # once a tile
+    for report, stores in ((forward, stored_forward), (backward, 312)):  # once a tile
         assert report.spill_stores <= stores
         compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
 

@@ -11,6 +11,7 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.kernels import REGISTRY, hopper_backward
 from pallas_fa2.kernels.hopper import MOST_ROWS
+from pallas_fa2.kernels.token_data import pair_bytes
 from pallas_fa2.plan import (
     HOPPER_FORWARD,
     TILE_BYTES,
@@ -253,6 +254,11 @@ def test_blocks_of_keys_leave_room_for_pairs(dtype, mask, head_dim, block_kv):
 
 def test_an_array_that_is_asked_about_before_takes_no_room():
     array = fa.Dense(np.ones((111, 63), bool))
+    for mask, size, buffers in ((array, 0, 2), (fa.Dense(np.ones((4, 111, 63), bool)), 2, 1)):
+        call = spec(mask=mask, dims=(128, 128))
+        forward = make_plan(call, H200).forward
+        assert pair_bytes(call) == size
+        assert (forward if size else forward.with_queries_ahead(0)).q_buffers == buffers
     call = spec(mask=array, score=fa.soft_cap(3.0), dims=(256, 256))
     assert make_plan(call, H200).implementation == "hopper"
 

@@ -68,7 +68,7 @@ class Config:
         ahead = (
             dataclasses.replace(self, q_buffers=2, out_columns=columns)
             for columns in (self.out_columns, self.out_columns // 2)
-            if self.value_dim % columns == 0 or columns > self.value_dim
+            if self.value_dim % min(self.value_dim, columns) == 0
         )
         return next((config for config in ahead if config.room(key_rows) >= 0), self)
 

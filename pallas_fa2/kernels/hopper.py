@@ -231,11 +231,6 @@ class Extras(NamedTuple):
             first_query=part.first_query,
         )
 
-    @property
-    def tames(self) -> bool:
-        """As `Problem` has it."""
-        return self.mask is not None and not self.mask.all_take_part
-
     def axes(self, arguments: tuple, results: tuple) -> Axes | None:
         """Of a kernel's call, whose last argument is `traced`; None where it stays whole.
 
@@ -407,7 +402,7 @@ def backward(
     part = trim(spec)
     part_operands = part.operands(operands)
     extras = Extras.of(spec, part, part_operands, *config.tile, wanted)
-    if extras.tames:
+    if extras.problem(spec.batch, spec.q_heads, spec.kv_heads).tames:
         in_doubt = diagonal.some_see_not_themselves(extras.spec, part_operands)
         extras = extras._replace(traced=extras.traced._replace(in_doubt=in_doubt))
     q, k, v, out, lse, dout, dlse = _first_order((q, k, v, out, lse, dout, dlse))
