@@ -15,6 +15,7 @@ import pallas_fa2 as fa
 
 CALLS: dict[str, Callable] = {
     "causal": lambda ids: {"mask": fa.Causal()},
+    "window": lambda ids: {"mask": fa.Causal() & fa.Window(100)},
     "packed": lambda ids: {"mask": fa.Causal() & fa.Segments(ids)},
     "capped": lambda ids: {"mask": fa.Causal(), "score": fa.soft_cap(5.0)},
 }

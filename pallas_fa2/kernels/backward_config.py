@@ -25,6 +25,7 @@ class Config:
     ctas: int = 132  # persistent, one a multiprocessor
     ordered: bool = False  # dQ is added in one order, the same in every run
     whole_heads: bool | None = None  # whether a CTA takes these; where it suits, if None
+    stores_first: bool | None = None  # whether the first dQ of a row is stored; likewise
     # Q, dO and float32 dQ of the heads that run at the same time, of 60 MB of L2.
     section_bytes: int = 40 << 20
 

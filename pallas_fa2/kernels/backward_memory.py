@@ -39,7 +39,8 @@ class Outputs(NamedTuple):
     dk: list[Any]  # an array for each number that a gradient is made of
     dv: list[Any]
     scores: Sums | None = None
-    # Where dQ is added in one order, of each block of queries, how many tiles have added to it.
+    # Where dQ is added in one order, of each block of queries, how many tiles have added to it; where the first is
+    # stored, its tickets.
     turns: Any = None
     # Where CTAs take whole heads, dQ as it is added up.
     partial: Any = None
@@ -68,6 +69,7 @@ class Memory(NamedTuple):
     arrived: Any = None
     once: Any = None
     used: Any = None
+    tickets: Any = None  # of `backward_first`
     # [stages, 2, 16, 64] of each array of pairs: a piece of the queries, and half of the keys each
     pairs: tuple[Any, ...] = ()
 
@@ -169,9 +171,10 @@ def memory_of(
     dtype: Any,
     row_data: tuple[int, ...] = (),
     pairs: Sequence[Any] = (),
+    tickets: int = 0,
 ) -> Memory:
     """`dims` are those of the arrays, H and Hv. `row_data` is how many rows lie with lse: what masks and
-    scores read of queries. `pairs` are the dtypes of what they read of pairs."""
+    scores read of queries. `pairs` are the dtypes of what they read of pairs. `tickets` is how many steps keep theirs."""
     block_q, kv_rows = config.block_q, config.kv_rows
     operand = functools.partial(mosaic.operand, dtype=dtype)
     # P is multiplied by dO, and dS by Q and K: WGMMA takes one swizzle for both.
@@ -204,6 +207,7 @@ def memory_of(
         free=mosaic.barriers(rings, 2),
         done=[mosaic.barriers(1, warpgroups) for _ in range(warpgroups)],
         pairs=pieces,
+        tickets=plgpu.SMEM((tickets,), jnp.int32) if tickets else None,
     )
     if not config.paired:
         return memory

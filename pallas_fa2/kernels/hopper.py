@@ -21,6 +21,7 @@ from pallas_fa2.kernels import (
     token_data,
     visits,
 )
+from pallas_fa2.kernels.backward_first import FirstSchedule
 from pallas_fa2.kernels.backward_heads import HeadSchedule
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
 from pallas_fa2.kernels.partition import Axes
@@ -415,12 +416,14 @@ def backward(
         # Whole heads visit blocks that nobody sees.
         answered = not problem.asked or extras.classes_of(traced) is None
         adds = not (answered and HeadSchedule.suits(problem, config))
-        factors, delta, zeros = passes.prepare(
-            problem, config, factors, out, lse, adds, traced.in_doubt
+        stores = adds and FirstSchedule.suits(problem, config, classes)
+        start = passes.Start(adds and not stores, stores)
+        factors, delta, start = passes.prepare(
+            problem, config, factors, out, lse, start, traced.in_doubt
         )
         delta = delta if dlse is None else delta + dlse
         return hopper_backward.gradients(
-            problem, config, factors, lse, delta, zeros, classes, data, found
+            problem, config, factors, lse, delta, start, classes, data, found
         )
 
     def rows(x: jax.Array, fill: float) -> jax.Array:

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import fragments, mosaic, passes, ptx
 from pallas_fa2.kernels.backward_config import DQ_TILE, PAIR, PANEL, Config
+from pallas_fa2.kernels.backward_first import SLOTS, FirstSchedule, Tickets
 from pallas_fa2.kernels.backward_heads import HeadSchedule, Visit
 from pallas_fa2.kernels.backward_memory import Inputs, Memory, Outputs, memory_of
 from pallas_fa2.kernels.backward_order import (
@@ -52,7 +53,7 @@ def gradients(
     factors: passes.Factors,
     lse: jax.Array,
     delta: jax.Array,
-    zeros: jax.Array | None,
+    start: passes.Start,
     classes: Any = None,
     data: TokenData | None = None,
     answers: jax.Array | None = None,
@@ -60,13 +61,15 @@ def gradients(
     """dQ, dK and dV like q, k and v, and what the data of scores get. Head dims are `config`'s or less.
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
-    2, -inf where a row does not exist so that its probabilities are 0; and -delta. To `zeros`, of
-    `passes.prepare`, dQ is added; unless `config.ordered`, in any order: it is not bitwise reproducible
-    then. Without them CTAs take whole heads, each in one order. Under a mask, `classes` are those of
+    2, -inf where a row does not exist so that its probabilities are 0; and -delta. Of `passes.prepare`, to
+    the zeros of `start` dQ is added, or by its turns to the first that is stored; unless `config.ordered`, in any
+    order: it is not bitwise reproducible then. Without either CTAs take whole heads, each in one order. Under a mask, `classes` are those of
     tiles, `[B | 1, N | 1, T tiles, S tiles]`; `data` is what masks and scores read, and `answers` are
     those of a mask that has been asked.
     """
-    if zeros is None:
+    if start.turns is not None:
+        schedule = FirstSchedule.of(problem, config, classes)
+    elif start.zeros is None:
         schedule = HeadSchedule.of(problem, config)
     else:
         schedule = (OrderedSchedule if config.ordered else Schedule).of(problem, config, classes)
@@ -91,13 +94,15 @@ def gradients(
         lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
         assert data is not None
         sums = Sums.start(problem, q.dtype, lengths, data)
-    outputs = Outputs(zeros, dk, dv, sums)
+    outputs = Outputs(start.zeros, dk, dv, sums, start.turns)
     if isinstance(schedule, HeadSchedule):
         partial = lax.empty(schedule.partial_shape, jnp.float32)
         outputs = outputs._replace(dq=lax.empty(q.shape, k.dtype), partial=partial)
     if isinstance(schedule, OrderedSchedule):
         outputs = outputs._replace(turns=jnp.zeros(schedule.turns_shape, I32))
-    dq, dk, dv, sums, *_ = launch(
+    if isinstance(schedule, FirstSchedule):
+        outputs = outputs._replace(dq=lax.empty(schedule.dq_shape, jnp.float32))
+    dq, dk, dv, sums, turns, *_ = launch(
         "attention_gradients",
         functools.partial(_body, schedule),
         memory_of(
@@ -106,6 +111,7 @@ def gradients(
             q.dtype,
             inputs.lse.shape[2:-1],
             [stored(s.dtype) for s in problem.pairs()],
+            SLOTS if isinstance(schedule, FirstSchedule) else 0,
         ),
         tiles,
         inputs,
@@ -113,8 +119,9 @@ def gradients(
         len(config.registers),
         {PAIR: 2} if config.paired else {},
     )
-    if zeros is not None:
-        dq = passes.finish(problem, config, dq, q)
+    if not isinstance(schedule, HeadSchedule):
+        visited = turns if isinstance(schedule, FirstSchedule) else None
+        dq = passes.finish(problem, config, dq, q, visited)
     return dq, schedule.join(dk), schedule.join(dv), sums
 
 
@@ -186,6 +193,7 @@ class KeyHalf(ColumnBlock):
     def step(self, dk_acc: Any, dv_acc: Any, step: Step, dq_row: Any) -> Any:
         """dV and dK of a step, and dQ of the step before."""
         memory, t, k = self.memory, step.t, step.tile.k
+        ticket = self.draw(step)
         panels = list(zip(self.panels, self.scores(step), strict=True))
         (q, _), (dout, _) = memory.queries.at(t), memory.douts.at(t)
         plgpu.barrier_wait(memory.ds_there)
@@ -198,6 +206,7 @@ class KeyHalf(ColumnBlock):
                 plgpu.wgmma(dv_acc, p, dout.at[panel])
                 plgpu.wgmma(dk_acc, ds, q.at[panel])
             plgpu.commit_smem()
+            self.show(t, ticket)
             plgpu.barrier_arrive(memory.ds_there)
             self.collect_dq(t - 1, dq_acc, dq_row, in_flight=2 * len(panels))
             plgpu.wgmma_wait(0)
@@ -227,6 +236,12 @@ class KeyHalf(ColumnBlock):
     @property
     def dq_accumulator(self) -> Any:
         return self.accumulator(self.config.dq_place(self.me)[1].size)
+
+    def draw(self, step: Step) -> Any:
+        """What tells how dQ of the step will be added."""
+
+    def show(self, t: Any, ticket: Any) -> None:
+        """To the other warpgroup, what this one has drawn."""
 
     def dq_row(self, step: Step) -> Any:
         """Where dQ of a step goes."""
@@ -258,6 +273,32 @@ class OrderedHalf(KeyHalf):
         turns.take(t)
         super().add_dq(t, dq, row)
         turns.give(t)
+
+
+class FirstHalf(KeyHalf):
+    """Stores its part of dQ where that is the row's first."""
+
+    @property
+    def tickets(self) -> Tickets:
+        return Tickets(self.outputs.turns, self.memory.tickets)
+
+    def open(self) -> None:
+        if self.me == 0:
+            self.tickets.open()
+        super().open()
+
+    def draw(self, step: Step) -> Any:
+        return self.tickets.draw(step.row) if self.me == 0 else None
+
+    def show(self, t: Any, ticket: Any) -> None:
+        if self.me == 0:
+            self.tickets.show(t, ticket)
+
+    def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
+        numbers = self.config.dq_numbers(*self.config.dq_place(self.me))
+        first = self.tickets.use(t, row)
+        fragments.put_fragments(self.outputs.dq.at[row, numbers], dq, first)
+        self.tickets.tell(row, first)
 
 
 class OwnerOfHalf(KeyHalf):
@@ -295,6 +336,7 @@ class OwnerOfHalf(KeyHalf):
 # What the warpgroups of a CTA do: in pairs or not, and by how dQ is added up.
 KINDS: dict[tuple[bool, type[Schedule]], tuple[type[Role], ...]] = {
     (False, Schedule): (KeyHalf, KeyHalf, Loader),
+    (False, FirstSchedule): (FirstHalf, FirstHalf, Loader),
     (False, OrderedSchedule): (OrderedHalf, OrderedHalf, OrderedLoader),
     (False, HeadSchedule): (OwnerOfHalf, OwnerOfHalf, Loader),
     (True, Schedule): (KeyGradient, ValueGradient, Scores),

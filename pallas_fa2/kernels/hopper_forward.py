@@ -172,8 +172,9 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
         load_key_data(I32(0))
         load_pairs(I32(0))
         lax.fori_loop(I32(1), tile.visited, load, None)
+        seen = look()  # the next tile's first keys wait for it
         load_values(tile.visited - 1)
-        return tile.next_steps(before), look()
+        return tile.next_steps(before), seen
 
     each_tile(arrays.tiles, visit, (I32(0), I32(0)), early=True)
     for ring in memory.rings:

@@ -57,6 +57,7 @@ class Case:
     poison: float = float("nan")
     asks_first: bool = False  # of the mask, where Hopper runs it, however little that saves
     whole_heads: bool = False  # in the backward of Hopper where it can, however slow
+    stores_first: bool = False  # likewise, the first of a row's dQ
     rise: float = 0.0  # the last key is 2^rise times as large as the first, and so are scores
 
     def __repr__(self) -> str:
@@ -224,6 +225,7 @@ def _draw_for_hopper(pick: Pick) -> Case:
         asks_first=pick((False, True)),
         rise=pick(RISES),
         whole_heads=pick((False, True)),
+        stores_first=pick((False, True)),
     )
 
 

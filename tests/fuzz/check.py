@@ -17,7 +17,7 @@ from tests.contract.rule import FACTOR, FLOOR
 from tests.fuzz import dense
 from tests.fuzz.case import Arguments, Case, Cotangents
 from tests.fuzz.dense import Found
-from tests.support.hopper import asking_first, whole_heads
+from tests.support.hopper import asking_first, storing_first, whole_heads
 
 # XLA's CPU compiler leaves a few products of bfloat16 with tiny axes to a runtime that has none.
 XLAS_OWN = "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"
@@ -243,6 +243,7 @@ def check(case: Case, *names: str | None, draws: int = 1) -> Checked:
         jax.enable_x64(case.dtype == "float64"),
         asking_first() if case.asks_first else contextlib.nullcontext(),
         whole_heads() if case.whole_heads else contextlib.nullcontext(),
+        storing_first() if case.stores_first and not case.whole_heads else contextlib.nullcontext(),
     ):
         for name in names:
             run = jax.jit(gradients(case, name))

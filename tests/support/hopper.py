@@ -69,10 +69,20 @@ def asking_first() -> Iterator[None]:
 def whole_heads(taken: bool = True) -> Iterator[None]:
     """What is traced inside has a backward whose CTAs take whole heads where it can, however slow that is; or has
     another one."""
-
-    config = functools.partial(hopper_backward.Config, whole_heads=taken)
-    with mock.patch.object(hopper_backward, "Config", config):
+    with _configured(whole_heads=taken):
         yield
+
+
+@contextlib.contextmanager
+def storing_first(stored: bool = True) -> Iterator[None]:
+    """Likewise one that takes no whole heads, and stores the first of a row's dQ."""
+    with _configured(whole_heads=False, stores_first=stored):
+        yield
+
+
+def _configured(**fields: bool) -> Any:
+    config = functools.partial(hopper_backward.Config, **fields)
+    return mock.patch.object(hopper_backward, "Config", config)
 
 
 def name(value: Case | plan.Tuned) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from pallas_fa2.kernels import tma
+from pallas_fa2.kernels import backward_first, tma
 from tests.support import inline, shared
 
 
@@ -196,15 +196,20 @@ def add_to_gmem(thread, target, value, *, source_info):
 
 @_inline
 def _put_fragments(thread, target, tile, anew, *, source_info):
-    """Stores, or adds, where no other thread may."""
+    """Stores, or adds atomically."""
     memory, place = the_memory(), _locate(target)
     numbers = np.asarray(inline.to_fragments(tile))
-    if not int(anew):
-        numbers = numbers + memory.get_buffer_content(*place, thread)[0]
-    memory.store_buffer_content(*place, numbers, thread)
+    with _ReduceTask.atomic:
+        if not int(anew):
+            numbers = numbers + memory.get_buffer_content(*place, thread)[0]
+        memory.store_buffer_content(*place, numbers, thread)
     if memory.detect_races:
-        clock = memory.incr_clock(thread).generic_clock
-        gpu_callbacks.get_races().check_write(thread, clock, *place, source_info)
+        clock, races = memory.incr_clock(thread).generic_clock, gpu_callbacks.get_races()
+        if int(anew):
+            races.check_write(thread, clock, *place, source_info)
+        else:
+            told = shared.current.told.get(_row(place))
+            races.check_add(thread, clock, *place, source_info, follows=told)
 
 
 @_inline
@@ -301,6 +306,63 @@ def _end_turn(thread, target, *, warps=1, **_):
 
 
 @_inline
+def _draw(thread, row, **_):
+    """A ticket: how many there were before, and who of the others has stored."""
+    memory, place, found = the_memory(), _locate(row), []
+
+    def draw() -> None:
+        old, _, _ = memory.get_buffer_content(*place, thread)
+        memory.store_buffer_content(*place, old + 1, thread)
+        found.append(np.int32(old))
+
+    memory.turns.tell(draw)
+    return found
+
+
+@_inline
+def _show(thread, slot, ticket, *, source_info):
+    memory, place = the_memory(), _locate(slot)
+    memory.store_buffer_content(*place, np.int32(ticket), thread)
+    if memory.detect_races:
+        clock = memory.incr_clock(thread).generic_clock
+        gpu_callbacks.get_races().check_write(thread, clock, *place, source_info)
+
+
+@_inline
+def _use(thread, row, slot, *, source_info):
+    memory, row, slot = the_memory(), _locate(row), _locate(slot)
+    told, ticket = _counter(row, thread), _counter(slot, thread)()
+    if memory.detect_races:
+        clock = memory.incr_clock(thread).generic_clock
+        gpu_callbacks.get_races().check_read(thread, clock, *slot, source_info)
+    if ticket == 0:
+        return [np.int32(1)]
+    if ticket < backward_first.ALL_STORED:
+        memory.turns.wait_for(lambda: told() >= backward_first.ALL_STORED)
+        shared.current.added.append((_row(row), int(ticket), told()))
+    with memory.lock:
+        for clock in memory.turns.stored[_row(row)]:
+            memory.clocks[thread].update(clock)
+    return [np.int32(0)]
+
+
+@_inline
+def _tell(thread, row, first, **_):
+    memory, place = the_memory(), _locate(row)
+
+    def add() -> None:
+        old, _, _ = memory.get_buffer_content(*place, thread)
+        stored = np.int32(4 << backward_first.STORED_BIT)
+        memory.store_buffer_content(*place, old + stored, thread)
+        if memory.detect_races:
+            memory.turns.stored[_row(place)].append(memory.incr_clock(thread).copy())
+            shared.current.told[_row(place)] = gpu_callbacks.get_races().cluster
+
+    if int(first):
+        memory.turns.tell(add)
+
+
+@_inline
 def _claim_tile(thread, last, entries, place, already, count, number, together, **_):
     memory = the_memory()
     last, entries, place = map(_locate, (last, entries, place))
@@ -383,17 +445,21 @@ def _wait_for_mail(thread, arrived, _turn, **_):
 OPERATIONS = {
     "_await_turn": _await_turn,
     "_claim_tile": _claim_tile,
+    "_draw": _draw,
     "_end_turn": _end_turn,
     "_gather": _gather,
     "_give_turn": functools.partial(_end_turn, warps=4),
     "_look": _look,
     "_scatter": _scatter,
     "_scatter_pairs": _scatter,
+    "_show": _show,
     "_put_fragments": _put_fragments,
     "_send_mail": _send_mail,
     "_settle": _settle,
     "_store_rows": _store_rows,
     "_take_turn": _take_turn,
+    "_tell": _tell,
+    "_use": _use,
     "take_fragments": _take_fragments,
     "_wait_for_mail": _wait_for_mail,
 }

@@ -43,6 +43,8 @@ class Run:
     landing: dict[Thread, Clock] = dataclasses.field(default_factory=dict)
     # (row, how many additions come before, how many there were) of each that has its turn
     added: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    # the cluster that has told that the first dQ of a row is stored
+    told: dict[int, int] = dataclasses.field(default_factory=dict)
     failure: Exception | None = None  # the first: the others only say that a thread was aborted
 
 
@@ -59,12 +61,13 @@ class Access:
     clock: Clock  # of the proxy that makes the access: generic, or asynchronous
     generic: Clock | None  # a TMA load's view through the generic proxy
     cluster: int
+    follows: int | None  # another cluster, whose accesses come before
     where: str
 
     def happens_before(self, later: "Access") -> bool:
         """Is this access ordered with one that was made after it?"""
         if self.cluster != later.cluster:
-            return False  # nothing orders the blocks of a grid
+            return self.cluster == later.follows  # nothing else orders the blocks of a grid
         if self.clock.ordered(later.clock):
             return True
         # An mbarrier alone lets TMA refill what was only read: no data crosses between proxies.
@@ -113,8 +116,8 @@ class Races:
     def check_write(self, thread, clock, key, access, source_info=None, generic=None) -> None:
         self._check("write", thread, clock, key, access, source_info, generic)
 
-    def check_add(self, thread, clock, key, access, source_info=None) -> None:
-        self._check("add", thread, clock, key, access, source_info)
+    def check_add(self, thread, clock, key, access, source_info=None, follows=None) -> None:
+        self._check("add", thread, clock, key, access, source_info, follows=follows)
 
     def check_scatter(self, thread, key, access, source_info=None) -> None:
         """Of one element by one of the threads, which nothing orders: no other may write it."""
@@ -131,7 +134,7 @@ class Races:
             self.cluster += 1
             self.history = {k: h for k, h in self.history.items() if k.memory_space_id == GLOBAL}
 
-    def _check(self, kind, thread, clock, key, access, source_info, generic=None) -> None:
+    def _check(self, kind, thread, clock, key, access, source_info, generic=None, follows=None):
         if key.memory_space_id == REGISTERS:
             return  # a thread's own; see Memory.check_accumulator
         storage, alias = self.union_of.get(key, (key, None))
@@ -144,6 +147,7 @@ class Races:
             clock=clock,
             generic=generic,
             cluster=self.cluster,
+            follows=follows,
             where=where_of(source_info),
         )
         with self.lock:
@@ -224,6 +228,7 @@ class Turns:
         self.changed = threading.Condition()
         self.promises = collections.defaultdict(list)
         self.kept = collections.Counter()
+        self.stored = collections.defaultdict(list)  # by row, the clocks of who has stored there
 
     def promise(self, thread: Thread, row: int, ordinal: int, told: Any) -> None:
         """The block's next addition to a row comes after so many; `told()` says how many there were."""

@@ -1,0 +1,141 @@
+"""A backward that stores the first of a row's dQ and adds the others: which calls it suits, who waits for
+whom, and its gradients."""
+
+import dataclasses
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa2 as fa
+from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
+from pallas_fa2.kernels.backward_config import Config
+from pallas_fa2.kernels.backward_first import ALL_STORED, FirstSchedule
+from pallas_fa2.kernels.mosaic import Problem
+from tests.contract import suite
+from tests.contract.cases import MASKED, Case
+from tests.support import compile_gate, interpreter, shared
+from tests.support.hopper import (
+    all_at_once,
+    attend_and_differentiate,
+    packed_inputs,
+    planned_for_h200,
+    storing_first,
+)
+from tests.test_determinism import Sizes, differences
+
+WINDOW = fa.Causal() & fa.Window(128)
+WIDE = fa.Window(400)
+# Whole blocks of queries that see nothing, and of keys that nobody sees.
+UNSEEN = fa.Window(64) & fa.mask_fn(lambda q, k: (q.index // 150 == 1) & (k.index < 333))
+
+
+def classes(visits: int) -> np.ndarray:
+    """Each of 8 blocks of queries visited so often, by 8 tiles; two thirds of the visits are cut."""
+    found = np.full((1, 1, 8, 8), EMPTY, np.int32)
+    for i in range(8):
+        found[..., i, np.arange(i, i + visits) % 8] = FULL if i % 3 else PARTIAL
+    return found
+
+
+def suits(found: Any, dim: int = 128, ordered: bool = False, **options: Any) -> bool:
+    problem = Problem(1, 512, 1024, 16, 16, 1.0, None, **({"mask": "any", "asked": True} | options))
+    return FirstSchedule.suits(problem, Config(dim, dim, ordered=ordered), found)
+
+
+def test_few_visits_are_known_when_traced() -> None:
+    """As measured (docs/performance.md, "The first of dQ is stored")."""
+    assert suits(classes(2)) and suits(classes(4)) and suits(classes(3), 64)
+    assert not suits(classes(5)) and not suits(jnp.asarray(classes(2)))
+    assert not suits(classes(2), 256) and not suits(None, mask=None)
+    assert not suits(classes(2), ordered=True)
+
+
+CASES = [
+    case
+    for case in MASKED
+    if max(case.head_dim, case.value_dim or 0) <= 128 and not case.name.startswith("rising")
+]
+# Interpreting takes long.
+INTERPRETED = [
+    case
+    for case in CASES
+    if case.name in ("window_h96", "packed_h64", "lengths_h64", "capped_h96", "documents_h128")
+]
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+def test_contract_interpreted(case: Case) -> None:
+    with planned_for_h200(cores=2), storing_first():
+        suite.check(case, "hopper", run=interpreter.run)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_contract(case: Case) -> None:
+    with storing_first():
+        suite.check(case, "hopper")
+
+
+@pytest.mark.parametrize(
+    "mask, head_dim, heads, cores",
+    [
+        (WIDE, 128, (1, 1), 4),
+        (WINDOW, 128, (1, 1), 3),
+        (UNSEEN, 128, (1, 1), 3),
+        (UNSEEN, 64, (2, 1), 4),
+    ],
+)
+def test_who_adds_waits_for_who_stores(
+    mask: fa.Mask, head_dim: int, heads: tuple[int, int], cores: int
+) -> None:
+    """With CTAs at the same time; rows that nobody visits are 0."""
+    args = packed_inputs(1, (450, 450), heads, head_dim)[:4]
+    with planned_for_h200(cores=cores), storing_first(), all_at_once():
+        got = interpreter.run(attend_and_differentiate(mask), *args)
+    expected = jax.jit(attend_and_differentiate(mask, "reference"))(*args)
+    chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)
+    waited = shared.current.added
+    assert all(told >= ALL_STORED > ticket > 0 for _, ticket, told in waited)
+    assert waited or mask is not WIDE  # of which all tiles begin with the same queries
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("name", ["packed", "window"])
+def test_the_same_up_to_the_order_of_sums(name: str, head_dim: int) -> None:
+    with storing_first():
+        found = differences(name, Sizes(3, 2000, head_dim, 1000), "hopper")
+    assert not found.any(), found.tolist()
+
+
+# Of a window, what a loop puts aside, and what all of the kernel does.
+@pytest.mark.parametrize("head_dim, in_loops, stores", [(64, 12, 160), (96, 0, 0), (128, 1, 24)])
+def test_a_window_compiles_with_few_spills(head_dim: int, in_loops: int, stores: int) -> None:
+    args = [jax.ShapeDtypeStruct((1, 4096, 16, head_dim), jnp.bfloat16)] * 4
+    with planned_for_h200():
+        found = compile_gate.compile_for_h200(attend_and_differentiate(WINDOW), *args)
+    reports = {report.name: report for report in found}
+    report = reports.pop("attention_gradients")
+    assert compile_gate.spills_while_multiplying(report) <= in_loops
+    assert report.spill_stores <= stores
+    compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
+    for other in reports.values():
+        compile_gate.assert_clean(other)
+
+
+def test_dq_takes_no_more_memory_than_with_zeros() -> None:
+    """One float32 dQ, 33.6 MB, beside what the inputs' dtype has."""
+    args = [jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)] * 4
+
+    def differentiate(*args: Any) -> Any:
+        return attend_and_differentiate(WINDOW)(*args)[1]
+
+    with planned_for_h200():
+        stored = compile_gate.temporary_bytes_for_h200(differentiate, *args)
+        with storing_first(False):
+            added = compile_gate.temporary_bytes_for_h200(differentiate, *args)
+    assert stored <= added + (1 << 20)
