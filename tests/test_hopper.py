@@ -27,6 +27,7 @@ from tests.support.hopper import (
     packed,
     planned_for_h200,
     planned_with,
+    storing_first,
     whole_heads,
 )
 
@@ -115,8 +116,9 @@ def test_every_forward_compiles_clean(tuned: Tuned, mask: str, length: int) -> N
 
 
 def compile_both(run: Any, *args: Any) -> tuple[KernelReport, KernelReport]:
-    """The forward and the backward, with tiles dealt one by one; the passes around that are clean."""
-    with planned_for_h200(), whole_heads(False):
+    """The forward and the backward, with tiles dealt one by one and dQ added to zeros; the passes around that are
+    clean."""
+    with planned_for_h200(), storing_first(False):
         reports = {x.name: x for x in compile_gate.compile_for_h200(run, *args)}
     forward, backward = (reports.pop(name) for name in ("attention", "attention_gradients"))
     assert {"prepare_gradients", "finish_gradients"} <= reports.keys()

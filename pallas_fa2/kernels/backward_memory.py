@@ -174,7 +174,7 @@ def memory_of(
     tickets: int = 0,
 ) -> Memory:
     """`dims` are those of the arrays, H and Hv. `row_data` is how many rows lie with lse: what masks and
-    scores read of queries. `pairs` are the dtypes of what they read of pairs. `tickets` is how many steps keep theirs."""
+    scores read of queries. `pairs` are the dtypes of what they read of pairs. So many steps have `tickets`."""
     block_q, kv_rows = config.block_q, config.kv_rows
     operand = functools.partial(mosaic.operand, dtype=dtype)
     # P is multiplied by dO, and dS by Q and K: WGMMA takes one swizzle for both.

@@ -61,11 +61,11 @@ def gradients(
     """dQ, dK and dV like q, k and v, and what the data of scores get. Head dims are `config`'s or less.
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
-    2, -inf where a row does not exist so that its probabilities are 0; and -delta. Of `passes.prepare`, to
-    the zeros of `start` dQ is added, or by its turns to the first that is stored; unless `config.ordered`, in any
-    order: it is not bitwise reproducible then. Without either CTAs take whole heads, each in one order. Under a mask, `classes` are those of
-    tiles, `[B | 1, N | 1, T tiles, S tiles]`; `data` is what masks and scores read, and `answers` are
-    those of a mask that has been asked.
+    2, -inf where a row does not exist so that its probabilities are 0; and -delta. By `start`, of
+    `passes.prepare`, dQ is added to zeros, or to the first part that is stored; unless `config.ordered`, in
+    any order: it is not bitwise reproducible then. Without either CTAs take whole heads, each in one order.
+    Under a mask, `classes` are those of tiles, `[B | 1, N | 1, T tiles, S tiles]`; `data` is what masks and
+    scores read, and `answers` are those of a mask that has been asked.
     """
     if start.turns is not None:
         schedule = FirstSchedule.of(problem, config, classes)
