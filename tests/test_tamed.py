@@ -113,9 +113,7 @@ def test_they_are_looked_for_where_tokens_may_take_part_in_nothing(side: str) ->
             jnp.zeros((BATCH, HEADS, mosaic.round_up(139, config.block_q))),
         )
         factors = passes.Factors(ones, ones, ones, ones)._replace(**{side: x})
-        tamed, _, _ = passes.prepare(
-            problem, config, factors, ones, lse, passes.Start(zeros=True), in_doubt
-        )
+        tamed, _, _ = passes.prepare(problem, config, factors, ones, lse, True, in_doubt)
         return getattr(tamed, side).wild
 
     everywhere, first, nowhere = (

@@ -35,6 +35,8 @@ FEW = 4
 class FirstSchedule(Schedule):
     """The tiles of any order."""
 
+    NEEDS_ZEROS = False
+
     @classmethod
     def suits(cls, problem: Problem, config: Config, classes: Any) -> bool:
         """Whether few tiles visit each row; not known of classes that only the device has."""

@@ -88,6 +88,7 @@ class HeadSchedule(Schedule):
     group of queries' heads."""
 
     ARRAYS = "lists", "flags"
+    NEEDS_ZEROS = False
 
     @classmethod
     def suits(cls, problem: Problem, config: Config) -> bool:

@@ -33,6 +33,8 @@ class Schedule:
 
     # Under a mask, the fields of `seen` that tiles read; its counts are in their entries.
     ARRAYS: ClassVar[tuple[str, ...]] = ("lists",)
+    # Whether dQ is added to zeros that another kernel has written.
+    NEEDS_ZEROS: ClassVar[bool] = True
 
     @classmethod
     def of(cls, problem: Problem, config: Config, classes: Any = None) -> Self:

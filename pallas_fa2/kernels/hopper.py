@@ -21,8 +21,6 @@ from pallas_fa2.kernels import (
     token_data,
     visits,
 )
-from pallas_fa2.kernels.backward_first import FirstSchedule
-from pallas_fa2.kernels.backward_heads import HeadSchedule
 from pallas_fa2.kernels.mosaic import LOG2E, Problem, round_up
 from pallas_fa2.kernels.partition import Axes
 from pallas_fa2.kernels.tile import split_floats
@@ -415,16 +413,12 @@ def backward(
         problem, data, classes, _, found = extras.survey(problem, traced, config.tile, q_axis=1)
         # Whole heads visit blocks that nobody sees.
         answered = not problem.asked or extras.classes_of(traced) is None
-        adds = not (answered and HeadSchedule.suits(problem, config))
-        stores = adds and FirstSchedule.suits(problem, config, classes)
-        start = passes.Start(adds and not stores, stores)
-        factors, delta, start = passes.prepare(
-            problem, config, factors, out, lse, start, traced.in_doubt
+        schedule = hopper_backward.schedule_of(problem, config, classes, whole_heads=answered)
+        factors, delta, zeros = passes.prepare(
+            problem, config, factors, out, lse, schedule.NEEDS_ZEROS, traced.in_doubt
         )
         delta = delta if dlse is None else delta + dlse
-        return hopper_backward.gradients(
-            problem, config, factors, lse, delta, start, classes, data, found
-        )
+        return hopper_backward.gradients(schedule, factors, lse, delta, zeros, classes, data, found)
 
     def rows(x: jax.Array, fill: float) -> jax.Array:
         extra = round_up(part.q_len, config.block_q) - part.q_len

@@ -47,13 +47,23 @@ from pallas_fa2.kernels.tiles import Claims, Dealt, each_tile, launch
 from pallas_fa2.kernels.token_data import Sums, TokenData, stored
 
 
+def schedule_of(problem: Problem, config: Config, classes: Any, whole_heads: bool) -> Schedule:
+    """Which tiles a CTA takes, and how what they add to dQ comes together; of whole heads, if they may be taken
+    and suit."""
+    if whole_heads and HeadSchedule.suits(problem, config):
+        return HeadSchedule.of(problem, config)
+    if config.ordered:
+        return OrderedSchedule.of(problem, config, classes)
+    stores_first = FirstSchedule.suits(problem, config, classes)
+    return (FirstSchedule if stores_first else Schedule).of(problem, config, classes)
+
+
 def gradients(
-    problem: Problem,
-    config: Config,
+    schedule: Schedule,
     factors: passes.Factors,
     lse: jax.Array,
     delta: jax.Array,
-    start: passes.Start,
+    zeros: jax.Array | None,
     classes: Any = None,
     data: TokenData | None = None,
     answers: jax.Array | None = None,
@@ -61,18 +71,12 @@ def gradients(
     """dQ, dK and dV like q, k and v, and what the data of scores get. Head dims are `config`'s or less.
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
-    2, -inf where a row does not exist so that its probabilities are 0; and -delta. By `start`, of
-    `passes.prepare`, dQ is added to zeros, or to the first part that is stored; unless `config.ordered`, in
-    any order: it is not bitwise reproducible then. Without either CTAs take whole heads, each in one order.
-    Under a mask, `classes` are those of tiles, `[B | 1, N | 1, T tiles, S tiles]`; `data` is what masks and
-    scores read, and `answers` are those of a mask that has been asked.
+    2, -inf where a row does not exist so that its probabilities are 0; and -delta. If the schedule needs
+    them, dQ is added to `zeros`, of `passes.prepare`; unless tiles are ordered or heads whole, in any order:
+    it is not bitwise reproducible then. Under a mask, `classes` are those of tiles, `[B | 1, N | 1, T tiles,
+    S tiles]`; `data` is what masks and scores read, and `answers` are those of a mask that has been asked.
     """
-    if start.turns is not None:
-        schedule = FirstSchedule.of(problem, config, classes)
-    elif start.zeros is None:
-        schedule = HeadSchedule.of(problem, config)
-    else:
-        schedule = (OrderedSchedule if config.ordered else Schedule).of(problem, config, classes)
+    problem, config = schedule.problem, schedule.config
     seen = None if classes is None else schedule.seen(classes)
     tiles, inputs = schedule.tiles(seen), Inputs(*factors, lse, delta, answers=answers)
     q, k, v, _ = factors
@@ -94,14 +98,15 @@ def gradients(
         lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
         assert data is not None
         sums = Sums.start(problem, q.dtype, lengths, data)
-    outputs = Outputs(start.zeros, dk, dv, sums, start.turns)
+    outputs = Outputs(zeros, dk, dv, sums)
     if isinstance(schedule, HeadSchedule):
         partial = lax.empty(schedule.partial_shape, jnp.float32)
         outputs = outputs._replace(dq=lax.empty(q.shape, k.dtype), partial=partial)
     if isinstance(schedule, OrderedSchedule):
         outputs = outputs._replace(turns=jnp.zeros(schedule.turns_shape, I32))
     if isinstance(schedule, FirstSchedule):
-        outputs = outputs._replace(dq=lax.empty(schedule.dq_shape, jnp.float32))
+        turns = jnp.zeros(schedule.blocks + 1, I32)
+        outputs = outputs._replace(dq=lax.empty(schedule.dq_shape, jnp.float32), turns=turns)
     dq, dk, dv, sums, turns, *_ = launch(
         "attention_gradients",
         functools.partial(_body, schedule),
@@ -120,8 +125,8 @@ def gradients(
         {PAIR: 2} if config.paired else {},
     )
     if not isinstance(schedule, HeadSchedule):
-        visited = turns if isinstance(schedule, FirstSchedule) else None
-        dq = passes.finish(problem, config, dq, q, visited)
+        visits = turns if isinstance(schedule, FirstSchedule) else None
+        dq = passes.finish(problem, config, dq, q, visits)
     return dq, schedule.join(dk), schedule.join(dv), sums
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import fragments, listing, mosaic, tma
+from pallas_fa2.kernels import fragments, mosaic, tma
 from pallas_fa2.kernels.backward_config import Config
 from pallas_fa2.kernels.backward_schedule import Schedule
 from pallas_fa2.kernels.branches import cond, when
@@ -37,13 +37,6 @@ class Factors(NamedTuple):
     dout: Any  # [B, T, N, Hv]
 
 
-class Start(NamedTuple):
-    """What dQ is added to, if another kernel has to begin it."""
-
-    zeros: Any = None  # of `Schedule.dq_shape`
-    turns: Any = None  # or int32 zeros, of `backward_first.Tickets`
-
-
 class _Before(NamedTuple):
     """What `prepare` reads and writes, in device memory."""
 
@@ -51,7 +44,7 @@ class _Before(NamedTuple):
     dout: Any
     doubted: Any  # q, k, v and lse, where tokens may take part in nothing, and whether they may, of each entry
     delta: Any
-    start: Start
+    dq: Any
     of_rows: Any  # of q and dout, what `Copies` has
     of_keys: Any
 
@@ -72,10 +65,10 @@ def prepare(
     factors: Factors,
     out: jax.Array,
     lse: jax.Array,
-    start: Start,
+    with_zeros: bool = True,
     in_doubt: jax.Array | None = None,
-) -> tuple[Factors, jax.Array, Start]:
-    """The factors; -rowsum(dO ∘ O) in float32, `[B, N, T']`; and what of `start` is true.
+) -> tuple[Factors, jax.Array, jax.Array | None]:
+    """The factors; -rowsum(dO ∘ O) in float32, `[B, N, T']`; and zeros to which dQ will be added, if it is.
 
     `out` is like dout; lse is `[B, N, T']`. T' is a multiple of `block_q`, and 0 stands there for rows that
     do not exist. If by the mask's code tokens may take part in nothing, `in_doubt`, int32 `[B]`, is 0 in
@@ -119,18 +112,10 @@ def prepare(
         batch, head, first = schedule.queries(block)
         for array, tile in zip(arrays[:2], tiles[:2], strict=True):
             rows.part(array, block, tile).load(tile, tiles.arrived, I32(0))
-        for part in range(config.dq_parts if start.zeros else 0):
+        for part in range(config.dq_parts if with_zeros else 0):
             place = config.dq_place(part)
             nothing = mosaic.constant(0.0, tuple(x.size for x in place), TILE)
-            numbers = arrays.start.zeros.at[block, config.dq_numbers(*place)]
-            fragments.store_fragments(numbers, nothing)
-        if start.turns:
-            # The CTA of the last block writes that of what is no gradient as well.
-            thread, last = listing.thread_numbers(), schedule.blocks - 1
-            mine = (thread == 0) | ((thread == 1) & (block == last))
-            listing.scatter(
-                arrays.start.turns, jnp.where(mine, block + thread, last + 2), 0 * thread
-            )
+            fragments.store_fragments(arrays.dq.at[block, config.dq_numbers(*place)], nothing)
         plgpu.barrier_wait(tiles.arrived.at[0])
         doubts = []
         for square in rows.squares:
@@ -162,13 +147,9 @@ def prepare(
 
     delta = problem.batch, problem.q_heads, schedule.q_blocks * config.block_q
     delta, dq = (jax.ShapeDtypeStruct(x, jnp.float32) for x in (delta, schedule.dq_shape))
-    turns = jax.ShapeDtypeStruct((schedule.blocks + 1,), I32)
-    begun = Start(dq if start.zeros else None, turns if start.turns else None)
+    dq = dq if with_zeros else None
     copies = [x.outputs if tames else [] for x in (rows, keys)]
-    inputs, outputs = (
-        (out, dout, [q, k, v, lse, in_doubt] if tames else []),
-        (delta, begun, *copies),
-    )
+    inputs, outputs = (out, dout, [q, k, v, lse, in_doubt] if tames else []), (delta, dq, *copies)
     tree = jax.tree.structure((*inputs, *outputs))
     out_tile, dout_tile = (of_dout.buffer(config.block_q) for _ in range(2))
     tiles = _Tiles(out_tile, dout_tile, mosaic.barriers(1, 2))
@@ -179,10 +160,10 @@ def prepare(
     made, made_tree = jax.tree.flatten(outputs)
     kernel = mosaic.launch("prepare_gradients", run, tiles, made, grid, 1)
     made = kernel(*jax.tree.leaves(inputs))
-    delta, begun, *copied = jax.tree.unflatten(made_tree, made)
+    delta, zeros, *copied = jax.tree.unflatten(made_tree, made)
     if tames:
         (q, dout), (k, v) = (x.tamed(y) for x, y in zip((rows, keys), copied, strict=True))
-    return Factors(q, k, v, dout), delta, begun
+    return Factors(q, k, v, dout), delta, zeros
 
 
 def _block(schedule: Schedule) -> Any:
@@ -196,16 +177,16 @@ def finish(
     config: Config,
     dq: jax.Array,
     q: jax.Array | Tamed,
-    visited: jax.Array | None = None,
+    visits: jax.Array | None = None,
 ) -> jax.Array:
     """dQ, like q `[B, T, N, H]`, from the parts of all blocks as `fragments.add_fragments` has added them
-    up; if there is `visited`, of those where it is not 0."""
-    schedule, inputs = Schedule(problem, config), [dq] if visited is None else [dq, visited]
+    up. Of `visits`, a number for each block, 0 says that nothing is there."""
+    schedule, inputs = Schedule(problem, config), [dq] if visits is None else [dq, visits]
 
     def run(refs: tuple, memory: list[Any]) -> None:
-        (parts, *visited, target), (tile,) = refs, memory
+        (parts, *visits, target), (tile,) = refs, memory
         block = _block(schedule)
-        there = [counts[block] != 0 for counts in visited]
+        there = [numbers[block] != 0 for numbers in visits]
         batch, head, first = schedule.queries(block)
         for part in range(config.dq_parts):
             rows, columns = config.dq_place(part)
