@@ -37,6 +37,11 @@ class FirstSchedule(Schedule):
 
     NEEDS_ZEROS = False
 
+    @property
+    def turns_shape(self) -> tuple[int, ...]:
+        """Of the rows' words."""
+        return self.dq_shape[:1]
+
     @classmethod
     def suits(cls, problem: Problem, config: Config, classes: Any) -> bool:
         """Whether few tiles visit each row; not known of classes that only the device has."""
@@ -83,15 +88,14 @@ _REF, _SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT
 @plgpu.inline_mgpu(arg_types=(_REF,), return_type=ptx.NUMBER)
 def _draw(_: Any, row: Any) -> Any:
     """By one thread, which need not wait for it."""
-    code = "@p atom.relaxed.gpu.global.add.s32 $0, [$2], 1;"
-    return ptx.splat(_number(f"setp.eq.s32 p, $1, 0; {code}", "r,l", _thread(), ptx.address(row)))
+    thread = arith.andi(ptx.thread_number(), ptx.i32(127))
+    code = "setp.eq.s32 p, $1, 0; @p atom.relaxed.gpu.global.add.s32 $0, [$2], 1;"
+    return ptx.splat(_number(code, "r,l", thread, ptx.address(row)))
 
 
 @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR))
 def _show(_: Any, slot: Any, ticket: Any) -> None:
-    operands = [_thread(), ptx.address(slot, 32), ticket.registers[()]]
-    code = "{ .reg .pred p; setp.eq.s32 p, $0, 0; @p st.shared.b32 [$1], $2; }"
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, "r,r,r", has_side_effects=True)
+    ptx.by_one_thread("@p st.shared.b32 [$1], $2;", ptx.address(slot, 32), ticket.registers[()])
 
 
 @plgpu.inline_mgpu(arg_types=(_REF, _REF), return_type=ptx.NUMBER)
@@ -108,17 +112,7 @@ def _use(_: Any, row: Any, slot: Any) -> Any:
 
 @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR))
 def _tell(_: Any, row: Any, first: Any) -> None:
-    lane = arith.andi(ptx.thread_number(), ptx.i32(31))
-    code = (
-        "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p bra done; bar.warp.sync -1; setp.eq.s32 p, $0, 0; "
-        f"@p red.release.gpu.global.add.s32 [$1], {1 << STORED_BIT}; done: }}"
-    )
-    operands = [lane, ptx.address(row), first.registers[()]]
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, "r,l,r", has_side_effects=True)
-
-
-def _thread() -> Any:
-    return arith.andi(ptx.thread_number(), ptx.i32(127))
+    ptx.tell_by_warps(row, 1 << STORED_BIT, first.registers[()])
 
 
 def _number(code: str, constraints: str, *operands: Any) -> Any:

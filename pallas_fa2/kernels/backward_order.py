@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
 from pallas_fa2.kernels import mosaic, ptx, visits
@@ -298,10 +298,4 @@ def _take_turn(_: Any, turn: Any, ordinal: Any) -> None:
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
 def _give_turn(_: Any, turn: Any) -> None:
-    lane = arith.andi(ptx.thread_number(), ptx.i32(31))
-    code = (
-        "{ .reg .pred p; setp.eq.b32 p, $1, 0; bar.warp.sync -1; "
-        "@p red.release.gpu.global.add.s32 [$0], 1; }"
-    )
-    operands = [ptx.address(turn), lane]
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, "l,r", has_side_effects=True)
+    ptx.tell_by_warps(turn, 1)

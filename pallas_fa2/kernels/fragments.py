@@ -112,8 +112,8 @@ def load_fragments(source: Any, columns: int) -> jax.Array:
 
 
 def take_fragments(source: Any, columns: int, there: Any) -> jax.Array:
-    """A float32 tile of 64 rows, as this kernel's same threads have stored it and added to it; zeros if nothing is
-    `there`. L2 need not keep it."""
+    """A float32 tile of 64 rows, as this kernel's same threads, or those of one before, have stored it and added
+    to it; zeros if nothing is `there`. L2 need not keep it."""
 
     def load(_: Any, source: Any, there: Any) -> Any:
         start, is_there = _start(source, 16), there.registers[()]

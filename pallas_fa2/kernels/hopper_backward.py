@@ -102,11 +102,10 @@ def gradients(
     if isinstance(schedule, HeadSchedule):
         partial = lax.empty(schedule.partial_shape, jnp.float32)
         outputs = outputs._replace(dq=lax.empty(q.shape, k.dtype), partial=partial)
-    if isinstance(schedule, OrderedSchedule):
+    if isinstance(schedule, OrderedSchedule | FirstSchedule):
         outputs = outputs._replace(turns=jnp.zeros(schedule.turns_shape, I32))
     if isinstance(schedule, FirstSchedule):
-        turns = jnp.zeros(schedule.blocks + 1, I32)
-        outputs = outputs._replace(dq=lax.empty(schedule.dq_shape, jnp.float32), turns=turns)
+        outputs = outputs._replace(dq=lax.empty(schedule.dq_shape, jnp.float32))
     dq, dk, dv, sums, turns, *_ = launch(
         "attention_gradients",
         functools.partial(_body, schedule),

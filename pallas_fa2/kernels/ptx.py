@@ -301,8 +301,26 @@ def by_warp(number: int, code: str, constraints: str, *operands: Any) -> None:
     llvm.inline_asm(void, [thread, *operands], code, f"r,{constraints}", has_side_effects=True)
 
 
-def _by_one_thread(code: str, *operands: Any) -> None:
-    """`code` uses the operands from $1 on, and the registers a and b."""
+def tell_by_warps(word: Any, amount: int, condition: Any = None) -> None:
+    """Each warp adds to a word of device memory, after what all its lanes have stored or added; if there is a
+    condition, where it is not 0."""
+    operands = [address(word), arith.andi(thread_number(), i32(31))]
+    skip = ""
+    if condition is not None:
+        operands.append(condition)
+        skip = "setp.eq.s32 p, $2, 0; @p bra done; "
+    code = (
+        f"{{ .reg .pred p; {skip}setp.eq.b32 p, $1, 0; bar.warp.sync -1; "
+        f"@p red.release.gpu.global.add.s32 [$0], {amount}; done: }}"
+    )
+    constraints = ",".join(["l"] + ["r"] * (len(operands) - 1))
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, operands, code, constraints, has_side_effects=True)
+
+
+def by_one_thread(code: str, *operands: Any) -> None:
+    """Of a warpgroup: `code` has the predicate p, which is true in one thread, and uses the operands from $1 on,
+    and the registers a and b."""
     thread = arith.andi(thread_number(), i32(127))
     code = f"{{ .reg .pred p; .reg .b32 a, b; setp.eq.s32 p, $0, 0; {code} }}"
     constraints = ",".join(["r"] * (1 + len(operands)))
@@ -314,13 +332,13 @@ def _by_one_thread(code: str, *operands: Any) -> None:
 def _open_mail(_: Any, arrived: Any, stages: Any) -> None:
     shape = ir.MemRefType(arrived.type).shape
     each = " ".join(f"@p mbarrier.init.shared::cta.b64 [$1 + {8 * i}], 1;" for i in range(shape[0]))
-    _by_one_thread(f"{each} fence.mbarrier_init.release.cluster;", _shared_address(arrived))
+    by_one_thread(f"{each} fence.mbarrier_init.release.cluster;", _shared_address(arrived))
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _NUMBER))
 def _expect_mail(_: Any, arrived: Any, size: Any) -> None:
     code = "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2;"
-    _by_one_thread(code, _shared_address(arrived), size.registers[()])
+    by_one_thread(code, _shared_address(arrived), size.registers[()])
 
 
 def _send_mail(_: Any, source: Any, target: Any, arrived: Any, cta: Any) -> None:
@@ -332,7 +350,7 @@ def _send_mail(_: Any, source: Any, target: Any, arrived: Any, cta: Any) -> None
         f"@p cp.async.bulk.{to}.{complete} [a], [$1], {size}, [b];"
     )
     addresses = [_shared_address(x) for x in (source, target, arrived)]
-    _by_one_thread(code, *addresses, cta.registers[()])
+    by_one_thread(code, *addresses, cta.registers[()])
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _NUMBER))
