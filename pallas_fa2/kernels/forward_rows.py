@@ -66,35 +66,38 @@ class RowBlock(RowScores):
 
     def attend(self) -> tuple[jax.Array, Statistics]:
         """The unnormalized output and the statistics."""
-        state, begin = self.first_block(), I32(1)
+        (state, answers), begin = self.first_block(), I32(1)
 
         for masked, end in self.tile.phases:
             if masked and not self.masked:
                 continue
-            state = self.next_blocks(begin, end, masked, state)
+            state = self.next_blocks(begin, end, masked, state, answers)
             begin = jnp.maximum(end, 1)
             if masked and self.tile.backwards:
                 state = self.settled(*state)
         acc, statistics, p = state
         return self.last_output(self.tile.visited - 1, acc, p), statistics
 
-    def first_block(self) -> tuple[jax.Array, Statistics, list[jax.Array]]:
-        """Scores and softmax of the first block; there is no output to update yet.
+    def first_block(self) -> tuple[tuple[jax.Array, Statistics, list[jax.Array]], list[jax.Array]]:
+        """Scores and softmax of the first block; there is no output to update yet. And answers about the first one
+        after it that is cut, which come meanwhile.
 
         Its maximum is a reference for all that follow. (Without a mask every row sees its first key.)
         """
         rows, keys, queries = self.shape[0], self.memory.keys, self.query_data(masked=self.masked)
         problem, first_key = self.schedule.problem, self.first_key(0)
         answers = self.answers(self.number(0), self.masked)  # of no meaning unless it is cut
+        following = self.number(self.tile.first_cut_after)
         (k,) = keys.wait(self.first_step)
         self.turns.take()
 
         def multiply(s_acc: Any) -> Any:
             plgpu.wgmma(s_acc, self.queries, k.transpose((1, 0)))
             self.turns.give()
-            return s_acc[...]
+            ahead = self.answers(following, self.masked)
+            return s_acc[...], ahead
 
-        s = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
+        s, ahead = pl.run_scoped(multiply, mosaic.accumulator(*self.shape))
         keys.release(self.first_step)
         if self.schedule.config.q_in_registers:
             self.memory.queries(self.me).release(self.place)
@@ -125,10 +128,13 @@ class RowBlock(RowScores):
         elif problem.reads_block():
             when(self.tile.is_cut(0))(lambda: self.release_data(0, statistics))
         acc = mosaic.constant(0.0, (rows, self.schedule.config.value_dim), TILE)
-        return acc, statistics, self.converted(parts)
+        return (acc, statistics, self.converted(parts)), ahead
 
-    def next_blocks(self, begin: Any, end: Any, masked: bool, state: tuple) -> tuple:
-        """Those from `begin` to `end`. Answers about a block come while the one before is multiplied."""
+    def next_blocks(
+        self, begin: Any, end: Any, masked: bool, state: tuple, answers: list[jax.Array]
+    ) -> tuple:
+        """Those from `begin` to `end`. Answers about a block come while the one before is multiplied; those about
+        the first of them are at hand."""
         if not (masked and self.schedule.problem.asked):
             return lax.fori_loop(
                 begin, end, lambda t, state: self.next_block(t, masked, state)[0], state
@@ -141,7 +147,6 @@ class RowBlock(RowScores):
             look = functools.partial(self.answers, following, masked)
             return self.next_block(t, masked, state, answers, look)
 
-        answers = self.answers(self.number(jnp.minimum(begin, last)), masked)
         return lax.fori_loop(begin, end, step, (state, answers))[0]
 
     def next_block(

@@ -226,6 +226,12 @@ class Tile:
         return jnp.where(cut > 0, jnp.minimum(cut + 1, visited), 0) if self.backwards else cut
 
     @property
+    def first_cut_after(self) -> Any:
+        """Of the blocks visited after the first, the first that is cut; if none is, one of them or the first."""
+        first = jnp.int32(1) if self.backwards else jnp.maximum(self.full, 1)
+        return jnp.minimum(first, self.visited - 1)
+
+    @property
     def bare(self) -> Any:
         """How many blocks come without data: full ones, unless scores read some."""
         return 0 if self.schedule.problem.reads_block(masked=False) else self.full
