@@ -40,8 +40,8 @@ def inputs(shape: Shape, seed: int = 0) -> tuple[jax.Array, ...]:
         pairs = (1, shape.q_heads, shape.q_len, shape.kv_len)
         return (*arrays, jax.random.normal(keys[4], pairs, jnp.bfloat16))
     if shape.documents:
-        numbers = np.repeat(np.arange(len(shape.documents), dtype=np.int32), shape.documents)
-        return (*arrays, jnp.asarray(numbers)[None])
+        starts = np.cumsum((0, *shape.documents[:-1]), dtype=np.int32)
+        return (*arrays, jnp.asarray(np.repeat(starts, shape.documents))[None])
     return arrays
 
 

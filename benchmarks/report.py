@@ -15,7 +15,7 @@ from benchmarks.shapes import SHORT, Shape
 PARTS = {"forward": "forward", "both": "forward + backward", "backward": "backward (difference)"}
 UP_TO = 2048
 # The others are ours under a mask of the same meaning.
-OURS = ("ours", "mask_fn", "array")
+OURS = ("ours", "mask_fn", "segments", "array")
 
 
 def groups(results: dict[str, dict]) -> dict[str, dict]:

@@ -28,7 +28,8 @@ DENSE_MASK = 2e9
 class Implementation:
     """A function of (shape, q, k, v, data), its module and the package whose version counts.
 
-    `data` is a shape's bias `[1, N, T, S]`, or the document of each token `[B, T]`.
+    `data` is a shape's bias `[1, N, T, S]`, or where the document of each token begins, `[B, T]`: as good as its
+    number for those who ask for that.
     """
 
     attention: Callable[..., Array]
@@ -43,7 +44,7 @@ def mask_of(shape: Shape, data: Array | None = None) -> fa.Mask | None:
     causal = fa.Causal(align="start" if shape.q_len == shape.kv_len else "end")
     if shape.documents:
         assert data is not None
-        return causal & fa.Segments(data)
+        return causal & fa.Documents(data)
     return causal if shape.window is None else causal & fa.Window(shape.window)
 
 
@@ -53,8 +54,8 @@ def function_of(shape: Shape, data: Array | None = None) -> fa.Mask:
         raise NotImplementedError("there is no mask")
     if shape.documents:
         assert data is not None
-        mask = fa.mask_fn(lambda q, k: (q.index >= k.index) & (q.document == k.document))
-        return mask(tokens={"document": data})
+        mask = fa.mask_fn(lambda q, k: (q.index >= k.index) & (k.index >= q.start))
+        return mask(q_tokens={"start": data})
     if (window := shape.window) is not None:
         return fa.mask_fn(lambda q, k: (q.index >= k.index) & (q.index - k.index <= window))
     shift = shape.kv_len - shape.q_len
@@ -108,12 +109,24 @@ def mask_fn(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = Non
     return fa.flash_attention(q, k, v, mask=mask, score=score, implementation="hopper")
 
 
+def segments(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
+    """Ours, under a mask that does not say that documents lie one after another."""
+    _are_documents(shape)
+    assert data is not None
+    mask = fa.Causal() & fa.Segments(data)
+    return fa.flash_attention(q, k, v, mask=mask, implementation="hopper")
+
+
 def array(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
     """Ours, under the array that those get who know no documents."""
-    if not shape.documents:
-        raise NotImplementedError("it is for documents")
+    _are_documents(shape)
     mask = fa.Dense(arrays_of_pairs(shape, data)["mask"]) & fa.Causal()
     return fa.flash_attention(q, k, v, mask=mask, implementation="hopper")
+
+
+def _are_documents(shape: Shape) -> None:
+    if not shape.documents:
+        raise NotImplementedError("it is for documents")
 
 
 def fa3(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
@@ -188,6 +201,7 @@ def _jax_nn(implementation: Any, shape: Shape, q: Array, k: Array, v: Array, dat
 IMPLEMENTATIONS = {
     "ours": Implementation(ours, "pallas_fa2", "pallas_fa2"),
     "mask_fn": Implementation(mask_fn, "pallas_fa2", "pallas_fa2"),
+    "segments": Implementation(segments, "pallas_fa2", "pallas_fa2"),
     "array": Implementation(array, "pallas_fa2", "pallas_fa2"),
     "fa3": Implementation(fa3, "dew_flash_attn", "dew-flash-attn-cu13"),
     "cudnn": Implementation(cudnn, "jax", "nvidia-cudnn-cu13"),

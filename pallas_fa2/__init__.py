@@ -25,6 +25,9 @@ from pallas_fa2.masks import (
     Dense as Dense,
 )
 from pallas_fa2.masks import (
+    Documents as Documents,
+)
+from pallas_fa2.masks import (
     Lengths as Lengths,
 )
 from pallas_fa2.masks import (

@@ -125,6 +125,15 @@ def _constant_name(x: np.ndarray) -> tuple:
     return x.dtype.name, x.tobytes()
 
 
+def _is_at_most(a: Any, b: Any) -> bool:
+    """By these names: a is the smaller of b and something else, or b the larger of a and something else."""
+
+    def is_one_of(operation: str, name: Any, other: Any) -> bool:
+        return isinstance(name, tuple) and name[0] == operation and other in name[2:-1]
+
+    return is_one_of("min", a, b) or is_one_of("max", b, a)
+
+
 def _apply(eqn: Any, ins: list[Named]) -> list[Named]:
     inner = called(eqn)
     if inner is not None and not bounds.is_jax_numpys(eqn):
@@ -136,7 +145,10 @@ def _apply(eqn: Any, ins: list[Named]) -> list[Named]:
             return [ins[0]]
         if operation == "sub" and a == b:
             return [_constant(np.zeros((), dtype))]
-        if operation in ("eq", "le", "ge") and a == b:
+        if a == b and operation in ("eq", "le", "ge"):
+            return [_constant(np.ones((), bool))]
+        least, most = (b, a) if operation == "ge" else (a, b)
+        if operation in ("le", "ge") and _is_at_most(least, most):
             return [_constant(np.ones((), bool))]
     name = operation, str(eqn.params), *(x.name for x in ins)
     ranges = bounds.apply(eqn, [x.range for x in ins])

@@ -143,20 +143,22 @@ def cpu(monkeypatch):
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
     ):  # as jax.nn needs
-        yield {name: rivals.IMPLEMENTATIONS[name] for name in ("ours", "mask_fn", "array", "xla")}
+        yield {name: rivals.IMPLEMENTATIONS[name] for name in (*report.OURS, "xla")}
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_all_compute_the_same(cpu, name):
-    """Ours ready-made, as a function and as an array, and XLA's, within the rule; nothing else is refused."""
+    """Ours ready-made, as a function, as segments and as an array, and XLA's, within the rule; nothing else is refused."""
     found = measure.measure(EACH[name], cpu, 1)
     assert Shape(**found["shape"]) == EACH[name]
     assert len(found["allowed"]) == (5 if name == "bias" else 4)
+    documents = None if EACH[name].documents else "NotImplementedError: it is for documents"
     refused = {who: row["forward"].get("refused") for who, row in found["rows"].items()}
     assert refused == {
         "ours": None,
         "mask_fn": "NotImplementedError: there is no mask" if name == "bias" else None,
-        "array": None if EACH[name].documents else "NotImplementedError: it is for documents",
+        "segments": documents,
+        "array": documents,
         "xla": "NotImplementedError: it has no soft_cap" if name == "soft_cap" else None,
     }
     for who, row in found["rows"].items():

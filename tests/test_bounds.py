@@ -39,6 +39,9 @@ def ready_made(q_len, kv_len):
     pairs[:, :, :20, 16:] = False
     ids = np.stack([documents(max(q_len, kv_len), seed=s) for s in range(B)])
     q_ids, k_ids = ids[:, :q_len], ids[:, :kv_len]
+    starts, ends = (
+        np.stack([np.searchsorted(x, x, s)[:q_len] for x in ids]) for s in ("left", "right")
+    )
     return {
         "causal": (fa.Causal(), j <= i),
         "causal to the end": (fa.Causal("end"), j <= i + kv_len - q_len),
@@ -47,6 +50,11 @@ def ready_made(q_len, kv_len):
         "endless window": (fa.Window(9, EDGE), i - j <= 9),
         "array window": (fa.Window(np.int32(9)), abs(i - j) <= 9),
         "segments": (fa.Segments(q_ids, k_ids), q_side(q_ids) == k_side(k_ids)),
+        "documents": (fa.Documents(starts), q_side(starts) <= j),
+        "documents with ends": (
+            fa.Documents(starts, ends),
+            (q_side(starts) <= j) & (q_side(ends) > j),
+        ),
         "lengths": (
             fa.Lengths(q_lengths, kv_lengths),
             (q_side(q_lengths[:, None]) > i) & (k_side(kv_lengths[:, None]) > j),

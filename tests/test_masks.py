@@ -103,6 +103,11 @@ WITH_DATA = {
     "segments": (fa.Segments(SQUARE), column(SQUARE) == row(SQUARE)),
     "segments of both sides": (fa.Segments(IDS, KV_IDS), column(IDS) == row(KV_IDS)),
     "shared segments": (fa.Segments(IDS[0], kv_ids=KV_IDS), IDS[0][:, None] == row(KV_IDS)),
+    "documents": (fa.Documents(IDS), column(IDS) <= J),
+    "documents with ends": (
+        fa.Documents(IDS, IDS[0] + 4),
+        (column(IDS) <= J) & ((IDS[0] + 4)[:, None] > J),
+    ),
     "query lengths": (fa.Lengths(q=Q_LENGTHS), (column(Q_LENGTHS) > I) & (J >= 0)),
     "key lengths": (fa.Lengths(kv=KV_LENGTHS), (row(KV_LENGTHS) > J) & (I >= 0)),
     "lengths": (fa.Lengths(Q_LENGTHS, KV_LENGTHS), (column(Q_LENGTHS) > I) & (row(KV_LENGTHS) > J)),
@@ -464,9 +469,10 @@ def test_slips_are_named_with_their_cure(make, message):
         (fa.Lengths(kv=[3, 14]), fa.Lengths(kv=np.array([3, 14]))),
         (fa.Prefix([3, 5]), fa.Prefix(np.array([3, 5]))),
         (fa.Segments(IDS.tolist(), KV_IDS.tolist()), fa.Segments(IDS, KV_IDS)),
+        (fa.Documents(IDS.tolist(), IDS.tolist()), fa.Documents(IDS, IDS)),
         (fa.Dense(np.asarray(PAIRS).tolist()), fa.Dense(PAIRS)),
     ],
-    ids=["chunked", "lengths", "prefix", "segments", "dense"],
+    ids=["chunked", "lengths", "prefix", "segments", "documents", "dense"],
 )
 def test_lists_are_arrays_and_numpys_integers_static_where_they_must_be(given, meant):
     chex.assert_trees_all_equal(dense(given), dense(meant))
@@ -479,12 +485,13 @@ def test_lists_are_arrays_and_numpys_integers_static_where_they_must_be(given, m
     "mask, message",
     [
         (fa.Segments(KV_IDS, KV_IDS), r"Segments\(.*q_tokens\['segment'\] .* T = 9 .*\(2, 14\)"),
+        (fa.Documents(KV_IDS), r"Documents\(.*q_tokens\['start'\] .* T = 9 .*\(2, 14\)"),
         (fa.Segments(IDS), r"Segments\(.*k_tokens\['segment'\] .* S = 14 .*\(2, 9\)"),
         (fa.Lengths(kv=integers(3, 3)), r"Lengths\(.*entries\['kv'\] .* \(2,\).*\(3,\)"),
         (A & fa.Dense(PAIRS[..., 1:]), r"Dense\(.*pairs\['mask'\] .* S = 14.*\(2, 4, 9, 13\)"),
         (of_all_kinds(heads={"head": integers(3, K)}), r"heads\['head'\] .* N = 4 .*\(2,\)"),
     ],
-    ids=["queries", "keys", "lengths", "pairs", "heads"],
+    ids=["queries", "starts", "keys", "lengths", "pairs", "heads"],
 )
 def test_data_of_a_wrong_shape_are_named(mask, message):
     with pytest.raises(ValueError, match=message):

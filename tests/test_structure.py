@@ -18,7 +18,7 @@ ENTRIES = {"__init__", "__main__"}  # of the package: they may import all of it
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 PUBLIC = ["flash_attention", "dot_product_attention", "explain", "linen", "nnx", "Causal", "Window",
-          "Segments", "Lengths", "Prefix", "Chunked", "Dense", "mask_fn", "score_fn", "soft_cap",
+          "Segments", "Documents", "Lengths", "Prefix", "Chunked", "Dense", "mask_fn", "score_fn", "soft_cap",
           "alibi", "bias", "autotune"]  # fmt: skip
 
 

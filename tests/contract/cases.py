@@ -97,6 +97,13 @@ def packed(case: Case) -> tuple[Any, np.ndarray]:
     return fa.Causal() & fa.Segments(jnp.asarray(ids)), everywhere(case, same & (k <= q))
 
 
+def one_after_another(case: Case) -> tuple[Any, np.ndarray]:
+    """As `packed`, by where each token's document begins."""
+    ids = _ids(case, case.q_len, 0)
+    starts = np.stack([np.searchsorted(x, x) for x in ids])
+    return fa.Causal() & fa.Documents(jnp.asarray(starts, jnp.int32)), packed(case)[1]
+
+
 def reach(case: Case) -> tuple[Any, np.ndarray]:
     """Every head sees as far back as its own number says."""
     reach = 20.0 * np.arange(1, case.q_heads + 1)
@@ -276,6 +283,7 @@ MASKED = [
     *(Case(f"window_h{h}", 2, 200, 200, 2, 1, h, mask=window) for h in (64, 128)),
     Case("window_h96", 1, 130, 130, 1, 1, 96, mask=window),
     *(Case(f"packed_h{h}", 2, 300, 300, 2, 1, h, mask=packed) for h in (64, 96, 128, 256)),
+    Case("documents_in_a_row", 2, 300, 300, 2, 1, 128, mask=one_after_another),
     Case("packed_hv_smaller", 2, 139, 139, 2, 1, 192, 128, mask=packed),
     Case("packed_h192", 1, 130, 130, 2, 1, 176, mask=packed),
     Case("packed_h136", 1, 130, 130, 2, 1, 136, 72, mask=packed),

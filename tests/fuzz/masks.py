@@ -80,6 +80,32 @@ class Segments(Node):
         return shape.spread("q", data["q"]) == shape.spread("k", data.get("k", data["q"]))
 
 
+@dataclasses.dataclass(frozen=True)
+class Documents(Node):
+    """Also such whose starts and ends mean nothing."""
+
+    length: int  # about
+    ends: bool = False
+
+    def data(self, shape: Shape, rng: np.random.Generator) -> Any:
+        size = (*shape.batch, shape.q_len)
+        starts = np.sort(rng.integers(-3, max(shape.kv_len, 1), size, np.int32), -1)
+        starts = starts // self.length * self.length
+        return {"start": starts} | ({"end": starts + np.int32(self.length)} if self.ends else {})
+
+    def ours(self, data: Any) -> Any:
+        return fa.Documents(data["start"], data.get("end"))
+
+    def dense(self, shape: Shape, data: Any, i: Any, j: Any) -> Any:
+        same = shape.q_len == shape.kv_len
+        start = shape.spread("q", data["start"])
+        seen = j >= (np.minimum(start, i) if same else start)
+        if "end" not in data:
+            return seen
+        last = shape.spread("q", data["end"]) - 1
+        return seen & (j <= (np.maximum(last, i) if same else last))
+
+
 EACH = -1  # a length for each batch entry, as an array
 
 
@@ -264,13 +290,15 @@ class Not(Node):
 
 
 def _leaf(pick: Pick) -> Node:
-    kind = pick((Causal, Window, Segments, Lengths, Prefix, Chunked, Dense, Function))
+    kind = pick((Causal, Window, Segments, Documents, Lengths, Prefix, Chunked, Dense, Function))
     if kind is Causal:
         return Causal(pick(("start", "end")))
     if kind is Window:
         return Window(pick((0, 1, 3, 20, 2**31 - 1)), pick((None, 0, 5)))
     if kind is Segments:
         return Segments(pick((2, 4, 1)), pick((True, False)))
+    if kind is Documents:
+        return Documents(pick((5, 1, 40)), pick((False, True)))
     if kind is Lengths:
         return Lengths(pick((None, EACH, 20)), pick((EACH, 10, None)))
     if kind is Prefix:
