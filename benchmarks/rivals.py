@@ -44,7 +44,8 @@ def mask_of(shape: Shape, data: Array | None = None) -> fa.Mask | None:
     causal = fa.Causal(align="start" if shape.q_len == shape.kv_len else "end")
     if shape.documents:
         assert data is not None
-        return causal & fa.Documents(data)
+        # of which the rival with documents is told the longest as well
+        return causal & fa.Documents(data, longest=max(shape.documents))
     return causal if shape.window is None else causal & fa.Window(shape.window)
 
 
@@ -54,7 +55,13 @@ def function_of(shape: Shape, data: Array | None = None) -> fa.Mask:
         raise NotImplementedError("there is no mask")
     if shape.documents:
         assert data is not None
-        mask = fa.mask_fn(lambda q, k: (q.index >= k.index) & (k.index >= q.start))
+        longest = max(shape.documents)
+
+        @fa.mask_fn
+        def mask(q: Any, k: Any) -> Any:
+            near = (q.index >= k.index) & (q.index - k.index < longest)
+            return near & (k.index >= q.start)
+
         return mask(q_tokens={"start": data})
     if (window := shape.window) is not None:
         return fa.mask_fn(lambda q, k: (q.index >= k.index) & (q.index - k.index <= window))

@@ -6,14 +6,15 @@ its upper bound "true somewhere". Every rule is sound: where nothing is known, t
 whole range of its dtype. The cost is one evaluation a tile; no [T, S] array is ever built.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 
 from pallas_fa2.spec import Operands, Spec
 from pallas_fa2.tokens import (
@@ -393,6 +394,37 @@ def classify_each(
 
     read = _read_by_mask(operands)
     return classes(*read) if is_traced(operands) else evaluate_now(classes, *read)
+
+
+# Without any of these a mask compares positions with each other and with data alone, and no distance.
+DISTANCES = "sub", "div", "rem", "shift_right_arithmetic", "shift_right_logical"
+
+
+@functools.lru_cache(maxsize=512)
+def possible(spec: Spec, block_q: int, block_kv: int) -> np.ndarray:
+    """PARTIAL for every tile of which something may be seen, whatever the mask's data, else EMPTY: int32
+    `[1, 1, 1, T tiles, S tiles]`, at trace time."""
+    q_tiles, k_tiles = -(-spec.q_len // block_q), -(-spec.kv_len // block_kv)
+    shape = *(1,) * Q_AXIS, q_tiles, k_tiles
+    if spec.mask is None or spec.positions or not _names(spec.mask.jaxpr.jaxpr) & {*DISTANCES}:
+        return np.full(shape, PARTIAL, np.int32)
+    code = spec.mask
+
+    def may_be_seen() -> jax.Array:
+        avals = cast(list[ShapedArray], code.jaxpr.in_avals[2:])
+        data = [whole((1,) * LEADING, aval.dtype) for aval in avals]
+        q_index = _positions(spec.q_len, Q_AXIS, block_q)
+        k_index = _positions(spec.kv_len, K_AXIS, block_kv)
+        (out,) = _run(code, [q_index, k_index, *data])
+        return jnp.broadcast_to(out.hi, shape)
+
+    return np.where(evaluate_now(may_be_seen), PARTIAL, EMPTY).astype(np.int32)
+
+
+def _names(jaxpr: Any) -> set[str]:
+    """Of all operations."""
+    inner = (found[0] for eqn in jaxpr.eqns if (found := called(eqn)) is not None)
+    return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*map(_names, inner))
 
 
 def is_traced(operands: Operands) -> bool:

@@ -2,6 +2,8 @@
 whom, and its gradients."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -45,15 +47,43 @@ def classes(visits: int) -> np.ndarray:
 
 def suits(found: Any, dim: int = 128, ordered: bool = False, **options: Any) -> bool:
     problem = Problem(1, 512, 1024, 16, 16, 1.0, None, **({"mask": "any", "asked": True} | options))
-    return FirstSchedule.suits(problem, Config(dim, dim, ordered=ordered), found)
+    config, possible = Config(dim, dim, ordered=ordered), functools.partial(np.asarray, found)
+    return FirstSchedule.suits(problem, config, found, possible)
 
 
 def test_few_visits_are_known_when_traced() -> None:
     """As measured (docs/performance.md, "The first of dQ is stored")."""
     assert suits(classes(2)) and suits(classes(4)) and suits(classes(3), 64)
-    assert not suits(classes(5)) and not suits(jnp.asarray(classes(2)))
+    assert not suits(classes(5)) and suits(jnp.asarray(classes(5)))
+    assert not suits(jnp.asarray(classes(6)))
     assert not suits(classes(2), 256) and not suits(None, mask=None)
     assert not suits(classes(2), ordered=True)
+
+
+@pytest.mark.parametrize(
+    "mask, few",
+    [
+        (lambda ids: fa.Causal() & fa.Window(128) & fa.Segments(ids), True),
+        (lambda ids: fa.Causal() & fa.Documents(ids, longest=512), True),
+        (lambda ids: fa.Causal() & fa.Documents(ids, longest=1024), False),
+        (lambda ids: fa.Causal() & fa.Segments(ids), False),
+    ],
+    ids=["window", "short", "long", "any"],
+)
+def test_few_visits_are_known_whatever_the_data(
+    mask: Callable, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, suits = [], FirstSchedule.suits
+    monkeypatch.setattr(FirstSchedule, "suits", lambda *x: found.append(suits(*x)) or found[-1])
+
+    def attend(q: jax.Array, ids: jax.Array) -> jax.Array:
+        out = fa.flash_attention(q, q, q, mask=mask(ids), implementation="hopper")
+        return out.astype(jnp.float32).sum()
+
+    q = jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)
+    with planned_for_h200():
+        jax.eval_shape(jax.grad(attend), q, jax.ShapeDtypeStruct((4096,), jnp.int32))
+    assert found == [few]
 
 
 CASES = [

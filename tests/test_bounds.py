@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.bounds import EMPTY, FULL, PARTIAL, classify, classify_each
+from pallas_fa2.bounds import EMPTY, FULL, PARTIAL, classify, classify_each, possible
 from tests.support import compile_gate
 from tests.support.tiles import (
     EDGE,
@@ -293,6 +293,39 @@ def test_run_time_data_are_classified_under_jit():
         visible = (ids[:, None] == ids[None]) & np.tri(q_len, dtype=bool)
         expected = exact(visible, sizes)[:1, :1]
         np.testing.assert_array_equal(got.reshape(1, 1, *got.shape[-2:]), expected)
+
+
+IDS, LENGTHS = np.zeros(48, np.int32), np.zeros(B, np.int32)
+
+
+@pytest.mark.parametrize(
+    "mask, without_data",
+    [
+        (fa.Causal() & fa.Window(9) & fa.Segments(IDS), fa.Causal() & fa.Window(9)),
+        (fa.Chunked(16) & fa.Lengths(kv=LENGTHS), fa.Chunked(16)),
+        (fa.Causal() & fa.Documents(IDS, longest=10), fa.Causal() & fa.Window(9)),
+        (fa.Window(jnp.int32(3)), fa.Lengths()),
+        (fa.Causal() & fa.Segments(IDS), fa.Lengths()),  # not looked at: no distance is compared
+    ],
+    ids=str,
+)
+def test_which_tiles_data_may_fill(mask, without_data):
+    """Whatever they are: also where they are traced."""
+    q_len, kv_len, *blocks = SQUARE
+    expected = classify_each(*describe_shapes(without_data, q_len, kv_len), *blocks) != EMPTY
+    found = []
+
+    @jax.jit
+    def traced(mask):
+        found.append(possible(describe_shapes(mask, q_len, kv_len)[0], *blocks))
+
+    traced(mask)
+    np.testing.assert_array_equal(found[0], np.where(expected, PARTIAL, EMPTY))
+
+
+def test_positions_that_are_given_may_be_anywhere():
+    spec, _ = describe_shapes(fa.Window(3), 48, 48, q_positions=jnp.arange(48))
+    assert np.all(possible(spec, 8, 12) == PARTIAL)
 
 
 STATIC = [None, fa.Causal(), fa.Causal("end") & fa.Window(9), fa.Lengths(kv=3) | fa.Chunked(8),

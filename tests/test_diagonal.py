@@ -31,7 +31,7 @@ def says(mask, kv_len=24, **options):
         fa.Causal(align="end") & fa.Window(3),
         fa.Causal() & fa.Segments(IDS),
         fa.Causal() & fa.Documents(IDS),
-        fa.Documents(IDS, IDS),
+        fa.Documents(IDS, IDS, longest=1),
         fa.mask_fn(lambda q, k: k.index <= lax.max(q.index, q.a))(tokens={"a": IDS}),
         fa.Prefix(10) | fa.Causal(),
         fa.Chunked(5),

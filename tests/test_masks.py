@@ -451,11 +451,15 @@ def test_what_is_not_boolean_is_refused(make, message):
             r"Chunked\.size must be an integer, but it is int32\[\]; .* mask_fn\(",
         ),
         (
+            lambda: fa.Documents(IDS, longest=jnp.int32(4)),  # pyright: ignore[reportArgumentType]
+            r"Documents\.longest must be an integer, but it is int32\[\]; leave it out",
+        ),
+        (
             lambda: lambda b, h, q, k: q.index >= k.index,
             r"must take \(q, k\) or \(q, k, c\), but <lambda> takes \(b, h, q, k\); .*heads=",
         ),
     ],
-    ids=["class", "joined class", "tuple", "array", "function"],
+    ids=["class", "joined class", "tuple", "array", "longest", "function"],
 )
 def test_slips_are_named_with_their_cure(make, message):
     with pytest.raises(TypeError, match=message):

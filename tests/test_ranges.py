@@ -44,7 +44,7 @@ RANGES: dict[str, Callable[[], fa.Mask]] = {
     "none_is_so_far": lambda: fa.Causal() & reach(-(2**31)),
     "by_head": lambda: by_head([5, 140]) & fa.Causal(),
     "documents": lambda: fa.Documents(np.arange(T) // 50 * 50, np.arange(T) // 50 * 50 + 50),
-    "causal_documents": lambda: fa.Causal() & fa.Documents(np.arange(T) // 70 * 70),
+    "causal_documents": lambda: fa.Causal() & fa.Documents(np.arange(T) // 70 * 70, longest=70),
     "chosen": lambda: chosen(np.arange(T) % 7 == 0),
     "from_the_key": lambda: fa.mask_fn(lambda q, k: k.index - 9 <= q.index),
 }

@@ -10,6 +10,7 @@ A ticket comes from device memory, which takes most of a step. So it is drawn wh
 the other warpgroup when its dS is, and used with its dQ, in the next step.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +29,9 @@ STORED_BIT = 16
 ALL_STORED = 8 << STORED_BIT
 # Of steps whose tickets are kept: one warpgroup draws the next when the other has yet to use the last.
 SLOTS = 4
-# How many tiles may visit a row, on average: who stores waits until all can see it, for half a step.
-FEW = 4
+# How many tiles may visit a row, on average: who stores waits until all can see it, for half a step. Where some
+# of those that may visit it do not, by the mask's data, one more.
+FEW, FEW_THAT_MAY = 4, 5
 
 
 class FirstSchedule(Schedule):
@@ -43,13 +45,18 @@ class FirstSchedule(Schedule):
         return self.dq_shape[:1]
 
     @classmethod
-    def suits(cls, problem: Problem, config: Config, classes: Any) -> bool:
-        """Whether few tiles visit each row; not known of classes that only the device has."""
+    def suits(
+        cls, problem: Problem, config: Config, classes: Any, possible: Callable[[], np.ndarray]
+    ) -> bool:
+        """Whether few tiles visit each row: by their classes, or if only the device has them, by which are
+        `possible`."""
         if config.paired or config.ordered or problem.mask is None or problem.pairs():
             return False
         if config.stores_first is not None:
             return config.stores_first
-        return isinstance(classes, np.ndarray) and np.sum(classes != EMPTY, -1).mean() <= FEW
+        known = isinstance(classes, np.ndarray)
+        visits = np.sum((classes if known else possible()) != EMPTY, -1).mean()
+        return bool(visits <= (FEW if known else FEW_THAT_MAY))
 
 
 class Tickets(NamedTuple):

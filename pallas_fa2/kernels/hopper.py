@@ -411,9 +411,10 @@ def backward(
         problem = extras.problem(q.shape[0], q.shape[2], k.shape[2])
         factors = passes.Factors(q, k, v, dout)
         problem, data, classes, _, found = extras.survey(problem, traced, config.tile, q_axis=1)
+        possible = functools.partial(bounds.possible, extras.spec, *config.tile)
         # Whole heads visit blocks that nobody sees.
         answered = not problem.asked or extras.classes_of(traced) is None
-        schedule = hopper_backward.schedule_of(problem, config, classes, whole_heads=answered)
+        schedule = hopper_backward.schedule_of(problem, config, classes, possible, answered)
         factors, delta, zeros = passes.prepare(
             problem, config, factors, out, lse, schedule.NEEDS_ZEROS, traced.in_doubt
         )

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -47,14 +48,20 @@ from pallas_fa2.kernels.tiles import Claims, Dealt, each_tile, launch
 from pallas_fa2.kernels.token_data import Sums, TokenData, stored
 
 
-def schedule_of(problem: Problem, config: Config, classes: Any, whole_heads: bool) -> Schedule:
+def schedule_of(
+    problem: Problem,
+    config: Config,
+    classes: Any,
+    possible: Callable[[], np.ndarray],
+    whole_heads: bool,
+) -> Schedule:
     """Which tiles a CTA takes, and how what they add to dQ comes together; of whole heads, if they may be taken
-    and suit."""
+    and suit. `possible` gives classes by the mask's code alone: EMPTY, or not, whatever its data."""
     if whole_heads and HeadSchedule.suits(problem, config):
         return HeadSchedule.of(problem, config)
     if config.ordered:
         return OrderedSchedule.of(problem, config, classes)
-    stores_first = FirstSchedule.suits(problem, config, classes)
+    stores_first = FirstSchedule.suits(problem, config, classes, possible)
     return (FirstSchedule if stores_first else Schedule).of(problem, config, classes)
 
 

@@ -86,6 +86,7 @@ class Documents(Node):
 
     length: int  # about
     ends: bool = False
+    longest: int | None = None
 
     def data(self, shape: Shape, rng: np.random.Generator) -> Any:
         size = (*shape.batch, shape.q_len)
@@ -94,12 +95,14 @@ class Documents(Node):
         return {"start": starts} | ({"end": starts + np.int32(self.length)} if self.ends else {})
 
     def ours(self, data: Any) -> Any:
-        return fa.Documents(data["start"], data.get("end"))
+        return fa.Documents(data["start"], data.get("end"), self.longest)
 
     def dense(self, shape: Shape, data: Any, i: Any, j: Any) -> Any:
         same = shape.q_len == shape.kv_len
         start = shape.spread("q", data["start"])
         seen = j >= (np.minimum(start, i) if same else start)
+        if self.longest is not None and same:
+            seen = seen & (abs(i - j) < self.longest)
         if "end" not in data:
             return seen
         last = shape.spread("q", data["end"]) - 1
@@ -298,7 +301,7 @@ def _leaf(pick: Pick) -> Node:
     if kind is Segments:
         return Segments(pick((2, 4, 1)), pick((True, False)))
     if kind is Documents:
-        return Documents(pick((5, 1, 40)), pick((False, True)))
+        return Documents(pick((5, 1, 40)), pick((False, True)), pick((None, 7)))
     if kind is Lengths:
         return Lengths(pick((None, EACH, 20)), pick((EACH, 10, None)))
     if kind is Prefix:
