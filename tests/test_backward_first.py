@@ -55,7 +55,7 @@ def test_few_visits_are_known_when_traced() -> None:
     """As measured (docs/performance.md, "The first of dQ is stored")."""
     assert suits(classes(2)) and suits(classes(4)) and suits(classes(3), 64)
     assert not suits(classes(5)) and suits(jnp.asarray(classes(5)))
-    assert not suits(jnp.asarray(classes(6)))
+    assert not suits(jnp.asarray(classes(6))) and not suits(jnp.asarray(classes(5)), 64)
     assert not suits(classes(2), 256) and not suits(None, mask=None)
     assert not suits(classes(2), ordered=True)
 
