@@ -60,7 +60,8 @@ def function_of(shape: Shape, data: Array | None = None) -> fa.Mask:
         @fa.mask_fn
         def mask(q: Any, k: Any) -> Any:
             near = (q.index >= k.index) & (q.index - k.index < longest)
-            return near & (k.index >= q.start)
+            # that a token sees itself stands in the ready-made mask's code too
+            return near & (k.index >= jnp.minimum(q.start, q.index))
 
         return mask(q_tokens={"start": data})
     if (window := shape.window) is not None:
