@@ -374,26 +374,42 @@ def classify_each(
 
     A NumPy array where the mask reads no traced data: the caller can decide at trace time.
     """
-    q_tiles, k_tiles = -(-spec.q_len // block_q), -(-spec.kv_len // block_kv)
     if spec.mask is None:
-        return np.full((1, 1, 1, q_tiles, k_tiles), FULL, np.int32)
-    code = spec.mask
+        return np.full(_shape(spec, block_q, block_kv), FULL, np.int32)
 
     def classes(q_given: Any, k_given: Any, data: Any) -> jax.Array:
-        if spec.positions:
-            q_index = _tile_range(q_given, block_q, block_kv)
-            k_index = _tile_range(k_given, block_q, block_kv)
-        else:
-            q_index = _positions(spec.q_len, Q_AXIS, block_q)
-            k_index = _positions(spec.kv_len, K_AXIS, block_kv)
-        ranges = [_tile_range(x, block_q, block_kv) for x in jax.tree.leaves(data)]
-        (out,) = _run(code, [q_index, k_index, *ranges])
-        table = jnp.where(out.lo, FULL, jnp.where(out.hi, PARTIAL, EMPTY)).astype(jnp.int32)
-        shape = (*table.shape[:Q_AXIS], q_tiles, k_tiles)
-        return jnp.broadcast_to(table, shape)
+        def over_tiles(x: Any) -> Interval:
+            return _tile_range(x, block_q, block_kv)
+
+        index = (over_tiles(q_given), over_tiles(k_given)) if spec.positions else None
+        ranges = [over_tiles(x) for x in jax.tree.leaves(data)]
+        return _classes(spec, block_q, block_kv, index, ranges)
 
     read = _read_by_mask(operands)
     return classes(*read) if is_traced(operands) else evaluate_now(classes, *read)
+
+
+def _shape(spec: Spec, block_q: int, block_kv: int) -> tuple[int, ...]:
+    """Of the classes of all tiles, where batch entries and heads have the same."""
+    return 1, 1, 1, -(-spec.q_len // block_q), -(-spec.kv_len // block_kv)
+
+
+def _classes(
+    spec: Spec,
+    block_q: int,
+    block_kv: int,
+    index: tuple[Interval, Interval] | None,
+    data: list[Interval],
+) -> jax.Array:
+    """By the ranges of all data in each tile, and of the positions of queries and keys, if those are given."""
+    assert spec.mask is not None
+    if index is None:
+        q_index = _positions(spec.q_len, Q_AXIS, block_q)
+        index = q_index, _positions(spec.kv_len, K_AXIS, block_kv)
+    (out,) = _run(spec.mask, [*index, *data])
+    table = jnp.where(out.lo, FULL, jnp.where(out.hi, PARTIAL, EMPTY)).astype(jnp.int32)
+    shape = *table.shape[:Q_AXIS], *_shape(spec, block_q, block_kv)[Q_AXIS:]
+    return jnp.broadcast_to(table, shape)
 
 
 # Without any of these a mask compares positions with each other and with data alone, and no distance.
@@ -404,21 +420,15 @@ DISTANCES = "sub", "div", "rem", "shift_right_arithmetic", "shift_right_logical"
 def possible(spec: Spec, block_q: int, block_kv: int) -> np.ndarray:
     """PARTIAL for every tile of which something may be seen, whatever the mask's data, else EMPTY: int32
     `[1, 1, 1, T tiles, S tiles]`, at trace time."""
-    q_tiles, k_tiles = -(-spec.q_len // block_q), -(-spec.kv_len // block_kv)
-    shape = *(1,) * Q_AXIS, q_tiles, k_tiles
     if spec.mask is None or spec.positions or not _names(spec.mask.jaxpr.jaxpr) & {*DISTANCES}:
-        return np.full(shape, PARTIAL, np.int32)
-    code = spec.mask
+        return np.full(_shape(spec, block_q, block_kv), PARTIAL, np.int32)
+    avals = cast(list[ShapedArray], spec.mask.jaxpr.in_avals[2:])
 
-    def may_be_seen() -> jax.Array:
-        avals = cast(list[ShapedArray], code.jaxpr.in_avals[2:])
+    def classes() -> jax.Array:
         data = [whole((1,) * LEADING, aval.dtype) for aval in avals]
-        q_index = _positions(spec.q_len, Q_AXIS, block_q)
-        k_index = _positions(spec.kv_len, K_AXIS, block_kv)
-        (out,) = _run(code, [q_index, k_index, *data])
-        return jnp.broadcast_to(out.hi, shape)
+        return _classes(spec, block_q, block_kv, None, data)
 
-    return np.where(evaluate_now(may_be_seen), PARTIAL, EMPTY).astype(np.int32)
+    return np.minimum(evaluate_now(classes), PARTIAL)
 
 
 def _names(jaxpr: Any) -> set[str]:

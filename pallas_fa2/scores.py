@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_fa2.masks import UserFunction, call_with_context
+from pallas_fa2.functions import UserFunction, call_with_context
 from pallas_fa2.tokens import Context, Data, Dims, Token
 
 # A row in which all scores of score functions are below this sees no key, as if they were -inf: additive masks write

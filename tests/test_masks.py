@@ -1,7 +1,5 @@
 """Masks against boolean arrays made in NumPy; and masks as pytrees."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -137,6 +135,11 @@ def test_masks_of_data(name):
     check(mask, expected)
 
 
+@fa.mask_fn
+def of_all_kinds(q, k, c):
+    return (q.both + k.both + q.own * k.own > c.head + c.param[1]) ^ c.pair
+
+
 CAUSAL, SEGMENTS = J <= I, column(IDS) == row(KV_IDS)
 A, C = fa.Causal(), fa.Segments(IDS, KV_IDS)
 
@@ -268,100 +271,6 @@ def test_one_window_a_layer_in_a_scan():
     for n, left in enumerate((0, 3, 20)):
         expected = (J <= I) & (I - J <= left)
         np.testing.assert_array_equal(got[n], np.broadcast_to(expected, got[n].shape))
-
-
-@fa.mask_fn
-def of_all_kinds(q, k, c):
-    return (q.both + k.both + q.own * k.own > c.head + c.param[1]) ^ c.pair
-
-
-def test_a_function_reads_data_of_every_kind():
-    q_own, k_own = integers(5, B, T), integers(5, B, S, seed=1)
-    head, param = integers(9, N, seed=2), integers(5, 3, seed=3)
-    mask = of_all_kinds(
-        tokens={"both": np.array([3], np.int32)},
-        q_tokens={"own": q_own},
-        k_tokens={"own": k_own},
-        heads={"head": head},
-        params={"param": param},
-        pairs={"pair": PAIRS},
-    )
-    limit = head.reshape(1, N, 1, 1) + param[1]
-    check(mask, (6 + column(q_own) * row(k_own) > limit) ^ PAIRS)
-
-
-def test_one_side_may_override_the_data_of_both():
-    x = integers(3, S)
-    mask = fa.mask_fn(lambda q, k: q.x == k.x)(tokens={"x": x}, q_tokens={"x": x[:T] + 1})
-    check(mask, (x[:T, None] + 1) == x[None])
-
-
-def test_data_may_be_added_in_steps_to_copies():
-    plain = fa.mask_fn(lambda q, k, c: (q.x == k.x) & (k.index < c.n))
-    x = integers(3, S)
-    half = plain(k_tokens={"x": x}, params={"n": jnp.int32(5)})
-    check(half(q_tokens={"x": x[:T]}), (x[:T, None] == x[None]) & (J < 5))
-    check(half(q_tokens={"x": x[:T]}, params={"n": jnp.int32(7)}), (x[:T, None] == x) & (J < 7))
-    of_both = half(q_tokens={"x": x[:T] + 1})(tokens={"x": x})
-    assert of_both.data().q["x"] is of_both.data().k["x"]
-    with pytest.raises(AttributeError, match="no such token data"):
-        dense(plain)
-
-
-def test_a_float_or_boolean_field_of_a_token():
-    x, flag = np.linspace(0, 1, T, dtype=np.float32), integers(2, S).astype(bool)
-    mask = fa.mask_fn(lambda q, k: (q.x > 0.5) & k.flag)(q_tokens={"x": x}, k_tokens={"flag": flag})
-    check(mask, (x[:, None] > 0.5) & flag[None])
-
-
-def test_a_parameter_may_be_a_python_number():
-    check(fa.mask_fn(lambda q, k, c: k.index < c.n)(params={"n": 3}), (J < 3) & (I >= 0))
-
-
-class Rule:
-    def method(self, q, k):
-        return q.index > k.index
-
-    def method_with_context(self, q, k, c):
-        return q.index > k.index
-
-    def __call__(self, q, k):
-        return q.index > k.index
-
-
-CALLABLES = {
-    "default": lambda q, k, n=0: q.index > k.index + n,
-    "default after the context": lambda q, k, c, n=0: q.index > k.index + n,
-    "keyword": lambda q, k, *, n=0: q.index > k.index + n,
-    "any": lambda *args: args[0].index > args[1].index,
-    "partial": functools.partial(lambda n, q, k: q.index > k.index + n, 0),
-    "partial by name": functools.partial(lambda q, k, n: q.index > k.index + n, n=0),
-    "wrapped": functools.wraps(Rule().method)(lambda *args: Rule().method(*args)),
-    "method": Rule().method,
-    "method with context": Rule().method_with_context,
-    "object": Rule(),
-}
-
-
-@pytest.mark.parametrize("name", CALLABLES)
-def test_any_callable_of_two_tokens_is_a_mask(name):
-    check(fa.mask_fn(CALLABLES[name]), I > J)
-
-
-@pytest.mark.parametrize(
-    "fn, message",
-    [
-        (lambda q, k: q.doc == k.index, r"q\.doc: no such .* \(it has index, length, x\); declare"),
-        (lambda q, k: q.doc == k.index, r"declare it with tokens=\{'doc': array\}"),
-        (lambda q, k: k.x == q.x, r"k\.x: no such token data \(it has index, length\); declare"),
-        (lambda q, k, c: c.table > 0, r"c\.table: no such data \(there is slope\); declare it"),
-        (lambda q, k, c: c.table > 0, r"declare it with heads=, params= or pairs="),
-    ],
-)
-def test_undeclared_data_are_named_with_what_there_is(fn, message):
-    mask = fa.mask_fn(fn)(q_tokens={"x": integers(3, T)}, heads={"slope": integers(3, N)})
-    with pytest.raises(AttributeError, match=message):
-        dense(mask)
 
 
 @pytest.mark.parametrize(

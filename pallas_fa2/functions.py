@@ -1,0 +1,138 @@
+"""What masks and scores are: pytrees of code and arrays, and among them a user's functions of two tokens."""
+
+import dataclasses
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.tokens import Arrays, Context, Data
+
+
+def is_static(value: Any) -> bool:
+    if isinstance(value, Node):
+        return False
+    return value is None or isinstance(value, int | float | str) or callable(value)
+
+
+def show(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {show(v)}" for k, v in value.items()) + "}"
+    if hasattr(value, "shape"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return getattr(value, "__name__", repr(value))
+
+
+class Node:
+    """A frozen dataclass as a pytree: numbers, strings and functions are static, the rest leaves.
+
+    Two are equal if they have the same code and the very same leaves: as a static argument of `jit` or a field
+    of a Flax module, one made again is not traced again.
+    """
+
+    def __init_subclass__(cls) -> None:
+        jax.tree_util.register_pytree_node(cls, cls._flatten, cls._unflatten)  # pyright: ignore[reportArgumentType]
+
+    def _flatten(self) -> tuple[list, tuple]:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        # What was a leaf stays one, whatever a transformation has put there (an axis, None).
+        leaves = getattr(self, "_leaves", None)
+        names = (
+            tuple(n for n, v in fields.items() if not is_static(v)) if leaves is None else leaves
+        )
+        static = tuple((n, v) for n, v in fields.items() if n not in names)
+        return [fields[n] for n in names], (names, static)
+
+    @classmethod
+    def _unflatten(cls, aux: tuple, children: Any) -> "Node":
+        names, static = aux
+        node = object.__new__(cls)
+        object.__setattr__(node, "_leaves", names)
+        for name, value in (*zip(names, children, strict=True), *static):
+            object.__setattr__(node, name, value)
+        return node
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Node):
+            return NotImplemented
+        (mine, tree), (others, other_tree) = jax.tree.flatten(self), jax.tree.flatten(other)
+        return tree == other_tree and all(map(operator.is_, mine, others))
+
+    def __hash__(self) -> int:
+        leaves, tree = jax.tree.flatten(self)
+        return hash((tree, *map(id, leaves)))
+
+    def __repr__(self) -> str:
+        fields = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        shown = (
+            f"{n}={show(v)}"
+            for n, v in fields
+            if not (v is None or (isinstance(v, dict) and not v))
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class UserFunction(Node):
+    """A user's function and its data, by kind. Calling it returns a copy with more data."""
+
+    fn: Callable
+    # Of queries and keys: one leaf, or a transformed function would not see that they are the same.
+    tokens: Arrays = dataclasses.field(default_factory=dict)
+    q_tokens: Arrays = dataclasses.field(default_factory=dict)
+    k_tokens: Arrays = dataclasses.field(default_factory=dict)
+    heads: Arrays = dataclasses.field(default_factory=dict)
+    params: Arrays = dataclasses.field(default_factory=dict)
+    pairs: Arrays = dataclasses.field(default_factory=dict)
+
+    def __call__(
+        self,
+        *,
+        tokens: Arrays | None = None,
+        q_tokens: Arrays | None = None,
+        k_tokens: Arrays | None = None,
+        heads: Arrays | None = None,
+        params: Arrays | None = None,
+        pairs: Arrays | None = None,
+    ) -> Self:
+        new = {
+            "tokens": tokens or {},
+            "q_tokens": q_tokens or {},
+            "k_tokens": k_tokens or {},
+            "heads": heads or {},
+            "params": params or {},
+            "pairs": pairs or {},
+        }
+        before = {kind: getattr(self, kind) for kind in new}
+        for side in ("q_tokens", "k_tokens"):
+            kept = before[side].items()
+            before[side] = {n: x for n, x in kept if n not in new["tokens"]}
+        arrays = {
+            kind: {n: x if hasattr(x, "shape") else jnp.asarray(x) for n, x in of_kind.items()}
+            for kind, of_kind in new.items()
+        }
+        return dataclasses.replace(self, **{kind: before[kind] | arrays[kind] for kind in new})
+
+    def data(self) -> Data:
+        q, k = ({**self.tokens, **side} for side in (self.q_tokens, self.k_tokens))
+        return Data(q, k, self.heads, self.params, self.pairs)
+
+
+def call_with_context(fn: Callable, args: tuple, c: Context) -> Any:
+    """Calls `fn(*args, c)`, or `fn(*args)` where it requires no further argument."""
+    signature = inspect.signature(fn)
+    for given in (args, (*args, c)):
+        try:
+            signature.bind(*given)
+        except TypeError:
+            continue
+        return fn(*given)
+    names = "q, k" if len(args) == 2 else "s, q, k"
+    raise TypeError(
+        f"a function of two tokens must take ({names}) or ({names}, c), but {show(fn)} takes "
+        f"{signature}; positions are q.index and k.index, and the number of a head is data: "
+        "heads={'head': jnp.arange(N)}"
+    )
