@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
 from pallas_fa2.kernels import listing, mosaic, visits
@@ -21,17 +22,18 @@ SHAPES = [
     (1, 1, 1, 2500),
 ]
 
-# The shape of counts; batch, heads, CTAs, how many heads have their tiles sorted, rows before.
+# The shape of counts; batch, heads, CTAs, rows before.
 ORDERS = [
-    ((1, 1, 1), (1, 1, 1, 1, 0)),
-    ((1, 1, 7), (2, 4, 3, 2, 5)),
-    ((2, 1, 9), (2, 4, 8, 4, 0)),
-    ((1, 4, 9), (2, 4, 9, 1, 600)),
-    ((2, 4, 40), (2, 4, 132, 0, 3)),
-    ((2, 4, 40), (2, 4, 90, 3, 3)),
-    ((2, 3, 5), (2, 3, 5, 6, 1)),
-    ((1, 1, 3), (6, 100, 300, 20, 0)),  # more heads than a loop's turn writes
-    ((1, 1, 600), (1, 2, 132, 1, 0)),  # more tiles than a loop's turn compares
+    ((1, 1, 1), (1, 1, 1, 0)),
+    ((1, 1, 7), (2, 4, 3, 5)),
+    ((2, 1, 9), (2, 4, 8, 0)),
+    ((1, 4, 9), (2, 4, 9, 600)),
+    ((2, 4, 40), (2, 4, 30, 3)),
+    ((2, 4, 40), (2, 4, 132, 3)),
+    ((2, 3, 5), (2, 3, 5, 1)),
+    ((3, 1, 16), (3, 4, 12, 0)),
+    ((1, 1, 3), (6, 20, 100, 0)),
+    ((1, 1, 600), (1, 2, 132, 0)),  # more tiles than a loop's turn compares
 ]
 
 
@@ -74,14 +76,46 @@ def test_tiles_are_ordered_as_on_the_host(shape, where):
 
 
 @pytest.mark.parametrize(
-    "hands, numbers", [(1, [0, 1, 2, 7, 8, 4, 5, 3, 6]), (2, [4, 5, 7, 8, 0, 1, 2, 3, 6])]
+    "shape, where", [((1, 1, 16), (1, 16, 132, 5)), ((1, 16, 16), (1, 16, 132, 0)),
+                     ((2, 4, 40), (2, 4, 30, 3))]
+)  # fmt: skip
+def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
+    """Mosaic compares without a sign what `where` takes of two constants, so no number may be negative."""
+    compared = []
+
+    def unsigned(self, eqn, token, values):
+        if all(x.dtype != jnp.int32 or jnp.ndim(x) == 0 for x in values):
+            return interpreter._Interpreter._upstream(self, eqn, token, values)
+        compared.append(eqn.primitive)
+        x, y = (lax.bitcast_convert_type(jnp.int32(x), jnp.uint32) for x in values)
+        out = eqn.primitive.bind(*jnp.broadcast_arrays(x, y))
+        return token, [out if out.dtype == bool else lax.bitcast_convert_type(out, jnp.int32)]
+
+    for primitive in (lax.lt_p, lax.le_p, lax.gt_p, lax.ge_p, lax.max_p, lax.min_p):
+        monkeypatch.setitem(interpreter._RULES, primitive, unsigned)
+    counts = np.random.default_rng(1).integers(1, 60, shape).astype(np.int32)
+    counts[..., 3] = 500
+    got = on_device(lambda x: listing.in_order(x, *where), counts)
+    np.testing.assert_array_equal(got[where[-1] : -1], visits.in_order(counts, *where[:-1]))
+    assert compared
+
+
+# Of three heads: what the tiles of each visit, and the numbers of tiles in the order in which two CTAs take them.
+@pytest.mark.parametrize(
+    "counts, numbers",
+    [
+        # Of 30, each has 15: no tile is taken earlier than its head but those of the last head, the longest first.
+        ([[1, 2, 3, 4]], [0, 1, 2, 3, 4, 5, 6, 7, 11, 10, 9, 8]),
+        # A tile of 8 of 18 begins with the second head at the latest: the last head's does, after that one's.
+        ([[1, 8, 1, 2]], [0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 8, 10]),
+        # Where each head has its own, tiles of more than a quarter of 9 come first.
+        ([[1, 2], [1, 5], [4, 5]], [3, 5, 4, 0, 1, 2]),
+    ],
 )
-def test_long_tiles_come_first_and_the_longest_of_the_last_heads_before_shorter_ones(
-    hands, numbers
-):
-    counts = np.array([[[1, 1, 2], [2, 3, 3], [1, 5, 4]]], np.int32)
-    found = on_device(lambda x: listing.in_order(x, 1, 3, hands, 2, 0), counts).tolist()
-    assert found == [*([n, counts.flat[n]] for n in numbers), [9, 0]]
+def test_tiles_come_with_their_heads_or_as_early_as_they_must(counts, numbers):
+    counts = np.array([counts], np.int32)
+    found = on_device(lambda x: listing.in_order(x, 1, 3, 2, 0), counts)
+    assert found[:, 0].tolist() == [*numbers, len(numbers)]
 
 
 def test_a_place_that_two_threads_write_is_a_race():
@@ -99,7 +133,7 @@ def test_a_place_that_two_threads_write_is_a_race():
 def test_two_kernels_and_nothing_else(shape):
     def plan(classes):
         seen = Visits.of(classes)
-        return seen.lists, listing.in_order(seen.counts, 2, 16, 132, 4, 1000)
+        return seen.lists, listing.in_order(seen.counts, 2, 16, 132, 1000)
 
     classes = jax.ShapeDtypeStruct(shape, jnp.int32)
     reports = compile_gate.compile_for_h200(plan, classes)

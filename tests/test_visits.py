@@ -128,10 +128,32 @@ def test_a_few_long_tiles_among_many_come_early():
     near = np.tril(np.triu(np.ones((256, 256), np.int32), -16), 16)
     sees_all = np.arange(256)[:, None] % 85 == 0
     classes = np.where(sees_all | sees_all.T, PARTIAL, FULL * near).astype(np.int32)
-    entries = visits.in_order(Visits.of(classes[None, None]).counts, 1, 16, 132, 2)
+    entries = visits.in_order(Visits.of(classes[None, None]).counts, 1, 16, 132)
     costs = visits.costs(entries[:, 1])
     _, loads = tiles.share(costs, 132)
     assert max(loads) < 1.02 * sum(costs) / 132
+
+
+@pytest.mark.parametrize("each, late", [(1, 1.2), (16, 1.05)])
+def test_of_two_tiles_a_cta_the_longest_come_first(each, late):
+    """Four documents of 512 tokens, 16 heads: long ones first, but one head after another, they end 33 % late."""
+    documents = np.kron(np.eye(4), np.tril(np.ones((4, 4)))).astype(np.int32)
+    classes = np.broadcast_to(FULL * documents, (1, each, 16, 16))
+    entries = visits.in_order(Visits.of(classes).counts, 1, 16, 132)
+    costs = visits.costs(entries[:, 1])
+    _, loads = tiles.share(costs, 132)
+    assert max(loads) < late * sum(costs) / 132
+
+
+def test_tiles_of_heads_that_are_alike_stay_with_their_heads_while_they_can():
+    """One of a head's tiles takes a third of what a CTA does: it waits for half of the heads at most."""
+    classes = np.eye(64, dtype=np.int32)[None, None] * FULL
+    classes[..., 5, :12] = PARTIAL
+    entries = visits.in_order(Visits.of(classes).counts, 1, 64, 132)
+    places = np.empty(64 * 64, int)
+    places[entries[:, 0]] = np.arange(64 * 64)
+    of_head = places.reshape(64, 64)[:, 5] // 64
+    np.testing.assert_array_equal(of_head, np.minimum(np.arange(64), 33))
 
 
 def test_what_reaches_past_the_end_is_cut():

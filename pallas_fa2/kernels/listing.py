@@ -8,7 +8,7 @@ counted instead: by warps that wait for nobody, and so count again what others h
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,16 +28,22 @@ from pallas_fa2.kernels.tma import THREADS
 FULL_BIT = 16
 MOST = (1 << (FULL_BIT - 1)) - 1
 
-# Of all that a CTA does, the part from which a tile must come early, or all would wait for it: a few
-# keys that all queries see, beside a window, took the backward 1.7 times as long as an even division.
+# How long before all are done a tile begins at the latest, of the time that it takes, if heads share what they visit.
+# (With less, CTAs end apart; with more, more heads run side by side, of which L2 holds few: docs/performance.md.)
+SLACK = 1.5
+# How many tiles of each CTA are sorted, those of the last heads: where heads share what they visit, and where each has
+# its own.
+SORTED_ALIKE, SORTED = 1, 2
+# Of all that a CTA does, the part from which a tile comes before all others, if each head has its own; and how many
+# times what a CTA has of the heads that are sorted, on average.
 LONG = 0.25
-# And how many times what a CTA has of the heads that are sorted, on average.
 LONG_AT_END = 1.5
 # With how many tiles a warp compares its own, in 8 turns of `AT_ONCE`. Of more, each CTA has 30 at
 # least, whose order matters little.
 MOST_COMPARED = 4096
-# How many it has, which follow each other in a row.
-TOGETHER = 4
+# How many it has, which follow each other in a row; of heads that are alike so many CTAs write a part each, if there
+# are no more of them.
+TOGETHER, CTAS = 4, 512
 
 LANES, WARPS = 32, 4
 # Loads of a thread that are under way together: a row of 512 takes as long as one load.
@@ -49,9 +55,42 @@ def halves(word: Any) -> tuple[Any, Any]:
     return word & np.int32(MOST), word >> np.int32(FULL_BIT)
 
 
-def long_part(last: int, heads: int) -> float:
-    """From which part of all that a CTA does a tile is long, where the `last` of all heads are sorted."""
-    return min(LONG, LONG_AT_END * last / heads)
+class Order(NamedTuple):
+    """When a tile is taken: with its head, one head after another, or sooner, where CTAs would not be done together
+    otherwise."""
+
+    heads: int  # of all batch entries
+    tiles: int  # of a head
+    hands: int
+    alike: int  # heads that follow each other and share what their tiles visit; or 1
+
+    @classmethod
+    def of(cls, counts: Any, batch: int, heads: int, hands: int) -> "Order":
+        """Of `[B | 1, heads | 1, tiles]`."""
+        alike = batch * heads // len(counts) if counts.shape[1] == 1 else 1
+        return cls(batch * heads, counts.shape[-1], hands, alike)
+
+    @property
+    def last(self) -> int:
+        """Heads whose tiles are all sorted."""
+        each = SORTED_ALIKE if self.alike > 1 else SORTED
+        return min(-(-each * self.hands // self.tiles), self.heads)
+
+    def waits_for(self, visited: Any, total: Any) -> Any:
+        """Of a tile that visits so many blocks, the heads that it lets begin before, if they come before its own.
+        `total` is what all visit, of heads that are alike counted once, in float32.
+
+        (Nothing here is negative: Mosaic compares without a sign what `where` takes of two constants.)
+        """
+        unsorted = np.int32(self.heads - self.last)
+        part = total * np.float32(self.alike / self.hands)  # of each CTA
+        xp = np if isinstance(visited, np.ndarray) else jnp
+        if self.alike == 1:
+            long = part * np.float32(min(LONG, LONG_AT_END * self.last / self.heads))
+            return xp.where(visited.astype(np.float32) > long, np.int32(0), unsorted)
+        heads_to_end = visited.astype(np.float32) * (np.float32(SLACK * self.heads) / part)
+        begun = xp.maximum(np.float32(self.heads + 1) - heads_to_end, np.float32(0))
+        return xp.minimum(begun.astype(np.int32), unsorted)
 
 
 def list_blocks(classes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -104,91 +143,81 @@ def list_blocks(classes: jax.Array) -> tuple[jax.Array, jax.Array]:
     return counts.reshape(outer), lists.reshape(classes.shape)
 
 
-def in_order(
-    counts: jax.Array, batch: int, heads: int, hands: int, last: int, before: int
-) -> jax.Array:
+def in_order(counts: jax.Array, batch: int, heads: int, hands: int, before: int) -> jax.Array:
     """int32 `[before + n + 1, 2]`: rows of -1, n tiles with what they visit, and (n, 0).
 
     `counts` is that of `visits.Visits`. Tile t of head h of batch entry b has the number
-    (b heads + h) tiles + t. They are in this order; but those of the `last` heads go from the longest to the
-    shortest, and before all come those that visit more than `long_part` of what each of the `hands` has to.
+    (b heads + h) tiles + t. They are in this order; but tiles that do not wait for all heads before their own
+    (`Order.waits_for`) follow the last one that they wait for, from the longest to the shortest.
 
-    A warp compares some tiles with all others, and writes the entries of all heads and batch entries that
-    share their counts.
+    A warp compares some tiles with all others, and writes the entries of all heads that share their counts.
     """
-    _, each, tiles = counts.shape
-    known, n = counts.size, batch * heads * tiles
-    alike = n // known
-    # The number of a row's first head, and what lies between the heads that share it.
-    stride, step = (alike, 1) if each == 1 else (1, heads)
-    first_sorted, part = batch * heads - last, long_part(last, batch * heads)
+    if counts.shape[1] > 1:
+        counts = jnp.broadcast_to(counts, (batch, *counts.shape[1:]))
+    order = Order.of(counts, batch, heads, hands)
+    known, tiles, alike, n = counts.size, order.tiles, order.alike, order.heads * order.tiles
     size = before + n + 1
     together = TOGETHER if tiles % TOGETHER == 0 else 1
     ctas = -(-known // (WARPS * together))
-    # Whether rows are those of batch entries: the heads of one come between long tiles of another.
-    apart = each == 1 and known > tiles
-    first_row_sorted = -(-max(first_sorted - (alike - 1) * step, 0) // stride)
-
-    def sorted_heads(row: Any) -> Any:
-        """How many of the heads that share a row are among the last ones."""
-        unsorted = jnp.maximum(first_sorted - row * stride, 0) + (step - 1)
-        return alike - jnp.minimum(div(unsorted, step), alike)
+    parts = min(alike, max(1, CTAS // ctas))
 
     def run(refs: tuple, _: Any) -> None:
         counts, found = refs
-        cta, thread = lax.axis_index("cta"), thread_numbers()
+        cta, part, thread = lax.axis_index("cta"), lax.axis_index("part"), thread_numbers()
         lane, own = rem(thread, LANES), (cta * WARPS + div(thread, LANES)) * together
         row, tile = div(own, tiles), rem(own, tiles)
         mine = [gather(counts, own + i) for i in range(together)]
         visited = [halves(x)[0] for x in mine]
 
-        def sums_of(terms: Callable, count: int, first: int = 0) -> list[Any]:
-            """Of all tiles from the first on: terms(place, length)."""
+        def sums_of(terms: Callable, many: int) -> list[Any]:
+            """Of all tiles: terms(place, length)."""
 
             def add(places: list[Any], sums: list[Any]) -> list[Any]:
                 lengths = [halves(gather(counts, place))[0] for place in places]
                 found = map(terms, places, lengths)
                 return [functools.reduce(jnp.add, x) for x in zip(sums, *found, strict=True)]
 
-            sums = _strides(known - first, first + lane, LANES, add, [0 * thread] * count)
+            sums = _strides(known, lane, LANES, add, [0 * thread] * many)
             return [sum_of_lanes(x) for x in sums]
 
         (total,) = sums_of(lambda _, length: [length], 1)
-        share = (total.astype(jnp.float32) * (alike * part / hands)).astype(I32)
+        waits_for = functools.partial(order.waits_for, total=total.astype(jnp.float32))
+        waits = [waits_for(x) for x in visited]
 
-        def long_ones(place: Any, length: Any) -> list[Any]:
-            """1 for each that is long, of those before, and in rows above and beside."""
-            long, other = jnp.where(length > share, I32(1), I32(0)), div(place, tiles)
-            of_rows = (other < row, other == row) if apart else ()
-            return [long, *(jnp.where(x, long, 0) for x in (place < own, *of_rows))]
-
-        def longer_ones(place: Any, length: Any) -> list[Any]:
-            """Of those that are sorted, for each own tile."""
-            heads_of_row, found = sorted_heads(div(place, tiles)), []
-            for i, x in enumerate(visited):
+        def before_mine(place: Any, length: Any) -> list[Any]:
+            """Of the heads of a tile, those whose one comes before an own tile that does not wait for its head."""
+            first, found = div(place, tiles) * alike, []
+            for i, (x, begun) in enumerate(zip(visited, waits, strict=True)):
                 longer = (length > x) | ((length == x) & (place < own + i))
-                found.append(jnp.where(longer, heads_of_row, 0))
+                in_turn = jnp.where(begun > first, jnp.minimum(begun - first, alike), 0)
+                count = jnp.where(longer, I32(alike), in_turn)
+                found.append(jnp.where(place < known, count, 0))
             return found
 
-        longer = sums_of(longer_ones, together, first_row_sorted * tiles)
-        long, left, *of_rows = sums_of(long_ones, 4 if apart else 2)
-        above, beside = of_rows or (0 * long, long)
+        first_head, earlier = row * alike, sums_of(before_mine, together)
 
-        def write(i: int, left: Any, copies: list[Any], _: Any) -> None:
-            for copy in copies:
-                head = row * stride + copy * step
+        def write(turn: Any, _: Any) -> None:
+            copy = part + turn * parts
+            head = first_head + copy
+
+            def ahead(place: Any, length: Any) -> list[Any]:
+                """Those of later heads, and of later tiles of this one, that do not wait for their heads."""
+                other = div(place, tiles)
+                of_heads = jnp.where(other == row, I32(alike - 1) - copy, I32(alike))
+                early = (waits_for(length) <= head) & (other >= row) & (place < known)
+                here = early & (other == row)
+                of_heads = jnp.where(early, of_heads, 0)
+                later = [here & (place > own + i) for i in range(together)]
+                return [of_heads + jnp.where(x, I32(1), I32(0)) for x in later]
+
+            for i, more in enumerate(sums_of(ahead, together)):
                 number = head * tiles + tile + i
-                long_before = left + above * (stride - 1) + copy * beside
-                in_turn = longer[i] + copy - (alike - sorted_heads(row)) + first_sorted * tiles
-                after_long = number + long * alike - long_before
-                place = jnp.where(head < first_sorted, after_long, in_turn)
-                place = jnp.where(visited[i] > share, long_before, place)
-                there = (copy < alike) & (own + i < known)
-                scatter(found, jnp.where(there, before + place, size), number, mine[i])
+                early = earlier[i] + head - jnp.maximum(waits[i], first_head)
+                place = before + jnp.where(waits[i] <= head, early, number + more)
+                there = (lane == 0) & (own + i < known)
+                scatter(found, jnp.where(there, place, size), number, mine[i])
 
-        for i, x in enumerate(visited):
-            _strides(alike, lane, LANES, functools.partial(write, i, left), None)
-            left = left + jnp.where(x > share, I32(1), I32(0))
+        lax.fori_loop(I32(0), div(alike - part + (parts - 1), parts), write, None)
 
         def write_rest(rests: list[Any], _: Any) -> None:
             for rest in rests:
@@ -197,10 +226,11 @@ def in_order(
                 values = (jnp.where(rest < before, I32(-1), I32(x)) for x in (n, 0))
                 scatter(found, place, *values)
 
-        _strides(before + 1, cta * THREADS + thread, ctas * THREADS, write_rest, None)
+        first = (cta * parts + part) * THREADS + thread
+        _strides(before + 1, first, ctas * parts * THREADS, write_rest, None)
 
     out = jax.ShapeDtypeStruct((2 * size,), I32)
-    kernel = mosaic.launch("order_tiles", run, [], out, {"cta": ctas}, 1)
+    kernel = mosaic.launch("order_tiles", run, [], out, {"cta": ctas, "part": parts}, 1)
     return kernel(counts.reshape(-1)).reshape(size, 2)
 
 

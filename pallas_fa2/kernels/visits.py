@@ -14,10 +14,6 @@ from pallas_fa2.kernels import listing
 from pallas_fa2.kernels.listing import FULL_BIT, LONG, MOST
 from pallas_fa2.kernels.tiles import Claims, Dealt
 
-# How many tiles of each CTA are sorted, on average. Of more, heads that L2 does not hold run side by side: the
-# backward of a strided mask takes 1.07 of the time with three, and 1.2 with six.
-SORTED = 2
-
 
 def decode(counts: Any) -> tuple[Any, Any]:
     """How many blocks a tile visits, and how many of them are cut."""
@@ -73,22 +69,21 @@ class Visits(NamedTuple):
     def claim(self, batch: int, heads: int, hands: int) -> Claims:
         """Tile t of head h of batch entry b has the number (b heads + h) tiles + t.
 
-        Heads follow each other, and their tiles, as neighbours share data; but those of the last heads,
-        `SORTED` for each CTA, go from the longest to the shortest, so that all CTAs are done together, and long
-        ones come first. (On the device, more than `MOST_COMPARED` stay where they are.)
+        Heads follow each other, and their tiles, as neighbours share data; but long ones and those of the last
+        heads come sooner, so that all CTAs are done together: see `listing.Order`. (On the device, more than
+        `MOST_COMPARED` stay where they are.)
         """
         tiles = self.counts.shape[-1]
         hands = min(hands, batch * heads * tiles)
-        last = min(-(-SORTED * hands // tiles), batch * heads)
         if isinstance(self.counts, np.ndarray):
-            entries = in_order(self.counts, batch, heads, hands, last)
+            entries = in_order(self.counts, batch, heads, hands)
             return Claims.of(entries[:, 0], entries[:, 1], hands)
         if self.counts.size > listing.MOST_COMPARED:
             numbers = np.arange(batch * heads * tiles, dtype=np.int32)
             counts = jnp.broadcast_to(self.counts, (batch, heads, tiles))
             return Claims.of(numbers, counts.reshape(-1), hands)
         front = Claims.in_front(hands)
-        return Claims(listing.in_order(self.counts, batch, heads, hands, last, front), hands)
+        return Claims(listing.in_order(self.counts, batch, heads, hands, front), hands)
 
     def deal(self, batch: int, heads: int, section: int, hands: int) -> Dealt | Claims:
         """As `claim`; but known tiles are dealt.
@@ -116,17 +111,21 @@ class Visits(NamedTuple):
         return np.stack([x.swapaxes(1, 2).reshape(-1) for x in each], -1)
 
 
-def in_order(counts: np.ndarray, batch: int, heads: int, hands: int, last: int) -> np.ndarray:
+def in_order(counts: np.ndarray, batch: int, heads: int, hands: int) -> np.ndarray:
     """The entries of `listing.in_order`, on the host."""
-    shape = batch, heads, counts.shape[-1]
+    if counts.shape[1] > 1:
+        counts = np.broadcast_to(counts, (batch, *counts.shape[1:]))
+    order = listing.Order.of(counts, batch, heads, hands)
+    shape = batch, heads, order.tiles
     known = np.broadcast_to(np.arange(counts.size).reshape(counts.shape), shape).reshape(-1)
-    numbers, entries = np.arange(known.size), counts.reshape(-1)[known]
-    visited, _ = listing.halves(entries)
-    long = visited > int(visited.sum() * listing.long_part(last, batch * heads) / hands)
-    in_turn = (numbers >= (batch * heads - last) * shape[2]) & ~long
-    by_length = np.where(in_turn, known, 0), np.where(in_turn, -visited, 0)
-    order = np.lexsort((numbers, *by_length, np.where(long, -1, in_turn)))
-    return np.stack([order, entries[order]], -1).astype(np.int32)
+    numbers, counts = np.arange(known.size), counts.reshape(-1)
+    visited, _ = listing.halves(counts)
+    waits = order.waits_for(visited, visited.sum(dtype=np.float32))[known]
+    head = numbers // order.tiles
+    early = waits <= head
+    by_length = np.where(early, known, 0), np.where(early, -visited[known], 0)
+    places = np.lexsort((numbers, *by_length, ~early, np.minimum(waits, head)))
+    return np.stack([places, counts[known[places]]], -1).astype(np.int32)
 
 
 def _orders(entries: np.ndarray, hands: int) -> list[np.ndarray]:
