@@ -106,8 +106,8 @@ def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
     [
         # Of 30, each has 15: no tile is taken earlier than its head but those of the last head, the longest first.
         ([[1, 2, 3, 4]], [0, 1, 2, 3, 4, 5, 6, 7, 11, 10, 9, 8]),
-        # A tile of 8 of 18 begins with the second head at the latest: the last head's does, after that one's.
-        ([[1, 8, 1, 2]], [0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 8, 10]),
+        # A tile of 8 of 18 waits for the first head alone, of three that last equally long: 1.5 times 8 before 18.
+        ([[1, 8, 1, 2]], [0, 1, 2, 3, 5, 9, 4, 6, 7, 11, 8, 10]),
         # Where each head has its own, tiles of more than a quarter of 9 come first.
         ([[1, 2], [1, 5], [4, 5]], [3, 5, 4, 0, 1, 2]),
     ],

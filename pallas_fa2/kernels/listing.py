@@ -80,17 +80,17 @@ class Order(NamedTuple):
         """Of a tile that visits so many blocks, the heads that it lets begin before, if they come before its own.
         `total` is what all visit, of heads that are alike counted once, in float32.
 
-        (Nothing here is negative: Mosaic compares without a sign what `where` takes of two constants.)
+        (Every warp must find the same: so no sum of a product is rounded, which may become one operation with it
+        or not. And nothing is negative: Mosaic compares without a sign what `where` takes of two constants.)
         """
         unsorted = np.int32(self.heads - self.last)
         part = total * np.float32(self.alike / self.hands)  # of each CTA
-        xp = np if isinstance(visited, np.ndarray) else jnp
+        xp, visited = np if isinstance(visited, np.ndarray) else jnp, visited.astype(np.float32)
         if self.alike == 1:
             long = part * np.float32(min(LONG, LONG_AT_END * self.last / self.heads))
-            return xp.where(visited.astype(np.float32) > long, np.int32(0), unsorted)
-        heads_to_end = visited.astype(np.float32) * (np.float32(SLACK * self.heads) / part)
-        begun = xp.maximum(np.float32(self.heads + 1) - heads_to_end, np.float32(0))
-        return xp.minimum(begun.astype(np.int32), unsorted)
+            return xp.where(visited > long, np.int32(0), unsorted)
+        to_end = (visited * (np.float32(SLACK * self.heads) / part)).astype(np.int32)
+        return xp.minimum(np.int32(self.heads) - xp.minimum(to_end, np.int32(self.heads)), unsorted)
 
 
 def list_blocks(classes: jax.Array) -> tuple[jax.Array, jax.Array]:
