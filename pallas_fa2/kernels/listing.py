@@ -185,7 +185,8 @@ def in_order(counts: jax.Array, batch: int, heads: int, hands: int, before: int)
         waits = [waits_for(x) for x in visited]
 
         def before_mine(place: Any, length: Any) -> list[Any]:
-            """Of the heads of a tile, those whose one comes before an own tile that does not wait for its head."""
+            """Of the heads of a tile, those whose one comes before an own tile that does not wait for its head; not
+            counting the own tile's in earlier heads that do not wait either."""
             first, found = div(place, tiles) * alike, []
             for i, (x, begun) in enumerate(zip(visited, waits, strict=True)):
                 longer = (length > x) | ((length == x) & (place < own + i))
@@ -201,7 +202,8 @@ def in_order(counts: jax.Array, batch: int, heads: int, hands: int, before: int)
             head = first_head + copy
 
             def ahead(place: Any, length: Any) -> list[Any]:
-                """Those of later heads, and of later tiles of this one, that do not wait for their heads."""
+                """Of the later heads of a tile, and of this one where it is a later tile, those whose one comes before all
+                the same, as it waits for none from this head on."""
                 other = div(place, tiles)
                 of_heads = jnp.where(other == row, I32(alike - 1) - copy, I32(alike))
                 early = (waits_for(length) <= head) & (other >= row) & (place < known)

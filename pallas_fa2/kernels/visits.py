@@ -120,7 +120,7 @@ def in_order(counts: np.ndarray, batch: int, heads: int, hands: int) -> np.ndarr
     known = np.broadcast_to(np.arange(counts.size).reshape(counts.shape), shape).reshape(-1)
     numbers, counts = np.arange(known.size), counts.reshape(-1)
     visited, _ = listing.halves(counts)
-    waits = order.waits_for(visited, visited.sum(dtype=np.float32))[known]
+    waits = order.waits_for(visited, np.float32(visited.sum()))[known]
     head = numbers // order.tiles
     early = waits <= head
     by_length = np.where(early, known, 0), np.where(early, -visited[known], 0)
