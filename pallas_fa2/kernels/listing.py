@@ -34,8 +34,8 @@ SLACK = 1.5
 # How many tiles of each CTA are sorted, those of the last heads: where heads share what they visit, and where each has
 # its own.
 SORTED_ALIKE, SORTED = 1, 2
-# Of all that a CTA does, the part from which a tile comes before all others, if each head has its own; and how many
-# times what a CTA has of the heads that are sorted, on average.
+# Of all that a CTA does, the part from which a tile comes before all others, if each head has its own or tiles are dealt;
+# and how many times what a CTA has of the heads that are sorted, on average.
 LONG = 0.25
 LONG_AT_END = 1.5
 # With how many tiles a warp compares its own, in 8 turns of `AT_ONCE`. Of more, each CTA has 30 at
@@ -55,6 +55,17 @@ def halves(word: Any) -> tuple[Any, Any]:
     return word & np.int32(MOST), word >> np.int32(FULL_BIT)
 
 
+def module_of(x: Any) -> Any:
+    return np if isinstance(x, np.ndarray) else jnp
+
+
+def of_entries(counts: Any, batch: int) -> Any:
+    """Where each head has its own, those of each batch entry."""
+    if counts.shape[1] == 1:
+        return counts
+    return module_of(counts).broadcast_to(counts, (batch, *counts.shape[1:]))
+
+
 class Order(NamedTuple):
     """When a tile is taken: with its head, one head after another, or sooner, where CTAs would not be done together
     otherwise."""
@@ -66,7 +77,7 @@ class Order(NamedTuple):
 
     @classmethod
     def of(cls, counts: Any, batch: int, heads: int, hands: int) -> "Order":
-        """Of `[B | 1, heads | 1, tiles]`."""
+        """Of `[B | 1, heads | 1, tiles]`, those `of_entries`."""
         alike = batch * heads // len(counts) if counts.shape[1] == 1 else 1
         return cls(batch * heads, counts.shape[-1], hands, alike)
 
@@ -85,7 +96,7 @@ class Order(NamedTuple):
         """
         unsorted = np.int32(self.heads - self.last)
         part = total * np.float32(self.alike / self.hands)  # of each CTA
-        xp, visited = np if isinstance(visited, np.ndarray) else jnp, visited.astype(np.float32)
+        xp, visited = module_of(visited), visited.astype(np.float32)
         if self.alike == 1:
             long = part * np.float32(min(LONG, LONG_AT_END * self.last / self.heads))
             return xp.where(visited > long, np.int32(0), unsorted)
@@ -152,8 +163,7 @@ def in_order(counts: jax.Array, batch: int, heads: int, hands: int, before: int)
 
     A warp compares some tiles with all others, and writes the entries of all heads that share their counts.
     """
-    if counts.shape[1] > 1:
-        counts = jnp.broadcast_to(counts, (batch, *counts.shape[1:]))
+    counts = of_entries(counts, batch)
     order = Order.of(counts, batch, heads, hands)
     known, tiles, alike, n = counts.size, order.tiles, order.alike, order.heads * order.tiles
     size = before + n + 1

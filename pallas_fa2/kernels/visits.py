@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
 from pallas_fa2.kernels import listing
-from pallas_fa2.kernels.listing import FULL_BIT, LONG, MOST
+from pallas_fa2.kernels.listing import FULL_BIT, LONG, MOST, module_of
 from pallas_fa2.kernels.tiles import Claims, Dealt
 
 
@@ -34,10 +34,6 @@ def from_last(classes: Any) -> Any:
 def block_from_last(listed: Any, blocks: int) -> Any:
     """Which one an entry of such a tile's list is, of so many."""
     return np.int32(blocks - 1) - block(listed)
-
-
-def module_of(x: Any) -> Any:
-    return np if isinstance(x, np.ndarray) else jnp
 
 
 def _count(x: Any) -> np.ndarray:
@@ -113,8 +109,7 @@ class Visits(NamedTuple):
 
 def in_order(counts: np.ndarray, batch: int, heads: int, hands: int) -> np.ndarray:
     """The entries of `listing.in_order`, on the host."""
-    if counts.shape[1] > 1:
-        counts = np.broadcast_to(counts, (batch, *counts.shape[1:]))
+    counts = listing.of_entries(counts, batch)
     order = listing.Order.of(counts, batch, heads, hands)
     shape = batch, heads, order.tiles
     known = np.broadcast_to(np.arange(counts.size).reshape(counts.shape), shape).reshape(-1)
