@@ -167,9 +167,15 @@ def in_order(counts: jax.Array, batch: int, heads: int, hands: int, before: int)
     order = Order.of(counts, batch, heads, hands)
     known, tiles, alike, n = counts.size, order.tiles, order.alike, order.heads * order.tiles
     size = before + n + 1
+    assert known <= MOST_COMPARED  # a rank is of 15 + 13 bits
     together = TOGETHER if tiles % TOGETHER == 0 else 1
     ctas = -(-known // (WARPS * together))
     parts = min(alike, max(1, CTAS // ctas))
+
+    def rank_of(place: Any, length: Any) -> Any:
+        """Larger for longer tiles, then for those before; for what is no tile, smaller than for any."""
+        behind = (1 << known.bit_length()) - 1
+        return length * (behind + 1) | (place & I32(behind) ^ I32(behind))
 
     def run(refs: tuple, _: Any) -> None:
         counts, found = refs
@@ -193,39 +199,43 @@ def in_order(counts: jax.Array, batch: int, heads: int, hands: int, before: int)
         (total,) = sums_of(lambda _, length: [length], 1)
         waits_for = functools.partial(order.waits_for, total=total.astype(jnp.float32))
         waits = [waits_for(x) for x in visited]
+        ranks = [rank_of(own + i, x) for i, x in enumerate(visited)]
 
-        def before_mine(place: Any, length: Any) -> list[Any]:
-            """Of the heads of a tile, those whose one comes before an own tile that does not wait for its head; not
-            counting the own tile's in earlier heads that do not wait either."""
+        def longer_than_mine(place: Any, length: Any) -> list[Any]:
+            """Of the heads of a longer tile, those that an own tile does not wait for."""
             first, found = div(place, tiles) * alike, []
-            for i, (x, begun) in enumerate(zip(visited, waits, strict=True)):
-                longer = (length > x) | ((length == x) & (place < own + i))
-                in_turn = jnp.where(begun > first, jnp.minimum(begun - first, alike), 0)
-                count = jnp.where(longer, I32(alike), in_turn)
-                found.append(jnp.where(place < known, count, 0))
+            for rank, begun in zip(ranks, waits, strict=True):
+                if alike == 1:
+                    longer = (rank_of(place, length) > rank) & (place >= begun * tiles)
+                    found.append(jnp.where(longer, I32(1), I32(0)))
+                    continue
+                rest = jnp.minimum(jnp.maximum(first + alike, begun) - begun, alike)
+                found.append(jnp.where(rank_of(place, length) > rank, rest, I32(0)))
             return found
 
-        first_head, earlier = row * alike, sums_of(before_mine, together)
+        first_head, longer = row * alike, sums_of(longer_than_mine, together)
+        # Also of the own tile, if it waits for heads of its row.
+        earlier = [begun * tiles + x for begun, x in zip(waits, longer, strict=True)]
 
         def write(turn: Any, _: Any) -> None:
             copy = part + turn * parts
             head = first_head + copy
 
             def ahead(place: Any, length: Any) -> list[Any]:
-                """Of the later heads of a tile, and of this one where it is a later tile, those whose one comes before all
-                the same, as it waits for none from this head on."""
-                other = div(place, tiles)
-                of_heads = jnp.where(other == row, I32(alike - 1) - copy, I32(alike))
+                """Of the later heads of a tile, and of this one where it is later than all own tiles, those whose one
+                comes before all the same, as it waits for none from this head on."""
+                other, later = div(place, tiles), place >= own + together
+                here = I32(alike - 1) - copy + jnp.where(later, I32(1), I32(0))
+                of_heads = jnp.where(other == row, here, I32(alike))
                 early = (waits_for(length) <= head) & (other >= row) & (place < known)
-                here = early & (other == row)
-                of_heads = jnp.where(early, of_heads, 0)
-                later = [here & (place > own + i) for i in range(together)]
-                return [of_heads + jnp.where(x, I32(1), I32(0)) for x in later]
+                return [jnp.where(early, of_heads, I32(0))]
 
-            for i, more in enumerate(sums_of(ahead, together)):
-                number = head * tiles + tile + i
-                early = earlier[i] + head - jnp.maximum(waits[i], first_head)
-                place = before + jnp.where(waits[i] <= head, early, number + more)
+            (more,) = sums_of(ahead, 1)
+            for i in reversed(range(together)):
+                number, early = head * tiles + tile + i, waits[i] <= head
+                in_front = earlier[i] + head - jnp.maximum(waits[i], first_head)
+                place = before + jnp.where(early, in_front, number + more)
+                more = more + jnp.where(early, I32(1), I32(0))
                 there = (lane == 0) & (own + i < known)
                 scatter(found, jnp.where(there, place, size), number, mine[i])
 

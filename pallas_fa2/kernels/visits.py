@@ -74,7 +74,7 @@ class Visits(NamedTuple):
         if isinstance(self.counts, np.ndarray):
             entries = in_order(self.counts, batch, heads, hands)
             return Claims.of(entries[:, 0], entries[:, 1], hands)
-        if self.counts.size > listing.MOST_COMPARED:
+        if listing.of_entries(self.counts, batch).size > listing.MOST_COMPARED:
             numbers = np.arange(batch * heads * tiles, dtype=np.int32)
             counts = jnp.broadcast_to(self.counts, (batch, heads, tiles))
             return Claims.of(numbers, counts.reshape(-1), hands)
