@@ -7,6 +7,7 @@ whole range of its dtype. The cost is one evaluation a tile; no [T, S] array is 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -326,6 +327,10 @@ def apply(eqn: Any, ins: list[Interval]) -> list[Interval]:
     return [whole(shape, v.aval.dtype) for v in eqn.outvars]
 
 
+# Up to so many at once are no reduction to XLA, which would be a kernel of its own.
+FEW = 4
+
+
 def _over_tiles(x: jax.Array, axis: int, size: int, pick: str) -> jax.Array:
     """Minimum or maximum over the tiles of one axis; the last tile may be short."""
     if x.shape[axis] == 1:
@@ -335,14 +340,23 @@ def _over_tiles(x: jax.Array, axis: int, size: int, pick: str) -> jax.Array:
     x = jnp.pad(x, pad, mode="edge")
     shape = (*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
     x = x.reshape(shape)
+    if size <= FEW:
+        each = [lax.index_in_dim(x, i, axis + 1, keepdims=False) for i in range(size)]
+        return functools.reduce(jnp.minimum if pick == "min" else jnp.maximum, each)
     if x.dtype == jnp.bool_:
         return jnp.all(x, axis + 1) if pick == "min" else jnp.any(x, axis + 1)
     return jnp.min(x, axis + 1) if pick == "min" else jnp.max(x, axis + 1)
 
 
 def _tile_range(x: jax.Array, block_q: int, block_kv: int) -> Interval:
+    # What both sides share, as documents are, is reduced once for both.
+    common = math.gcd(block_q, block_kv)
+
     def over_both(pick: str) -> jax.Array:
-        return _over_tiles(_over_tiles(x, Q_AXIS, block_q, pick), K_AXIS, block_kv, pick)
+        found = x
+        for axis, block in ((Q_AXIS, block_q), (K_AXIS, block_kv)):
+            found = _over_tiles(_over_tiles(found, axis, common, pick), axis, block // common, pick)
+        return found
 
     return Interval(over_both("min"), over_both("max"))
 

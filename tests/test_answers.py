@@ -36,6 +36,9 @@ def grid(q, k, c):
 
 
 GRID = grid(q_tokens={"id": IDS}, k_tokens={"id": OF_KEYS}, params={"reach": jnp.int32(4)})
+GRID_OF_FEWER = grid(
+    q_tokens={"id": IDS}, k_tokens={"id": OF_KEYS[:, :300]}, params={"reach": jnp.int32(4)}
+)
 ONE_ENTRY = fa.mask_fn(lambda q, k: ((q.index * 7 - k.index) % 5 < 3) | (q.index - k.index == 3))
 # The first 128 keys are seen by nobody, but a kernel meets a block of queries with them.
 UNSEEN = ONE_ENTRY & (lambda q, k: k.index >= 140)
@@ -108,6 +111,39 @@ def test_answers_are_those_of_the_mask(mask, q_axis, tile):
     found = interpreter.run(ask, data, Visits(*map(jnp.asarray, seen)))
     assert np.sum(classes == bounds.PARTIAL) >= 3
     check(found, mask, classes, tile, q_axis)
+
+
+@pytest.mark.parametrize("mask", [GRID, ONE_ENTRY], ids=["grid", "one entry"])
+@pytest.mark.parametrize("keys", [S, 300])
+def test_of_blocks_in_parts_all_are_asked_that_a_tile_visits_as_cut(mask, keys):
+    """Also full ones beside others, and such as nobody sees, or that there are not."""
+    q, k = (jax.ShapeDtypeStruct((B, n, 4, 64), jnp.bfloat16) for n in (T, keys))
+    whole = mask if keys == S or mask is ONE_ENTRY else GRID_OF_FEWER
+    spec, operands = describe(q, k, k, mask=whole)
+    problem = Extras.of(spec, trim(spec), operands, 128, 128).problem(B, 4, 4)
+    classes = np.array(bounds.classify_each(spec, operands, 128, 64)[:, 0])
+    classes[:, :, 0, 1] = bounds.FULL  # only to be listed so
+    seen = Visits.of(visits.in_whole_blocks(classes, 2), 2)
+
+    def ask(data, seen):
+        return answers.ask(problem, data, seen, (128, 64), 0, parts=2)
+
+    data = token_data.pack(spec, operands, 0)
+    found = hidden(interpreter.run(ask, data, Visits(*map(jnp.asarray, seen))))
+    index = jnp.arange(T).reshape(1, 1, 1, T, 1), jnp.arange(keys).reshape(1, 1, 1, 1, keys)
+    sees = np.asarray(spec.mask.on_tile(*index, operands.mask))[:, 0, 0]
+    padding = [(0, 0), (0, -T % 128), (0, -keys % 128)]
+    expected = ~np.pad(np.broadcast_to(sees, (len(sees), T, keys)), padding)
+    visited, cut = visits.decode(seen.counts)
+    for entry, _, row in np.ndindex(seen.counts.shape):
+        one = entry, 0, row
+        asked = visits.block(seen.lists[one])[2 * (visited - cut)[one] : 2 * visited[one]]
+        assert len(asked) >= 2
+        for part in asked:
+            got = found[entry, row, part]
+            want = expected[entry, row * 128 : (row + 1) * 128, part * 64 : (part + 1) * 64]
+            rows = min(128, T - row * 128)
+            assert np.array_equal(got[:rows], want[:rows])
 
 
 def check(words, mask, classes, tile, q_axis):
@@ -225,6 +261,30 @@ def test_an_attention_that_reads_answers_reads_no_data_of_the_mask(monkeypatch, 
     assert found == "answers" and problem.asked and (data is None) == (not drops)
     assert not problem.reads_keys() and not problem.pairs() and not problem.rows("q", masked=True)
     assert problem.reads_index("k", masked=True) == drops
+
+
+SCATTERED = fa.mask_fn(lambda q, k: (k.index // 64 % 2 == 0) & ((q.index + k.index) % 9 > 0))
+
+
+@pytest.mark.parametrize(
+    "mask, options, tile, parts",
+    [
+        (SCATTERED, {}, (128, 128), 2),
+        (ONE_ENTRY, {}, (128, 128), 1),  # all tiles are visited
+        (SCATTERED, {}, (128, 64), 1),
+        (SCATTERED, {}, (192, 96), 1),
+        (SCATTERED, {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, (128, 128), 1),
+        (SCATTERED, {"score": fa.soft_cap(3.0)}, (128, 128), 1),
+        (PER_HEAD, {}, (128, 128), 1),
+    ],
+)
+def test_whose_blocks_of_keys_have_parts(mask, options, tile, parts):
+    """Those of a mask that is asked, whose tiles visit fewer so; and of no backward."""
+    spec, operands = described(mask, **options)
+    common = spec, trim(spec), operands, *tile
+    with asking_first():
+        assert Extras.of(*common, may_have_parts=True).parts == parts
+        assert Extras.of(*common).parts == 1
 
 
 def test_answers_take_no_more_memory_than_queries():

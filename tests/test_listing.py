@@ -41,9 +41,9 @@ def on_device(function, x):
     return jax.tree.map(np.asarray, interpreter.run(function, x))
 
 
-def check_lists(classes):
-    counts, lists = on_device(Visits.of, classes)
-    want = Visits.of(classes)
+def check_lists(classes, parts=1):
+    counts, lists = on_device(lambda x: Visits.of(x, parts), classes)
+    want = Visits.of(classes, parts)
     np.testing.assert_array_equal(counts, want.counts)
     np.testing.assert_array_equal(visits.block(lists), visits.block(want.lists))
 
@@ -51,6 +51,13 @@ def check_lists(classes):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_are_listed_as_on_the_host(shape):
     check_lists(np.random.default_rng(0).integers(0, 3, shape).astype(np.int32))
+
+
+@pytest.mark.parametrize("parts, blocks", [(2, 10), (2, 260), (3, 129)])
+def test_blocks_in_parts_are_counted_as_on_the_host(parts, blocks):
+    classes = np.random.default_rng(0).integers(0, 3, (1, 2, 7, blocks)).astype(np.int32)
+    classes[:, :, 0] = EMPTY
+    check_lists(classes, parts)
 
 
 @pytest.mark.parametrize("of", [EMPTY, PARTIAL, FULL])

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -32,6 +33,27 @@ def test_a_tile_that_sees_nothing_visits_one_block_that_is_cut():
     seen = Visits.of(np.full((1, 1, 2, 3), EMPTY, np.int32))
     visited, cut = visits.decode(seen.counts)
     assert visited.tolist() == cut.tolist() == [[[1, 1]]]
+
+
+def test_parts_that_follow_each_other_are_a_block():
+    """It is full if both are; the last one here has a part that nobody sees."""
+    classes = np.array([FULL, PARTIAL, FULL, EMPTY, FULL, PARTIAL, EMPTY, EMPTY], np.int32)
+    seen = Visits.of(classes[None, None, None], 2)
+    visited, cut = visits.decode(seen.counts)
+    assert (visited.item(), cut.item()) == (3, 2)
+    assert visits.block(seen.lists).ravel().tolist() == [0, 2, 4, 1, 5, 3, 6, 7]
+
+
+def test_parts_are_fewer_where_they_need_not_be_neighbours():
+    classes = np.array([FULL, EMPTY] * 3, np.int32)[None, None, None]
+    whole = np.full((1, 1, 1, 3), PARTIAL, np.int32)
+    assert visits.are_fewer(visits.in_whole_blocks(classes, 2), whole, 2)
+    assert not visits.are_fewer(np.full_like(classes, PARTIAL), whole, 2)
+    assert visits.are_fewer(jnp.asarray(classes), jnp.asarray(whole), 2)
+    assert visits.in_whole_blocks(classes[..., :5], 2).ravel().tolist() == [FULL, EMPTY] * 2 + [
+        FULL,
+        EMPTY,
+    ]
 
 
 @pytest.mark.parametrize("each, heads", [(1, 6), (6, 6)])

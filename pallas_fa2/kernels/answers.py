@@ -30,7 +30,7 @@ from pallas_fa2.kernels.visits import Visits
 SQUARE = 64
 # CTAs that share a row of tiles, where there are no more of them in all. With fewer, a row of which much is cut
 # takes longer than all others; to begin in vain, so many take 2 us.
-PARTS, CTAS = 16, 4096
+SHARES, CTAS = 16, 4096
 # A mask is asked before the attention where that saves so many operations on a pair: on all of a GPU's
 # multiprocessors they take 12 us, and to ask takes 5 and more. (Measured: docs/performance.md.)
 WORTH_ASKING = 2.5e8
@@ -64,24 +64,30 @@ def are_worth_it(
 
 
 def ask(
-    problem: Problem, data: TokenData, seen: Visits, tile: tuple[int, int], q_axis: int
+    problem: Problem,
+    data: TokenData,
+    seen: Visits,
+    tile: tuple[int, int],
+    q_axis: int,
+    parts: int = 1,
 ) -> jax.Array:
     """int32 `[B | 1, tiles, blocks, squares of a tile's rows, of its columns, 128]`, of blocks that are cut.
 
     A block is found by its number. Of the tile, which has so many queries and keys, a row is a query if `q_axis`
     is 0, else a key. `seen` is what each row of tiles visits; where they are keys, its lists are
-    `visits.from_last`.
+    `visits.from_last`. Where blocks have `parts` there, each of these is found by its number, and is as wide as
+    a tile here.
     """
     batch, _, tiles, blocks = seen.lists.shape
-    asking = _Asking(problem, data, tile, q_axis, (batch, tiles, blocks))
+    asking = _Asking(problem, data, tile, q_axis, (batch, tiles, blocks), parts)
 
     def run(refs: tuple, _: Any) -> None:
         counts, lists, data, answers = jax.tree.unflatten(tree, refs)
         entry, row, _ = asking.axes
-        visited, cut = visits.decode(counts[entry, 0, row])
+        visited, cut = (x * parts for x in visits.decode(counts[entry, 0, row]))
 
         def number(place: Any) -> Any:
-            # A part may have no block; it reads an entry nevertheless.
+            # A share may have no block; it reads an entry nevertheless.
             listed = lists[entry, 0, row, jnp.minimum(visited - cut + place, blocks - 1)]
             return visits.block(listed) if q_axis == 0 else visits.block_from_last(listed, blocks)
 
@@ -156,13 +162,14 @@ def _rows_first(of_both: tuple[Any, Any], q_axis: int) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Asking:
-    """A kernel that asks a mask: a CTA has a part of the blocks of a row of tiles, a warpgroup 64 of its rows."""
+    """A kernel that asks a mask: a CTA has a share of the blocks of a row of tiles, a warpgroup 64 of its rows."""
 
     problem: Problem
     given: TokenData
     tile: tuple[int, int]  # queries and keys
     q_axis: int
-    counts: tuple[int, int, int]  # batch entries, tiles, and blocks that each may visit
+    counts: tuple[int, int, int]  # batch entries, tiles, and blocks (or parts) that each may visit
+    parts: int = 1  # of a block, each as wide as a tile
 
     @property
     def squares(self) -> tuple[int, int]:
@@ -170,13 +177,15 @@ class _Asking:
         return rows // SQUARE, columns // SQUARE
 
     @property
-    def parts(self) -> int:
+    def shares(self) -> int:
         batch, tiles, blocks = self.counts
-        return min(blocks, PARTS, max(1, CTAS // (batch * tiles)))
+        return min(blocks, SHARES, max(1, CTAS // (batch * tiles)))
 
     @functools.cached_property
     def data(self) -> TokenData:
-        return self.given._replace(pairs=self.given.plain).with_places(*self.tile)
+        # (Blocks of parts are keys, and the last ones may lie past the end.)
+        block_q, block_kv = self.tile[0], self.tile[1] * self.parts
+        return self.given._replace(pairs=self.given.plain).with_places(block_q, block_kv)
 
     @property
     def answers(self) -> jax.ShapeDtypeStruct:
@@ -184,37 +193,38 @@ class _Asking:
 
     def launch(self, run: Callable, out: Any) -> Callable:
         entries, tiles, _ = self.counts
-        grid = {"batch": entries, "tile": tiles, "part": self.parts}
+        grid = {"batch": entries, "tile": tiles, "share": self.shares}
         return mosaic.launch("ask_mask", run, [], out, grid, self.squares[0])
 
     @property
     def axes(self) -> list[Any]:
-        """A CTA's batch entry, row of tiles, and part."""
-        return [lax.axis_index(name) for name in ("batch", "tile", "part")]
+        """A CTA's batch entry, row of tiles, and share of it."""
+        return [lax.axis_index(name) for name in ("batch", "tile", "share")]
 
     @property
     def warpgroup(self) -> Any:
         return lax.axis_index("warpgroup")
 
     def each(self, count: Any, number: Callable, block: Callable) -> None:
-        """block(number(i)) for those of so many that are a CTA's part; the next number is loaded meanwhile."""
-        part, parts = self.axes[2], self.parts
-        mine = mosaic.div(count - part + (parts - 1), parts)
+        """block(number(i)) for those of so many that are a CTA's share; the next number is loaded meanwhile."""
+        share, shares = self.axes[2], self.shares
+        mine = mosaic.div(count - share + (shares - 1), shares)
         last = jnp.maximum(mine - 1, 0)
 
         def step(i: Any, this: Any) -> Any:
-            following = number(part + jnp.minimum(i + 1, last) * parts)
+            following = number(share + jnp.minimum(i + 1, last) * shares)
             block(this)
             return following
 
-        lax.fori_loop(I32(0), mine, step, number(part))
+        lax.fori_loop(I32(0), mine, step, number(share))
 
     def write(self, answers: Any, data: TokenData, number: Any) -> list[jax.Array]:
         """The answers about a warpgroup's rows of a block, which are returned."""
         problem, q_axis, squares = self.problem, self.q_axis, self.squares
         entry, row, _ = self.axes
         # Keys past the end are hidden where they are columns; where they are rows, theirs are cut off.
-        k_end = problem.kv_len if q_axis == 0 and problem.kv_len % self.tile[1] else None
+        ends_within = problem.kv_len % (self.tile[1] * self.parts) != 0
+        k_end = problem.kv_len if q_axis == 0 and ends_within else None
         found, words = answers.at[entry, row, number, self.warpgroup], []
         for j in range(squares[1]):
             squares_before = row * squares[0] + self.warpgroup, number * squares[1] + j

@@ -102,9 +102,14 @@ class Arrays(NamedTuple):
     inputs: Inputs
     outputs: Outputs
 
-    def block(self, tile: Tile, t: Any) -> Any:
-        """Which keys the tile visits as its t-th."""
+    def part(self, tile: Tile, t: Any, i: Any) -> Any:
+        """Which keys the tile visits as the i-th part of its t-th block."""
         place = tile.place_of(t)
         if self.inputs.lists is None:
             return place
+        place = place * tile.schedule.problem.parts + i
         return visits.block(mosaic.shared_at(self.inputs.lists, *tile.place)[place])
+
+    def block(self, tile: Tile, t: Any) -> list[Any]:
+        """All parts of a block, mostly one."""
+        return [self.part(tile, t, i) for i in range(tile.schedule.problem.parts)]

@@ -86,8 +86,8 @@ class RowBlock(RowScores):
         """
         rows, keys, queries = self.shape[0], self.memory.keys, self.query_data(masked=self.masked)
         problem, first_key = self.schedule.problem, self.first_key(0)
-        answers = self.answers(self.number(0), self.masked)  # of no meaning unless it is cut
-        following = self.number(self.tile.first_cut_after)
+        answers = self.answers(self.numbers(0), self.masked)  # of no meaning unless it is cut
+        following = self.numbers(self.tile.first_cut_after)
         (k,) = keys.wait(self.first_step)
         self.turns.take()
 
@@ -143,7 +143,7 @@ class RowBlock(RowScores):
         last = jnp.maximum(end - 1, 0)  # 0 where there are none
 
         def step(t: Any, carry: tuple) -> tuple:
-            (state, answers), following = carry, self.number(jnp.minimum(t + 1, last))
+            (state, answers), following = carry, self.numbers(jnp.minimum(t + 1, last))
             look = functools.partial(self.answers, following, masked)
             return self.next_block(t, masked, state, answers, look)
 
@@ -338,7 +338,9 @@ class RowBlock(RowScores):
         """
         rows, config = self.shape[0], self.schedule.config
         pieces = Rows.pieces(self.arrays.inputs.k, config.key_pieces)
-        parts = config.block_kv // config.repeat_kv
+        of_block, of_entry = (
+            keys // config.repeat_kv for keys in (config.block_kv, self.schedule.listed)
+        )
 
         def scores(s_acc: Any, first_key: Any, wild: Any) -> jax.Array:
             for piece in pieces:
@@ -351,16 +353,17 @@ class RowBlock(RowScores):
 
         def step(t: Any, state: tuple) -> tuple:
             acc, reference, total = state
-            block, part = mosaic.div(t, parts), mosaic.rem(t, parts)
-            first_key = self.arrays.block(self.tile, block) * config.block_kv
-            first_key += part * config.repeat_kv
+            block, part = mosaic.div(t, of_block), mosaic.rem(t, of_block)
+            number = self.arrays.part(self.tile, block, mosaic.div(part, of_entry))
+            within = mosaic.rem(part, of_entry)
+            first_key = number * self.schedule.listed + within * config.repeat_kv
             square, wild = mosaic.accumulator(rows, config.repeat_kv), self.wild_keys(first_key)
             s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key, wild), square)
             queries, data = self.query_data(masked=True), self.data_in_device_memory(first_key)
             s, scale = self.scored(s, first_key, queries, data)
 
             def hide() -> jax.Array:
-                answers = self.answers(self.number(block), True, [part])
+                answers = self.answers([number], True, [within])
                 return self.hide(s, first_key, queries, data, answers)
 
             if self.schedule.problem.asked:  # not about a block of which nothing is hidden
@@ -387,7 +390,7 @@ class RowBlock(RowScores):
             mosaic.constant(self.lowest, (rows,), ROWS),
             mosaic.constant(0.0, (rows,), ROWS),
         )
-        state = lax.fori_loop(I32(0), self.tile.visited * parts, step, state)
+        state = lax.fori_loop(I32(0), self.tile.visited * of_block, step, state)
         mosaic.meet(self.memory.repeat_met(self.me))
         return state
 

@@ -112,6 +112,11 @@ class Schedule:
     config: Config
 
     @property
+    def listed(self) -> int:
+        """Keys of an entry in lists."""
+        return self.config.block_kv // self.problem.parts
+
+    @property
     def q_tiles(self) -> int:
         return -(-self.problem.q_len // self.config.block_q)
 

@@ -1,6 +1,7 @@
 """What masks, scores and dropout make of 64 query rows of the Hopper forward."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -106,12 +107,13 @@ class RowScores:
             row_keys = RowKeys(*(mosaic.load_row(0, x, I32) for x in words))
         return QueryData(side, data.numbers.load(batch, head, numbers), row_keys)
 
-    def number(self, t: Any) -> Any:
-        """Of the block of keys that is visited as the t-th: to be loaded a while before it is needed."""
+    def numbers(self, t: Any) -> list[Any]:
+        """Of the parts of the block of keys that is visited as the t-th: to be loaded a while before they are needed."""
         return self.arrays.block(self.tile, t)
 
     def first_key(self, t: Any) -> Any:
-        return self.number(t) * self.shape[1]
+        """Of a block in parts, that of the first: nobody asks for it."""
+        return self.numbers(t)[0] * self.schedule.listed
 
     @property
     def data_rings(self) -> list[Ring]:
@@ -180,13 +182,14 @@ class RowScores:
 
         return problem.score.apply(s, problem.scale, pair_at)
 
-    def answers(self, number: Any, masked: bool, squares: Any = None) -> list[jax.Array]:
-        """Of a mask that has been asked, of this block of keys or some squares of it: to be loaded a while before."""
+    def answers(self, numbers: list[Any], masked: bool, squares: Any = None) -> list[jax.Array]:
+        """Of a mask that has been asked, of these parts of a block or some squares of them: to be loaded a while
+        before."""
         if not (masked and self.schedule.problem.asked):
             return []
         batch, _, row = self.tile.place
-        place = row, number, self.me
-        return answers.load(self.arrays.inputs.answers, batch, *place, squares=squares)
+        load = functools.partial(answers.load, self.arrays.inputs.answers, batch, row)
+        return [word for x in numbers for word in load(x, self.me, squares=squares)]
 
     def hide(
         self,

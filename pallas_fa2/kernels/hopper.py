@@ -184,6 +184,7 @@ class Extras(NamedTuple):
     dropout: TileDropout | None
     classes: np.ndarray | None  # of tiles, [B | 1, N | 1, T tiles, S tiles], if known when traced
     traced: "Traced"
+    parts: int = 1  # that a block of keys has: classes are those of parts, and the mask is asked
 
     @classmethod
     def of(
@@ -194,7 +195,11 @@ class Extras(NamedTuple):
         block_q: int,
         block_kv: int,
         wanted: tuple[bool, ...] = (),
+        may_have_parts: bool = False,
     ) -> "Extras":
+        """Of a call that has tiles of so many queries and keys. Where its mask will be asked, blocks of keys
+        `may_have_parts`, of 64 keys each, if tiles visit fewer of them so.
+        """
         mask, score = token_data.describe_mask(spec), token_data.describe_score(spec, wanted)
         functions = mask, score, token_data.describe_dropout(spec)
         spec = part.spec(spec)
@@ -204,14 +209,34 @@ class Extras(NamedTuple):
         extras = cls(spec, part, *functions, None, Traced(data, None))
         if mask is None or (token_data.is_asked(spec) and bounds.is_traced(operands)):
             return extras
+        classes = extras._classify(operands, block_q, block_kv)
+        parts = block_kv // answers.SQUARE
+        if may_have_parts and parts > 1 and extras._asks_alone(classes, (block_q, block_kv)):
+            of_parts = extras._classify(operands, block_q, answers.SQUARE)
+            of_parts = visits.in_whole_blocks(of_parts, parts)
+            if visits.are_fewer(of_parts, classes, parts):
+                classes, extras = of_parts, extras._replace(parts=parts)
+        if isinstance(classes, np.ndarray):
+            return extras._replace(classes=classes)
+        return extras._replace(traced=Traced(data, classes))
+
+    def _classify(self, operands: Operands, block_q: int, block_kv: int) -> Any:
+        spec = self.spec
         classes = bounds.classify_each(spec, operands, block_q, block_kv)
         classes = classes.reshape(classes.shape[0], -1, *classes.shape[3:])
         if spec.kv_len % block_kv:
             classes = visits.cut_last(classes)
         if isinstance(classes, np.ndarray):
-            return extras._replace(classes=classes)
-        classes = jnp.broadcast_to(classes, (spec.batch, *classes.shape[1:]))
-        return extras._replace(traced=Traced(data, classes))
+            return classes
+        return jnp.broadcast_to(classes, (spec.batch, *classes.shape[1:]))
+
+    def _asks_alone(self, classes: Any, tile: tuple[int, int]) -> bool:
+        """Whether the forward, in a launch of all heads, asks the mask, and has no other use for the numbers of
+        keys."""
+        spec = self.spec
+        problem = self.problem(spec.batch, spec.q_heads, spec.kv_heads)
+        others = self.score is not None or self.dropout is not None
+        return not others and self.asks(problem, classes, tile, q_axis=0)
 
     def problem(self, batch: int, q_heads: int, kv_heads: int) -> Problem:
         """Of a launch, of some batch entries and heads."""
@@ -244,6 +269,8 @@ class Extras(NamedTuple):
 
     def asks(self, problem: Problem, classes: Any, tile: tuple[int, int], q_axis: int) -> bool:
         """Whether the mask is asked before the attention."""
+        if self.parts > 1:
+            return True
         if problem.mask.visible.pairs:
             return token_data.is_asked(self.spec)
         return answers.are_worth_it(problem, self.spec.head_dim, classes, tile, q_axis)
@@ -265,15 +292,17 @@ class Extras(NamedTuple):
             classes = visits.cut_last(classes) if problem.kv_len % tile[1] else classes
         asks = found is None and self.asks(problem, classes, tile, q_axis)
         if q_axis == 0:
-            seen = visits.Visits.of(classes)
+            seen = visits.Visits.of(classes, self.parts)
         elif asks:
             seen = visits.Visits.of(visits.from_last(classes.swapaxes(2, 3)))
         if asks:
-            found = answers.ask(problem, traced.data, seen, tile, q_axis)
+            listed = tile[0], tile[1] // self.parts
+            found = answers.ask(problem, traced.data, seen, listed, q_axis, self.parts)
         if found is None:
             return Survey(problem, traced.data, classes, seen)
         data = None if self.score is None and self.dropout is None else traced.data
-        return Survey(dataclasses.replace(problem, asked=True), data, classes, seen, found)
+        problem = dataclasses.replace(problem, asked=True, parts=self.parts)
+        return Survey(problem, data, classes, seen, found)
 
 
 class Traced(NamedTuple):
@@ -370,7 +399,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """`out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
     part = trim(spec)
-    extras = Extras.of(spec, part, part.operands(operands), *config.tile)
+    extras = Extras.of(spec, part, part.operands(operands), *config.tile, may_have_parts=True)
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, traced: Traced) -> tuple:
         problem = extras.problem(q.shape[0], q.shape[2], k.shape[2])

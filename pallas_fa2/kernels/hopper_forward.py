@@ -123,14 +123,21 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
         tile = Tile(schedule, *entry)
         (batch, head, _), (first_step, first_data) = tile.place, before
 
+        def parts(t: Any) -> list[Any]:
+            size = schedule.listed
+            return [pl.ds(part * size, size) for part in arrays.block(tile, t)]
+
         def keys(t: Any) -> Any:
-            return pl.ds(arrays.block(tile, t) * config.block_kv, config.block_kv)
+            (whole,) = parts(t)  # nothing that comes with keys is read beside answers
+            return whole
 
         def load_keys(t: Any) -> None:
-            memory.keys.fill(first_step + t, Rows(inputs.k, batch, keys(t), tile.kv_head))
+            found = [Rows(inputs.k, batch, keys, tile.kv_head) for keys in parts(t)]
+            memory.keys.fill(first_step + t, found)
 
         def load_values(t: Any) -> None:
-            memory.values.fill(first_step + t, Rows(inputs.v, batch, keys(t), tile.kv_head))
+            found = [Rows(inputs.v, batch, keys, tile.kv_head) for keys in parts(t)]
+            memory.values.fill(first_step + t, found)
 
         def rows(g: int) -> Any:
             return pl.ds(tile.first_row + g * config.rows, config.rows)

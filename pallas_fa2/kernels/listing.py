@@ -41,7 +41,9 @@ LONG_AT_END = 1.5
 # With how many tiles a warp compares its own, in 8 turns of `AT_ONCE`. Of more, each CTA has 30 at
 # least, whose order matters little.
 MOST_COMPARED = 4096
-# How many it has, which follow each other in a row; of heads that are alike so many CTAs write a part each, if there
+# Of tiles so many differ by their lengths and numbers.
+RANKS = 1 << 28
+# How many it has, which follow each other in a row; of heads that are alike so many CTAs write a share each, if there
 # are no more of them.
 TOGETHER, CTAS = 4, 512
 
@@ -104,8 +106,8 @@ class Order(NamedTuple):
         return xp.minimum(np.int32(self.heads) - xp.minimum(to_end, np.int32(self.heads)), unsorted)
 
 
-def list_blocks(classes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The counts and lists of `visits.Visits`, from classes `[B | 1, heads | 1, tiles, blocks]`.
+def list_blocks(classes: jax.Array, parts: int = 1) -> tuple[jax.Array, jax.Array]:
+    """The counts and lists of `visits.Visits`, from classes `[B | 1, heads | 1, tiles, blocks parts]`.
 
     A list ends with the blocks that are not visited. A CTA writes a list, and a warp a quarter of its
     row's blocks, after it has counted all of the row.
@@ -145,8 +147,9 @@ def list_blocks(classes: jax.Array) -> tuple[jax.Array, jax.Array]:
         total, before = map(sum_of_lanes, sums)
         all_cut, all_full = halves(total)
         _strides(quarter, first + lane, LANES, place, before)
-        visited = jnp.maximum(all_full + all_cut, 1)
-        scatter(counts, jnp.where(thread == 0, row, rows), visited + (all_full << FULL_BIT))
+        visited = div(jnp.maximum(all_full + all_cut, 1) + (parts - 1), parts)
+        found = visited + (div(all_full, parts) << FULL_BIT)
+        scatter(counts, jnp.where(thread == 0, row, rows), found)
 
     out = [jax.ShapeDtypeStruct(shape, I32) for shape in ((rows,), (rows, blocks))]
     kernel = mosaic.launch("list_blocks", run, [], out, {"cta": rows}, 1)
@@ -167,10 +170,10 @@ def in_order(counts: jax.Array, batch: int, heads: int, hands: int, before: int)
     order = Order.of(counts, batch, heads, hands)
     known, tiles, alike, n = counts.size, order.tiles, order.alike, order.heads * order.tiles
     size = before + n + 1
-    assert known <= MOST_COMPARED  # a rank is of 15 + 13 bits
+    assert known <= MOST_COMPARED and (MOST + 1) * 2 * MOST_COMPARED <= RANKS
     together = TOGETHER if tiles % TOGETHER == 0 else 1
     ctas = -(-known // (WARPS * together))
-    parts = min(alike, max(1, CTAS // ctas))
+    shares = min(alike, max(1, CTAS // ctas))
 
     def rank_of(place: Any, length: Any) -> Any:
         """Larger for longer tiles, then for those before; for what is no tile, smaller than for any."""
@@ -179,7 +182,7 @@ def in_order(counts: jax.Array, batch: int, heads: int, hands: int, before: int)
 
     def run(refs: tuple, _: Any) -> None:
         counts, found = refs
-        cta, part, thread = lax.axis_index("cta"), lax.axis_index("part"), thread_numbers()
+        cta, share, thread = lax.axis_index("cta"), lax.axis_index("share"), thread_numbers()
         lane, own = rem(thread, LANES), (cta * WARPS + div(thread, LANES)) * together
         row, tile = div(own, tiles), rem(own, tiles)
         mine = [gather(counts, own + i) for i in range(together)]
@@ -198,6 +201,30 @@ def in_order(counts: jax.Array, batch: int, heads: int, hands: int, before: int)
 
         (total,) = sums_of(lambda _, length: [length], 1)
         waits_for = functools.partial(order.waits_for, total=total.astype(jnp.float32))
+
+        def put(i: int, place: Any, number: Any) -> None:
+            there = (lane == 0) & (own + i < known)
+            scatter(found, jnp.where(there, before + place, size), number, mine[i])
+
+        def put_each() -> None:
+            """Where each head has its own: by one number, those of long tiles above those of heads whose tiles come
+            in turn, and these above those of the last heads."""
+
+            def urgency(place: Any, length: Any) -> Any:
+                rank, in_turn = rank_of(place, length), I32(RANKS) | rank_of(place, 0)
+                begun = waits_for(length)
+                in_turn = jnp.where(place < (order.heads - order.last) * tiles, in_turn, rank)
+                return jnp.where(begun == 0, I32(2 * RANKS) | rank, in_turn)
+
+            mine = [urgency(own + i, x) for i, x in enumerate(visited)]
+
+            def more_urgent(place: Any, length: Any) -> list[Any]:
+                other = urgency(place, length)
+                return [jnp.where(other > x, I32(1), I32(0)) for x in mine]
+
+            for i, place in enumerate(sums_of(more_urgent, together)):
+                put(i, place, own + i)
+
         waits = [waits_for(x) for x in visited]
         ranks = [rank_of(own + i, x) for i, x in enumerate(visited)]
 
@@ -205,20 +232,13 @@ def in_order(counts: jax.Array, batch: int, heads: int, hands: int, before: int)
             """Of the heads of a longer tile, those that an own tile does not wait for."""
             first, found = div(place, tiles) * alike, []
             for rank, begun in zip(ranks, waits, strict=True):
-                if alike == 1:
-                    longer = (rank_of(place, length) > rank) & (place >= begun * tiles)
-                    found.append(jnp.where(longer, I32(1), I32(0)))
-                    continue
                 rest = jnp.minimum(jnp.maximum(first + alike, begun) - begun, alike)
                 found.append(jnp.where(rank_of(place, length) > rank, rest, I32(0)))
             return found
 
-        first_head, longer = row * alike, sums_of(longer_than_mine, together)
-        # Also of the own tile, if it waits for heads of its row.
-        earlier = [begun * tiles + x for begun, x in zip(waits, longer, strict=True)]
-
-        def write(turn: Any, _: Any) -> None:
-            copy = part + turn * parts
+        def put_copy(turn: Any, earlier: list[Any]) -> list[Any]:
+            """Of a head of those that share the own tiles' counts."""
+            copy, first_head = share + turn * shares, row * alike
             head = first_head + copy
 
             def ahead(place: Any, length: Any) -> list[Any]:
@@ -234,12 +254,17 @@ def in_order(counts: jax.Array, batch: int, heads: int, hands: int, before: int)
             for i in reversed(range(together)):
                 number, early = head * tiles + tile + i, waits[i] <= head
                 in_front = earlier[i] + head - jnp.maximum(waits[i], first_head)
-                place = before + jnp.where(early, in_front, number + more)
+                put(i, jnp.where(early, in_front, number + more), number)
                 more = more + jnp.where(early, I32(1), I32(0))
-                there = (lane == 0) & (own + i < known)
-                scatter(found, jnp.where(there, place, size), number, mine[i])
+            return earlier
 
-        lax.fori_loop(I32(0), div(alike - part + (parts - 1), parts), write, None)
+        if alike == 1:
+            put_each()
+        else:
+            longer = sums_of(longer_than_mine, together)
+            # Also of the own tile, if it waits for heads of its row.
+            earlier = [begun * tiles + x for begun, x in zip(waits, longer, strict=True)]
+            lax.fori_loop(I32(0), div(alike - share + (shares - 1), shares), put_copy, earlier)
 
         def write_rest(rests: list[Any], _: Any) -> None:
             for rest in rests:
@@ -248,11 +273,11 @@ def in_order(counts: jax.Array, batch: int, heads: int, hands: int, before: int)
                 values = (jnp.where(rest < before, I32(-1), I32(x)) for x in (n, 0))
                 scatter(found, place, *values)
 
-        first = (cta * parts + part) * THREADS + thread
-        _strides(before + 1, first, ctas * parts * THREADS, write_rest, None)
+        first = (cta * shares + share) * THREADS + thread
+        _strides(before + 1, first, ctas * shares * THREADS, write_rest, None)
 
     out = jax.ShapeDtypeStruct((2 * size,), I32)
-    kernel = mosaic.launch("order_tiles", run, [], out, {"cta": ctas, "part": parts}, 1)
+    kernel = mosaic.launch("order_tiles", run, [], out, {"cta": ctas, "share": shares}, 1)
     return kernel(counts.reshape(-1)).reshape(size, 2)
 
 

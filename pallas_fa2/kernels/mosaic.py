@@ -51,6 +51,8 @@ class Problem:
     offset: int | None
     mask: Any = None  # tile_code.TileMask
     asked: bool = False  # its answers are in memory (`answers`)
+    # How many a block of keys has that are listed each for itself: see `visits.Visits`.
+    parts: int = 1
     score: Any = None  # tile_code.TileScore
     dropout: Any = None  # tile_code.TileDropout
     first_query: int = 0  # the index of the first row
@@ -255,6 +257,8 @@ class Ring:
             full = self.first_full + s
             if isinstance(source, tma.Rows):
                 source.load(buffer.at[s], self.full, full)
+            elif isinstance(source, list):
+                tma.load_together(source, buffer.at[s], self.full, full)
             else:
                 plgpu.copy_gmem_to_smem(source, buffer.at[s], self.full.at[full])
 

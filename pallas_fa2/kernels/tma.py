@@ -9,6 +9,7 @@ contains a sequence's end is copied by pieces. Where a panel is cut, pieces are 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -142,7 +143,7 @@ class Rows:
     def load(self, buffer: Any, barriers: Any, i: Any) -> None:
         """Fills shared memory; arrives once at barrier i of an array when it is there."""
         if self.takes_code(buffer):
-            self._copy(buffer, Barriers.of(barriers), i)
+            self.copy(buffer, Barriers.of(barriers), i)
             plgpu.barrier_arrive(barriers.at[i])
         else:
             plgpu.copy_gmem_to_smem(self.ref, buffer, barriers.at[i])
@@ -150,11 +151,12 @@ class Rows:
     def store(self, buffer: Any) -> None:
         """Empties shared memory, in the caller's commit group."""
         if self.takes_code(buffer):
-            self._copy(buffer, None, 0)
+            self.copy(buffer, None, 0)
         else:
             plgpu.copy_smem_to_gmem(buffer, self.ref, commit_group=False)
 
-    def _copy(self, buffer: Any, barriers: "Barriers | None", i: Any) -> None:
+    def copy(self, buffer: Any, barriers: "Barriers | None", i: Any) -> None:
+        """By own code: a load, which is expected at barrier i but does not arrive there, or a store."""
         column = 0 if self.columns is None else self.columns.start
         scalars = [i, self.batch, self.rows.start, self.head, column]
         arrays, width = [self.array], panel(buffer)
@@ -186,6 +188,27 @@ class Rows:
             return copy("pieces")
         beyond = self.rows.start + self.rows.size > self.array.shape[1]
         cond(beyond, lambda: copy("pieces"), lambda: copy("whole"))
+
+
+def load_together(parts: list[Rows], buffer: Any, barriers: Any, i: Any) -> None:
+    """As `Rows.load`, of parts that lie one below the other in shared memory, wherever their rows are."""
+    first, size = parts[0], buffer.shape[0] // len(parts)
+    whole = dataclasses.replace(first, rows=pl.ds(first.rows.start, buffer.shape[0]))
+    if len(parts) == 1:
+        return whole.load(buffer, barriers, i)
+
+    def load_each() -> None:
+        for n, part in enumerate(parts):
+            part.copy(buffer.at[pl.ds(n * size, size)], Barriers.of(barriers), i)
+        plgpu.barrier_arrive(barriers.at[i])
+
+    # A copy of 64 rows takes as long as one of 128.
+    follow = (part.rows.start == first.rows.start + n * size for n, part in enumerate(parts))
+    cond(
+        functools.reduce(jnp.logical_and, follow),
+        lambda: whole.load(buffer, barriers, i),
+        load_each,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,26 +41,35 @@ def _count(x: Any) -> np.ndarray:
     return np.arange(x.shape[-1], dtype=np.int32).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
+# Of the blocks that are visited without parts; parts that are no neighbours take two copies.
+WORTH_PARTS = 0.98
+
+
 class Visits(NamedTuple):
     """The blocks that each tile visits: full ones first, then those that the mask cuts.
 
     A tile that sees nothing visits one block nevertheless, as one that is cut.
+
+    A block may have parts, each with an entry in a list: those that follow each other there are a block. So
+    it is full if all its parts are, and the last that a tile visits may have some that it does not see.
     """
 
     counts: Any  # int32 [B | 1, heads | 1, tiles]: blocks, and full ones from `FULL_BIT` on
-    lists: Any  # int32 [B | 1, heads | 1, tiles, blocks], which: see `block`
+    lists: Any  # int32 [B | 1, heads | 1, tiles, blocks parts], which: see `block`
 
     @classmethod
-    def of(cls, classes: Any) -> "Visits":
-        """From the classes of tiles, `[B | 1, heads | 1, tiles, blocks]`."""
+    def of(cls, classes: Any, parts: int = 1) -> "Visits":
+        """From the classes of tiles, `[B | 1, heads | 1, tiles, blocks parts]`."""
+        assert classes.shape[-1] % parts == 0
         if module_of(classes) is jnp:
-            return cls(*listing.list_blocks(classes))
+            return cls(*listing.list_blocks(classes, parts))
         assert EMPTY < PARTIAL < FULL
         rank = np.int32(FULL) - classes
         lists = np.sort(rank * np.int32(MOST + 1) + _count(classes), -1)
         full = np.sum(classes == FULL, -1, dtype=np.int32)
         visited = np.maximum(np.sum(classes != EMPTY, -1, dtype=np.int32), np.int32(1))
-        return cls(visited + full * np.int32(1 << FULL_BIT), lists)
+        visited = (visited + np.int32(parts - 1)) // np.int32(parts)
+        return cls(visited + full // np.int32(parts) * np.int32(1 << FULL_BIT), lists)
 
     def claim(self, batch: int, heads: int, hands: int) -> Claims:
         """Tile t of head h of batch entry b has the number (b heads + h) tiles + t.
@@ -136,6 +145,23 @@ def costs(counts: np.ndarray) -> np.ndarray:
     """Of tiles. Their beginnings and ends cost about as much as a block, and the mask half as much."""
     visited, cut = decode(counts)
     return visited + 0.5 * cut + 1.0
+
+
+def in_whole_blocks(classes: Any, parts: int) -> Any:
+    """With empty parts at the end, if blocks of so many were not whole."""
+    missing = -classes.shape[-1] % parts
+    return module_of(classes).pad(classes, [(0, 0)] * (classes.ndim - 1) + [(0, missing)])
+
+
+def are_fewer(of_parts: Any, classes: Any, parts: int) -> bool:
+    """Whether tiles visit fewer blocks by the classes of so many parts of each than by those of blocks. Of what
+    only the device knows, they may."""
+    if module_of(classes) is jnp:
+        return True
+    by_parts, whole = (
+        np.sum(decode(Visits.of(*x).counts)[0]) for x in ((of_parts, parts), (classes, 1))
+    )
+    return bool(by_parts < WORTH_PARTS * whole)
 
 
 def cut_last(classes: Any) -> Any:

@@ -168,6 +168,18 @@ def grid(case: Case) -> tuple[Any, np.ndarray]:
 
 
 @fa.mask_fn
+def _scattered(q: Any, k: Any) -> Any:
+    return ((q.index // 64 * 3 + k.index // 64) % 5 == 0) | ((q.index - k.index) % 150 == 149)
+
+
+def scattered(case: Case) -> tuple[Any, np.ndarray]:
+    """Blocks of 64 keys that are not neighbours."""
+    q, k = positions(case)
+    dense = ((q // 64 * 3 + k // 64) % 5 == 0) | ((q - k) % 150 == 149)
+    return _scattered, everywhere(case, dense)
+
+
+@fa.mask_fn
 def _clusters(q: Any, k: Any) -> Any:
     return (q.cluster == k.cluster) & (q.place >= k.place)
 
@@ -300,6 +312,11 @@ MASKED = [
     Case("holes_hv_smaller", 2, 139, 261, 2, 1, 192, 128, dtype=f16, mask=holes),
     Case("rising_holes_h64", 1, 130, 260, 1, 1, 64, mask=holes, rise=7),
     *(Case(f"grid_h{h}", 2, 300, 300, 4, 2, h, mask=grid, asks_first=True) for h in (64, 128, 256)),
+    *(
+        Case(f"scattered_h{h}", 1, 200, 460, 2, 1, h, mask=scattered, asks_first=True)
+        for h in (64, 128)
+    ),
+    Case("rising_scattered_h128", 1, 130, 460, 2, 1, 128, mask=scattered, asks_first=True, rise=7),
     Case("grid_h96", 2, 200, 331, 2, 1, 96, dtype=f16, mask=grid, asks_first=True),
     Case("grid_hv_smaller", 1, 139, 139, 2, 2, 192, 128, mask=grid, asks_first=True),
     *(

@@ -33,7 +33,7 @@ class LoadTask(gpu_callbacks.AsyncCopyGmemToSmemTask):
 
 
 class _LoadRowsTask(LoadTask):
-    """One of `tma.Rows`: the thread's next arrival at a barrier brings it."""
+    """One of `tma.Rows`: the thread's next arrival at a barrier brings it, with those before."""
 
     def __init__(self, *where: Any, clock: Any):
         gpu_callbacks.AsyncCopyTask.__init__(self, *where)
@@ -41,7 +41,10 @@ class _LoadRowsTask(LoadTask):
 
     def post_write(self, tma_thread_id: int, memory: shared.Memory) -> None:
         if memory.detect_races:
-            shared.current.landing[self.thread] = self.clock.copy()
+            landed = self.clock.copy()
+            if (before := shared.current.landing.get(self.thread)) is not None:
+                landed.update(before)
+            shared.current.landing[self.thread] = landed
 
 
 class _ReduceTask(gpu_callbacks.AsyncCopySmemToGmemTask):

@@ -39,7 +39,7 @@ class Run:
 
     barrier_timeout: float
     races: list[str] = dataclasses.field(default_factory=list)
-    # of a load by inline code, until its thread arrives at the barrier that says it is there
+    # of loads by inline code, until their thread arrives at the barrier that says they are there
     landing: dict[Thread, Clock] = dataclasses.field(default_factory=dict)
     # (row, how many additions come before, how many there were) of each that has its turn
     added: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
