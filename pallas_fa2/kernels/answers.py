@@ -185,7 +185,7 @@ class _Asking:
     def data(self) -> TokenData:
         # (Blocks of parts are keys, and the last ones may lie past the end.)
         block_q, block_kv = self.tile[0], self.tile[1] * self.parts
-        return self.given._replace(pairs=self.given.plain).with_places(block_q, block_kv)
+        return self.given._replace(pairs=self.given.plain).alone(block_q, block_kv)
 
     @property
     def answers(self) -> jax.ShapeDtypeStruct:
@@ -272,7 +272,7 @@ def _hidden(
             index = mosaic.index(shape, 0, number)
         else:
             index = ptx.column_numbers(count, number)
-        return Side.load(axis, index, tokens, visible.rows(name))
+        return Side.load(axis, index, tokens, visible.rows(name), first=0)
 
     names = ("q", "k") if q_axis == 0 else ("k", "q")
     rows = side(names[0], 0, first[0])

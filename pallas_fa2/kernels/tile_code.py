@@ -50,13 +50,18 @@ class Side:
 
     @classmethod
     def load(
-        cls, axis: int, index: jax.Array | None, data: Any, sources: Iterable[Source]
+        cls,
+        axis: int,
+        index: jax.Array | None,
+        data: Any,
+        sources: Iterable[Source],
+        first: int = 1,
     ) -> "Side":
-        """`data` is `[1 + rows, tokens]`, of 32 bits each."""
+        """`data` is `[first + rows, tokens]`, of 32 bits each."""
 
         def row(source: Source) -> jax.Array:
             assert source.place is not None
-            bits = data.at[source.place + 1]
+            bits = data.at[first + source.place]
             if source.dtype == "bool":
                 return mosaic.load_row(axis, bits, jnp.int32) != 0
             narrow = source.dtype in pointwise.NARROW

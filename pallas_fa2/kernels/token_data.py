@@ -75,15 +75,26 @@ class TokenData(NamedTuple):
 
     def with_places(self, block_q: int, block_kv: int) -> "TokenData":
         """With the tokens' places as the first row; up to whole tiles, where all other data are 0."""
-
-        def widen(x: jax.Array, block: int) -> Any:
-            x = _pad_last(x, block)
-            place = np.zeros((x.shape[0], 1, 1), np.int32) + np.arange(x.shape[2], dtype=np.int32)
-            return jnp.concatenate([place, x], 1) if x.shape[1] else place
-
         row_keys = None if self.row_keys is None else _pad_last(self.row_keys, block_q)
-        q, k = widen(self.q, block_q), widen(self.k, block_kv)
+        q, k = (
+            jnp.concatenate([_places(x), x], 1) if x.shape[1] else _places(x)
+            for x in (_pad_last(self.q, block_q), _pad_last(self.k, block_kv))
+        )
         return self._replace(q=q, k=k, row_keys=row_keys, plain=())
+
+    def alone(self, block_q: int, block_kv: int) -> "TokenData":
+        """Up to whole tiles, without the tokens' places: what is one row is not copied. (Places stand for no
+        rows, as an empty array is no memory for a kernel.)"""
+        q, k = (
+            x if x.shape[1] else _places(x)
+            for x in (_pad_last(self.q, block_q), _pad_last(self.k, block_kv))
+        )
+        return self._replace(q=q, k=k, row_keys=None, plain=())
+
+
+def _places(x: jax.Array) -> Any:
+    """`[B, 1, tokens]`"""
+    return np.zeros((x.shape[0], 1, 1), np.int32) + np.arange(x.shape[2], dtype=np.int32)
 
 
 def _pad_last(x: jax.Array, multiple: int) -> jax.Array:
