@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.shapes import DOCUMENTS
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
-from pallas_fa2.kernels import listing, tiles, visits
+from pallas_fa2.kernels import ordering, tiles, visits
 from pallas_fa2.kernels.backward_config import Config
 from pallas_fa2.kernels.backward_schedule import Schedule
 from pallas_fa2.kernels.mosaic import Problem
@@ -63,7 +63,7 @@ def test_every_tile_is_taken_once_with_its_counts(
     each, heads, hands, on_device, compares, monkeypatch
 ):
     if not compares:
-        monkeypatch.setattr(listing, "MOST_COMPARED", 0)
+        monkeypatch.setattr(ordering, "MOST_COMPARED", 0)
     batch, tiles = 2, 7
     classes = random_classes(batch, each, tiles, 4)
 

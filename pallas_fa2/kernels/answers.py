@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
-from pallas_fa2.kernels import listing, mosaic, ptx, tma, visits
-from pallas_fa2.kernels.listing import LANES, WARPS
+from pallas_fa2.kernels import lanes, mosaic, ptx, tma, visits
+from pallas_fa2.kernels.lanes import LANES, WARPS
 from pallas_fa2.kernels.mosaic import I32, Problem
 from pallas_fa2.kernels.pair_tile import Booleans, PairTile
 from pallas_fa2.kernels.tile_code import COLUMNS_AT_ONCE, Pair, Side, Source
@@ -120,16 +120,16 @@ def ask_all(
             hidden = functools.reduce(jnp.bitwise_or, words) != 0
             seen = functools.reduce(jnp.bitwise_and, words) != -1
             flags_of = (jnp.where(x, I32(y), I32(0)) for x, y in ((hidden, HIDDEN), (seen, SEEN)))
-            lanes = listing.sum_of_lanes(functools.reduce(jnp.add, flags_of))
+            found_by = lanes.sum_of_lanes(functools.reduce(jnp.add, flags_of))
             place = entry
             for size, n in zip(
                 asking.answers.shape[1:4], (row, number, asking.warpgroup), strict=True
             ):
                 place = place * size + n
-            thread = listing.thread_numbers()
-            place = place * WARPS + mosaic.div(thread, listing.LANES)
-            first = mosaic.rem(thread, listing.LANES) == 0
-            listing.scatter(flags, jnp.where(first, place, flags.shape[0]), lanes)
+            thread = lanes.thread_numbers()
+            place = place * WARPS + mosaic.div(thread, LANES)
+            first = mosaic.rem(thread, LANES) == 0
+            lanes.scatter(flags, jnp.where(first, place, flags.shape[0]), found_by)
 
         asking.each(asking.counts[2], lambda place: place, block)
 

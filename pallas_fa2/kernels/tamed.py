@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import listing, mosaic, ptx, tma
+from pallas_fa2.kernels import lanes, mosaic, ptx, tma
 from pallas_fa2.kernels.branches import when
 from pallas_fa2.kernels.mosaic import I32, ROWS_PER_WARPGROUP, TILE
 from pallas_fa2.kernels.tma import Instead, Rows
@@ -109,9 +109,9 @@ class Copies:
         ]
 
     def tell(self, outputs: Sequence[Any], cta: Any, wild: Any) -> None:
-        thread = listing.thread_numbers()
+        thread = lanes.thread_numbers()
         place = jnp.where(thread == 0, cta, math.prod(self.grid))
-        listing.scatter(outputs[-1], place, 0 * thread + wild)
+        lanes.scatter(outputs[-1], place, 0 * thread + wild)
 
     def write(self, outputs: Sequence[Any], cta: Any, tiles: Sequence[Any], found: Any) -> None:
         for tile, part in zip(tiles, self.parts, strict=True):

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
-from pallas_fa2.kernels import listing
-from pallas_fa2.kernels.listing import FULL_BIT, LONG, MOST, module_of
+from pallas_fa2.kernels import listing, ordering
+from pallas_fa2.kernels.listing import FULL_BIT, MOST
+from pallas_fa2.kernels.ordering import LONG, module_of
 from pallas_fa2.kernels.tiles import Claims, Dealt
 
 
@@ -75,7 +76,7 @@ class Visits(NamedTuple):
         """Tile t of head h of batch entry b has the number (b heads + h) tiles + t.
 
         Heads follow each other, and their tiles, as neighbours share data; but long ones and those of the last
-        heads come sooner, so that all CTAs are done together: see `listing.Order`. (On the device, more than
+        heads come sooner, so that all CTAs are done together: see `ordering.Order`. (On the device, more than
         `MOST_COMPARED` stay where they are.)
         """
         tiles = self.counts.shape[-1]
@@ -83,12 +84,12 @@ class Visits(NamedTuple):
         if isinstance(self.counts, np.ndarray):
             entries = in_order(self.counts, batch, heads, hands)
             return Claims.of(entries[:, 0], entries[:, 1], hands)
-        if listing.of_entries(self.counts, batch).size > listing.MOST_COMPARED:
+        if ordering.of_entries(self.counts, batch).size > ordering.MOST_COMPARED:
             numbers = np.arange(batch * heads * tiles, dtype=np.int32)
             counts = jnp.broadcast_to(self.counts, (batch, heads, tiles))
             return Claims.of(numbers, counts.reshape(-1), hands)
         front = Claims.in_front(hands)
-        return Claims(listing.in_order(self.counts, batch, heads, hands, front), hands)
+        return Claims(ordering.in_order(self.counts, batch, heads, hands, front), hands)
 
     def deal(self, batch: int, heads: int, section: int, hands: int) -> Dealt | Claims:
         """As `claim`; but known tiles are dealt.
@@ -117,9 +118,9 @@ class Visits(NamedTuple):
 
 
 def in_order(counts: np.ndarray, batch: int, heads: int, hands: int) -> np.ndarray:
-    """The entries of `listing.in_order`, on the host."""
-    counts = listing.of_entries(counts, batch)
-    order = listing.Order.of(counts, batch, heads, hands)
+    """The entries of `ordering.in_order`, on the host."""
+    counts = ordering.of_entries(counts, batch)
+    order = ordering.Order.of(counts, batch, heads, hands)
     shape = batch, heads, order.tiles
     known = np.broadcast_to(np.arange(counts.size).reshape(counts.shape), shape).reshape(-1)
     numbers, counts = np.arange(known.size), counts.reshape(-1)

@@ -1,4 +1,4 @@
-"""What the library's inline code means, by its name: `ptx`, `fragments`, `pair_tile`, `listing`."""
+"""What the library's inline code means, by its name: `ptx`, `fragments`, `pair_tile`, `lanes`, `listing`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_fa2.kernels import dropout, listing
+from pallas_fa2.kernels import dropout, lanes
 
 
 def _columns(tile: jax.Array) -> jax.Array:
@@ -107,7 +107,7 @@ def _hide_outside(s, *bounds_and_names):
 
 
 def _by_warps(x):
-    return x.reshape(-1, listing.LANES)
+    return x.reshape(-1, lanes.LANES)
 
 
 def _sum_of_lanes_before(x):
@@ -130,8 +130,8 @@ INLINE: dict[str, Callable[..., Any]] = {
     "_turn_sync": lambda _: None,
     "_turn_arrive": lambda _: None,
     "column_numbers": lambda start, count: start + jnp.arange(int(count), dtype="int32"),
-    "_thread_numbers": lambda: jnp.arange(listing.THREADS, dtype="int32"),
-    "_sum_of_lanes": lambda x: jnp.repeat(_by_warps(x).sum(1), listing.LANES),
+    "_thread_numbers": lambda: jnp.arange(lanes.THREADS, dtype="int32"),
+    "_sum_of_lanes": lambda x: jnp.repeat(_by_warps(x).sum(1), lanes.LANES),
     "_sum_of_lanes_before": _sum_of_lanes_before,
     "negate_dropped": _negate_dropped,
     "hidden_bits": _hidden_bits,

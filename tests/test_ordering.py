@@ -1,0 +1,107 @@
+"""The order of tiles: what the kernel counts is what the host sorts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_fa2.kernels import listing, ordering, visits
+from pallas_fa2.kernels.visits import Visits
+from tests.support import compile_gate, interpreter
+
+# The shape of counts; batch, heads, CTAs, rows before.
+ORDERS = [
+    ((1, 1, 1), (1, 1, 1, 0)),
+    ((1, 1, 7), (2, 4, 3, 5)),
+    ((2, 1, 9), (2, 4, 8, 0)),
+    ((1, 4, 9), (2, 4, 9, 600)),
+    ((2, 4, 40), (2, 4, 30, 3)),
+    ((2, 4, 40), (2, 4, 132, 3)),
+    ((2, 3, 5), (2, 3, 5, 1)),
+    ((3, 1, 16), (3, 4, 12, 0)),
+    ((1, 1, 3), (6, 20, 100, 0)),
+    ((1, 1, 600), (1, 2, 132, 0)),  # more tiles than a loop's turn compares
+]
+
+
+def on_device(function, x):
+    return jax.tree.map(np.asarray, interpreter.run(function, x))
+
+
+def random_counts(shape):
+    """As many tiles are as long as others, for shorter ones have more full blocks."""
+    visited = np.random.default_rng(0).integers(1, 6, shape).astype(np.int32)
+    return visited + ((6 - visited) << listing.FULL_BIT)
+
+
+@pytest.mark.parametrize("shape, where", ORDERS)
+def test_tiles_are_ordered_as_on_the_host(shape, where):
+    *of_what, before = where
+    counts = random_counts(shape)
+    got = on_device(lambda x: ordering.in_order(x, *where), counts)
+    entries = visits.in_order(counts, *of_what)
+    rows = [np.full((before, 2), -1), entries, [(len(entries), 0)]]
+    np.testing.assert_array_equal(got, np.concatenate(rows))
+
+
+@pytest.mark.parametrize(
+    "shape, where", [((1, 1, 16), (1, 16, 132, 5)), ((1, 16, 16), (1, 16, 132, 0)),
+                     ((2, 4, 40), (2, 4, 30, 3))]
+)  # fmt: skip
+def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
+    """Mosaic compares without a sign what `where` takes of two constants, so no number may be negative."""
+    compared = []
+
+    def unsigned(self, eqn, token, values):
+        if all(x.dtype != jnp.int32 or jnp.ndim(x) == 0 for x in values):
+            return interpreter._Interpreter._upstream(self, eqn, token, values)
+        compared.append(eqn.primitive)
+        x, y = (lax.bitcast_convert_type(jnp.int32(x), jnp.uint32) for x in values)
+        out = eqn.primitive.bind(*jnp.broadcast_arrays(x, y))
+        return token, [out if out.dtype == bool else lax.bitcast_convert_type(out, jnp.int32)]
+
+    for primitive in (lax.lt_p, lax.le_p, lax.gt_p, lax.ge_p, lax.max_p, lax.min_p):
+        monkeypatch.setitem(interpreter._RULES, primitive, unsigned)
+    counts = np.random.default_rng(1).integers(1, 60, shape).astype(np.int32)
+    counts[..., 3] = 500
+    got = on_device(lambda x: ordering.in_order(x, *where), counts)
+    np.testing.assert_array_equal(got[where[-1] : -1], visits.in_order(counts, *where[:-1]))
+    assert compared
+
+
+# Of three heads: what the tiles of each visit, and the numbers of tiles in the order in which two CTAs take them.
+@pytest.mark.parametrize(
+    "counts, numbers",
+    [
+        # Of 30, each has 15: no tile is taken earlier than its head but those of the last head, the longest first.
+        ([[1, 2, 3, 4]], [0, 1, 2, 3, 4, 5, 6, 7, 11, 10, 9, 8]),
+        # A tile of 8 of 18 waits for the first head alone, of three that last equally long: 1.5 times 8 before 18.
+        ([[1, 8, 1, 2]], [0, 1, 2, 3, 5, 9, 4, 6, 7, 11, 8, 10]),
+        # Where each head has its own, tiles of more than a quarter of 9 come first.
+        ([[1, 2], [1, 5], [4, 5]], [3, 5, 4, 0, 1, 2]),
+    ],
+)
+def test_tiles_come_with_their_heads_or_as_early_as_they_must(counts, numbers):
+    counts = np.array([counts], np.int32)
+    found = on_device(lambda x: ordering.in_order(x, 1, 3, 2, 0), counts)
+    assert found[:, 0].tolist() == [*numbers, len(numbers)]
+
+
+# A few documents, 131072 tokens, the heads of a group as one row, and the longest there can be.
+@pytest.mark.parametrize("shape", [(1, 1, 128, 128), (1, 1, 512, 1024), (2, 4, 64, 8192),
+                                   (1, 1, 1, listing.MOST)])  # fmt: skip
+def test_two_kernels_and_nothing_else(shape):
+    def plan(classes):
+        seen = Visits.of(classes)
+        return seen.lists, ordering.in_order(seen.counts, 2, 16, 132, 1000)
+
+    classes = jax.ShapeDtypeStruct(shape, jnp.int32)
+    reports = compile_gate.compile_for_h200(plan, classes)
+    assert {report.name for report in reports} == {"list_blocks", "order_tiles"}
+    for report in reports:
+        compile_gate.assert_clean(report)
+        # 8 CTAs of a multiprocessor, which hide each other's loads; of those that order, all there can be.
+        assert report.registers <= (64 if report.name == "list_blocks" else 128)
+    hlo = compile_gate.hlo_for_h200(plan, classes)
+    assert " sort(" not in hlo and " fusion(" not in hlo
