@@ -287,6 +287,22 @@ def test_whose_blocks_of_keys_have_parts(mask, options, tile, parts):
         assert Extras.of(*common).parts == 1
 
 
+def test_a_launch_of_few_heads_that_does_not_ask_has_no_parts():
+    """As of one device of many. What its tiles visit is known by its blocks then."""
+    spec, operands = described(SCATTERED)
+    common = spec, trim(spec), operands, 128, 128
+    with asking_first():
+        extras = Extras.of(*common, may_have_parts=True)
+    assert extras.parts == 2
+    of_launch = extras.survey(problem_of(extras), extras.traced, (128, 128), 0)
+    assert not of_launch.problem.asked and of_launch.problem.parts == 1
+    assert of_launch.answers is None and of_launch.data is not None
+    whole = Extras.of(*common)
+    classes = whole.classes_of(whole.traced)
+    np.testing.assert_array_equal(of_launch.classes, classes)
+    np.testing.assert_array_equal(of_launch.seen.counts, Visits.of(classes).counts)
+
+
 def test_answers_take_no_more_memory_than_queries():
     """Of each entry 200 x heads x 8 x 2 bytes, and 200 x 330 bits."""
     for heads, asked in ((2, False), (3, True)):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,6 +51,24 @@ def test_parts_are_fewer_where_they_need_not_be_neighbours():
     assert visits.are_fewer(visits.in_whole_blocks(classes, 2), whole, 2)
     assert not visits.are_fewer(np.full_like(classes, PARTIAL), whole, 2)
     assert visits.are_fewer(jnp.asarray(classes), jnp.asarray(whole), 2)
+    assert not visits.are_fewer(jnp.asarray(classes[..., :2]), jnp.asarray(whole[..., :1]), 2)
+
+
+def test_as_many_parts_as_a_list_may_have():
+    blocks = visits.MOST // 2 + 1  # of two parts, one more than it may have
+    of_parts, whole = (jax.ShapeDtypeStruct((1, 1, 1, n), jnp.int32) for n in (2 * blocks, blocks))
+    assert not visits.are_fewer(of_parts, whole, 2)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
+def test_a_block_is_as_its_parts_are_if_these_are_alike(convert):
+    classes = [EMPTY, EMPTY, FULL, FULL, PARTIAL, PARTIAL, EMPTY, FULL, FULL, PARTIAL]
+    found = visits.joined(convert(np.array([[classes]], np.int32)), 2)
+    assert found.ravel().tolist() == [EMPTY, FULL, PARTIAL, PARTIAL, PARTIAL]
+
+
+def test_missing_parts_are_empty():
+    classes = np.array([FULL, EMPTY] * 3, np.int32)[None, None, None]
     assert visits.in_whole_blocks(classes[..., :5], 2).ravel().tolist() == [FULL, EMPTY] * 2 + [
         FULL,
         EMPTY,

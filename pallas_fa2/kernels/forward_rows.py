@@ -353,9 +353,9 @@ class RowBlock(RowScores):
 
         def step(t: Any, state: tuple) -> tuple:
             acc, reference, total = state
-            block, part = mosaic.div(t, of_block), mosaic.rem(t, of_block)
-            number = self.arrays.part(self.tile, block, mosaic.div(part, of_entry))
-            within = mosaic.rem(part, of_entry)
+            block, piece = mosaic.div(t, of_block), mosaic.rem(t, of_block)
+            number = self.arrays.part(self.tile, block, mosaic.div(piece, of_entry))
+            within = mosaic.rem(piece, of_entry)
             first_key = number * self.schedule.listed + within * config.repeat_kv
             square, wild = mosaic.accumulator(rows, config.repeat_kv), self.wild_keys(first_key)
             s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key, wild), square)

@@ -184,7 +184,7 @@ class Extras(NamedTuple):
     dropout: TileDropout | None
     classes: np.ndarray | None  # of tiles, [B | 1, N | 1, T tiles, S tiles], if known when traced
     traced: "Traced"
-    parts: int = 1  # that a block of keys has: classes are those of parts, and the mask is asked
+    parts: int = 1  # that a block of keys has where the mask is asked: classes are those of parts
 
     @classmethod
     def of(
@@ -269,8 +269,6 @@ class Extras(NamedTuple):
 
     def asks(self, problem: Problem, classes: Any, tile: tuple[int, int], q_axis: int) -> bool:
         """Whether the mask is asked before the attention."""
-        if self.parts > 1:
-            return True
         if problem.mask.visible.pairs:
             return token_data.is_asked(self.spec)
         return answers.are_worth_it(problem, self.spec.head_dim, classes, tile, q_axis)
@@ -284,24 +282,27 @@ class Extras(NamedTuple):
         """
         if problem.mask is None:
             return Survey(problem, traced.data)
-        classes, found = self.classes_of(traced), None
+        classes, parts, found = self.classes_of(traced), self.parts, None
         seen: Any = None
         assert traced.data is not None
         if classes is None:
             found, classes = answers.ask_all(problem, traced.data, tile, q_axis)
             classes = visits.cut_last(classes) if problem.kv_len % tile[1] else classes
-        asks = found is None and self.asks(problem, classes, tile, q_axis)
+        whole = visits.joined(classes, parts)
+        asks = found is None and self.asks(problem, whole, tile, q_axis)
+        if not asks:  # with the heads of one device, it may not be worth it
+            classes, parts = whole, 1
         if q_axis == 0:
-            seen = visits.Visits.of(classes, self.parts)
+            seen = visits.Visits.of(classes, parts)
         elif asks:
             seen = visits.Visits.of(visits.from_last(classes.swapaxes(2, 3)))
         if asks:
-            listed = tile[0], tile[1] // self.parts
-            found = answers.ask(problem, traced.data, seen, listed, q_axis, self.parts)
+            listed = tile[0], tile[1] // parts
+            found = answers.ask(problem, traced.data, seen, listed, q_axis, parts)
         if found is None:
             return Survey(problem, traced.data, classes, seen)
         data = None if self.score is None and self.dropout is None else traced.data
-        problem = dataclasses.replace(problem, asked=True, parts=self.parts)
+        problem = dataclasses.replace(problem, asked=True, parts=parts)
         return Survey(problem, data, classes, seen, found)
 
 

@@ -128,16 +128,17 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
             return [pl.ds(part * size, size) for part in arrays.block(tile, t)]
 
         def keys(t: Any) -> Any:
-            (whole,) = parts(t)  # nothing that comes with keys is read beside answers
+            (whole,) = parts(t)  # blocks have parts only where nothing else comes with their keys
             return whole
 
+        def rows_of(source: Any, t: Any) -> list[Rows]:
+            return [Rows(source, batch, part, tile.kv_head) for part in parts(t)]
+
         def load_keys(t: Any) -> None:
-            found = [Rows(inputs.k, batch, keys, tile.kv_head) for keys in parts(t)]
-            memory.keys.fill(first_step + t, found)
+            memory.keys.fill(first_step + t, rows_of(inputs.k, t))
 
         def load_values(t: Any) -> None:
-            found = [Rows(inputs.v, batch, keys, tile.kv_head) for keys in parts(t)]
-            memory.values.fill(first_step + t, found)
+            memory.values.fill(first_step + t, rows_of(inputs.v, t))
 
         def rows(g: int) -> Any:
             return pl.ds(tile.first_row + g * config.rows, config.rows)

@@ -1,4 +1,4 @@
-"""The threads of a warpgroup, each with a number of its own, and warps that count in device memory."""
+"""Numbers of which each thread has its own: loads, stores, and sums over a warp."""
 
 from collections.abc import Callable
 from typing import Any

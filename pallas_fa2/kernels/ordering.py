@@ -37,9 +37,9 @@ LONG_AT_END = 1.5
 # With how many tiles a warp compares its own, in 8 turns of `AT_ONCE`. Of more, each CTA has 30 at
 # least, whose order matters little.
 MOST_COMPARED = 4096
-# Of tiles so many differ by their lengths and numbers.
+# All ranks of tiles, by their lengths and numbers, are below it; two bits above are free (`_Warp.urgency`).
 RANKS = 1 << 28
-# How many it has, which follow each other in a row; of heads that are alike so many CTAs write a share each, if there
+# How many tiles a warp has, which follow each other in a row; of heads that are alike so many CTAs write a share each, if there
 # are no more of them.
 TOGETHER, CTAS = 4, 512
 
@@ -219,8 +219,8 @@ class _Warp(NamedTuple):
         return self.sums_of(more_urgent, len(own))
 
     def earlier(self) -> list[Any]:
-        """Where heads share tiles: how many come before one that does not wait for its head, counting those of its
-        own row, in the heads that it waits for."""
+        """Where heads share tiles: how many come before one that does not wait for its head, counting all tiles of the
+        heads that it waits for, also its own in these."""
         order, waits = self.order, self.waits
         own = list(map(self.rank, self.each, self.lengths))
 

@@ -203,7 +203,7 @@ def load_together(parts: list[Rows], buffer: Any, barriers: Any, i: Any) -> None
         plgpu.barrier_arrive(barriers.at[i])
 
     # A copy of 64 rows takes as long as one of 128.
-    follow = (part.rows.start == first.rows.start + n * size for n, part in enumerate(parts))
+    follow = (x.rows.start == first.rows.start + n * size for n, x in enumerate(parts[1:], 1))
     cond(
         functools.reduce(jnp.logical_and, follow),
         lambda: whole.load(buffer, barriers, i),

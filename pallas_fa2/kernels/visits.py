@@ -154,9 +154,20 @@ def in_whole_blocks(classes: Any, parts: int) -> Any:
     return module_of(classes).pad(classes, [(0, 0)] * (classes.ndim - 1) + [(0, missing)])
 
 
+def joined(classes: Any, parts: int) -> Any:
+    """Of blocks, from the classes of their parts."""
+    if parts == 1:
+        return classes
+    of_parts = classes.reshape(*classes.shape[:-1], -1, parts)
+    least, most = of_parts.min(-1), of_parts.max(-1)
+    return module_of(classes).where(least == most, most, np.int32(PARTIAL))
+
+
 def are_fewer(of_parts: Any, classes: Any, parts: int) -> bool:
     """Whether tiles visit fewer blocks by the classes of so many parts of each than by those of blocks. Of what
-    only the device knows, they may."""
+    only the device knows, they may, unless there is one block alone."""
+    if classes.shape[-1] == 1 or of_parts.shape[-1] > MOST:
+        return False
     if module_of(classes) is jnp:
         return True
     by_parts, whole = (
