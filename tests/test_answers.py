@@ -1,5 +1,6 @@
 """What a mask says of tiles that it cuts, asked once for all heads."""
 
+import dataclasses
 import functools
 
 import chex
@@ -45,9 +46,9 @@ UNSEEN = ONE_ENTRY & (lambda q, k: k.index >= 140)
 DENSE = fa.Dense(jax.random.bernoulli(jax.random.key(2), 0.3, (B, 1, T, S)))
 
 
-def described(mask, q_heads=4, dim=64, **options):
+def described(mask, q_heads=4, dim=64, keys=S, **options):
     q = jax.ShapeDtypeStruct((B, T, q_heads, dim), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((B, S, q_heads, dim), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((B, keys, q_heads, dim), jnp.bfloat16)
     return describe(q, k, k, mask=mask, **options)
 
 
@@ -60,9 +61,9 @@ def problem_of(extras):
     return extras.problem(B, extras.spec.q_heads, extras.spec.q_heads)
 
 
-def dense(mask):
-    spec, operands = described(mask)
-    index = jnp.arange(T).reshape(1, 1, 1, T, 1), jnp.arange(S).reshape(1, 1, 1, 1, S)
+def dense(mask, keys=S):
+    spec, operands = described(mask, keys=keys)
+    index = jnp.arange(T).reshape(1, 1, 1, T, 1), jnp.arange(keys).reshape(1, 1, 1, 1, keys)
     return np.asarray(spec.mask.on_tile(*index, operands.mask))[:, 0, 0]
 
 
@@ -113,25 +114,23 @@ def test_answers_are_those_of_the_mask(mask, q_axis, tile):
     check(found, mask, classes, tile, q_axis)
 
 
-@pytest.mark.parametrize("mask", [GRID, ONE_ENTRY], ids=["grid", "one entry"])
-@pytest.mark.parametrize("keys", [S, 300])
+@pytest.mark.parametrize(
+    "mask, keys", [(GRID, S), (GRID_OF_FEWER, 300), (ONE_ENTRY, S), (ONE_ENTRY, 300)]
+)
 def test_of_blocks_in_parts_all_are_asked_that_a_tile_visits_as_cut(mask, keys):
     """Also full ones beside others, and such as nobody sees, or that there are not."""
-    q, k = (jax.ShapeDtypeStruct((B, n, 4, 64), jnp.bfloat16) for n in (T, keys))
-    whole = mask if keys == S or mask is ONE_ENTRY else GRID_OF_FEWER
-    spec, operands = describe(q, k, k, mask=whole)
-    problem = Extras.of(spec, trim(spec), operands, 128, 128).problem(B, 4, 4)
+    spec, operands = described(mask, keys=keys)
+    problem = dataclasses.replace(problem_of(extras_of(mask, keys=keys)), parts=2)
     classes = np.array(bounds.classify_each(spec, operands, 128, 64)[:, 0])
     classes[:, :, 0, 1] = bounds.FULL  # only to be listed so
     seen = Visits.of(visits.in_whole_blocks(classes, 2), 2)
 
     def ask(data, seen):
-        return answers.ask(problem, data, seen, (128, 64), 0, parts=2)
+        return answers.ask(problem, data, seen, (128, 128), 0)
 
     data = token_data.pack(spec, operands, 0)
     found = hidden(interpreter.run(ask, data, Visits(*map(jnp.asarray, seen))))
-    index = jnp.arange(T).reshape(1, 1, 1, T, 1), jnp.arange(keys).reshape(1, 1, 1, 1, keys)
-    sees = np.asarray(spec.mask.on_tile(*index, operands.mask))[:, 0, 0]
+    sees = dense(mask, keys)
     padding = [(0, 0), (0, -T % 128), (0, -keys % 128)]
     expected = ~np.pad(np.broadcast_to(sees, (len(sees), T, keys)), padding)
     visited, cut = visits.decode(seen.counts)

@@ -25,10 +25,6 @@ ORDERS = [
 ]
 
 
-def on_device(function, x):
-    return jax.tree.map(np.asarray, interpreter.run(function, x))
-
-
 def random_counts(shape):
     """As many tiles are as long as others, for shorter ones have more full blocks."""
     visited = np.random.default_rng(0).integers(1, 6, shape).astype(np.int32)
@@ -39,7 +35,7 @@ def random_counts(shape):
 def test_tiles_are_ordered_as_on_the_host(shape, where):
     *of_what, before = where
     counts = random_counts(shape)
-    got = on_device(lambda x: ordering.in_order(x, *where), counts)
+    got = interpreter.run(lambda x: ordering.in_order(x, *where), counts)
     entries = visits.in_order(counts, *of_what)
     rows = [np.full((before, 2), -1), entries, [(len(entries), 0)]]
     np.testing.assert_array_equal(got, np.concatenate(rows))
@@ -65,7 +61,7 @@ def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
         monkeypatch.setitem(interpreter._RULES, primitive, unsigned)
     counts = np.random.default_rng(1).integers(1, 60, shape).astype(np.int32)
     counts[..., 3] = 500
-    got = on_device(lambda x: ordering.in_order(x, *where), counts)
+    got = interpreter.run(lambda x: ordering.in_order(x, *where), counts)
     np.testing.assert_array_equal(got[where[-1] : -1], visits.in_order(counts, *where[:-1]))
     assert compared
 
@@ -84,7 +80,7 @@ def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
 )
 def test_tiles_come_with_their_heads_or_as_early_as_they_must(counts, numbers):
     counts = np.array([counts], np.int32)
-    found = on_device(lambda x: ordering.in_order(x, 1, 3, 2, 0), counts)
+    found = interpreter.run(lambda x: ordering.in_order(x, 1, 3, 2, 0), counts)
     assert found[:, 0].tolist() == [*numbers, len(numbers)]
 
 

@@ -109,7 +109,7 @@ def together(x: jax.Array, tiles: jax.Array) -> jax.Array:
         (source, tiles, target), (buffer, barriers) = refs, memory
         pair = lax.axis_index("cta")
         parts = [Rows(source, 0, pl.ds(tiles[pair, i] * TILE, TILE), 0) for i in range(2)]
-        tma.load_together(parts, buffer, barriers, 1)
+        tma.Together(parts).load(buffer, barriers, 1)
         plgpu.barrier_wait(barriers.at[1])
         Rows(target, pair, pl.ds(0, 2 * TILE), 0).store(buffer)
         plgpu.commit_smem_to_gmem_group()

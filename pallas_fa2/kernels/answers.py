@@ -64,27 +64,21 @@ def are_worth_it(
 
 
 def ask(
-    problem: Problem,
-    data: TokenData,
-    seen: Visits,
-    tile: tuple[int, int],
-    q_axis: int,
-    parts: int = 1,
+    problem: Problem, data: TokenData, seen: Visits, tile: tuple[int, int], q_axis: int
 ) -> jax.Array:
     """int32 `[B | 1, tiles, blocks, squares of a tile's rows, of its columns, 128]`, of blocks that are cut.
 
     A block is found by its number. Of the tile, which has so many queries and keys, a row is a query if `q_axis`
     is 0, else a key. `seen` is what each row of tiles visits; where they are keys, its lists are
-    `visits.from_last`. Where blocks have `parts` there, each of these is found by its number, and is as wide as
-    a tile here.
+    `visits.from_last`. Where the problem's blocks of keys have parts, each of these is one here.
     """
     batch, _, tiles, blocks = seen.lists.shape
-    asking = _Asking(problem, data, tile, q_axis, (batch, tiles, blocks), parts)
+    asking = _Asking(problem, data, tile, q_axis, (batch, tiles, blocks))
 
     def run(refs: tuple, _: Any) -> None:
         counts, lists, data, answers = jax.tree.unflatten(tree, refs)
         entry, row, _ = asking.axes
-        visited, cut = (x * parts for x in visits.decode(counts[entry, 0, row]))
+        visited, cut = (x * problem.parts for x in visits.decode(counts[entry, 0, row]))
 
         def number(place: Any) -> Any:
             # A share may have no block; it reads an entry nevertheless.
@@ -120,7 +114,7 @@ def ask_all(
             hidden = functools.reduce(jnp.bitwise_or, words) != 0
             seen = functools.reduce(jnp.bitwise_and, words) != -1
             flags_of = (jnp.where(x, I32(y), I32(0)) for x, y in ((hidden, HIDDEN), (seen, SEEN)))
-            found_by = lanes.sum_of_lanes(functools.reduce(jnp.add, flags_of))
+            found = lanes.sum_of_lanes(functools.reduce(jnp.add, flags_of))
             place = entry
             for size, n in zip(
                 asking.answers.shape[1:4], (row, number, asking.warpgroup), strict=True
@@ -129,7 +123,7 @@ def ask_all(
             thread = lanes.thread_numbers()
             place = place * WARPS + mosaic.div(thread, LANES)
             first = mosaic.rem(thread, LANES) == 0
-            lanes.scatter(flags, jnp.where(first, place, flags.shape[0]), found_by)
+            lanes.scatter(flags, jnp.where(first, place, flags.shape[0]), found)
 
         asking.each(asking.counts[2], lambda place: place, block)
 
@@ -169,12 +163,11 @@ class _Asking:
     tile: tuple[int, int]  # queries and keys
     q_axis: int
     counts: tuple[int, int, int]  # batch entries, tiles, and blocks (or parts) that each may visit
-    parts: int = 1  # of a block, each as wide as a tile
 
     @property
     def squares(self) -> tuple[int, int]:
         rows, columns = _rows_first(self.tile, self.q_axis)
-        return rows // SQUARE, columns // SQUARE
+        return rows // SQUARE, columns // (SQUARE * self.problem.parts)
 
     @property
     def shares(self) -> int:
@@ -183,9 +176,7 @@ class _Asking:
 
     @functools.cached_property
     def data(self) -> TokenData:
-        # (Blocks of parts are keys, and the last ones may lie past the end.)
-        block_q, block_kv = self.tile[0], self.tile[1] * self.parts
-        return self.given._replace(pairs=self.given.plain).alone(block_q, block_kv)
+        return self.given._replace(pairs=self.given.plain).alone(*self.tile)
 
     @property
     def answers(self) -> jax.ShapeDtypeStruct:
@@ -223,8 +214,7 @@ class _Asking:
         problem, q_axis, squares = self.problem, self.q_axis, self.squares
         entry, row, _ = self.axes
         # Keys past the end are hidden where they are columns; where they are rows, theirs are cut off.
-        ends_within = problem.kv_len % (self.tile[1] * self.parts) != 0
-        k_end = problem.kv_len if q_axis == 0 and ends_within else None
+        k_end = problem.kv_len if q_axis == 0 and problem.kv_len % self.tile[1] else None
         found, words = answers.at[entry, row, number, self.warpgroup], []
         for j in range(squares[1]):
             squares_before = row * squares[0] + self.warpgroup, number * squares[1] + j

@@ -282,28 +282,28 @@ class Extras(NamedTuple):
         """
         if problem.mask is None:
             return Survey(problem, traced.data)
-        classes, parts, found = self.classes_of(traced), self.parts, None
+        classes, found = self.classes_of(traced), None
         seen: Any = None
         assert traced.data is not None
         if classes is None:
             found, classes = answers.ask_all(problem, traced.data, tile, q_axis)
             classes = visits.cut_last(classes) if problem.kv_len % tile[1] else classes
-        whole = visits.joined(classes, parts)
+        whole = visits.joined(classes, self.parts)
         asks = found is None and self.asks(problem, whole, tile, q_axis)
-        if not asks:  # with the heads of one device, it may not be worth it
-            classes, parts = whole, 1
+        if asks:
+            problem = dataclasses.replace(problem, parts=self.parts)
+        else:  # with the heads of one device, it may not be worth it
+            classes = whole
         if q_axis == 0:
-            seen = visits.Visits.of(classes, parts)
+            seen = visits.Visits.of(classes, problem.parts)
         elif asks:
             seen = visits.Visits.of(visits.from_last(classes.swapaxes(2, 3)))
         if asks:
-            listed = tile[0], tile[1] // parts
-            found = answers.ask(problem, traced.data, seen, listed, q_axis, parts)
+            found = answers.ask(problem, traced.data, seen, tile, q_axis)
         if found is None:
             return Survey(problem, traced.data, classes, seen)
         data = None if self.score is None and self.dropout is None else traced.data
-        problem = dataclasses.replace(problem, asked=True, parts=parts)
-        return Survey(problem, data, classes, seen, found)
+        return Survey(dataclasses.replace(problem, asked=True), data, classes, seen, found)
 
 
 class Traced(NamedTuple):

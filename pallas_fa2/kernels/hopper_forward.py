@@ -31,7 +31,7 @@ from pallas_fa2.kernels.forward_schedule import Config, Schedule, Tile
 from pallas_fa2.kernels.mosaic import I32, TILE, Problem
 from pallas_fa2.kernels.ptx import Turns
 from pallas_fa2.kernels.tiles import Claims, Dealt, each_tile, launch
-from pallas_fa2.kernels.tma import Rows
+from pallas_fa2.kernels.tma import Rows, Together
 from pallas_fa2.kernels.token_data import TokenData, stored
 from pallas_fa2.kernels.visits import Visits
 
@@ -131,8 +131,8 @@ def _load(schedule: Schedule, arrays: Arrays, memory: Memory) -> None:
             (whole,) = parts(t)  # blocks have parts only where nothing else comes with their keys
             return whole
 
-        def rows_of(source: Any, t: Any) -> list[Rows]:
-            return [Rows(source, batch, part, tile.kv_head) for part in parts(t)]
+        def rows_of(source: Any, t: Any) -> Together:
+            return Together([Rows(source, batch, part, tile.kv_head) for part in parts(t)])
 
         def load_keys(t: Any) -> None:
             memory.keys.fill(first_step + t, rows_of(inputs.k, t))

@@ -14,17 +14,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
-from pallas_fa2.kernels import mosaic
-from pallas_fa2.kernels.lanes import (
-    LANES,
-    WARPS,
-    gather,
-    scatter,
-    strides,
-    sum_of_lanes,
-    thread_numbers,
-    word,
-)
+from pallas_fa2.kernels import lanes, mosaic
+from pallas_fa2.kernels.lanes import LANES, WARPS
 from pallas_fa2.kernels.mosaic import I32, div, rem
 from pallas_fa2.kernels.ptx import EACH, NUMBERS, own
 
@@ -51,14 +42,14 @@ def list_blocks(classes: jax.Array, parts: int = 1) -> tuple[jax.Array, jax.Arra
 
     def run(refs: tuple, _: Any) -> None:
         classes, counts, lists = refs
-        row, thread = lax.axis_index("cta"), thread_numbers()
+        row, thread = lax.axis_index("cta"), lanes.thread_numbers()
         classes, found = classes.at[row], lists.at[row]
         lane, first = rem(thread, LANES), div(thread, LANES) * quarter
         end = jnp.minimum(first + quarter, blocks)
 
         def seen(columns: list[Any]) -> list[Any]:
             """1 in the half of its class, of each block that is visited."""
-            found = [gather(classes, column) for column in columns]
+            found = [lanes.gather(classes, column) for column in columns]
             return [jnp.where(x == FULL, 1 << FULL_BIT, x) for x in found]
 
         def count(columns: list[Any], sums: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -71,17 +62,17 @@ def list_blocks(classes: jax.Array, parts: int = 1) -> tuple[jax.Array, jax.Arra
                 cut, full = halves(before + sum_of_lanes_before(x))
                 at = jnp.where(x == 1, all_full + cut, all_full + all_cut + column - full - cut)
                 at = jnp.where(x > 1, full, at)
-                scatter(found, jnp.where(column < end, at, blocks), column)
-                before = before + sum_of_lanes(x)
+                lanes.scatter(found, jnp.where(column < end, at, blocks), column)
+                before = before + lanes.sum_of_lanes(x)
             return before
 
-        sums = strides(blocks, lane, LANES, count, (0 * thread, 0 * thread))
-        total, before = map(sum_of_lanes, sums)
+        sums = lanes.strides(blocks, lane, LANES, count, (0 * thread, 0 * thread))
+        total, before = map(lanes.sum_of_lanes, sums)
         all_cut, all_full = halves(total)
-        strides(quarter, first + lane, LANES, place, before)
+        lanes.strides(quarter, first + lane, LANES, place, before)
         visited = div(jnp.maximum(all_full + all_cut, 1) + (parts - 1), parts)
-        found = visited + (div(all_full, parts) << FULL_BIT)
-        scatter(counts, jnp.where(thread == 0, row, rows), found)
+        count_of_row = visited + (div(all_full, parts) << FULL_BIT)
+        lanes.scatter(counts, jnp.where(thread == 0, row, rows), count_of_row)
 
     out = [jax.ShapeDtypeStruct(shape, I32) for shape in ((rows,), (rows, blocks))]
     kernel = mosaic.launch("list_blocks", run, [], out, {"cta": rows}, 1)
@@ -103,4 +94,4 @@ def _sum_of_lanes_before(_: Any, x: Any) -> Any:
         "and.b32 high, high, below; popc.b32 low, low; popc.b32 high, high; "
         f"shl.b32 high, high, {FULL_BIT}; or.b32 $0, low, high; }}"
     )
-    return word(code, "=r,r", own(x))
+    return lanes.word(code, "=r,r", own(x))

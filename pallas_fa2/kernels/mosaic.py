@@ -255,10 +255,8 @@ class Ring:
         s = self.slot(step)
         for source, buffer in zip(sources, self.buffers, strict=True):
             full = self.first_full + s
-            if isinstance(source, tma.Rows):
+            if isinstance(source, tma.Rows | tma.Together):
                 source.load(buffer.at[s], self.full, full)
-            elif isinstance(source, list):
-                tma.load_together(source, buffer.at[s], self.full, full)
             else:
                 plgpu.copy_gmem_to_smem(source, buffer.at[s], self.full.at[full])
 

@@ -10,17 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa2.kernels import mosaic
-from pallas_fa2.kernels.lanes import (
-    LANES,
-    THREADS,
-    WARPS,
-    gather,
-    scatter,
-    strides,
-    sum_of_lanes,
-    thread_numbers,
-)
+from pallas_fa2.kernels import lanes, mosaic
+from pallas_fa2.kernels.lanes import LANES, THREADS, WARPS
 from pallas_fa2.kernels.listing import MOST, halves
 from pallas_fa2.kernels.mosaic import I32, div, rem
 
@@ -119,7 +110,7 @@ def in_order(counts: jax.Array, batch: int, heads: int, hands: int, before: int)
             for i, (place, number) in enumerate(zip(places, numbers, strict=True)):
                 there = (warp.lane == 0) & (warp.first + i < warp.known)
                 place = jnp.where(there, before + place, size)
-                scatter(entries, place, number, warp.counts[i])
+                lanes.scatter(entries, place, number, warp.counts[i])
 
         def write_copy(turn: Any, earlier: list[Any]) -> list[Any]:
             write(*warp.places_in_head(share + turn * shares, earlier))
@@ -136,10 +127,10 @@ def in_order(counts: jax.Array, batch: int, heads: int, hands: int, before: int)
                 last = jnp.where(rest == before, I32(size - 1), I32(size))
                 place = jnp.where(rest < before, rest, last)
                 values = (jnp.where(rest < before, I32(-1), I32(x)) for x in (count, 0))
-                scatter(entries, place, *values)
+                lanes.scatter(entries, place, *values)
 
-        thread = (cta * shares + share) * THREADS + thread_numbers()
-        strides(before + 1, thread, ctas * shares * THREADS, write_rest, None)
+        thread = (cta * shares + share) * THREADS + lanes.thread_numbers()
+        lanes.strides(before + 1, thread, ctas * shares * THREADS, write_rest, None)
 
     out = jax.ShapeDtypeStruct((2 * size,), I32)
     kernel = mosaic.launch("order_tiles", run, [], out, {"cta": ctas, "share": shares}, 1)
@@ -158,9 +149,9 @@ class _Warp(NamedTuple):
 
     @classmethod
     def of(cls, order: Order, of_all: Any, cta: Any, together: int) -> "_Warp":
-        thread = thread_numbers()
+        thread = lanes.thread_numbers()
         first = (cta * WARPS + div(thread, LANES)) * together
-        counts = [gather(of_all, first + i) for i in range(together)]
+        counts = [lanes.gather(of_all, first + i) for i in range(together)]
         warp = cls(order, of_all, rem(thread, LANES), first, counts, None)
         (total,) = warp.sums_of(lambda _, length: [length], 1)
         return warp._replace(total=total.astype(jnp.float32))
@@ -194,12 +185,12 @@ class _Warp(NamedTuple):
         """Of all tiles, `many` numbers each: terms(place, length)."""
 
         def add(places: list[Any], sums: list[Any]) -> list[Any]:
-            lengths = [halves(gather(self.of_all, place))[0] for place in places]
+            lengths = [halves(lanes.gather(self.of_all, place))[0] for place in places]
             found = map(terms, places, lengths)
             return [functools.reduce(jnp.add, x) for x in zip(sums, *found, strict=True)]
 
-        sums = strides(self.known, self.lane, LANES, add, [0 * self.lane] * many)
-        return [sum_of_lanes(x) for x in sums]
+        sums = lanes.strides(self.known, self.lane, LANES, add, [0 * self.lane] * many)
+        return [lanes.sum_of_lanes(x) for x in sums]
 
     def urgency(self, place: Any, length: Any) -> Any:
         """Where each head has its own tiles, all that decides, as one number: long ones are above those that come

@@ -190,25 +190,28 @@ class Rows:
         cond(beyond, lambda: copy("pieces"), lambda: copy("whole"))
 
 
-def load_together(parts: list[Rows], buffer: Any, barriers: Any, i: Any) -> None:
-    """As `Rows.load`, of parts that lie one below the other in shared memory, wherever their rows are."""
-    first, size = parts[0], buffer.shape[0] // len(parts)
-    whole = dataclasses.replace(first, rows=pl.ds(first.rows.start, buffer.shape[0]))
-    if len(parts) == 1:
-        return whole.load(buffer, barriers, i)
+class Together(NamedTuple):
+    """Parts that lie one below the other in shared memory, wherever their rows are in device memory."""
 
-    def load_each() -> None:
-        for n, part in enumerate(parts):
-            part.copy(buffer.at[pl.ds(n * size, size)], Barriers.of(barriers), i)
-        plgpu.barrier_arrive(barriers.at[i])
+    parts: list[Rows]
 
-    # A copy of 64 rows takes as long as one of 128.
-    follow = (x.rows.start == first.rows.start + n * size for n, x in enumerate(parts[1:], 1))
-    cond(
-        functools.reduce(jnp.logical_and, follow),
-        lambda: whole.load(buffer, barriers, i),
-        load_each,
-    )
+    def load(self, buffer: Any, barriers: Any, i: Any) -> None:
+        """As `Rows.load`."""
+        first, size = self.parts[0], buffer.shape[0] // len(self.parts)
+        whole = dataclasses.replace(first, rows=pl.ds(first.rows.start, buffer.shape[0]))
+        if len(self.parts) == 1:
+            return whole.load(buffer, barriers, i)
+
+        def load_each() -> None:
+            for n, part in enumerate(self.parts):
+                part.copy(buffer.at[pl.ds(n * size, size)], Barriers.of(barriers), i)
+            plgpu.barrier_arrive(barriers.at[i])
+
+        # A copy of 64 rows takes as long as one of 128.
+        later = enumerate(self.parts[1:], 1)
+        follow = (x.rows.start == first.rows.start + n * size for n, x in later)
+        together = functools.reduce(jnp.logical_and, follow)
+        cond(together, lambda: whole.load(buffer, barriers, i), load_each)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,12 +75,13 @@ class TokenData(NamedTuple):
 
     def with_places(self, block_q: int, block_kv: int) -> "TokenData":
         """With the tokens' places as the first row; up to whole tiles, where all other data are 0."""
-        row_keys = None if self.row_keys is None else _pad_last(self.row_keys, block_q)
+        found = self.alone(block_q, block_kv)
         q, k = (
-            jnp.concatenate([_places(x), x], 1) if x.shape[1] else _places(x)
-            for x in (_pad_last(self.q, block_q), _pad_last(self.k, block_kv))
+            jnp.concatenate([_places(x), x], 1) if given.shape[1] else x
+            for given, x in ((self.q, found.q), (self.k, found.k))
         )
-        return self._replace(q=q, k=k, row_keys=row_keys, plain=())
+        row_keys = None if self.row_keys is None else _pad_last(self.row_keys, block_q)
+        return found._replace(q=q, k=k, row_keys=row_keys)
 
     def alone(self, block_q: int, block_kv: int) -> "TokenData":
         """Up to whole tiles, without the tokens' places: what is one row is not copied. (Places stand for no
