@@ -111,6 +111,7 @@ def test_inside_shard_map_a_kernel_is_called_as_it_is() -> None:
 
 def in_parts(kernel: Callable, axes: Axes) -> Callable:
     """As two devices for batch entries and two for heads would: one part after another."""
+    part_of = jax.jit(kernel)  # all are of one shape, and compiled once
 
     def call(*args: Any) -> Any:
         letters = jax.tree.leaves(jax.tree.broadcast(axes.arguments, args))
@@ -131,7 +132,7 @@ def in_parts(kernel: Callable, axes: Axes) -> Callable:
         for entries, heads in itertools.product(range(2), repeat=2):
             at = {"b": entries, "n": heads, "k": heads}
             part = [cut(names, x, at) for names, x in zip(letters, arrays, strict=True)]
-            found[entries, heads], result = jax.tree.flatten(kernel(*tree.unflatten(part)))
+            found[entries, heads], result = jax.tree.flatten(part_of(*tree.unflatten(part)))
         joined = [
             join(names, *([found[b, h][i] for h in range(2)] for b in range(2)))
             for i, names in enumerate(jax.tree.leaves(axes.results))

@@ -239,15 +239,17 @@ def _scatter(thread, target, places, *values, source_info):
     """Each thread's values side by side, to its place of a row; what has no place there is dropped."""
     memory = the_memory()
     key, row = locate(target)
-    *outer, inside = row.range
-    each = np.arange(len(values))
-    there = (np.asarray(places)[:, None] * len(values) + each).reshape(-1)
-    for place, value in zip(there.tolist(), np.stack(values, -1).reshape(-1), strict=True):
-        if place < inside.stop - inside.start:
-            access = interpret_utils.Access((*outer, inside.start + place))
-            memory.store_buffer_content(key, access, value, thread)
-            if memory.detect_races:
-                gpu_callbacks.get_races().check_scatter(thread, key, access, source_info)
+    there = (np.asarray(places)[:, None] * len(values) + np.arange(len(values))).reshape(-1)
+    numbers = np.stack(values, -1).reshape(-1)
+    with _ReduceTask.atomic:
+        found, _, _ = memory.get_buffer_content(key, row, thread)
+        kept = there < len(found)
+        found[there[kept]] = numbers[kept]
+        memory.store_buffer_content(key, row, found, thread)
+    if memory.detect_races:
+        *outer, inside = row.range
+        written = [(*outer, inside.start + place) for place in there[kept].tolist()]
+        gpu_callbacks.get_races().check_scatter(thread, key, written, source_info)
 
 
 # Of inline code, by its name.

@@ -119,14 +119,15 @@ class Races:
     def check_add(self, thread, clock, key, access, source_info=None, follows=None) -> None:
         self._check("add", thread, clock, key, access, source_info, follows=follows)
 
-    def check_scatter(self, thread, key, access, source_info=None) -> None:
-        """Of one element by one of the threads, which nothing orders: no other may write it."""
+    def check_scatter(self, thread, key, places, source_info=None) -> None:
+        """Of elements by one of the threads each, which nothing orders: no other may write them."""
         now = f"{name(thread)}, {where_of(source_info)}"
         with self.lock:
-            before = self.scattered.get((key, access.range))
-            self.scattered[key, access.range] = now
-        if before is not None:
-            report(f"{access.range} is written twice, by {before} and {now}")
+            for place in places:
+                before = self.scattered.get((key, place))
+                self.scattered[key, place] = now
+                if before is not None:
+                    report(f"{place} is written twice, by {before} and {now}")
 
     def next_cluster(self) -> None:
         """The blocks so far are done. Only what they did to global memory still matters."""
