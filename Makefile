@@ -16,7 +16,7 @@ gallery: $(VENV)/examples
 	$(BIN)/python -m examples.mask_gallery
 
 test: $(VENV)/tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout 300
+	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout 300 --durations 20
 
 # Random calls against the dense definition: make fuzz N=10000 SEED=1 START=2500 JOBS=4
 N ?= 1000
