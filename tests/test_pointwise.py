@@ -170,6 +170,8 @@ def test_what_depends_on_one_side_varies_over_it_alone():
     assert found.axes == (0,)
 
 
+# Of large numbers the tanh of the older emitters (conftest.py) is 1 - 2^-24, and its slope not 0.
+XLA_AS_IT_IS = {"xla_backend_extra_options": ""}
 SCORES = np.linspace(-9.0, 9.0, ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
 
 
@@ -215,13 +217,12 @@ def test_a_score_and_its_slopes_are_those_of_the_scalar_function(score, size):
             jnp.asarray(np.broadcast_to(x, s.shape).reshape(-1), aval.dtype)
             for x, aval in zip(wanted, code.in_avals, strict=True)
         ]
-        expected = jax.vmap(jaxpr_as_fun(code))(*pairs)
-        for x, y in zip(found, expected, strict=True):
+        each = jax.jit(jax.vmap(jaxpr_as_fun(code)), compiler_options=XLA_AS_IT_IS)
+        for x, y in zip(found, each(*pairs), strict=True):
             tile = spread(x, (0, 1), s.shape)
             tolerance = 1e-5 if y.dtype == jnp.float32 else 1e-2
             y = y.astype("float32").reshape(s.shape)
-            # of 1 - tanh^2 a last digit may be left, which has a score for a factor where data are differentiated
-            np.testing.assert_allclose(tile, y, tolerance, 1e-5 * max(size, 1))
+            np.testing.assert_allclose(tile, y, tolerance, 1e-5)
 
 
 def test_what_float32_would_round_stays_an_integer():

@@ -119,13 +119,13 @@ def _to_int(x: Any) -> Any:
 
 
 _COMPILING = threading.Lock()
+_RUN = jax.jit(thread_map._run, static_argnums=0)
 
 
 def _run_compiled_once(jaxpr: Any, consts: Any, *args: Any) -> None:
     """All threads of a block come here at once, and each would compile what JAX's cache does not have yet."""
     with _COMPILING:
-        traced = jax.jit(thread_map._run, static_argnums=0).trace(jaxpr, consts, *args)
-        compiled = traced.lower().compile()
+        compiled = _RUN.trace(jaxpr, consts, *args).lower().compile()
     compiled(consts, *args)
 
 

@@ -47,12 +47,22 @@ class _LoadRowsTask(LoadTask):
             shared.current.landing[self.thread] = landed
 
 
+_ATOMIC = threading.Lock()
+
+
+def _update(thread: Any, place: tuple, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Stores change(what is there), as one operation."""
+    memory = the_memory()
+    with _ATOMIC:
+        old, _, _ = memory.get_buffer_content(*place, thread)
+        memory.store_buffer_content(*place, change(old), thread)
+
+
 class _ReduceTask(gpu_callbacks.AsyncCopySmemToGmemTask):
     """A TMA store that combines with what is there, atomically per element."""
 
     OPERATIONS = types.MappingProxyType({"add": np.add, "min": np.minimum, "max": np.maximum})
     operation: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    atomic = threading.Lock()
 
     def __call__(self, tma_thread_id: int) -> None:
         memory = the_memory()
@@ -66,9 +76,7 @@ class _ReduceTask(gpu_callbacks.AsyncCopySmemToGmemTask):
         if inside is not None:
             access, value = inside
             target = (self.dst_allocation_key, access)
-            with self.atomic:
-                old, _, _ = memory.get_buffer_content(*target, self.thread)
-                memory.store_buffer_content(*target, self.operation(old, value), self.thread)
+            _update(self.thread, target, lambda old: self.operation(old, value))
         self.post_write(tma_thread_id, memory)
 
     def post_read(self, tma_thread_id: int, memory: shared.Memory) -> None:
@@ -163,9 +171,7 @@ def add_to_gmem(thread, target, value, *, source_info):
     """Adds from registers, atomically per element."""
     memory, place = the_memory(), locate(target)
     memory.turns.wait(thread, row_of(place))
-    with _ReduceTask.atomic:
-        old, _, _ = memory.get_buffer_content(*place, thread)
-        memory.store_buffer_content(*place, old + value, thread)
+    _update(thread, place, lambda old: old + value)
     if memory.detect_races:
         clock = memory.incr_clock(thread).async_smem_clock
         gpu_callbacks.get_races().check_add(thread, clock, *place, source_info)
@@ -176,10 +182,7 @@ def _put_fragments(thread, target, tile, anew, *, source_info):
     """Stores, or adds atomically."""
     memory, place = the_memory(), locate(target)
     numbers = np.asarray(inline.to_fragments(tile))
-    with _ReduceTask.atomic:
-        if not int(anew):
-            numbers = numbers + memory.get_buffer_content(*place, thread)[0]
-        memory.store_buffer_content(*place, numbers, thread)
+    _update(thread, place, lambda old: numbers if int(anew) else old + numbers)
     if memory.detect_races:
         clock, races = memory.incr_clock(thread).generic_clock, gpu_callbacks.get_races()
         if int(anew):
@@ -237,17 +240,18 @@ def _gather(thread, source, places, *, source_info):
 @inline_code
 def _scatter(thread, target, places, *values, source_info):
     """Each thread's values side by side, to its place of a row; what has no place there is dropped."""
-    memory = the_memory()
     key, row = locate(target)
+    *outer, inside = row.range
     there = (np.asarray(places)[:, None] * len(values) + np.arange(len(values))).reshape(-1)
-    numbers = np.stack(values, -1).reshape(-1)
-    with _ReduceTask.atomic:
-        found, _, _ = memory.get_buffer_content(key, row, thread)
-        kept = there < len(found)
-        found[there[kept]] = numbers[kept]
-        memory.store_buffer_content(key, row, found, thread)
-    if memory.detect_races:
-        *outer, inside = row.range
+    assert np.all(there >= 0)
+    kept = there < inside.stop - inside.start
+
+    def place_each(numbers: np.ndarray) -> np.ndarray:
+        numbers[there[kept]] = np.stack(values, -1).reshape(-1)[kept]
+        return numbers
+
+    _update(thread, (key, row), place_each)
+    if the_memory().detect_races:
         written = [(*outer, inside.start + place) for place in there[kept].tolist()]
         gpu_callbacks.get_races().check_scatter(thread, key, written, source_info)
 
