@@ -3,13 +3,14 @@
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
-from pallas_fa2.tokens import Arrays, Context, Data
+from pallas_fa2.fingerprint import fingerprint
+from pallas_fa2.tokens import Arrays, Context, Data, TokenMisuse
 
 
 def is_static(value: Any) -> bool:
@@ -54,6 +55,19 @@ class Node:
         for name, value in (*zip(names, children, strict=True), *static):
             object.__setattr__(node, name, value)
         return node
+
+    def fingerprint(self) -> Hashable | None:
+        """A key of what its code reads beside its arguments; None where there is none (`fingerprint.py`)."""
+        if type(self).__module__.split(".")[0] != __package__:
+            return None  # a class of the user's
+        keys = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, Node):
+                keys.append(value.fingerprint())
+            elif callable(value):
+                keys.append(fingerprint(value))
+        return None if None in keys else tuple(keys)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Node):
@@ -129,10 +143,24 @@ def call_with_context(fn: Callable, args: tuple, c: Context) -> Any:
             signature.bind(*given)
         except TypeError:
             continue
-        return fn(*given)
+        return _called(fn, given)
     names = "q, k" if len(args) == 2 else "s, q, k"
     raise TypeError(
         f"a function of two tokens must take ({names}) or ({names}, c), but {show(fn)} takes "
         f"{signature}; positions are q.index and k.index, and the number of a head is data: "
         "heads={'head': jnp.arange(N)}"
     )
+
+
+def _called(fn: Callable, args: tuple) -> Any:
+    """Calls a user's function; what Python itself cannot do with tokens and traced values names it and the cure."""
+    try:
+        return fn(*args)
+    except jax.errors.TracerBoolConversionError as e:
+        raise TypeError(
+            f"{show(fn)} takes the truth of a traced value, by if, and, or, not, a chain of comparisons or a "
+            "loop, but it is one program for all pairs of tokens; write &, | and ~ (with brackets around "
+            "comparisons), and jnp.where(condition, a, b) for if"
+        ) from e
+    except TokenMisuse as e:
+        raise TypeError(f"{show(fn)}: {e}") from None

@@ -4,7 +4,7 @@ They apply from left to right to `scale * q·k`, may read token, head, pair and 
 differentiable in that data.
 """
 
-import functools
+import dataclasses
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -59,17 +59,17 @@ def soft_cap(cap: float) -> Score:
         raise ValueError(
             f"cap must be a positive number, but it is {cap!r}; leave the score out for no cap"
         )
-    return Score(_capped_at(float(cap)))
+    return Score(SoftCap(float(cap)))
 
 
-@functools.lru_cache(maxsize=512)
-def _capped_at(cap: float) -> Callable:
-    """The same function for the same cap: an argument of `jit` by which it is not traced again."""
+@dataclasses.dataclass(frozen=True)
+class SoftCap:
+    """The function of `soft_cap`: equal for equal caps, and an object that can be pickled."""
 
-    def capped(s: Any, q: Token, k: Token) -> Any:
-        return cap * jnp.tanh(s / cap)
+    cap: float
 
-    return capped
+    def __call__(self, s: Any, q: Token, k: Token) -> Any:
+        return self.cap * jnp.tanh(s / self.cap)
 
 
 def _linear_bias(s: Any, q: Token, k: Token, c: Context) -> Any:

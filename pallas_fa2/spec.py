@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 import numbers
+from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -351,11 +352,20 @@ INDEX = jax.ShapeDtypeStruct((1,) * LEADING, jnp.int32)
 
 
 def _trace_mask(mask: Mask, data: Any, dims: Dims) -> Pointwise:
-    return _cached_mask(jax.tree.structure(mask), _avals(mask), _avals(data), dims)
+    how = jax.tree.structure(mask), _avals(mask), _avals(data), dims
+    return _traced_again(_cached_mask, mask.fingerprint(), *how)
 
 
 def _trace_score(score: Any, data: Any, dims: Dims, dtype: np.dtype) -> Pointwise:
-    return _cached_score(jax.tree.structure(score), _avals(score), _avals(data), dims, dtype)
+    how = jax.tree.structure(score), _avals(score), _avals(data), dims, dtype
+    return _traced_again(_cached_score, score.fingerprint(), *how)
+
+
+def _traced_again(cached: Any, reads: Hashable | None, *how: Any) -> Pointwise:
+    """From the cache where what the code reads is known to be as it was; else traced now."""
+    if reads is None:
+        return cached.__wrapped__(None, *how)
+    return cached((reads, jax.config.jax_enable_x64), *how)  # pyright: ignore
 
 
 class _Avals(NamedTuple):
@@ -374,7 +384,9 @@ def _avals(tree: Any) -> _Avals:
 
 
 @functools.lru_cache(maxsize=512)
-def _cached_mask(tree: Any, leaves: _Avals, data: _Avals, dims: Dims) -> Pointwise:
+def _cached_mask(
+    reads: Hashable, tree: Any, leaves: _Avals, data: _Avals, dims: Dims
+) -> Pointwise:
     mask = leaves.unflatten()
 
     def visible(q_index: Any, k_index: Any, data: Any) -> Any:
@@ -387,7 +399,7 @@ def _cached_mask(tree: Any, leaves: _Avals, data: _Avals, dims: Dims) -> Pointwi
 
 @functools.lru_cache(maxsize=512)
 def _cached_score(
-    tree: Any, leaves: _Avals, data: _Avals, dims: Dims, dtype: np.dtype
+    reads: Hashable, tree: Any, leaves: _Avals, data: _Avals, dims: Dims, dtype: np.dtype
 ) -> Pointwise:
     score = leaves.unflatten()
 

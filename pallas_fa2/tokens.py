@@ -35,6 +35,10 @@ class Dims(NamedTuple):
     group: int
 
 
+class TokenMisuse(TypeError):
+    """A token was used as if it were its position."""
+
+
 class Token:
     """What a mask or score function sees of one token: `index`, `length` and its declared fields."""
 
@@ -52,6 +56,17 @@ class Token:
                 f"tokens={{'{name}': array}} where the mask or score is made"
             )
         return self._fields[name]
+
+    def _is_no_number(self, *_: Any) -> Any:
+        raise TokenMisuse(
+            f"{self._side} is a token, which has no value of its own; write {self._side}.index for its "
+            "position, as in q.index >= k.index"
+        )
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _is_no_number  # pyright: ignore
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _is_no_number
+    __floordiv__ = __mod__ = __abs__ = __neg__ = _is_no_number
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 class Context:

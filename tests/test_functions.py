@@ -1,12 +1,16 @@
 """A user's functions of two tokens as masks: what they may be, and the data that they read."""
 
+import copy
 import functools
+import pickle
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2.spec import describe
 from tests.test_masks import (
     PAIRS,
     B,
@@ -111,3 +115,64 @@ def test_undeclared_data_are_named_with_what_there_is(fn, message):
     mask = fa.mask_fn(fn)(q_tokens={"x": integers(3, T)}, heads={"slope": integers(3, N)})
     with pytest.raises(AttributeError, match=message):
         dense(mask)
+
+
+@pytest.mark.parametrize(
+    ("fn", "cure"),
+    [
+        (lambda q, k: q.index >= k.index and q.index < 9, r"write &, \| and ~"),
+        (lambda q, k: True if q.index > 3 else False, r"jnp\.where"),
+        (lambda q, k: 0 <= q.index <= 5, "a chain of comparisons"),
+        (lambda q, k: q >= k, r"write [qk]\.index for its position"),
+        (lambda q, k: q - k < 3, r"write q\.index"),
+        (lambda q, k: q == k, r"write q\.index"),
+        (lambda q, k: (q.index >= k.index) | (not q), r"write q\.index"),
+    ],
+)
+def test_what_python_cannot_do_in_a_function_names_it_and_the_cure(fn, cure):
+    def attends(q, k):
+        return fn(q, k)
+
+    x = jax.ShapeDtypeStruct((1, 8, 2, 8), jnp.float32)
+    with pytest.raises(TypeError, match=f"attends.*{cure}"):
+        describe(x, x, x, mask=attends)
+
+    def weighs(s, q, k):
+        return jnp.where(fn(q, k), s, 0)
+
+    with pytest.raises(TypeError, match=f"weighs.*{cure}"):
+        describe(x, x, x, score=weighs)
+
+
+@pytest.mark.parametrize("how", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy, copy.copy])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fa.Causal() & ~fa.Window(3),
+        lambda: fa.Window(jnp.int32(3)) | fa.Prefix(2),
+        lambda: fa.Segments(jnp.arange(8)),
+        lambda: fa.Documents(jnp.zeros(8, jnp.int32), longest=8),
+        lambda: fa.Lengths(kv=jnp.array([3])),
+        lambda: fa.Chunked(4),
+        lambda: fa.Dense(jnp.ones((8, 8), bool)),
+        lambda: fa.mask_fn(by_image)(tokens={"image": jnp.arange(8)}),
+        lambda: fa.alibi(2),
+        lambda: fa.bias(jnp.ones((8, 8))),
+        lambda: fa.soft_cap(30.0),
+        lambda: fa.score_fn(doubled),
+    ],
+)
+def test_masks_and_scores_can_be_pickled_and_copied(make, how):
+    before = make()
+    after = how(before)
+    assert repr(after) == repr(before)
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def by_image(q, k):
+    return q.image == k.image
+
+
+def doubled(s, q, k):
+    return 2 * s

@@ -12,7 +12,7 @@ import pytest
 import pallas_fa2 as fa
 
 PACKAGE = pathlib.Path(fa.__file__).parent
-ORDER = ["tokens", "causal", "functions", "masks", "scores", "spec", "bounds", "diagonal", "kernels", "plan", "autodiff",
+ORDER = ["fingerprint", "tokens", "causal", "functions", "masks", "scores", "spec", "bounds", "diagonal", "kernels", "plan", "autodiff",
          "tuning", "api", "linen", "nnx"]  # fmt: skip
 ENTRIES = {"__init__", "__main__"}  # of the package: they may import all of it
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
