@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_fa2 as fa
-from benchmarks.rivals import XLA_SCORES, Implementation, mask_of, score_of
+from benchmarks.rivals import XLA_SCORES, Implementation, align_of, mask_of, score_of
 from benchmarks.shapes import Shape
 from pallas_fa2.tuning import milliseconds, totals
 
@@ -103,7 +103,7 @@ def prepared(shape: Shape, backward: bool = True) -> Callable[[], Problem]:
     def dense(q: Any, k: Any, v: Any, data: Any = None) -> jax.Array:
         return fa.flash_attention(
             q, k, v, mask=mask_of(shape, data), score=score_of(shape, data),
-            implementation="reference" if fits else "blockwise",
+            align=align_of(shape), implementation="reference" if fits else "blockwise",
         )  # fmt: skip
 
     def forward(q: Any, k: Any, v: Any, _: Any, *data: Any) -> tuple:

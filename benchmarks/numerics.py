@@ -66,8 +66,8 @@ def dense(shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.A
 
 
 def ours(name: Any, shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-    mask = rivals.mask_of(shape)
-    return fa.flash_attention(q, k, v, mask=mask, return_lse=True, implementation=name)
+    mask, align = rivals.mask_of(shape), rivals.align_of(shape)
+    return fa.flash_attention(q, k, v, mask=mask, align=align, return_lse=True, implementation=name)
 
 
 def all_implementations() -> dict[str, Callable]:

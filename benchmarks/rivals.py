@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,15 +38,20 @@ class Implementation:
 
 
 def mask_of(shape: Shape, data: Array | None = None) -> fa.Mask | None:
-    """Ours; aligned to the last key only where that makes a difference."""
+    """Ours, of a call that `align_of` aligns."""
     if not shape.causal:
         return None
-    causal = fa.Causal(align="start" if shape.q_len == shape.kv_len else "end")
+    causal = fa.Causal()
     if shape.documents:
         assert data is not None
         # of which the rival with documents is told the longest as well
         return causal & fa.Documents(data, longest=max(shape.documents))
     return causal if shape.window is None else causal & fa.Window(shape.window)
+
+
+def align_of(shape: Shape) -> Literal["start", "end"]:
+    """To the last key, but only where that makes a difference."""
+    return "end" if shape.causal and shape.q_len != shape.kv_len else "start"
 
 
 def function_of(shape: Shape, data: Array | None = None) -> fa.Mask:
@@ -107,8 +112,8 @@ def arrays_of_pairs(shape: Shape, data: Array | None) -> dict[str, Array]:
 
 
 def ours(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
-    mask, score = mask_of(shape, data), score_of(shape, data)
-    return fa.flash_attention(q, k, v, mask=mask, score=score, implementation="hopper")
+    mask, score, align = mask_of(shape, data), score_of(shape, data), align_of(shape)
+    return fa.flash_attention(q, k, v, mask=mask, score=score, align=align, implementation="hopper")
 
 
 def mask_fn(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:

@@ -1,74 +1,77 @@
 """Exact attention for JAX on GPUs, written in Pallas. See `flash_attention`."""
 
-import importlib
-from types import ModuleType
+from importlib import import_module as _import_module
+from typing import Any as _Any
 
 from pallas_fa2.api import (
-    Explanation as Explanation,
-)
-from pallas_fa2.api import (
-    dot_product_attention as dot_product_attention,
-)
-from pallas_fa2.api import (
-    explain as explain,
-)
-from pallas_fa2.api import (
-    flash_attention as flash_attention,
+    Explanation,
+    FallbackWarning,
+    Implementation,
+    Scores,
+    dot_product_attention,
+    explain,
+    flash_attention,
 )
 from pallas_fa2.masks import (
-    Causal as Causal,
+    Causal,
+    Chunked,
+    Dense,
+    Documents,
+    Lengths,
+    Mask,
+    Prefix,
+    Segments,
+    SlidingWindow,
+    Window,
+    mask_fn,
 )
-from pallas_fa2.masks import (
-    Chunked as Chunked,
-)
-from pallas_fa2.masks import (
-    Dense as Dense,
-)
-from pallas_fa2.masks import (
-    Documents as Documents,
-)
-from pallas_fa2.masks import (
-    Lengths as Lengths,
-)
-from pallas_fa2.masks import (
-    Mask as Mask,
-)
-from pallas_fa2.masks import (
-    Prefix as Prefix,
-)
-from pallas_fa2.masks import (
-    Segments as Segments,
-)
-from pallas_fa2.masks import (
-    Window as Window,
-)
-from pallas_fa2.masks import (
-    mask_fn as mask_fn,
-)
-from pallas_fa2.scores import (
-    Score as Score,
-)
-from pallas_fa2.scores import (
-    alibi as alibi,
-)
-from pallas_fa2.scores import (
-    bias as bias,
-)
-from pallas_fa2.scores import (
-    score_fn as score_fn,
-)
-from pallas_fa2.scores import (
-    soft_cap as soft_cap,
-)
-from pallas_fa2.tuning import (
-    autotune as autotune,
-)
+from pallas_fa2.scores import Score, alibi, bias, score_fn, soft_cap
+from pallas_fa2.spec import Device
+from pallas_fa2.tokens import Context, Token
+from pallas_fa2.tuning import Tuning, autotune
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "Causal",
+    "Chunked",
+    "Context",
+    "Dense",
+    "Device",
+    "Documents",
+    "Explanation",
+    "FallbackWarning",
+    "Implementation",
+    "Lengths",
+    "Mask",
+    "Prefix",
+    "Score",
+    "Scores",
+    "Segments",
+    "SlidingWindow",
+    "Token",
+    "Tuning",
+    "Window",
+    "alibi",
+    "autotune",
+    "bias",
+    "dot_product_attention",
+    "explain",
+    "flash_attention",
+    "linen",  # pyright: ignore[reportUnsupportedDunderAll]
+    "mask_fn",
+    "nnx",  # pyright: ignore[reportUnsupportedDunderAll]
+    "score_fn",
+    "soft_cap",
+]
 
-def __getattr__(name: str) -> ModuleType:
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+def __getattr__(name: str) -> _Any:
     """`linen` and `nnx`, on first use: the rest does without Flax."""
     if name in ("linen", "nnx"):
-        return importlib.import_module(f"pallas_fa2.{name}")
+        return _import_module(f"pallas_fa2.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,25 +3,58 @@
 import dataclasses
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from pallas_fa2 import bounds
 from pallas_fa2.autodiff import attend
-from pallas_fa2.masks import Causal, Lengths, Mask, Window, as_mask
+from pallas_fa2.kernels import FUSED
+from pallas_fa2.masks import Lengths, Mask, Window, as_mask
 from pallas_fa2.plan import Plan, block_sizes, device_of, make_plan
 from pallas_fa2.scores import Score, as_scores
 from pallas_fa2.scores import bias as add_bias
 from pallas_fa2.spec import Device, Operands, Spec, as_sinks, check_arrays, describe
 
-Implementation = Literal["reference", "blockwise", "hopper"]
-Scores = Score | tuple[Score, ...]
+Implementation = Literal["reference", "blockwise", "hopper", "fused"]
+Scores = Score | Callable | tuple[Score | Callable, ...]
+
+
+class FallbackWarning(UserWarning):
+    """A call on a GPU runs on XLA's operations, because no fused kernel serves it."""
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_fallback(spec: Spec, plan: Plan, device: Device) -> None:
+    """Once for each reason; as an error, each time."""
+    if device.platform != "gpu" or plan.implementation in FUSED or not plan.passed_over:
+        return
+    reason = plan.passed_over[0][1]
+    if reason in _warned:
+        return
+    cure = (
+        "cast query, key and value to bfloat16 (a Flax layer does with dtype=jnp.bfloat16)"
+        if spec.dtype.itemsize > 2 and device.hopper
+        else "see explain(...) and the table in README"
+    )
+    warnings.warn(
+        f"no fused kernel serves this call, which runs on {plan.implementation}, slower: {reason} ({spec}). To mend "
+        f"it, {cure}; implementation={plan.implementation!r} asks for it without this warning, "
+        "implementation='fused' makes it an error",
+        FallbackWarning,
+        stacklevel=3,
+    )
+    _warned.add(reason)
 
 
 def flash_attention(
@@ -29,16 +62,18 @@ def flash_attention(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
     *,
-    mask: Mask | Bool[Array, "..."] | None = None,
+    mask: Mask | Callable | Bool[Array, "..."] | None = None,
+    is_causal: bool = False,
     score: Scores | None = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     sinks: Float[Array, " N"] | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: PRNGKeyArray | None = None,
+    align: Literal["start", "end"] = "start",
     q_positions: Int[Array, "*B T"] | None = None,
     kv_positions: Int[Array, "*B S"] | None = None,
     return_lse: bool = False,
-    deterministic: bool = False,
+    deterministic_gradients: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
     r"""Exact softmax attention in memory that grows with the length, not with its square.
@@ -62,21 +97,26 @@ def flash_attention(
         array that broadcasts to `[*B, N, T, S]`, True where a query attends to a key (of keys alone
         it is `[*B, 1, 1, S]`, for all heads `[*B, 1, T, S]`). A query that sees no key gets output 0,
         lse -inf and no gradient.
+      is_causal: whether queries see no later keys: `Causal()` joined to the mask.
       score: a score function or a tuple of them, applied in order to the scaled scores in float32. Where
         all of a query's are below -2^26, as additive masks leave them, it sees no key.
-      scale: a Python number; `1 / sqrt(H)` by default.
+      scale: a real number; `1 / sqrt(H)` by default. One that is traced is run-time data, and a score function
+        to the kernels: pass a Python number where it is known.
       sinks: a logit for each query head, to which a query attends as well, and which has no value
         (gpt-oss, arXiv:2508.10925): $L_i = \log (e^{sink} + \sum_j e^{S_{ij}})$.
       dropout_rate: the share of probabilities that are dropped, in [0, 1), rounded to a multiple of
         2^-16. Which ones follows from the key, the batch entry, the head and both positions alone.
       dropout_rng: one PRNG key; needed where `dropout_rate` is not 0.
-      q_positions, kv_positions: what masks and scores see as `q.index` and `k.index`; 0, 1, 2, ...
-        by default.
+      align: where the queries lie among the keys: `"start"`, query 0 at key 0 (as in `jax.nn`), or `"end"`, the
+        last query at the last key (as in FlashAttention, for decoding and prefill against a longer cache): then
+        query i is at S - T + i. Masks, scores and dropout see it as `q.index`.
+      q_positions, kv_positions: any other positions, what masks and scores see as `q.index` and `k.index`.
       return_lse: also return the natural logsumexp of the scores.
-      deterministic: whether gradients must be bitwise the same in every run. Otherwise the Hopper
+      deterministic_gradients: whether gradients must be bitwise the same in every run. Otherwise the Hopper
         kernels sum query's, and those of score functions' data, in any order.
-      implementation: ask for one implementation; an error says why if it cannot run. By default the
-        fastest that supports the call (see `explain`).
+      implementation: ask for one implementation, or for `"fused"`, any that is a kernel of ours; an error says
+        why if it cannot run. By default the fastest that supports the call (see `explain`); on a GPU a
+        `FallbackWarning` says once for each reason that none is fused.
 
     Returns:
       `[*B, T, N, Hv]` in query's dtype; with `return_lse` also `[*B, N, T]` in float32 (float64 for
@@ -103,16 +143,32 @@ def flash_attention(
         scale=scale,
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
+        align=align,
         q_positions=q_positions,
         kv_positions=kv_positions,
-        deterministic=deterministic,
+        is_causal=is_causal,
+        deterministic_gradients=deterministic_gradients,
     )
     sinks = None if sinks is None else as_sinks(sinks, spec.q_heads)
-    plan = make_plan(spec, device_of(query), implementation)
+    device = device_of(query)
+    plan = make_plan(spec, device, implementation)
+    if implementation is None:
+        _warn_of_fallback(spec, plan, device)
+    operands = _as_run_time_data(operands, query)
     out, lse = _attend_merged(spec, plan, query, key, value, operands)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
+
+
+def _as_run_time_data(operands: Operands, query: jax.Array) -> Operands:
+    """Arrays that are constants of a traced program, hidden from XLA, which would take long to fold them."""
+    if not isinstance(query, Tracer):
+        return operands
+    return jax.tree.map(
+        lambda x: x if isinstance(x, Tracer) or x.size == 1 else lax.optimization_barrier(x),
+        operands,
+    )
 
 
 def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -156,7 +212,8 @@ def _sharded_as(query: jax.Array, fn: Callable) -> Callable:
     def run(*args: Any) -> Any:
         # Arrays may lie on a mesh that nobody has set, and `auto_axes` asks for the one that is.
         with jax.sharding.use_abstract_mesh(sharding.mesh):
-            return jax.sharding.auto_axes(fn, out_sharding=specs)(*args)
+            axes = sharding.mesh.explicit_axes  # in `shard_map` over some axes, the others
+            return jax.sharding.auto_axes(fn, axes=axes, out_sharding=specs)(*args)
 
     return run
 
@@ -168,7 +225,7 @@ def dot_product_attention(
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | Mask | None = None,
     *,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
@@ -179,7 +236,10 @@ def dot_product_attention(
     sinks: Float[Array, " N"] | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: PRNGKeyArray | None = None,
-    deterministic: bool = False,
+    align: Literal["start", "end"] = "start",
+    q_positions: Int[Array, "*B T"] | None = None,
+    kv_positions: Int[Array, "*B S"] | None = None,
+    deterministic_gradients: bool = False,
 ) -> Any:
     """`jax.nn.dot_product_attention`, with its signature and meaning, and our options after it.
 
@@ -190,16 +250,17 @@ def dot_product_attention(
     Args:
       query, key, value: `[B, T, N, H]`, `[B, S, K, H]`, `[B, S, K, Hv]`, or without B (any number
         of batch axes works).
-      bias: added to the scaled scores; broadcasts to `[B, N, T, S]`; its gradient has its shape.
-      mask: boolean and broadcasting to `[B, N, T, S]`, or a mask object.
+      bias: added to the scaled scores; broadcasts to `[B, N, T, S]` from the right, as everywhere in JAX: three
+        axes are `[N, T, S]`. Its gradient has its shape.
+      mask: boolean and broadcasting in the same way, or a mask object.
       scale: `1 / sqrt(H)` by default.
-      is_causal: query i sees keys 0 .. i (top-left alignment where T and S differ).
+      is_causal: query i sees keys 0 .. i (top-left alignment where T and S differ, unless `align="end"`).
       query_seq_lengths, key_value_seq_lengths: int32 `[B]`, the valid tokens of each row.
-      local_window_size: `(left, right)`, or one integer for both.
+      local_window_size: `(left, right)`, or one integer for both; -1 is unlimited.
       implementation: as in `flash_attention`.
       return_residual: also return the logsumexp, `[B, T, N]` in key's dtype.
-      score, sinks, dropout_rate, dropout_rng, deterministic: as in `flash_attention`; scores apply after
-        the bias.
+      score, sinks, dropout_rate, dropout_rng, align, q_positions, kv_positions, deterministic_gradients: as in
+        `flash_attention`; scores apply after the bias.
 
     Returns:
       `[B, T, N, Hv]`, or a pair with the residual.
@@ -217,9 +278,7 @@ def dot_product_attention(
     query_seq_lengths, key_value_seq_lengths = (
         None if n is None else jnp.asarray(n) for n in (query_seq_lengths, key_value_seq_lengths)
     )
-    masks = [] if mask is None else [as_mask(mask)]
-    if is_causal:
-        masks.append(Causal())
+    masks = [] if mask is None else [as_mask(_with_four_axes(mask))]
     if local_window_size is not None:
         left, right = (
             (local_window_size, local_window_size)
@@ -234,18 +293,22 @@ def dot_product_attention(
     both = None
     for m in masks:
         both = m if both is None else both & m
-    scores = () if bias is None else (add_bias(jnp.asarray(bias)),)
+    scores = () if bias is None else (add_bias(_with_four_axes(jnp.asarray(bias))),)
     out, lse = flash_attention(
         query,
         key,
         value,
         mask=both,
+        is_causal=is_causal,
         score=scores + as_scores(score),
         scale=scale,
         sinks=sinks,
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
-        deterministic=deterministic,
+        align=align,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        deterministic_gradients=deterministic_gradients,
         return_lse=True,
         implementation="reference" if implementation == "xla" else implementation,
     )
@@ -253,6 +316,12 @@ def dot_product_attention(
     if return_residual:
         return out, jnp.swapaxes(lse, -1, -2).astype(key.dtype)
     return out
+
+
+def _with_four_axes(array: Any) -> Any:
+    """An array of three axes is [N, T, S], as arrays broadcast; others, and what is no array, as they are."""
+    is_array = hasattr(array, "dtype") and not isinstance(array, Mask)
+    return array[None] if is_array and array.ndim == 3 else array
 
 
 def _check_lengths(name: str, lengths: Any, query: jax.Array) -> None:

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_fa2.kernels import REGISTRY
+from pallas_fa2.kernels.tile import RowSums
 from pallas_fa2.plan import Plan
 from pallas_fa2.spec import Operands, Spec
 from pallas_fa2.tokens import alike
 
 Out = tuple[jax.Array, jax.Array]
+Results = tuple[jax.Array, jax.Array, RowSums | None]
 
 # For policies of `jax.checkpoint`: what the backward reads and only the forward can make.
 SAVED = ("attention_out", "attention_lse")
@@ -37,23 +39,26 @@ def attend(
     if implementation.backward is None:
         mask = jax.lax.stop_gradient(operands.mask)
         return implementation.forward(spec, plan.forward, q, k, v, operands._replace(mask=mask))
-    return _attend(spec, plan, q, k, v, operands)
+    out, lse, _ = _attend(spec, plan, q, k, v, operands)
+    return out.astype(spec.dtype), lse
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Out:
+def _attend(spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Results:
     found = REGISTRY[plan.implementation].forward(spec, plan.forward, q, k, v, operands)
+    out, lse, sums = (*found, None)[:3]
     # a kernel does not say that its results vary over a mesh
-    return _mapped_alike(*alike(found, q))
+    return _mapped_alike(*alike((out, lse, sums), q))
 
 
-def _mapped_alike(out: jax.Array, lse: jax.Array) -> Out:
-    """The same, but `vmap` over v or dropout's key alone maps lse as well.
+def _mapped_alike(out: jax.Array, lse: jax.Array, sums: RowSums | None) -> Results:
+    """The same, but `vmap` over v or dropout's key alone maps rows' statistics as well.
 
     Of an output that is not mapped, JAX sums the cotangents of all entries, and a custom backward
     that runs for each entry would count that sum once for each.
     """
-    return out, jnp.where(jnp.isnan(out[:, :1, :1, 0]), lse, lse)
+    mapped = jnp.isnan(out[:, :1, :1, 0])
+    return out, *jax.tree.map(lambda x: jnp.where(mapped, x, x), (lse, sums))
 
 
 @jax.tree_util.register_static
@@ -63,15 +68,16 @@ class Wanted(tuple[bool, ...]):
 
 def _forward(
     spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands
-) -> tuple[Out, tuple]:
+) -> tuple[Results, tuple]:
     """Of arrays with `value` and `perturbed`."""
     args = jax.tree.map(_value, (q, k, v, operands), is_leaf=_is_primal)
     scores = jax.tree.leaves(operands.scores, is_leaf=_is_primal)
     wanted = Wanted(x.perturbed for x in scores if jnp.issubdtype(x.value.dtype, jnp.floating))
-    found = cast(Out, _attend(spec, plan, *args))
-    out, lse = map(checkpoint_name, found, SAVED)
+    out, *rows = cast(Results, _attend(spec, plan, *args))
+    out = checkpoint_name(out, SAVED[0])
+    lse, sums = jax.tree.map(lambda x: checkpoint_name(x, SAVED[1]), rows)
     *qkv, operands = args
-    return (out, lse), (*qkv, out, lse, operands, wanted)
+    return (out, lse, sums), (*qkv, out, lse, sums, operands, wanted)
 
 
 def _is_primal(x: Any) -> bool:
@@ -82,16 +88,21 @@ def _value(x: Any) -> jax.Array:
     return x.value
 
 
-def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Out) -> tuple:
-    q, k, v, out, lse, operands, wanted = residuals
-    dout, dlse = cotangents
+def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Results) -> tuple:
+    q, k, v, out, lse, sums, operands, wanted = residuals
+    dout, dlse, dsums = cotangents
     dout = jnp.zeros_like(out) if _is_zero(dout) else dout
     dlse = None if _is_zero(dlse) else dlse
+    if sums is not None and not _is_zero(dsums.total):
+        # Of second derivatives. The maximum is a constant that cancels: dtotal = total * dlse.
+        through_total = (dsums.total * sums.total).reshape(lse.shape)
+        dlse = through_total if dlse is None else dlse + through_total
     name, config = plan.backward_for(any(wanted))
     backward = REGISTRY[name].backward
     assert backward is not None, "an implementation that JAX differentiates never comes here"
     arrays = q, k, v, out, lse, dout.astype(q.dtype), dlse
-    found = backward(spec, config, *arrays, operands, wanted)
+    exact = {} if sums is None else {"sums": sums}
+    found = backward(spec, config, *arrays, operands, wanted, **exact)
     dq, dk, dv, dscores = alike(found, q)
     return dq, dk, dv, _cotangents(operands, dscores)
 

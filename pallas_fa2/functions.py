@@ -101,6 +101,7 @@ class UserFunction(Node):
     heads: Arrays = dataclasses.field(default_factory=dict)
     params: Arrays = dataclasses.field(default_factory=dict)
     pairs: Arrays = dataclasses.field(default_factory=dict)
+    entries: Arrays = dataclasses.field(default_factory=dict)
 
     def __call__(
         self,
@@ -111,6 +112,7 @@ class UserFunction(Node):
         heads: Arrays | None = None,
         params: Arrays | None = None,
         pairs: Arrays | None = None,
+        entries: Arrays | None = None,
     ) -> Self:
         new = {
             "tokens": tokens or {},
@@ -119,6 +121,7 @@ class UserFunction(Node):
             "heads": heads or {},
             "params": params or {},
             "pairs": pairs or {},
+            "entries": entries or {},
         }
         before = {kind: getattr(self, kind) for kind in new}
         for side in ("q_tokens", "k_tokens"):
@@ -132,7 +135,7 @@ class UserFunction(Node):
 
     def data(self) -> Data:
         q, k = ({**self.tokens, **side} for side in (self.q_tokens, self.k_tokens))
-        return Data(q, k, self.heads, self.params, self.pairs)
+        return Data(q, k, self.heads, self.params, self.pairs, self.entries)
 
 
 def call_with_context(fn: Callable, args: tuple, c: Context) -> Any:

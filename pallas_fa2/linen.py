@@ -6,9 +6,10 @@
 attention function only what its signature names, and nnx passes everything by name.
 """
 
+import contextvars
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -23,6 +24,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from pallas_fa2.api import Implementation, Scores, dot_product_attention, flash_attention
 from pallas_fa2.masks import Causal, Lengths, Mask, as_mask
+from pallas_fa2.scores import as_scores
+from pallas_fa2.spec import describe, reads_query_positions
 
 
 def attention_fn(
@@ -47,6 +50,7 @@ def attention_fn(
     *,
     score: Scores | None = None,
     sinks: Float[Array, " N"] | None = None,
+    align: Literal["start", "end"] | None = None,
     deterministic_gradients: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*B T N Hv"]:
@@ -72,7 +76,10 @@ def attention_fn(
       promote_dtype: called as `promote_dtype((query, key, value), dtype=dtype)`, as nnx does it.
       is_causal: query i sees keys 0 .. i.
       score, sinks, implementation: as in `pallas_fa2.flash_attention`.
-      deterministic_gradients: its `deterministic`, as Flax's is about dropout.
+      align: as there, `"start"` by default. One query among many keys is also what Flax's own layers make of a
+        token in decoding, and they do not say where it lies: scores and mask objects that read its position
+        are refused then unless `align` is given.
+      deterministic_gradients: as there; Flax's `deterministic` is about dropout.
 
     Returns:
       `[*B, T, N, Hv]`.
@@ -92,20 +99,57 @@ def attention_fn(
         query, key, value = promote(query, key, value, dtype=dtype)
     else:
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    mask = _boolean(mask)
+    decoding = DECODING.get()
+    options: dict[str, Any] = {"align": "start" if align is None else align}
+    if decoding is not None:
+        mask, options = decoding.joined(mask), {"q_positions": decoding.q_positions}
+    elif align is None and query.shape[-3] == 1 < key.shape[-3]:
+        _refuse_unknown_position(query, key, value, mask, score)
     return dot_product_attention(
         query,
         key,
         value,
         bias,
-        _boolean(mask),
+        mask,
         is_causal=is_causal,
         score=score,
         sinks=sinks,
+        **options,
         dropout_rate=0.0 if deterministic else dropout_rate,
         dropout_rng=dropout_rng,
-        deterministic=deterministic_gradients,
+        deterministic_gradients=deterministic_gradients,
         implementation=implementation,
     )
+
+
+class Decoding:
+    """What our layers know of a decoding step that Flax does not hand to the attention function."""
+
+    def __init__(self, mask: Mask | None, q_positions: jax.Array):
+        self.mask = mask
+        self.q_positions = q_positions
+        self.was_read = False
+
+    def joined(self, mask: Any) -> Any:
+        self.was_read = True
+        if self.mask is None or mask is None:
+            return self.mask if mask is None else mask
+        return self.mask & mask
+
+
+DECODING: contextvars.ContextVar[Decoding | None] = contextvars.ContextVar("decoding", default=None)
+
+
+def _refuse_unknown_position(query: Any, key: Any, value: Any, mask: Any, score: Any) -> None:
+    spec, _ = describe(query, key, value, mask=mask, score=score)
+    if reads_query_positions(spec):
+        raise ValueError(
+            "attention_fn got one query and several keys, where a score or a mask reads the query's position. A Flax "
+            "layer with decode=True does not say where the token lies: use pallas_fa2.linen.MultiHeadAttention "
+            "or pallas_fa2.nnx.MultiHeadAttention. Where it lies at the first or the last key, say so by "
+            "functools.partial(attention_fn, align='start' or 'end')"
+        )
 
 
 def _refuse_weights(asked_by: str | None) -> None:
@@ -134,8 +178,10 @@ class MultiHeadAttention(nn.Module):
 
     With `decode=True`, `init` on inputs of the greatest length makes the cache (`cached_key`,
     `cached_value`, `cache_index`). Each further call appends its tokens, one as in Flax or a whole
-    prompt, and they attend to all tokens before them and to themselves. Masks and scores see their
-    positions in the whole sequence, and S is the length of the cache. Tokens beyond the greatest length overwrite the last ones.
+    prompt. Without a mask they attend to all tokens before them and to themselves; a mask that is given
+    decides itself which of the tokens written so far they see (a prefix language model's prompt sees itself in
+    both directions; `causal=True` joins `Causal()`). Masks and scores see positions in the whole sequence, and
+    S is the length of the cache. Tokens beyond the greatest length overwrite the last ones.
 
     Attributes:
       num_heads: query heads N.
@@ -163,6 +209,21 @@ class MultiHeadAttention(nn.Module):
       >>> layer.apply(params, x).shape
       (2, 128, 256)
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """`nn.remat` and its like are subclasses whose arguments must be pytrees: plain functions become masks."""
+        super().__init_subclass__(**options)
+        if (call := vars(cls).get("__call__")) is not None:
+
+            @functools.wraps(call)
+            def with_pytrees(self: Any, *args: Any, **options: Any) -> Any:
+                if callable(mask := options.get("mask")) and not isinstance(mask, Mask):
+                    options["mask"] = as_mask(mask)
+                if options.get("score") is not None:
+                    options["score"] = as_scores(options["score"])
+                return call(self, *args, **options)
+
+            cls.__call__ = with_pytrees
 
     num_heads: int
     num_kv_heads: int | None = None
@@ -229,10 +290,10 @@ class MultiHeadAttention(nn.Module):
         if start is not None:
             new = query.shape[-3]
             positions = start + jnp.arange(new)
-            masks.append(Lengths(kv=start + new))
-            if new > 1:
-                masks.append(Causal())
-        elif self.causal:
+            written = Lengths(kv=start + new)
+            # Without a mask, tokens of a prompt see those before them, as they would one by one.
+            masks = [*(masks or [Causal()]), written]
+        if self.causal:
             masks.append(Causal())
 
         rate = self.dropout_rate

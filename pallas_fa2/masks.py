@@ -5,9 +5,10 @@ shape, so that one object serves any length. Masks compose with `&`, `|` and `~`
 """
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from pallas_fa2.functions import Node, UserFunction, call_with_context, is_static, show
-from pallas_fa2.tokens import Context, Data, Dims, Token
+from pallas_fa2.tokens import K_AXIS, Q_AXIS, Context, Data, Dims, Token, check_align, lift
 
 
 class Mask(Node):
@@ -57,6 +58,49 @@ class Mask(Node):
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value; combine masks with &, | and ~, not and/or/not")
 
+    def __getattr__(self, name: str) -> Any:
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in ("ndim", "shape", "dtype"):
+            message += (
+                ": a mask object is no array. Where Flax's own layers join masks as arrays (decode=True), use "
+                "pallas_fa2.linen.MultiHeadAttention or pallas_fa2.nnx.MultiHeadAttention, or pass an array"
+            )
+        raise AttributeError(message)
+
+    def dense(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        batch: tuple[int, ...] = (),
+        heads: int = 1,
+        align: str = "start",
+    ) -> jax.Array:
+        """The mask as a boolean array `[*batch, heads, q_len, kv_len]`, to look at.
+
+        `kv_len` is `q_len` by default, `align` as in `flash_attention`. `batch` and `heads` are those of the call
+        that the mask's data are made for.
+
+        Example:
+          >>> SlidingWindow(2).dense(3).astype(int)
+          Array([[[1, 0, 0],
+                  [1, 1, 0],
+                  [0, 1, 1]]], dtype=int32)
+        """
+        dims = Dims(batch, q_len, q_len if kv_len is None else kv_len, heads, 1)
+        offset = check_align(align, dims)
+        q_positions, k_positions = (
+            jax.lax.broadcasted_iota(jnp.int32, [n if i == axis else 1 for i in range(5)], axis)
+            for n, axis in ((dims.q_len, Q_AXIS), (dims.kv_len, K_AXIS))
+        )
+
+        def visible(q_index: Any, k_index: Any, data: Any) -> Any:
+            return jnp.asarray(self.evaluate(q_index, k_index, data, dims))
+
+        seen = lift(visible, q_positions + np.int32(offset), k_positions, self.place(dims))
+        shape = math.prod(batch), heads, 1, dims.q_len, dims.kv_len
+        return jnp.broadcast_to(seen, shape).reshape(*batch, heads, dims.q_len, dims.kv_len)
+
 
 def _take(mask: Mask, field: str) -> Any:
     """A field; lists are arrays."""
@@ -84,11 +128,24 @@ def _check_number(mask: Mask, field: str, least: int = -(2**31)) -> None:
         )
 
 
-def _take_size(mask: Mask, field: str, cure: str) -> None:
-    """A static integer."""
+def _take_integer(mask: Mask, field: str, least: int = -(2**31)) -> None:
+    """A static integer (NumPy's too), or an array."""
     if isinstance(getattr(mask, field), np.integer):
         object.__setattr__(mask, field, int(getattr(mask, field)))
-    _check_number(mask, field, least=1)
+    _check_number(mask, field, least)
+
+
+def _take_data(mask: Mask, field: str) -> None:
+    """A number that is data: a Python integer is an array too, by which nothing is compiled anew."""
+    _check_number(mask, field)
+    value = getattr(mask, field)
+    if isinstance(value, int) and not isinstance(value, bool):
+        object.__setattr__(mask, field, np.asarray(value, np.int32))
+
+
+def _take_size(mask: Mask, field: str, cure: str) -> None:
+    """A static integer."""
+    _take_integer(mask, field, least=1)
     if not is_static(size := getattr(mask, field)):
         raise TypeError(
             f"{type(mask).__name__}.{field} must be an integer, but it is {show(size)}; {cure}"
@@ -99,23 +156,18 @@ def _take_size(mask: Mask, field: str, cure: str) -> None:
 class Causal(Mask):
     """A query attends to keys at its own position and before.
 
-    With `align="start"` query i sees keys 0 .. i (as `jax.nn`); with `align="end"` the last query
-    sees every key, for prefill and decoding against a longer cache: query i sees keys
-    0 .. i + S - T.
+    Where the queries lie among more keys is an argument of the call (`align` of `flash_attention`).
     """
 
-    align: Literal["start", "end"] = "start"
-
-    def __post_init__(self) -> None:
-        if self.align not in ("start", "end"):
-            raise ValueError(
-                f"Causal.align must be 'start' or 'end', but it is {self.align!r}; 'end' lets the "
-                "last query see every key"
+    def __init__(self, *args: Any, **options: Any):
+        if args or options:
+            raise TypeError(
+                f"Causal must be made without arguments, but got {[*args, *options.values()]}; where the queries "
+                'lie among the keys is an argument of the call: flash_attention(..., is_causal=True, align="end")'
             )
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
-        shift = k.length - q.length if self.align == "end" else 0
-        return q.index + shift >= k.index
+        return q.index >= k.index
 
 
 def _as_position(n: Any) -> Any:
@@ -129,46 +181,100 @@ def _as_position(n: Any) -> Any:
     return (xp.clip(n, None, limits.max) if wide else n).astype(jnp.int32)
 
 
+class _AsLeft:
+    def __repr__(self) -> str:
+        return "left"
+
+
+AS_LEFT = _AsLeft()
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Window(Mask):
     """A query attends to `left` keys before its own position, itself, and `right` keys after.
 
-    `right` defaults to `left` (a symmetric window, as an integer `local_window_size` of `jax.nn`).
-    Integers are compiled in; scalar arrays are run-time data (one window a layer in a `scan`).
+    `right` is `left` where it is left out (a symmetric window, as an integer `local_window_size` of `jax.nn`).
+    -1 and None are unlimited on that side, as in FlashAttention. Integers are static: each is a program of its
+    own. Scalar arrays are run-time data (one window a layer in a `scan`), and what is negative in them is
+    unlimited. `SlidingWindow(size)` is the causal one that counts the query's own key.
     """
 
-    left: int | Int[Array, ""]
-    right: int | Int[Array, ""] | None = None
+    left: int | Int[Array, ""] | None
+    right: int | Int[Array, ""] | None = AS_LEFT  # pyright: ignore[reportAssignmentType]
 
     def __post_init__(self) -> None:
-        _check_number(self, "left")
-        _check_number(self, "right")
+        if self.right is AS_LEFT:
+            object.__setattr__(self, "right", self.left)
+        for side in ("left", "right"):
+            _check_number(self, side)
+            if (size := getattr(self, side)) is not None and is_static(size) and size < -1:
+                raise ValueError(
+                    f"Window.{side} must be a number of keys, or -1 or None for all of them, but it is "
+                    f"{size}; leave out Window's side by None"
+                )
+            if is_static(size) and size == -1:
+                object.__setattr__(self, side, None)
 
     def data(self) -> Data:
         sides = {"left": self.left, "right": self.right}
-        return Data(params={n: _as_position(v) for n, v in sides.items() if not is_static(v)})
+        return Data(params={n: _unlimited_from(v) for n, v in sides.items() if not is_static(v)})
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
-        left = self.left if is_static(self.left) else c.left
-        right = self.right if is_static(self.right) else c.right
-        right = left if right is None else right
+        seen: Any = True
         # Differences of positions do not overflow, whatever the sizes of the window.
-        return (q.index - k.index <= left) & (k.index - q.index <= right)
+        if self.left is not None:
+            seen &= q.index - k.index <= (self.left if is_static(self.left) else c.left)
+        if self.right is not None:
+            seen &= k.index - q.index <= (self.right if is_static(self.right) else c.right)
+        return seen
+
+
+def _unlimited_from(size: Any) -> Any:
+    """Sizes of windows as int32; negative ones are beyond every position."""
+    size = _as_position(size)
+    if not jnp.issubdtype(size.dtype, jnp.integer):
+        return size  # what is no integer is refused where the mask is traced
+    return jnp.where(size < 0, jnp.iinfo(jnp.int32).max, size)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class SlidingWindow(Mask):
+    """A query attends to the `size` keys that end with its own (arXiv:2310.06825, section 2).
+
+    It is `Causal() & Window(size - 1, 0)`; Mistral, Hugging Face and tokamax count so. An integer is static, a
+    scalar array is run-time data.
+    """
+
+    size: int | Int[Array, ""]
+
+    def __post_init__(self) -> None:
+        _check_number(self, "size", least=1)
+
+    def data(self) -> Data:
+        return Data() if is_static(self.size) else Data(params={"size": _as_position(self.size)})
+
+    def visible(self, q: Token, k: Token, c: Context) -> Any:
+        size = self.size if is_static(self.size) else c.size
+        return (q.index >= k.index) & (q.index - k.index < size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Segments(Mask):
     """Packed documents: a query attends to keys with its own segment id.
 
-    `ids` is `[*B, T]`; `kv_ids` `[*B, S]` is needed only where keys are other tokens than queries.
+    `ids` is `[*B, T]`; `kv_ids` `[*B, S]` is needed only where keys are other tokens than queries (in decoding,
+    `ids` are those of the new tokens and `kv_ids` the cache's). `padding`, a static integer, is the id of tokens
+    that attend to nothing and to which nothing attends; without one, padding attends to padding.
     """
 
     ids: Int[Array, "*B T"]
     kv_ids: Int[Array, "*B S"] | None = None
+    padding: int | None = None
 
     def __post_init__(self) -> None:
         _take(self, "ids")
         _take(self, "kv_ids")
+        _take_integer(self, "padding")
         if self.kv_ids is self.ids:  # as two leaves, under `jit` they would be two arrays
             object.__setattr__(self, "kv_ids", None)
 
@@ -177,7 +283,8 @@ class Segments(Mask):
         return Data(q={"segment": self.ids}, k={"segment": kv_ids})
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
-        return q.segment == k.segment
+        same = q.segment == k.segment
+        return same if self.padding is None else same & (q.segment != self.padding)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -196,6 +303,50 @@ class Documents(Mask):
     starts: Int[Array, "*B T"]
     ends: Int[Array, "*B T"] | None = None
     longest: int | None = None
+
+    @classmethod
+    def from_lengths(cls, lengths: Any, length: int, *, longest: int | None = None) -> "Documents":
+        """Of documents with `lengths` `[*B, D]` (0 for none) in rows of `length` tokens T.
+
+        What follows the last document is one of its own.
+        """
+        lengths = jnp.asarray(lengths, jnp.int32)
+        starts = jnp.pad(jnp.cumsum(lengths, -1), [(0, 0)] * (lengths.ndim - 1) + [(1, 0)])
+        return cls.from_cu_seqlens(starts, length, longest=longest)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls, cu_seqlens: Any, length: int, *, longest: int | None = None
+    ) -> "Documents":
+        """Of documents d that are tokens `cu_seqlens[d]` to `cu_seqlens[d + 1] - 1`, as in FlashAttention.
+
+        `cu_seqlens` is `[*B, D + 1]` and begins with 0; rows have `length` tokens T. What follows the last
+        document is one of its own.
+        """
+        limits = jnp.asarray(cu_seqlens, jnp.int32)
+        limits = jnp.concatenate([limits, jnp.full_like(limits[..., :1], length)], -1)
+        tokens = jnp.arange(length, dtype=jnp.int32)
+
+        def each(limits: Any) -> Any:
+            number = jnp.searchsorted(limits, tokens, side="right").astype(jnp.int32)
+            return limits[jnp.maximum(number - 1, 0)], limits[number]
+
+        for _ in range(limits.ndim - 1):
+            each = jax.vmap(each)
+        return cls(*each(limits), longest=longest)
+
+    @classmethod
+    def from_positions(cls, positions: Any, *, longest: int | None = None) -> "Documents":
+        """Of positions `[*B, T]` that begin again from 0 in each document."""
+        positions = jnp.asarray(positions, jnp.int32)
+        size = positions.shape[-1]
+        tokens = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), positions.shape)
+        starts = tokens - positions
+        # of each token the next one, if any, at which a document begins
+        begins = jnp.where(positions == 0, tokens, size)
+        following = jax.lax.cummin(begins, begins.ndim - 1, reverse=True)
+        ends = jnp.concatenate([following[..., 1:], jnp.full_like(following[..., :1], size)], -1)
+        return cls(starts, ends, longest=longest)
 
     def __post_init__(self) -> None:
         _take(self, "starts")
@@ -219,10 +370,10 @@ class Documents(Mask):
         return seen & (k.index <= (jnp.maximum(last, q.index) if same else last))
 
 
-def _one_an_entry(**numbers: Any) -> Data:
-    """Of `[*B]` each; static ones are in the code."""
-    traced = {name: n for name, n in numbers.items() if not is_static(n)}
-    return Data(entries={name: _as_position(n) for name, n in traced.items()})
+def _per_batch_entry(**numbers: Any) -> Data:
+    """Of `[*B]` each, where there are any."""
+    given = {name: n for name, n in numbers.items() if n is not None}
+    return Data(entries={name: _as_position(n) for name, n in given.items()})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -230,48 +381,52 @@ class Lengths(Mask):
     """Padded batches: only the first `q` queries and the first `kv` keys of each row exist.
 
     Padding of one sequence that attends to itself is `Lengths(kv=n)`; the rows of its last queries are
-    then of no use, and `Lengths(n, n)` makes them 0.
+    then of no use, and `Lengths(n, n)` makes them 0. Python integers are data as arrays are: another one
+    compiles nothing.
     """
 
     q: int | Int[Array, "*B"] | None = None
     kv: int | Int[Array, "*B"] | None = None
 
     def __post_init__(self) -> None:
-        _check_number(self, "q")
-        _check_number(self, "kv")
+        _take_data(self, "q")
+        _take_data(self, "kv")
 
     def data(self) -> Data:
-        return _one_an_entry(q=self.q, kv=self.kv)
+        return _per_batch_entry(q=self.q, kv=self.kv)
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         def exists(token: Token, name: str) -> Any:
             length = getattr(self, name)
             if length is None:
                 return True
-            return token.index < (length if is_static(length) else getattr(c, name))
+            return token.index < getattr(c, name)
 
         return exists(q, "q") & exists(k, "kv")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Prefix(Mask):
-    """The first `length` keys, visible to all: `Prefix(n) | Causal()` is a prefix language model."""
+    """The first `length` keys, visible to all: `Prefix(n) | Causal()` is a prefix language model.
+
+    A Python integer is data as an array is: another one compiles nothing.
+    """
 
     length: int | Int[Array, "*B"]
 
     def __post_init__(self) -> None:
-        _check_number(self, "length")
+        _take_data(self, "length")
 
     def data(self) -> Data:
-        return _one_an_entry(length=self.length)
+        return _per_batch_entry(length=self.length)
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
-        return k.index < (self.length if is_static(self.length) else c.length)
+        return k.index < c.length
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Chunked(Mask):
-    """A query attends to the keys of its own chunk of `size` positions."""
+    """A query attends to the keys of its own chunk of `size` positions, a static integer."""
 
     size: int
 
@@ -298,6 +453,9 @@ class Dense(Mask):
 
     def data(self) -> Data:
         return Data(pairs={"mask": self.array})
+
+    def place(self, dims: Dims) -> Any:
+        return self.data().place(repr(self), dims, {"mask": "mask"})
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         return c.mask
@@ -364,8 +522,8 @@ def mask_fn(fn: Callable) -> FunctionMask:
 
         mask = image_text(tokens={"image": image_ids})        # [*B, T]
 
-    Data by kind: `tokens=` (or `q_tokens=`, `k_tokens=`) `[*B, T]`; `heads=` `[N, ...]`; `params=`
-    of any shape; `pairs=` broadcasting to `[*B, N, T, S]`; the last three are read from `c`.
+    Data by kind: `tokens=` (or `q_tokens=`, `k_tokens=`) `[*B, T]`; `heads=` `[N, ...]`; `entries=` `[*B]`;
+    `params=` of any shape; `pairs=` broadcasting to `[*B, N, T, S]`; the last four are read from `c`.
     A mask has no gradient. It may capture Python numbers but no arrays. As an argument of `jit`, make it
     once, outside the step: a new function is a new program there.
     """

@@ -3,6 +3,7 @@
 Unmodified Flax takes `nnx.MultiHeadAttention(..., attention_fn=attention_fn)`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_fa2.linen import attention_fn
+from pallas_fa2.linen import DECODING, Decoding, attention_fn
 from pallas_fa2.masks import Mask, as_mask
-from pallas_fa2.spec import describe
 
 __all__ = ["MultiHeadAttention", "attention_fn"]
 
@@ -82,27 +82,28 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """Projects, attends, and projects back; `options` are the further arguments of Flax."""
         decoding = self.decode if decode is None else decode
         keys, index = self.cached_key, self.cache_index
-        if decoding and keys is not None and index is not None and callable(mask):
-            mask = as_mask(mask)
-        if decoding and keys is not None and index is not None and isinstance(mask, Mask):
-            mask = self._row(mask, keys.shape, index[...])
-        return super().__call__(
+        run = functools.partial(
+            super().__call__,
             inputs_q,
             inputs_k,
             inputs_v,
-            mask=mask,  # pyright: ignore[reportArgumentType]
             is_causal=self.causal if is_causal is None else is_causal,
             decode=decode,
             **options,
         )
-
-    def _row(self, mask: Mask, cache: tuple[int, ...], index: Array) -> Array:
-        """What the token at `index` sees of the cache, `[*B, N, 1, S]`: Flax joins masks as arrays."""
-        *batch, length, heads, dim = cache
-        query = jax.ShapeDtypeStruct((*batch, 1, self.num_heads, dim), jnp.float32)
-        key = jax.ShapeDtypeStruct((*batch, length, heads, dim), jnp.float32)
-        spec, data = describe(query, key, key, mask=mask, q_positions=index[None])
-        assert spec.mask is not None
-        row = spec.mask.on_tile(data.q_index, data.k_index, data.mask)
-        row = jnp.broadcast_to(row, (spec.batch, heads, spec.group, 1, length))
-        return row.reshape(*batch, self.num_heads, 1, length)
+        if not decoding or keys is None or index is None:
+            return run(mask=mask)
+        # Flax joins masks as arrays; what is none, and where the token lies, goes past it.
+        rest = as_mask(mask) if callable(mask) or isinstance(mask, Mask) else None
+        step = Decoding(rest, jnp.asarray(index[...])[None])
+        token = DECODING.set(step)
+        try:
+            out = run(mask=mask if rest is None else None)
+        finally:
+            DECODING.reset(token)
+        if rest is not None and not step.was_read:
+            raise ValueError(
+                f"mask must be an array where attention_fn is not pallas_fa2's, but it is {rest!r}; leave "
+                "attention_fn out, or wrap pallas_fa2.nnx.attention_fn in one that calls it"
+            )
+        return out

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from pallas_fa2.kernels import REGISTRY, hopper, hopper_backward, hopper_forward, token_data
+from pallas_fa2.kernels import FUSED, REGISTRY, hopper, hopper_backward, hopper_forward, token_data
 from pallas_fa2.kernels.mosaic import round_up
 from pallas_fa2.spec import Device, Spec
 
@@ -174,26 +174,23 @@ class Plan:
 
 def make_plan(spec: Spec, device: Device, implementation: str | None = None) -> Plan:
     """The fastest implementation that supports the call, or the one that was asked for."""
-    if implementation is not None:
-        if implementation not in REGISTRY:
-            raise ValueError(
-                f"implementation must be one of {', '.join(REGISTRY)} or None, but it is "
-                f"{implementation!r}"
-            )
-        reason = REGISTRY[implementation].refuses(spec, device)
-        if reason is not None:
-            raise ValueError(
-                f"implementation {implementation!r} does not support this call: {reason}. Leave "
-                f"implementation=None to use the fastest one that does ({spec})"
-            )
-        return _configure(implementation, spec, device, ())
+    names = {None: tuple(REGISTRY), "fused": FUSED}.get(implementation, (implementation,))
+    if not set(names) <= set(REGISTRY):
+        raise ValueError(
+            f"implementation must be one of {', '.join(REGISTRY)}, fused or None, but it is "
+            f"{implementation!r}"
+        )
     passed_over = []
-    for name, candidate in REGISTRY.items():
-        reason = candidate.refuses(spec, device)
+    for name in names:
+        reason = REGISTRY[name].refuses(spec, device)
         if reason is None:
             return _configure(name, spec, device, tuple(passed_over))
         passed_over.append((name, reason))
-    raise AssertionError("the reference supports every call")
+    reasons = "; ".join(reason for _, reason in passed_over)
+    raise ValueError(
+        f"implementation {implementation!r} does not support this call: {reasons}. Leave "
+        f"implementation=None to use the fastest one that does ({spec})"
+    )
 
 
 def tuning_key(spec: Spec, device: Device) -> tuple[Spec, Device]:

@@ -24,7 +24,8 @@ class Score(UserFunction):
     """A scalar function of a score and its two tokens (see `score_fn`)."""
 
     def place(self, dims: Dims) -> Data:
-        return self.data().place(repr(self), dims)
+        labels = {"bias": "bias"} if self.fn is _add_bias else {}
+        return self.data().place(repr(self), dims, labels)
 
     def evaluate(self, s: Any, q_index: Any, k_index: Any, data: Data, dims: Dims) -> Any:
         q, k, c = data.views(q_index, k_index, dims)

@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 
 from pallas_fa2.causal import causal_shift
-from pallas_fa2.masks import Mask, as_mask
-from pallas_fa2.scores import as_scores
+from pallas_fa2.masks import Causal, Mask, as_mask
+from pallas_fa2.scores import Score, as_scores
 from pallas_fa2.tokens import (
     K_AXIS,
     LEADING,
@@ -26,6 +26,7 @@ from pallas_fa2.tokens import (
     Dims,
     Pointwise,
     as_array,
+    check_align,
     cut,
     place_tokens,
     trace,
@@ -74,6 +75,7 @@ class Spec:
     positions: bool = False  # token positions are given as data
     dropout_rate: float = 0.0
     deterministic: bool = False  # gradients are bitwise the same in every run
+    first_position: int = 0  # of query 0, where positions are not given
 
     @property
     def group(self) -> int:
@@ -131,24 +133,41 @@ def describe(
     scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Any = None,
+    align: str = "start",
     q_positions: Any = None,
     kv_positions: Any = None,
-    deterministic: bool = False,
+    is_causal: bool = False,
+    deterministic_gradients: bool = False,
 ) -> tuple[Spec, Operands]:
     """Checks one call and describes it; arrays may be `jax.ShapeDtypeStruct`s."""
     check_arrays(query, key, value)
     dims = check_shapes(query, key, value)
     dtype = check_dtypes(query, key, value)
-    scale = _check_scale(scale, query.shape[-1])
+    scale, learned = _check_scale(scale, query.shape[-1])
     seed = _check_dropout(dropout_rate, dropout_rng)
-    _check_deterministic(deterministic)
+    _check_flag("is_causal", is_causal, "for a mask of run-time data use mask=")
+    _check_flag(
+        "deterministic_gradients",
+        deterministic_gradients,
+        "it chooses the backward when a call is traced",
+    )
+    first_position = check_align(align, dims)
+    if align != "start" and q_positions is not None:
+        raise ValueError(
+            f"align (= {align!r}) must be left out where q_positions are given, which say where each query "
+            "lies; leave one of them out"
+        )
     q_index = _check_positions("q_positions", q_positions, dims, Q_AXIS)
     k_index = _check_positions("kv_positions", kv_positions, dims, K_AXIS)
     mask_object = None if mask is None else as_mask(mask)
-    scores = as_scores(score)
+    if is_causal:
+        mask_object = Causal() if mask_object is None else mask_object & Causal()
+    scores = (*learned, *as_scores(score))
     positions = q_index is not None or k_index is not None
     if positions:  # one side given: the other counts from 0
-        q_index = default_positions(dims.q_len, Q_AXIS) if q_index is None else q_index
+        if q_index is None:
+            q_index = default_positions(dims.q_len, Q_AXIS) + np.int32(first_position)
+            first_position = 0
         k_index = default_positions(dims.kv_len, K_AXIS) if k_index is None else k_index
 
     mask_data = None if mask_object is None else mask_object.place(dims)
@@ -165,17 +184,20 @@ def describe(
         scale=scale,
         positions=positions,
         dropout_rate=float(dropout_rate),
-        deterministic=bool(deterministic),
+        deterministic=bool(deterministic_gradients),
+        first_position=first_position if dropout_rate else 0,  # else it is in the code alone
     )
     accumulator = spec.accumulator
-    code = None if mask_object is None else _trace_mask(mask_object, mask_data, dims)
+    code = None
+    if mask_object is not None:
+        code = _trace_mask(mask_object, mask_data, dims, first_position)
     spec = dataclasses.replace(
         spec,
         mask=code,
         mask_by_head=any(x.shape[1:3] != (1, 1) for x in jax.tree.leaves(mask_data)),
         causal=None if code is None or positions else _causal(code, dims),
         scores=tuple(
-            _trace_score(s, data, dims, accumulator)
+            _trace_score(s, data, dims, first_position, accumulator)
             for s, data in zip(scores, score_data, strict=True)
         ),
     )
@@ -188,6 +210,18 @@ def _causal(mask: Pointwise, dims: Dims) -> Literal["start", "end"] | None:
     if shift == 0:
         return "start"
     return "end" if shift == dims.kv_len - dims.q_len else None
+
+
+def reads_query_positions(spec: Spec) -> bool:
+    """Whether the code of the mask or of a score reads `q.index`."""
+    # a mask's code takes (q.index, k.index, data), a score's (s, q.index, k.index, data)
+    codes = [(spec.mask, 0), *((score, 1) for score in spec.scores)]
+    return any(code is not None and _reads(code.jaxpr.jaxpr, number) for code, number in codes)
+
+
+def _reads(jaxpr: Any, number: int) -> bool:
+    read = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
+    return any(v is jaxpr.invars[number] for v in read)
 
 
 def check_arrays(query: Any, key: Any, value: Any) -> None:
@@ -264,14 +298,27 @@ def check_dtypes(query: Any, key: Any, value: Any) -> np.dtype:
     return dtype
 
 
-def _check_scale(scale: float | None, head_dim: int) -> float:
+def _multiply(s: Any, q: Any, k: Any, c: Any) -> Any:
+    return s * c.scale.astype(s.dtype)
+
+
+def _check_scale(scale: Any, head_dim: int) -> tuple[float, tuple[Score, ...]]:
+    """The static factor of scores, and one of run-time data as a score function."""
     if scale is None:
-        return 1.0 / math.sqrt(head_dim)
+        return 1.0 / math.sqrt(head_dim), ()
+    if isinstance(scale, jax.Array | np.ndarray | np.generic):
+        if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.number):
+            raise TypeError(
+                f"scale must be one real number, but it has shape {scale.shape} and dtype {scale.dtype}; for "
+                "one a head use a score function: score_fn(lambda s, q, k, c: s * c.t)(heads={'t': t})"
+            )
+        if isinstance(scale, Tracer):
+            return 1.0, (Score(_multiply, params={"scale": scale}),)
+        scale = scale.item()
     # math.isfinite raises OverflowError for a long integer; no comparison holds for NaN.
     if not isinstance(scale, numbers.Real) or not abs(scale) < math.inf:
         raise TypeError(
-            f"scale must be a finite Python number, but it is {scale!r}; for a learned temperature "
-            "use a score function: score_fn(lambda s, q, k, c: s * c.t)(params={'t': t})"
+            f"scale must be a finite real number, but it is {scale!r}; leave it out for 1 / sqrt(H)"
         )
     if abs(scale) > (limit := float(np.finfo(np.float32).max)):
         shown = f"about 10^{math.log10(abs(scale)):.0f}" if isinstance(scale, int) else f"{scale:g}"
@@ -279,15 +326,12 @@ def _check_scale(scale: float | None, head_dim: int) -> float:
             f"scale must be at most {limit:.3g} in size, the largest float32, but it is {shown}; "
             "leave it out for 1 / sqrt(H)"
         )
-    return float(scale)
+    return float(scale), ()
 
 
-def _check_deterministic(deterministic: Any) -> None:
-    if not isinstance(deterministic, (bool, np.bool_)):
-        raise TypeError(
-            f"deterministic must be a Python bool, but it is {deterministic!r}; it chooses the "
-            "backward when a call is traced (Flax's `deterministic` is about dropout: dropout_rate)"
-        )
+def _check_flag(name: str, flag: Any, cure: str) -> None:
+    if not isinstance(flag, (bool, np.bool_)):
+        raise TypeError(f"{name} must be a Python bool, but it is {flag!r}; {cure}")
 
 
 def _check_dropout(rate: float, rng: Any) -> jax.Array | None:
@@ -351,13 +395,15 @@ def default_positions(length: int, axis: int) -> jax.Array:
 INDEX = jax.ShapeDtypeStruct((1,) * LEADING, jnp.int32)
 
 
-def _trace_mask(mask: Mask, data: Any, dims: Dims) -> Pointwise:
-    how = jax.tree.structure(mask), _avals(mask), _avals(data), dims
+def _trace_mask(mask: Mask, data: Any, dims: Dims, first_position: int) -> Pointwise:
+    how = jax.tree.structure(mask), _avals(mask), _avals(data), dims, first_position
     return _traced_again(_cached_mask, mask.fingerprint(), *how)
 
 
-def _trace_score(score: Any, data: Any, dims: Dims, dtype: np.dtype) -> Pointwise:
-    how = jax.tree.structure(score), _avals(score), _avals(data), dims, dtype
+def _trace_score(
+    score: Any, data: Any, dims: Dims, first_position: int, dtype: np.dtype
+) -> Pointwise:
+    how = jax.tree.structure(score), _avals(score), _avals(data), dims, first_position, dtype
     return _traced_again(_cached_score, score.fingerprint(), *how)
 
 
@@ -385,11 +431,12 @@ def _avals(tree: Any) -> _Avals:
 
 @functools.lru_cache(maxsize=512)
 def _cached_mask(
-    reads: Hashable, tree: Any, leaves: _Avals, data: _Avals, dims: Dims
+    reads: Hashable, tree: Any, leaves: _Avals, data: _Avals, dims: Dims, first_position: int
 ) -> Pointwise:
     mask = leaves.unflatten()
 
-    def visible(q_index: Any, k_index: Any, data: Any) -> Any:
+    def visible(row: Any, k_index: Any, data: Any) -> Any:
+        q_index = _position(row, first_position)
         return jnp.asarray(mask.evaluate(q_index, k_index, data, dims))
 
     code = trace(f"mask {mask!r}", visible, INDEX, INDEX, data.unflatten())
@@ -399,17 +446,29 @@ def _cached_mask(
 
 @functools.lru_cache(maxsize=512)
 def _cached_score(
-    reads: Hashable, tree: Any, leaves: _Avals, data: _Avals, dims: Dims, dtype: np.dtype
+    reads: Hashable,
+    tree: Any,
+    leaves: _Avals,
+    data: _Avals,
+    dims: Dims,
+    first_position: int,
+    dtype: np.dtype,
 ) -> Pointwise:
     score = leaves.unflatten()
 
-    def scored(s: Any, q_index: Any, k_index: Any, data: Any) -> Any:
+    def scored(s: Any, row: Any, k_index: Any, data: Any) -> Any:
+        q_index = _position(row, first_position)
         return jnp.asarray(score.evaluate(s, q_index, k_index, data, dims))
 
     s = jax.ShapeDtypeStruct((1,) * LEADING, dtype)
     code = trace(f"score {score!r}", scored, s, INDEX, INDEX, data.unflatten())
     _check_result(code, f"one {dtype.name}", lambda result: result == dtype)
     return dataclasses.replace(code, name=repr(score))
+
+
+def _position(row: Any, first_position: int) -> Any:
+    """Where a query lies among the keys, of its row (or of a given position, where the first one is 0)."""
+    return row + np.int32(first_position) if first_position else row
 
 
 def _check_result(code: Pointwise, what: str, fits: Any) -> None:

@@ -35,6 +35,15 @@ class Dims(NamedTuple):
     group: int
 
 
+def check_align(align: Any, dims: Dims) -> Any:
+    """The position of the first query among the keys: 0, or S - T where the last ones lie side by side."""
+    if align not in ("start", "end"):
+        raise ValueError(
+            f"align must be 'start' or 'end', but it is {align!r}; 'end' puts the last query at the last key"
+        )
+    return dims.kv_len - dims.q_len if align == "end" else 0
+
+
 class TokenMisuse(TypeError):
     """A token was used as if it were its position."""
 
@@ -121,19 +130,23 @@ class Data:
                 f"{owner}: token data may not be named {name!r}, which every token has already; "
                 "rename it, or pass q_positions= and kv_positions= for other positions"
             )
-        names = [*self.heads, *self.params, *self.pairs]
+        names = [*self.heads, *self.params, *self.pairs, *self.entries]
         for name in {n for n in names if names.count(n) > 1}:
             raise ValueError(
-                f"{owner}: heads=, params= and pairs= share one context, but {name!r} is in two of "
-                "them; rename one"
+                f"{owner}: heads=, params=, pairs= and entries= share one context, but {name!r} is in "
+                "two of them; rename one"
             )
 
-    def place(self, owner: str, dims: Dims) -> "Data":
-        """The same arrays with the five leading axes; raises if a shape does not fit the call."""
+    def place(self, owner: str, dims: Dims, labels: Mapping[str, str] | None = None) -> "Data":
+        """The same arrays with the five leading axes; raises if a shape does not fit the call.
+
+        `labels` are what messages call arrays that an argument of the call is.
+        """
         self._check_names(owner)
 
         def each(arrays: Arrays, kind: str, put: Callable) -> dict[str, jax.Array]:
-            named = {n: (f"{owner}: {kind}[{n!r}]", x) for n, x in arrays.items()}
+            label = (labels or {}).get
+            named = {n: (label(n) or f"{owner}: {kind}[{n!r}]", x) for n, x in arrays.items()}
             return {n: put(name, as_array(name, x)) for n, (name, x) in named.items()}
 
         pairs = each(self.pairs, "pairs", lambda n, x: _place_pairs(n, x, dims))
@@ -188,10 +201,17 @@ def _merge_batch(name: str, x: jax.Array, dims: Dims, rest: int, shape: str) -> 
 def place_tokens(name: str, x: jax.Array, dims: Dims, axis: int) -> jax.Array:
     letter, size = ("T", dims.q_len) if axis == Q_AXIS else ("S", dims.kv_len)
     if x.ndim == 0 or x.shape[-1] not in (1, size):
-        raise ValueError(
+        message = (
             f"{name} must have shape [*B, {letter}] with {letter} = {size} tokens (or 1, shared by "
             f"all), but it has shape {x.shape}"
         )
+        if x.ndim and x.shape[-1] in dims[1:3]:
+            message += (
+                ", one for each token of the other side. Queries and keys are other tokens here: give each its "
+                "own, as Segments(ids of the queries, kv_ids=ids of the keys), or q_tokens= and k_tokens= of "
+                "mask_fn and score_fn (in decoding, of the new tokens and of the whole cache)"
+            )
+        raise ValueError(message)
     x = _merge_batch(name, x, dims, 1, f"[*B, {letter}]")
     shape = [x.shape[0], 1, 1, 1, 1]
     shape[axis] = x.shape[1]
@@ -216,6 +236,7 @@ def _place_pairs(name: str, x: jax.Array, dims: Dims) -> jax.Array:
     heads = dims.kv_heads * dims.group
     shape = f"[*B, N | 1, T | 1, S | 1] with N = {heads}, T = {dims.q_len}, S = {dims.kv_len}"
     given = x.shape
+    _check_leading_axes(name, given, dims)
     x = x.reshape((1,) * max(3 - x.ndim, 0) + x.shape)
     sizes = (heads, dims.q_len, dims.kv_len)
     if any(a not in (1, b) for a, b in zip(x.shape[-3:], sizes, strict=True)):
@@ -229,9 +250,29 @@ def _place_pairs(name: str, x: jax.Array, dims: Dims) -> jax.Array:
     return x.reshape(x.shape[0], *split, *x.shape[2:])
 
 
+def _check_leading_axes(name: str, shape: tuple[int, ...], dims: Dims) -> None:
+    """Refuses `[B, T, S]` and `[N, T, S]` where they could be either."""
+    batch, heads = dims.batch, dims.kv_heads * dims.group
+    leading = shape[:-2]
+    if not batch or len(leading) != len(batch) or all(n == 1 for n in leading):
+        return
+    of_heads = leading[-1] == heads and leading[:-1] == batch[1:]
+    if of_heads and leading == batch:
+        raise ValueError(
+            f"{name} must say which axis is heads' where both readings fit: of shape {shape} it could be "
+            f"[*B, T, S] with batch axes {batch} or [N, T, S] with N = {heads}; write "
+            "array[..., None, :, :] for the first, array[None] for the second"
+        )
+
+
+def _is_one(size: Any) -> bool:
+    """Of a size that may be a symbol of `jax.export`, whose comparisons raise."""
+    return isinstance(size, int) and size == 1
+
+
 def _kind_of(pairs: jax.Array) -> str:
     """What an array of pairs is, by the axes over which it varies."""
-    _, *heads, queries, keys = [size > 1 for size in pairs.shape]
+    *heads, queries, keys = [not _is_one(size) for size in pairs.shape[1:]]
     if not queries and not keys:
         return "heads"
     if any(heads) or (queries and keys):

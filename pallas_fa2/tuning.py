@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_fa2 import plan
 from pallas_fa2.autodiff import attend
 from pallas_fa2.kernels import hopper_forward, token_data
-from pallas_fa2.spec import Device, Spec, describe
+from pallas_fa2.spec import Device, Spec, as_sinks, describe
 
 # Of the 60 MB of L2: the keys and values of the heads that run at the same time.
 SECTIONS = (16 << 20, 32 << 20, 48 << 20)
@@ -43,7 +43,7 @@ def autotune(query: Any, key: Any, value: Any, *, iterations: int = 10, **option
     Args:
       query, key, value: arrays as `flash_attention` takes them; what they hold decides nothing.
       iterations: runs of each kernel, of which the median counts; kernel time by CUPTI.
-      options: those of `flash_attention` that describe the call, such as `mask`.
+      options: any of `flash_attention`, such as `mask`.
 
     Returns:
       A `Tuning`, which prints as a table.
@@ -51,7 +51,15 @@ def autotune(query: Any, key: Any, value: Any, *, iterations: int = 10, **option
     Raises:
       ValueError: the call does not run on the Hopper kernels (the message says why).
     """
+    # What comes after the kernel, or asks for one by name, describes nothing.
+    sinks, _, name = (options.pop(n, None) for n in ("sinks", "return_lse", "implementation"))
+    if name not in (None, "hopper", "fused"):
+        raise ValueError(
+            f"implementation must be hopper, fused or None where kernels are measured, but it is {name!r}"
+        )
     spec, operands = describe(query, key, value, **options)
+    if sinks is not None:
+        as_sinks(sinks, spec.q_heads)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     device = plan.device_of(query)
     planned = plan.make_plan(spec, device, "hopper")

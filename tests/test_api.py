@@ -189,10 +189,10 @@ def test_our_options_join_those_of_jax_nn():
 
 def test_sinks_and_reproducible_gradients_in_the_drop_in():
     sinks = normal(N, seed=7)
-    got = fa.dot_product_attention(*QKV, is_causal=True, sinks=sinks, deterministic=True)
+    got = fa.dot_product_attention(*QKV, is_causal=True, sinks=sinks, deterministic_gradients=True)
     close(got, fa.flash_attention(*QKV, mask=fa.Causal(), sinks=sinks))
-    with pytest.raises(TypeError, match="deterministic must be a Python bool"):
-        fa.dot_product_attention(*QKV, deterministic="yes")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="deterministic_gradients must be a Python bool"):
+        fa.dot_product_attention(*QKV, deterministic_gradients="yes")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_window_of_numpys_integers():
@@ -342,15 +342,15 @@ def test_explain_takes_shapes_of_the_data_too():
 
 
 def test_explain_takes_the_arguments_of_flash_attention():
-    with pytest.raises(TypeError, match=r"\['is_causal'\] are none of them; those are \['query'"):
-        fa.explain(*shapes(64), is_causal=True)
+    with pytest.raises(TypeError, match=r"\['causal'\] are none of them; those are \['query'"):
+        fa.explain(*shapes(64), causal=True)
 
 
 def test_explain_says_what_runs_and_why_nothing_faster():
     call = {"mask": fa.Window(9), "score": lambda s, q, k: jnp.floor(s), "device": H200}
     lines = str(fa.explain(*shapes(2048), **call)).splitlines()
     assert lines[0].startswith("bfloat16 [B 2, T 2048, S 2048, N 4, K 4, H 64, Hv 64], scale 0.125")
-    assert "mask Window(left=9)" in lines[0]
+    assert "mask Window(left=9, right=9)" in lines[0]
     assert lines[1] == "implementation  blockwise on NVIDIA H200"
     assert lines[2] == "  not hopper: its scores compute no floor of float32[]"
     names = [line.split("  ")[0] for line in lines[3:]]
@@ -364,10 +364,13 @@ def test_explain_says_which_backward_runs():
         return found.split(maxsplit=1)[1]
 
     assert said() == "hopper, sums dQ in any order"
-    assert said(deterministic=True) == "hopper, sums dQ in one order"
-    of_data = said(deterministic=True, score=fa.alibi(4))
+    assert said(deterministic_gradients=True) == "hopper, sums dQ in one order"
+    of_data = said(deterministic_gradients=True, score=fa.alibi(4))
     assert of_data.endswith("one order; blockwise where gradients of score data are asked for")
-    assert said(deterministic=True, implementation="blockwise") == "blockwise, sums in one order"
+    assert (
+        said(deterministic_gradients=True, implementation="blockwise")
+        == "blockwise, sums in one order"
+    )
 
 
 def test_explain_follows_the_implementation_that_is_asked_for():

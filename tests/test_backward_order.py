@@ -25,6 +25,7 @@ from tests.support.hopper import (
     planned_for_h200,
     whole_heads,
 )
+from tests.support.masks import causal_end
 
 
 def schedule(
@@ -118,7 +119,7 @@ def test_the_table_counts_what_each_tile_visits(known: bool) -> None:
 
 CALLS = {
     "causal": lambda ids: fa.Causal(),
-    "end": lambda ids: fa.Causal(align="end"),
+    "end": lambda ids: causal_end,
     "full": lambda ids: None,
     "packed": lambda ids: fa.Causal() & fa.Segments(ids),
     "window": lambda ids: fa.Causal() & fa.Window(100),
@@ -133,7 +134,7 @@ CALLS = {
 def gradients(name: str, implementation: str) -> Any:
     def run(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
         def attend(q: Any, k: Any, v: Any) -> Any:
-            options = {"implementation": implementation, "deterministic": True}
+            options = {"implementation": implementation, "deterministic_gradients": True}
             return fa.flash_attention(q, k, v, mask=CALLS[name](ids), **options)
 
         return jax.vjp(attend, q, k, v)[1](dout)
@@ -217,7 +218,7 @@ def test_blockwise_sums_gradients_of_score_data() -> None:
 
     def loss(implementation: str) -> Any:
         def run(q: Any, k: Any, v: Any, slopes: Any) -> Any:
-            options = {"implementation": implementation, "deterministic": True}
+            options = {"implementation": implementation, "deterministic_gradients": True}
             out = fa.flash_attention(q, k, v, score=fa.alibi(slopes), **options)
             return jnp.sum(out.astype(jnp.float32) ** 2)
 

@@ -11,6 +11,7 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.bounds import EMPTY, FULL, PARTIAL, classify, classify_each, possible
 from tests.support import compile_gate
+from tests.support.masks import causal_end
 from tests.support.tiles import (
     EDGE,
     RAGGED,
@@ -44,7 +45,7 @@ def ready_made(q_len, kv_len):
     )
     return {
         "causal": (fa.Causal(), j <= i),
-        "causal to the end": (fa.Causal("end"), j <= i + kv_len - q_len),
+        "causal to the end": (causal_end, j <= i + kv_len - q_len),
         "window": (fa.Window(9, 2), (i - j <= 9) & (j - i <= 2)),
         "window of itself": (fa.Window(0), i == j),
         "endless window": (fa.Window(9, EDGE), i - j <= 9),
@@ -328,11 +329,11 @@ def test_positions_that_are_given_may_be_anywhere():
     assert np.all(possible(spec, 8, 12) == PARTIAL)
 
 
-STATIC = [None, fa.Causal(), fa.Causal("end") & fa.Window(9), fa.Lengths(kv=3) | fa.Chunked(8),
+STATIC = [None, fa.Causal(), causal_end & fa.Window(9), fa.Window(3) | fa.Chunked(8),
           lambda q, k: (q.index - k.index) % 3 == 0]  # fmt: skip
 
 
-@pytest.mark.parametrize("mask", STATIC, ids=["none", "causal", "window", "lengths", "function"])
+@pytest.mark.parametrize("mask", STATIC, ids=["none", "causal", "window", "chunks", "function"])
 def test_a_mask_without_data_is_classified_at_trace_time(mask):
     tables = []
 

@@ -10,6 +10,7 @@ from jax import lax
 
 import pallas_fa2 as fa
 from pallas_fa2.spec import describe
+from tests.support.masks import causal_end
 
 T, S = 24, 40
 IDS = jnp.zeros((2, T), jnp.int32)
@@ -74,7 +75,7 @@ def test_to_which_end_it_is_aligned():
         return q.index + (k.length - q.length) >= k.index
 
     assert aligned(fa.Causal(), T, S) == aligned(CAUSAL["ge"], T, S) == "start"
-    assert aligned(fa.Causal(align="end"), T, S) == aligned(last, T, S) == "end"
+    assert aligned(causal_end, T, S) == aligned(last, T, S) == "end"
     assert aligned(last, S, T) == "end"
     assert aligned(lambda q, k: q.index + 3 >= k.index, T, S) is None
 

@@ -15,6 +15,7 @@ import pallas_fa2 as fa
 from pallas_fa2.autodiff import attend
 from pallas_fa2.kernels import hopper_backward, hopper_forward
 from tests.support.hopper import planned_for_h200
+from tests.support.masks import causal_end
 
 B, T, N, K, H = 2, 40, 4, 2, 64
 
@@ -156,7 +157,7 @@ def test_masks_and_scores_are_arguments_of_one_trace(implementation: str) -> Non
 
 def test_what_is_decided_at_trace_time_takes_one_program_each() -> None:
     """Whether tokens take part, and the classes of tiles; operation by operation it took a second."""
-    mask = fa.Causal("end") & fa.mask_fn(lambda q, k: (q.index - k.index) % 5 <= 3)
+    mask = causal_end & fa.mask_fn(lambda q, k: (q.index - k.index) % 5 <= 3)
     attend = functools.partial(fa.flash_attention, mask=mask, implementation="hopper")
     q = jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16)
     with planned_for_h200(), compilations() as seen:
@@ -180,7 +181,7 @@ equal_a = fa.mask_fn(lambda q, k: q.a == k.a)
 )
 def test_masks_and_scores_of_the_same_code_and_arrays_are_equal(make: Callable) -> None:
     assert make() == make() and hash(make()) == hash(make())
-    assert make() != fa.Causal(align="end")
+    assert make() != causal_end
 
 
 def test_other_numbers_and_arrays_make_other_masks() -> None:

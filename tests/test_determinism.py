@@ -74,7 +74,7 @@ def differences(
     def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any, ids: Any) -> tuple:
         def attend(q: Any, k: Any, v: Any) -> Any:
             options = CALLS[name](ids)
-            options |= {"implementation": implementation, "deterministic": deterministic}
+            options |= {"implementation": implementation, "deterministic_gradients": deterministic}
             return fa.flash_attention(q, k, v, return_lse=True, **options)
 
         found, pull = jax.vjp(attend, q, k, v)

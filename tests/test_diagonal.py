@@ -9,6 +9,7 @@ from jax import lax
 import pallas_fa2 as fa
 from pallas_fa2.diagonal import every_token_takes_part, some_see_not_themselves
 from pallas_fa2.spec import describe
+from tests.support.masks import causal_end
 
 IDS = jnp.zeros((2, 24), jnp.int32)
 
@@ -28,7 +29,7 @@ def says(mask, kv_len=24, **options):
     "mask",
     [
         fa.Causal(),
-        fa.Causal(align="end") & fa.Window(3),
+        causal_end & fa.Window(3),
         fa.Causal() & fa.Segments(IDS),
         fa.Causal() & fa.Documents(IDS),
         fa.Documents(IDS, IDS, longest=1),

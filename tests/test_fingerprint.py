@@ -135,7 +135,7 @@ def by_slot():
 def by_helper_of_an_object():
     """The helper's code names the attribute, the function's does not."""
     config = Config()
-    helper = lambda c, q, k: (q.index >= k.index) & (q.index - k.index < c.reach)  # noqa: E731
+    helper = lambda c, q, k: (q.index >= k.index) & (q.index - k.index < c.reach)
     return lambda q, k: helper(config, q, k), lambda n: setattr(config, "reach", n)
 
 
@@ -148,13 +148,13 @@ def by_partial():
 def by_module():
     module = types.ModuleType("settings")
     module.reach = 3
-    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < module.reach)  # noqa: E731
+    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < module.reach)
     return fn, lambda n: setattr(module, "reach", n)
 
 
 def by_name_as_text():
     config = Config()
-    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < getattr(config, "re" + "ach"))  # noqa: E731
+    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < getattr(config, "re" + "ach"))
     return fn, lambda n: setattr(config, "reach", n)
 
 
@@ -194,7 +194,7 @@ def test_scores_and_values_follow_too():
     np.testing.assert_allclose(out, jnp.broadcast_to(X.mean(1, keepdims=True), X.shape), atol=1e-6)
 
 
-@pytest.mark.parametrize("way", WAYS[:4] + [by_bound_method, by_partial], ids=lambda w: w.__name__)
+@pytest.mark.parametrize("way", [*WAYS[:4], by_bound_method, by_partial], ids=lambda w: w.__name__)
 def test_what_has_not_changed_has_the_same_key(way):
     fn, change = way()
     change(3)

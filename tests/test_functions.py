@@ -121,7 +121,7 @@ def test_undeclared_data_are_named_with_what_there_is(fn, message):
     ("fn", "cure"),
     [
         (lambda q, k: q.index >= k.index and q.index < 9, r"write &, \| and ~"),
-        (lambda q, k: True if q.index > 3 else False, r"jnp\.where"),
+        (lambda q, k: (q if q.index > 3 else k).index > 2, r"jnp\.where"),
         (lambda q, k: 0 <= q.index <= 5, "a chain of comparisons"),
         (lambda q, k: q >= k, r"write [qk]\.index for its position"),
         (lambda q, k: q - k < 3, r"write q\.index"),

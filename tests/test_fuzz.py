@@ -51,7 +51,7 @@ FOUND = [
     # tiles that were done again read answers of a mask about which nobody had been asked
     (
         "Case(seed=235, q_len=300, kv_len=300, head_dim=96, value_dim=64, dtype='float16', "
-        "mask=And(Causal(align='end'), Not(Chunked(size=7))), poison=float('inf'), asks_first=True)"
+        "mask=And(Causal(), Not(Chunked(size=7))), align='end', poison=float('inf'), asks_first=True)"
     ),
     # of a bias that a batch shares, vmap left the gradient of the first entry alone
     (

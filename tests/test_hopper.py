@@ -30,11 +30,12 @@ from tests.support.hopper import (
     storing_first,
     whole_heads,
 )
+from tests.support.masks import causal_end
 
 # The others run on the GPU: long ones, and those whose like is here.
 LIKE_OTHERS = re.compile(r"(full|causal)_(3|63)|rising_4_.*")
 SHORT = [case for case in PLAIN if case.q_len < 1000 and not LIKE_OTHERS.fullmatch(case.name)]
-MASKS = {"full": None, "start": fa.Causal(), "end": fa.Causal(align="end")}
+MASKS = {"full": None, "start": fa.Causal(), "end": causal_end}
 # One for each kind of mask and of kernel, and small: interpreting takes long.
 LENGTHS = {
     "packed_h256": (200, 200),
@@ -412,7 +413,7 @@ def test_the_batch_of_a_launch(shape: tuple, entries: int) -> None:
 def test_trim_keeps_what_takes_part(align: Any, t: int, s: int) -> None:
     q, k = jax.ShapeDtypeStruct((1, t, 1, 64), jnp.bfloat16), (1, s, 1, 64)
     k = jax.ShapeDtypeStruct(k, jnp.bfloat16)
-    spec, _ = describe(q, k, k, mask=fa.Causal(align=align))
+    spec, _ = describe(q, k, k, mask=fa.Causal(), align=align)
     part = hopper.trim(spec)
     shift = s - t if align == "end" else 0
     seen = [[j <= i + shift for j in range(s)] for i in range(t)]

@@ -13,7 +13,7 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.kernels import hopper
 from tests.contract.rule import assert_within_rule
-from tests.support import compile_gate, interpreter
+from tests.support import compile_gate, interpreter, masks
 from tests.support.hopper import planned_for_h200
 
 B = 2
@@ -94,7 +94,7 @@ def causal(_: dict) -> Any:
 
 
 def causal_end(_: dict) -> Any:
-    return fa.Causal(align="end")
+    return masks.causal_end
 
 
 ALL = "cap", "scale", "a", "b"

@@ -211,7 +211,7 @@ def test_partial_sets_sinks_and_reproducible_gradients():
     sinks = jnp.arange(4.0)
     got = functools.partial(attention_fn, sinks=sinks, deterministic_gradients=True)(q, k, v)
     chex.assert_trees_all_equal(got, fa.flash_attention(q, k, v, sinks=sinks))
-    with pytest.raises(TypeError, match="deterministic must be a Python bool"):
+    with pytest.raises(TypeError, match="deterministic_gradients must be a Python bool"):
         attention_fn(q, k, v, deterministic_gradients=0)  # pyright: ignore[reportArgumentType]
 
 
@@ -396,10 +396,13 @@ def test_masks_and_scores_see_the_position_in_decoding():
     mask = (fa.Causal() & fa.Window(3)) | fa.Prefix(2)
     full = MultiHeadAttention(num_heads=4)
     params, _ = stock_case()
-    expected = apply(full, params, X, mask=mask & fa.Causal())
+    expected = apply(full, params, X, mask=mask)  # the prompt's first tokens see each other
     decode = MultiHeadAttention(num_heads=4, decode=True)
     out, _ = decoded(decode, params, X, [5] + [1] * (LENGTH - 5), masks=lambda start: mask)
     close(out, expected)
+    causal = MultiHeadAttention(num_heads=4, decode=True, causal=True)
+    out, _ = decoded(causal, params, X, [5] + [1] * (LENGTH - 5), masks=lambda start: mask)
+    close(out, apply(full, params, X, mask=mask & fa.Causal()))
 
     rows = (jnp.arange(LENGTH) % 3 != 1)[None, None, None]  # stock's kind of mask: [.., 1, max]
     out, _ = decoded(decode, params, X, [1] * LENGTH, masks=lambda start: rows)

@@ -9,6 +9,7 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.spec import default_positions, describe
 from pallas_fa2.tokens import K_AXIS, Q_AXIS
+from tests.support.masks import causal_end
 
 B, N, K = 2, 4, 2
 T, S = 9, 14
@@ -51,11 +52,22 @@ def row(x):
 
 POSITIONAL = {
     "causal": (fa.Causal(), lambda i, j, t, s: j <= i),
-    "causal from the start": (fa.Causal("start"), lambda i, j, t, s: j <= i),
-    "causal to the end": (fa.Causal(align="end"), lambda i, j, t, s: j <= i + s - t),
+    "causal to the end": (causal_end, lambda i, j, t, s: j <= i + s - t),
     "window": (fa.Window(3), lambda i, j, t, s: abs(i - j) <= 3),
     "window to the left": (fa.Window(3, 0), lambda i, j, t, s: (j <= i) & (i - j <= 3)),
     "window to the right": (fa.Window(0, right=2), lambda i, j, t, s: (j >= i) & (j - i <= 2)),
+    "window without a left end": (fa.Window(-1, 0), lambda i, j, t, s: j <= i),
+    "window without a right end": (fa.Window(2, None), lambda i, j, t, s: i - j <= 2),
+    "window without ends": (fa.Window(None, -1), lambda i, j, t, s: (i >= 0) & (j >= 0)),
+    "window of data without a left end": (
+        fa.Window(np.int32(-1), np.int32(1)),
+        lambda i, j, t, s: j - i <= 1,
+    ),
+    "sliding window": (fa.SlidingWindow(3), lambda i, j, t, s: (j <= i) & (i - j < 3)),
+    "sliding window of data": (
+        fa.SlidingWindow(jnp.int32(3)),
+        lambda i, j, t, s: (j <= i) & (i - j < 3),
+    ),
     "window of itself": (fa.Window(0), lambda i, j, t, s: i == j),
     "endless window to the left": (
         fa.Window(2**31 - 1, 0),
@@ -175,8 +187,8 @@ def test_a_mask_has_no_truth_value(use):
 
 
 def test_a_mask_is_printed_with_its_code_and_the_shapes_of_its_data():
-    assert repr(fa.Causal("end") & ~fa.Window(3)) == "(Causal(align='end') & ~Window(left=3))"
-    assert repr(C | A) == "(Segments(ids=int32[2,9], kv_ids=int32[2,14]) | Causal(align='start'))"
+    assert repr(fa.Causal() & ~fa.Window(3)) == "(Causal() & ~Window(left=3, right=3))"
+    assert repr(C | A) == "(Segments(ids=int32[2,9], kv_ids=int32[2,14]) | Causal())"
 
 
 def test_attention_is_over_the_visible_keys():
@@ -276,11 +288,16 @@ def test_one_window_a_layer_in_a_scan():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: fa.Causal("ends"), r"Causal\.align must be 'start' or 'end', but it is 'ends'; "),
         (lambda: fa.Chunked(0), r"Chunked\.size must be .*1 to 2\^31 - 1, but it is 0; "),
         (lambda: fa.Chunked(-3), r"Chunked\.size must .* but it is -3; "),
         (lambda: fa.Window(2**31), r"Window\.left must .*-2\^31 to 2\^31 - 1, .* 2147483648; "),
         (lambda: fa.Window(1, -(2**40)), r"Window\.right must .* but it is -1099511627776; "),
+        (
+            lambda: fa.Window(-2, 0),
+            r"Window\.left must be .*-1 or None for all of them, but it is -2; ",
+        ),
+        (lambda: fa.Window(0, -3), r"Window\.right must be .* but it is -3; "),
+        (lambda: fa.SlidingWindow(0), r"SlidingWindow\.size must .* 1 to 2\^31 - 1, but it is 0; "),
         (lambda: fa.Lengths(q=10**10), r"Lengths\.q must .* but it is 10000000000; "),
         (lambda: fa.Lengths(kv=10**10), r"Lengths\.kv must .* but it is 10000000000; "),
         (lambda: fa.Prefix(10**10), r"Prefix\.length must .* but it is 10000000000; "),
@@ -401,7 +418,7 @@ def test_lists_are_arrays_and_numpys_integers_static_where_they_must_be(given, m
         (fa.Documents(KV_IDS), r"Documents\(.*q_tokens\['start'\] .* T = 9 .*\(2, 14\)"),
         (fa.Segments(IDS), r"Segments\(.*k_tokens\['segment'\] .* S = 14 .*\(2, 9\)"),
         (fa.Lengths(kv=integers(3, 3)), r"Lengths\(.*entries\['kv'\] .* \(2,\).*\(3,\)"),
-        (A & fa.Dense(PAIRS[..., 1:]), r"Dense\(.*pairs\['mask'\] .* S = 14.*\(2, 4, 9, 13\)"),
+        (A & fa.Dense(PAIRS[..., 1:]), r"^mask must have .* S = 14.*\(2, 4, 9, 13\)"),
         (of_all_kinds(heads={"head": integers(3, K)}), r"heads\['head'\] .* N = 4 .*\(2,\)"),
     ],
     ids=["queries", "starts", "keys", "lengths", "pairs", "heads"],
@@ -409,3 +426,78 @@ def test_lists_are_arrays_and_numpys_integers_static_where_they_must_be(given, m
 def test_data_of_a_wrong_shape_are_named(mask, message):
     with pytest.raises(ValueError, match=message):
         dense(mask)
+
+
+def test_causal_says_where_alignment_is_an_argument():
+    with pytest.raises(TypeError, match=r"Causal must be made without arguments, .*align=\"end\""):
+        fa.Causal("end")
+    with pytest.raises(TypeError, match="without arguments"):
+        fa.Causal(align="start")
+
+
+STARTS = np.array([0, 0, 2, 2, 2, 5, 5, 5, 5])
+SAME_DOCUMENT = STARTS[:, None] == STARTS
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        lambda: fa.Documents.from_lengths([2, 3, 4], 9),
+        lambda: fa.Documents.from_lengths([2, 0, 3], 9),  # what follows is one of its own
+        lambda: fa.Documents.from_cu_seqlens(jnp.array([0, 2, 5, 9]), 9),
+        lambda: fa.Documents.from_cu_seqlens([0, 2, 2, 5, 9, 9], 9, longest=4),
+        lambda: fa.Documents.from_positions([0, 1, 0, 1, 2, 0, 1, 2, 3]),
+        lambda: fa.Segments(STARTS),
+    ],
+)
+def test_documents_from_lengths_limits_and_positions(documents):
+    np.testing.assert_array_equal(documents().dense(9)[0], SAME_DOCUMENT)
+    np.testing.assert_array_equal(
+        (fa.Causal() & documents()).dense(9)[0], SAME_DOCUMENT & np.tri(9, dtype=bool)
+    )
+
+
+def test_documents_of_each_batch_entry_also_under_jit():
+    def dense(make, data):
+        return jax.jit(lambda data: make(data).dense(9, batch=(2,)))(data)[:, 0]
+
+    expected = np.stack([SAME_DOCUMENT, np.ones((9, 9), bool)])
+    lengths = jnp.array([[2, 3, 4], [9, 0, 0]])
+    np.testing.assert_array_equal(
+        dense(lambda n: fa.Documents.from_lengths(n, 9), lengths), expected
+    )
+    positions = jnp.array([[0, 1, 0, 1, 2, 0, 1, 2, 3], range(9)])
+    np.testing.assert_array_equal(dense(fa.Documents.from_positions, positions), expected)
+
+
+def test_padding_of_segments_sees_nothing_and_is_not_seen():
+    ids = np.array([4, 4, -1, 7, -1])
+    expected = (ids[:, None] == ids) & (ids >= 0)
+    np.testing.assert_array_equal(fa.Segments(ids, padding=-1).dense(5)[0], expected)
+    np.testing.assert_array_equal(fa.Segments(ids).dense(5)[0], ids[:, None] == ids)
+
+
+def test_data_of_batch_entries():
+    mask = fa.mask_fn(lambda q, k, c: k.index < c.limit)(entries={"limit": jnp.array([1, 4])})
+    seen = mask.dense(3, 5, batch=(2,))
+    np.testing.assert_array_equal(seen[:, 0, 0], [[1, 0, 0, 0, 0], [1, 1, 1, 1, 0]])
+
+
+def test_an_array_of_three_axes_that_could_be_heads_or_batch_is_refused():
+    both = fa.Dense(np.ones((4, 2, 3), bool))
+    with pytest.raises(
+        ValueError, match=r"^mask must say .*\[\*B, T, S\] .* or \[N, T, S\] with N = 4"
+    ):
+        both.dense(2, 3, batch=(4,), heads=4)
+    assert both.dense(2, 3, batch=(2,), heads=4).shape == (2, 4, 2, 3)
+    assert fa.Dense(np.ones((4, 1, 2, 3), bool)).dense(2, 3, batch=(4,), heads=4).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda n: fa.Lengths(kv=n), lambda n: fa.Lengths(q=n), fa.Prefix],
+    ids=["kv", "q", "prefix"],
+)
+def test_numbers_that_are_data_compile_nothing_anew(make):
+    x = jnp.ones((1, 4, 1, 8))
+    assert len({describe(x, x, x, mask=make(n))[0] for n in (1, 2, np.int64(3))}) == 1

@@ -21,6 +21,7 @@ from pallas_fa2.plan import (
     make_plan,
 )
 from pallas_fa2.spec import Device, describe
+from tests.support.masks import causal_end
 
 CPU = Device("cpu", "cpu", "", 1)
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
@@ -50,7 +51,7 @@ SUPPORTED = {
     "plain": {},
     "float16": {"dtype": jnp.float16},
     "causal": {"mask": fa.Causal()},
-    "causal to the end": {"mask": fa.Causal("end"), "q_len": 1, "kv_len": 1000},
+    "causal to the end": {"mask": causal_end, "q_len": 1, "kv_len": 1000},
     "one token": {"q_len": 1, "kv_len": 1},
     "multi-query": {"heads": (8, 1)},
     "head dim 8": {"dims": (8, 8)},
@@ -405,7 +406,7 @@ def test_short_calls_take_smaller_tiles(options, warpgroups):
 def test_gradients_of_score_data_are_summed_in_one_order_where_that_is_asked_for():
     call = {"score": fa.alibi(4), "dtype": jnp.bfloat16}
     any_order, one_order = (
-        make_plan(spec(**call, deterministic=deterministic), H200)
+        make_plan(spec(**call, deterministic_gradients=deterministic), H200)
         for deterministic in (False, True)
     )
     assert any_order.backward_for(True) == ("hopper", any_order.backward)

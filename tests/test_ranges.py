@@ -14,6 +14,7 @@ from pallas_fa2.spec import describe
 from tests.contract.rule import assert_within_rule
 from tests.support import compile_gate, interpreter
 from tests.support.hopper import planned_for_h200
+from tests.support.masks import causal_end
 
 B, T, S, N = 2, 200, 300, 2
 
@@ -36,7 +37,7 @@ def chosen(wanted: Any) -> fa.Mask:
 RANGES: dict[str, Callable[[], fa.Mask]] = {
     "window": lambda: fa.Causal() & fa.Window(30),
     "both_sides": lambda: fa.Window(3, 70),
-    "aligned_at_the_end": lambda: fa.Causal(align="end") & fa.Window(100, 7),
+    "aligned_at_the_end": lambda: causal_end & fa.Window(100, 7),
     "lengths": lambda: fa.Causal() & fa.Lengths(jnp.array([0, 190]), jnp.array([250, 3])),
     "no_key": lambda: fa.Lengths(kv=jnp.array([0, 300])),
     "prefix": lambda: fa.Causal() | fa.Prefix(jnp.array([150, 0])),

@@ -381,7 +381,7 @@ def test_a_cap_is_positive(cap):
     "score, message",
     [
         (fa.alibi(8), r"heads\['slope'\] must have shape \[N, \.\.\.\] with N = 4.*\(8,\)"),
-        (fa.bias(BIAS[:, :, 1:]), r"pairs\['bias'\] must .* T = 20, .* has shape \(2, 4, 19, 13\)"),
+        (fa.bias(BIAS[:, :, 1:]), r"^bias must .* T = 20, .* has shape \(2, 4, 19, 13\)"),
     ],
     ids=["alibi", "bias"],
 )

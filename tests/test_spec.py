@@ -10,6 +10,7 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.spec import describe
+from tests.support.masks import causal_end
 
 B, T, S, N, K, H = 2, 6, 5, 4, 2, 16
 CAPTURED = jnp.arange(S)
@@ -83,7 +84,7 @@ SHAPES = {
     "no value dim": (plain(value=array(B, S, K, 0)), r"Hv \(value's axis -1\) must be .* but is 0"),
     "shape of a mask": (
         plain(mask=np.ones((N, T, S + 1), bool)),
-        r"Dense\(array=bool\[4,6,6\]\).* T = 6, S = 5.*\(4, 6, 6\)",
+        r"^mask must have shape .* T = 6, S = 5.*\(4, 6, 6\)",
     ),
     "shape of mask data": (
         plain(mask=fa.Segments(np.zeros(T, np.int32))),
@@ -91,7 +92,7 @@ SHAPES = {
     ),
     "shape of a bias": (
         plain(score=fa.bias(np.zeros((N, S, T), np.float32))),
-        r"pairs\['bias'\] must have shape .*N = 4, T = 6, S = 5.*\(4, 5, 6\)",
+        r"^bias must have shape .*N = 4, T = 6, S = 5.*\(4, 5, 6\)",
     ),
     "positions of another length": (
         plain(q_positions=np.arange(S)),
@@ -108,9 +109,13 @@ SHAPES = {
 }
 
 DTYPES = {
-    "Flax's deterministic": (
-        plain(deterministic=None),
-        r"deterministic must be a Python bool, but it is None; .* \(Flax's `deterministic` is about",
+    "a flag that is None": (
+        plain(deterministic_gradients=None),
+        r"deterministic_gradients must be a Python bool, but it is None; it chooses the backward",
+    ),
+    "is_causal that is an array": (
+        plain(is_causal=np.ones(1)),
+        r"is_causal must be a Python bool, but it is array.*mask=",
     ),
     "integers": (
         plain(**of_dtype(jnp.int32)),
@@ -148,11 +153,13 @@ DTYPES = {
         plain(q_positions=np.zeros(T, np.float32)),
         r"q_positions must be integers, but it has dtype float32",
     ),
-    "traced scale": (
-        traced(lambda t: {"scale": t}),
-        r"scale must be a finite Python number.*score",
+    "scale of each head": (
+        plain(scale=np.ones(N, np.float32)),
+        r"scale must be one real number, but it has shape \(4,\) .*score_fn",
     ),
-    "NaN scale": (plain(scale=float("nan")), r"scale must be a finite Python number, .* is nan"),
+    "complex scale": (plain(scale=1j), r"scale must be a finite real number, .* is 1j"),
+    "NaN scale": (plain(scale=float("nan")), r"scale must be a finite real number, .* is nan"),
+    "NaN scale of NumPy": (plain(scale=np.float32("nan")), r"scale must be a finite .* is nan"),
     "infinite scale": (plain(scale=float("inf")), r"scale must be a finite .* but it is inf"),
     "text scale": (plain(scale="auto"), r"scale must be a finite .* but it is 'auto'"),
 }
@@ -207,7 +214,7 @@ VALUES = {
     ),
     "unknown implementation": (
         plain(implementation="cudnn"),
-        r"implementation must be one of hopper, blockwise, reference or None, but it is 'cudnn'",
+        r"implementation must be one of hopper, blockwise, reference, fused or None, but it is 'cudnn'",
     ),
     "an implementation that cannot run": (
         plain(implementation="hopper"),
@@ -264,8 +271,10 @@ def test_what_is_no_array_is_refused(entry, name):
 def test_explain_takes_what_flash_attention_takes():
     ours = set(inspect.signature(fa.flash_attention).parameters)
     for option in ours - set(GOOD) - {"mask", "score", "dropout_rng", "implementation"}:
-        value = {"q_positions": np.arange(T), "kv_positions": np.arange(S)}.get(option)
-        value = {"return_lse": True, "deterministic": True, "dropout_rate": 0.0}.get(option, value)
+        value = {
+            "q_positions": np.arange(T), "kv_positions": np.arange(S), "return_lse": True, "align": "end",
+            "is_causal": True, "deterministic_gradients": True, "dropout_rate": 0.0,
+        }.get(option)  # fmt: skip
         assert fa.explain(**GOOD, **{option: value}).spec.q_len == T
 
 
@@ -295,7 +304,7 @@ def test_equal_calls_have_equal_specs():
     [
         {"mask": None},
         {"mask": fa.Causal() & (lambda q, k: q.index != k.index + 2) | fa.Prefix(np.int32(2))},
-        {"mask": fa.Causal() & (lambda q, k: q.index != k.index + 3) | fa.Prefix(2)},
+        {"mask": fa.Causal() & (lambda q, k: q.index != k.index + 3) | fa.Chunked(2)},
         {"score": ()},
         {"score": (lambda s, q, k: s * 0.5, fa.soft_cap(3.0000002), fa.alibi(N))},
         {"score": (fa.soft_cap(3.0), lambda s, q, k: s * 0.5, fa.alibi(N))},
@@ -322,8 +331,10 @@ def test_data_and_keys_do_not_enter(seed):
 def test_a_spec_is_printed_with_all_that_it_holds():
     text = str(spec(**options()))
     parts = ["float32 [B 2, T 6, S 5, N 4, K 2, H 16, Hv 16]", "scale 0.3", "dropout 0.1"]
-    parts += ["mask ((Causal(align='start') & FunctionMask(fn=<lambda>)) | Prefix(length=int32[]))"]
-    parts += ["score Score(fn=<lambda>), Score(fn=capped), Score(fn=_linear_bias, heads={slope:"]
+    parts += ["mask ((Causal() & FunctionMask(fn=<lambda>)) | Prefix(length=int32[]))"]
+    parts += [
+        "score Score(fn=<lambda>), Score(fn=SoftCap(cap=3.0)), Score(fn=_linear_bias, heads={slope:"
+    ]
     for part in parts:
         assert part in text
     assert "dropout" not in str(spec())
@@ -337,7 +348,7 @@ def test_the_scale_is_that_of_the_head_dim():
 
 @pytest.mark.parametrize(
     "mask, causal",
-    [(None, None), (fa.Causal(), "start"), (fa.Causal("end"), "end"), (fa.Window(1), None),
+    [(None, None), (fa.Causal(), "start"), (causal_end, "end"), (fa.Window(1), None),
      (fa.Causal() & fa.Window(1), None)],
 )  # fmt: skip
 def test_causal_says_that_the_mask_is_nothing_else(mask, causal):

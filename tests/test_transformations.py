@@ -312,7 +312,7 @@ DOUBLE = Case(
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_x64(implementation: str) -> None:
-    mask = And(And(Causal("end"), Lengths()), Dense("bts", 0.7))
+    mask = And(And(Causal(), Lengths()), Dense("bts", 0.7))
     case = dataclasses.replace(
         DOUBLE, mask=mask, scores=(Bias("nts"), SoftCap()), dropout=0.2, positions="Q"
     )

@@ -63,8 +63,8 @@ def _by_class(classes: Any, i: Any, j: Any, take: Any, state: Any) -> Any:
 
 def forward(
     spec: Spec, blocks: tuple[int, int], q: Any, k: Any, v: Any, operands: Operands
-) -> tuple[jax.Array, jax.Array]:
-    """`out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
+) -> tuple[jax.Array, jax.Array, tile.RowSums]:
+    """`out [B, T, N, Hv]` in the accumulators' dtype, natural `lse [B, N, T]`, and rows' sums."""
     block_q, block_kv = blocks
     classes = _classes(spec, operands, block_q, block_kv)
     operands = _pad_operands(operands, block_q, block_kv)
@@ -72,7 +72,7 @@ def forward(
     q, k, v = _pad(q, 1, block_q), _pad(k, 1, block_kv), _pad(v, 1, block_kv)
     q_tiles, k_tiles = classes.shape
 
-    def row_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def row_block(i: jax.Array) -> tuple[jax.Array, jax.Array, tile.RowSums]:
         q_i = _rows(q, i * block_q, block_q)
 
         def step(state: tile.Running, j: jax.Array) -> tuple[tile.Running, None]:
@@ -88,12 +88,17 @@ def forward(
             return _by_class(classes, i, j, take, state), None
 
         state, _ = lax.scan(step, alike(tile.start(spec, block_q), q), _count(k_tiles))
-        return tile.finish(state, spec.dtype)
+        return tile.finish(state)
 
-    out, lse = lax.map(row_block, _count(q_tiles))  # [tiles, B, t, ...], [tiles, B, K, G, t]
+    # [tiles, B, t, ...], [tiles, B, K, G, t]
+    out, *rows = lax.map(row_block, _count(q_tiles))
     out = jnp.moveaxis(out, 0, 1).reshape(spec.batch, -1, spec.q_heads, spec.value_dim)
-    lse = jnp.moveaxis(lse, 0, 3).reshape(spec.batch, spec.q_heads, -1)
-    return out[:, : spec.q_len], lse[..., : spec.q_len]
+
+    def joined(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 3).reshape(spec.batch, spec.q_heads, -1)[..., : spec.q_len]
+
+    lse, sums = jax.tree.map(joined, rows)
+    return out[:, : spec.q_len], lse, sums
 
 
 def backward(
@@ -108,11 +113,14 @@ def backward(
     dlse: Any,
     operands: Operands,
     wanted: tuple[bool, ...],
+    sums: tile.RowSums | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
     """Gradients of q, k, v and of the floating-point score data (its leaves, in order), wanted or not.
 
-    `lse` and `dlse`, if there is one, are `[B, N, T]`.
+    `lse` and `dlse`, if there is one, are `[B, N, T]`, and so are the rows' sums. Without those, another
+    implementation's forward has run, and `lse` stands for them.
     """
+    sums = tile.sums_of(lse) if sums is None else sums
     delta = tile.row_delta(out, dout, dlse, lse.dtype)
     block_q, block_kv = blocks
     dtype = spec.accumulator
@@ -122,11 +130,11 @@ def backward(
     heads = (spec.kv_heads, spec.group)
     q, dout = (_pad(x.reshape(*x.shape[:2], *heads, -1), 1, block_q) for x in (q, dout))
     k, v = _pad(k, 1, block_kv), _pad(v, 1, block_kv)
-    # Rows of padding have no key: lse -inf stands for p = 0.
+    # Rows of padding have no key, and a total of 0.
     pad_rows = [(0, 0)] * 3 + [(0, -spec.q_len % block_q)]
-    lse, delta = (x.reshape(spec.batch, *heads, -1) for x in (lse, delta))
-    lse = jnp.pad(lse, pad_rows, constant_values=-jnp.inf)
-    delta = jnp.pad(delta, pad_rows)
+    sums, delta = jax.tree.map(
+        lambda x: jnp.pad(x.reshape(spec.batch, *heads, -1), pad_rows), (sums, delta)
+    )
     q_tiles, k_tiles = classes.shape
 
     def column_block(carry: tuple, j: jax.Array) -> tuple[tuple, tuple]:
@@ -139,8 +147,10 @@ def backward(
                     at = (i * block_q, j * block_kv)
                     t = tile.tile_at(spec, operands, *at, block_q, block_kv)
                     q_i, dout_i = (_rows(x, at[0], block_q) for x in (q, dout))
-                    lse_i, delta_i = (_rows(x, at[0], block_q, 3) for x in (lse, delta))
-                    g = tile.backward(t, q_i, k_j, v_j, dout_i, lse_i, delta_i, masked)
+                    sums_i, delta_i = jax.tree.map(
+                        lambda x: _rows(x, at[0], block_q, 3), (sums, delta)
+                    )
+                    g = tile.backward(t, q_i, k_j, v_j, dout_i, sums_i, delta_i, masked)
                     dq = lax.dynamic_update_slice_in_dim(
                         dq, _rows(dq, at[0], block_q) + g.q, at[0], 1
                     )

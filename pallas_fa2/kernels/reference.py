@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_fa2.kernels import tile
 from pallas_fa2.spec import Operands, Spec
@@ -18,6 +19,7 @@ def forward(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Oper
     if keep is not None:
         q = tile.zero_unseen(q, keep, tile.Q_AXIS)
         k, v = (tile.zero_unseen(x, keep, tile.K_AXIS) for x in (k, v))
+    q = tile.scaled(spec, q)
     raw, data = tile.product("btkgh,bskh->bkgts", q, k, dtype), operands.scores
     if keep is not None and spec.scores:
         raw, data = tile.hide_masked(raw, data, keep)
@@ -25,13 +27,16 @@ def forward(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Oper
     if keep is not None:
         s = jnp.where(keep, s, -jnp.inf)
     # A row without a key must have finite values on every path, or its gradient is NaN.
-    empty = tile.sees_nothing(spec, jnp.max(s, -1, keepdims=True))
-    s = jnp.where(empty, 0, s) / tile.LOG2E
-    lse = jax.nn.logsumexp(s, -1, keepdims=True)
-    p = jnp.where(empty, 0, jnp.exp(s - lse))
+    maximum = lax.stop_gradient(jnp.max(s, -1, keepdims=True))
+    empty = tile.sees_nothing(spec, maximum)
+    maximum = jnp.where(empty, 0, maximum)
+    e = jnp.exp(jnp.where(empty, -jnp.inf, s - maximum))
+    total = jnp.where(empty, 1, jnp.sum(e, -1, keepdims=True))
+    lse = maximum + jnp.log(total)
+    p = e / total
     if spec.dropout_rate:
         p = p * tile.dropout_factor(whole)
-    out = tile.product("bkgts,bskh->btkgh", p.astype(v.dtype), v, dtype)
+    out = tile.product("bkgts,bskh->btkgh", p, v, dtype)
     # Nor may the cotangent of such a row, NaN perhaps, reach the values through p = 0.
     out = jnp.where(jnp.moveaxis(empty, 3, 1), 0, out)
     lse = jnp.where(empty, -jnp.inf, lse)

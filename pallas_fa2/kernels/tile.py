@@ -1,9 +1,9 @@
 """The mathematics of one tile: FlashAttention-2 (arXiv:2307.08691), Algorithms 1 and 2.
 
 A tile is a block of query rows against a block of key columns, for every batch entry and head at
-once: scores are `[B, K, G, t, s]`. Statistics are kept in base 2 (log2(e) is folded into the scale)
-and in the accumulator dtype, products take operands in the input dtype. A tile that is the whole of
-the problem is the dense definition; tiles in a loop are the blockwise implementation.
+once: scores are `[B, K, G, t, s]`. Statistics are kept in the accumulator dtype; products take operands in the
+input dtype, on a CPU in the accumulator's. A tile that is the whole of the problem is the dense definition; tiles
+in a loop are the blockwise implementation.
 """
 
 import math
@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_fa2.kernels import dropout
 from pallas_fa2.scores import HIDDEN
 from pallas_fa2.spec import Operands, Spec
 from pallas_fa2.tokens import K_AXIS, LEADING, Q_AXIS
-
-LOG2E = math.log2(math.e)
 
 
 class Tile(NamedTuple):
@@ -56,20 +55,39 @@ def tile_at(
 
 
 def product(letters: str, a: jax.Array, b: jax.Array, accumulator: Any) -> jax.Array:
-    """A matrix product with operands as they are and sums in the accumulator dtype."""
-    precision = lax.Precision.HIGHEST if a.dtype == accumulator else lax.Precision.DEFAULT
-    return jnp.einsum(letters, a, b, precision=precision, preferred_element_type=accumulator)
+    """A matrix product with sums in the accumulator dtype; wider operands are rounded to 16 bits if one has them."""
+
+    def wide(a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = a.astype(accumulator), b.astype(accumulator)
+        return jnp.einsum(letters, a, b, precision=lax.Precision.HIGHEST)
+
+    def narrow(a: jax.Array, b: jax.Array) -> jax.Array:
+        dtype = min((a.dtype, b.dtype), key=lambda d: d.itemsize)
+        a, b = a.astype(dtype), b.astype(dtype)
+        return jnp.einsum(letters, a, b, preferred_element_type=accumulator)
+
+    if a.dtype == b.dtype == accumulator:
+        return wide(a, b)
+    # XLA's CPU backend has 16-bit products for some layouts of the operands only.
+    return lax.platform_dependent(a, b, cpu=wide, default=narrow)
+
+
+def scaled(spec: Spec, q: jax.Array) -> jax.Array:
+    """Queries times the scale, where that loses nothing to scaling scores.
+
+    A product after q·k may be fused with the subtraction of the maximum in the forward and not in the backward,
+    and p is then wrong by the rounding of a score: 1e-4 where scores are 1000 and all is float32.
+    """
+    return q * spec.scale if spec.dtype == spec.accumulator else q
 
 
 def scores(tile: Tile, raw: jax.Array, data: tuple) -> jax.Array:
-    """Scaled, passed through the score functions, in base 2. `raw` is q·k, `[B, K, G, t, s]`."""
+    """Scaled and passed through the score functions. `raw` is q·k, `[B, K, G, t, s]`, of `scaled` queries."""
     spec = tile.spec
-    if not spec.scores:
-        return raw * (spec.scale * LOG2E)
-    s = raw * spec.scale
+    s = raw if spec.dtype == spec.accumulator else raw * spec.scale
     for code, arrays in zip(spec.scores, data, strict=True):
         s = jnp.broadcast_to(code.on_tile(s, tile.q_index, tile.k_index, arrays), s.shape)
-    return s * LOG2E
+    return s
 
 
 def visible(tile: Tile) -> jax.Array:
@@ -96,8 +114,8 @@ def zero_unseen(x: jax.Array, keep: jax.Array, axis: int) -> jax.Array:
 
 
 def sees_nothing(spec: Spec, maximum: jax.Array) -> jax.Array:
-    """Of rows' largest scores, in base 2."""
-    return maximum <= (HIDDEN * LOG2E if spec.scores else -jnp.inf)
+    """Of rows' largest scores."""
+    return maximum <= (HIDDEN if spec.scores else -jnp.inf)
 
 
 def hide_masked(raw: jax.Array, data: tuple, keep: jax.Array) -> tuple[jax.Array, tuple]:
@@ -120,7 +138,7 @@ def hide_masked(raw: jax.Array, data: tuple, keep: jax.Array) -> tuple[jax.Array
 class Running(NamedTuple):
     """The online softmax of Algorithm 1: row maximum, row sum and unnormalized output."""
 
-    maximum: jax.Array  # [B, K, G, t], base 2
+    maximum: jax.Array  # [B, K, G, t]
     total: jax.Array
     out: jax.Array  # [B, t, K, G, Hv]
 
@@ -138,28 +156,46 @@ def forward(tile: Tile, state: Running, q: Any, k: Any, v: Any, masked: bool) ->
     keep = visible(tile) if masked else None
     if keep is not None:
         v = zero_unseen(v, keep, K_AXIS)
-    raw = product("btkgh,bskh->bkgts", q, k, dtype)
+    raw = product("btkgh,bskh->bkgts", scaled(spec, q), k, dtype)
     s = scores(tile, raw, tile.operands.scores)
     if keep is not None:
         s = jnp.where(keep, s, -jnp.inf)
     maximum = jnp.maximum(state.maximum, jnp.max(s, -1))
     base = jnp.where(sees_nothing(spec, maximum), 0, maximum)  # of no key yet
-    rescale = jnp.exp2(state.maximum - base)
-    p = jnp.exp2(s - base[..., None])
+    rescale = jnp.exp(state.maximum - base)
+    p = jnp.exp(s - base[..., None])
     total = state.total * rescale + jnp.sum(p, -1)
     if spec.dropout_rate:
         p = p * dropout_factor(tile)
     out = state.out * _as_rows(rescale)
-    out = out + product("bkgts,bskh->btkgh", p.astype(v.dtype), v, dtype)
+    out = out + product("bkgts,bskh->btkgh", p, v, dtype)
     return Running(maximum, total, out)
 
 
-def finish(state: Running, dtype: Any) -> tuple[jax.Array, jax.Array]:
+class RowSums(NamedTuple):
+    """Of each row, p's denominator: `total * exp(maximum)`, with a total of 0 where it sees no key.
+
+    The backward reads these and not the logsumexp, whose rounding is an error of p: 1e-4 where scores are 1000
+    and all is float32.
+    """
+
+    maximum: jax.Array  # finite
+    total: jax.Array
+
+
+def finish(state: Running) -> tuple[jax.Array, jax.Array, RowSums]:
     """Output `[B, t, K, G, Hv]` and natural logsumexp `[B, K, G, t]`; 0 and -inf for empty rows."""
-    total = jnp.where(state.total == 0, 1, state.total)
+    empty = state.total == 0
+    total = jnp.where(empty, 1, state.total)
     out = state.out / _as_rows(total)
-    lse = jnp.where(state.total == 0, -jnp.inf, (state.maximum + jnp.log2(total)) / LOG2E)
-    return out.astype(dtype), lse
+    lse = jnp.where(empty, -jnp.inf, state.maximum + jnp.log(total))
+    return out, lse, RowSums(jnp.where(empty, 0, state.maximum), state.total)
+
+
+def sums_of(lse: jax.Array) -> RowSums:
+    """Of rows whose natural logsumexp alone is known."""
+    empty = lse == -jnp.inf
+    return RowSums(jnp.where(empty, 0, lse), jnp.where(empty, 0, jnp.ones_like(lse)))
 
 
 def _as_rows(x: jax.Array) -> jax.Array:
@@ -183,25 +219,27 @@ def row_delta(out: Any, dout: Any, dlse: Any, dtype: Any) -> jax.Array:
 
 
 def backward(
-    tile: Tile, q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any, masked: bool
+    tile: Tile, q: Any, k: Any, v: Any, dout: Any, sums: RowSums, delta: Any, masked: bool
 ) -> Gradients:
-    """One tile of Algorithm 2 (lines 11-16); probabilities are formed again from the logsumexp.
+    """One tile of Algorithm 2 (lines 11-16); probabilities are formed again from the rows' sums.
 
-    `lse` and `delta` are `[B, K, G, t]`; delta is rowsum(dO ∘ O) minus the cotangent of lse.
+    Those and `delta` are `[B, K, G, t]`; delta is rowsum(dO ∘ O) minus the cotangent of lse.
     """
     spec, dtype = tile.spec, tile.spec.accumulator
     keep = visible(tile) if masked else None
     if keep is not None:
         q, dout = zero_unseen(q, keep, Q_AXIS), zero_unseen(dout, keep, Q_AXIS)
         k, v = zero_unseen(k, keep, K_AXIS), zero_unseen(v, keep, K_AXIS)
+    q = scaled(spec, q)
     raw, data = product("btkgh,bskh->bkgts", q, k, dtype), tile.operands.scores
     if keep is not None and spec.scores:
         raw, data = hide_masked(raw, data, keep)
     # Only differentiable arrays are differentiated; the rest of the data is closed over.
     floats, rebuild = split_floats(data)
     s, pull = jax.vjp(lambda raw, data: scores(tile, raw, rebuild(data)), raw, floats)
-    empty = lse == -jnp.inf
-    p = jnp.exp2(s - (jnp.where(empty, jnp.inf, lse) * LOG2E)[..., None])
+    empty = sums.total == 0
+    p = jnp.exp(s - jnp.where(empty, jnp.inf, sums.maximum)[..., None])
+    p = p / jnp.where(empty, 1, sums.total)[..., None]
     dp = product("btkgh,bskh->bkgts", dout, v, dtype)
     p_out = p if keep is None else jnp.where(keep, p, 0)
     if spec.dropout_rate:
@@ -210,13 +248,11 @@ def backward(
     ds = p * (dp - jnp.where(empty, 0, delta)[..., None])
     if keep is not None:
         ds = jnp.where(keep, ds, 0)
-    dv = product("bkgts,btkgh->bskh", p_out.astype(q.dtype), dout, dtype)
-    # `pull` expects the cotangent of base-2 scores, `ds` is that of natural ones.
-    draw, ddata = pull(ds * (1 / LOG2E))
+    dv = product("bkgts,btkgh->bskh", p_out, dout, dtype)
+    draw, ddata = pull(ds)
     if keep is not None:
         draw = jnp.where(keep, draw, 0)
-    draw = draw.astype(q.dtype)
-    dq = product("bkgts,bskh->btkgh", draw, k, dtype)
+    dq = scaled(spec, product("bkgts,bskh->btkgh", draw, k, dtype))
     dk = product("bkgts,btkgh->bskh", draw, q, dtype)
     return Gradients(dq, dk, dv, ddata)
 
@@ -245,5 +281,7 @@ def row_keys(spec: Spec, seed: jax.Array | None, q_index: jax.Array) -> dropout.
     """Of queries whose positions are `[B | 1, 1, 1, t, 1]`: `[B, K, G, t, 1]`."""
     assert seed is not None
     heads = (spec.batch, spec.kv_heads, spec.group)
+    if spec.first_position:
+        q_index = q_index + np.int32(spec.first_position)
     number = lax.iota(jnp.uint32, math.prod(heads)).reshape(*heads, 1, 1)
     return dropout.row_keys(seed, number, q_index)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_fa2 as fa
+from tests.support import masks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def causal(case: Case) -> tuple[Any, np.ndarray]:
 
 def causal_end(case: Case) -> tuple[Any, np.ndarray]:
     q, k = positions(case)
-    return fa.Causal(align="end"), everywhere(case, k <= q + case.kv_len - case.q_len)
+    return masks.causal_end, everywhere(case, k <= q + case.kv_len - case.q_len)
 
 
 def window(case: Case) -> tuple[Any, np.ndarray]:

@@ -49,6 +49,7 @@ class Case:
     scale: float | None = None
     dropout: float = 0.0
     positions: str = ""  # sides that have them given: q, k, or Q, K for each batch entry its own
+    align: str = "start"  # where the queries lie among the keys, if their positions are not given
     lse: bool = True  # asked for, with a cotangent of its own
     transform: str = "jit"  # or checkpoint, scan, vmap of grad, grad of vmap
     axes: tuple[int | None, ...] = (0, 0, 0, 0)  # of q, k, v and all other data, where mapped
@@ -127,10 +128,10 @@ class Case:
         """The same call for the dense definition: batch axes merged, the mask an array."""
         shape = self.shape
         batch = shape.pairs[0]
-        i, j = (
-            shape.spread(side, args.positions.get(side, np.arange(n))).astype(np.int64)
-            for side, n in (("q", self.q_len), ("k", self.kv_len))
-        )
+        first = self.kv_len - self.q_len if self.align == "end" else 0
+        places = {"q": np.arange(self.q_len) + first, "k": np.arange(self.kv_len)}
+        places |= args.positions
+        i, j = (shape.spread(side, places[side]).astype(np.int64) for side in "qk")
         seen = True if self.mask is None else self.mask.dense(shape, args.mask, i, j)
         merged = (x.reshape(batch, *x.shape[-3:]) for x in (*args[:3], cotangents.out))
         dlse = cotangents.lse.reshape(batch, shape.q_heads, self.q_len) * self.lse
@@ -165,7 +166,7 @@ LENGTHS = (1, 2, 3, 7, 16, 17, 31, 33, 64, 65, 100, 111, 129, 200, 257, 300)
 DIMS = (8, 16, 24, 64, 40)
 SINKS = ("", "", "", "float32", "bfloat16")
 RISES = (0.0, 0.0, 0.0, 0.0, 4.0, 7.0)
-PLAIN_MASKS = (None, masks.Causal(), masks.Causal("end"))
+PLAIN_MASKS = (None, masks.Causal())
 
 
 def draw(pick: Pick, for_hopper: bool = False) -> Case:
@@ -178,6 +179,7 @@ def draw(pick: Pick, for_hopper: bool = False) -> Case:
     few = q_len * kv_len > 20_000
     transform = pick(("jit", "jit", "jit", *WITH_AXES, "checkpoint"))
     scores = score_functions.draw(pick)
+    positions = pick(("", "", "", "q", "k", "Q", "QK"))
     return Case(
         seed=pick(range(1000)),
         batch=pick(((), (1,), (2,)) if few else ((), (2,), (3,), (2, 2), (1, 3), (2, 1))),
@@ -192,7 +194,8 @@ def draw(pick: Pick, for_hopper: bool = False) -> Case:
         scores=scores,
         scale=pick((None, None, None, 1.0, 0.3, -0.3, 0.0)),
         dropout=pick((0.0, 0.0, 0.0, 0.2, 0.9)),
-        positions=pick(("", "", "", "q", "k", "Q", "QK")),
+        positions=positions,
+        align="start" if "q" in positions.lower() else pick(("start", "start", "end")),
         **_surroundings(pick, transform),
         blocks=(pick((64, 32, 16, 8, 40)), pick((64, 32, 16, 8, 40))),
         sinks=pick(SINKS),
@@ -205,6 +208,7 @@ def _draw_for_hopper(pick: Pick) -> Case:
     q_len, kv_len = pick(LENGTHS), pick(LENGTHS)
     transform = pick(("jit", "jit", "jit", *WITH_AXES, "checkpoint"))
     dim = pick((64, 128, 96, 256, 8, 80, 192))
+    positions = pick(("",) * 8 + ("q", "k", "Q", "QK"))
     return Case(
         seed=pick(range(1000)),
         batch=pick(((), (2,), (2, 2))),
@@ -219,7 +223,8 @@ def _draw_for_hopper(pick: Pick) -> Case:
         scores=score_functions.draw(pick) if pick((False, False, True)) else (),
         scale=pick((None, None, 0.3, 1.0)),
         dropout=pick((0.0,) * 6 + (0.2, 0.9)),
-        positions=pick(("",) * 8 + ("q", "k", "Q", "QK")),
+        positions=positions,
+        align="start" if "q" in positions.lower() else pick(("start", "end")),
         **_surroundings(pick, transform),
         sinks=pick(SINKS),
         asks_first=pick((False, True)),
@@ -247,6 +252,8 @@ def _surroundings(pick: Pick, transform: str) -> dict[str, Any]:
 def simpler(case: Case) -> list[Case]:
     """Cases with one thing less."""
     changes: list[dict[str, Any]] = []
+    if case.align != "start":
+        changes += [{"align": "start"}]
     if case.mask is not None:
         changes += [{"mask": m} for m in (None, *masks.parts(case.mask))]
     for n in range(len(case.scores)):

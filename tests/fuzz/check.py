@@ -44,6 +44,8 @@ def attend(case: Case, implementation: str | None, args: Arguments) -> tuple:
         options["sinks"] = args.sinks
     if case.dropout:
         options |= {"dropout_rate": case.dropout, "dropout_rng": args.key}
+    if case.align != "start":
+        options["align"] = case.align
     names = {"q": "q_positions", "k": "kv_positions"}
     options |= {names[side]: x for side, x in args.positions.items()}
     found = fa.flash_attention(

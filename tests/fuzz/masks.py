@@ -31,19 +31,17 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Causal(Node):
-    align: str = "start"
-
     def ours(self, data: Any) -> Any:
-        return fa.Causal(self.align)  # type: ignore[arg-type]
+        return fa.Causal()
 
     def dense(self, shape: Shape, data: Any, i: Any, j: Any) -> Any:
-        return j <= i + (shape.kv_len - shape.q_len if self.align == "end" else 0)
+        return j <= i
 
 
 @dataclasses.dataclass(frozen=True)
 class Window(Node):
-    left: int
-    right: int | None = None
+    left: int | None
+    right: int | None = None  # -1 and None: without an end
     static: bool = True
 
     def data(self, shape: Shape, rng: np.random.Generator) -> Any:
@@ -56,9 +54,21 @@ class Window(Node):
         return fa.Window(data.get("left", self.left), data.get("right", self.right))
 
     def dense(self, shape: Shape, data: Any, i: Any, j: Any) -> Any:
-        left = data.get("left", self.left)
-        right = data.get("right", left if self.right is None else self.right)
-        return (j >= i - left) & (j <= i + right)
+        left, right = data.get("left", self.left), data.get("right", self.right)
+        seen = np.ones(np.broadcast_shapes(i.shape, j.shape), bool)
+        seen &= True if left in (None, -1) else j >= i - left
+        return seen & (True if right in (None, -1) else j <= i + right)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow(Node):
+    size: int
+
+    def ours(self, data: Any) -> Any:
+        return fa.SlidingWindow(self.size)
+
+    def dense(self, shape: Shape, data: Any, i: Any, j: Any) -> Any:
+        return (j <= i) & (i - j < self.size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,11 +303,26 @@ class Not(Node):
 
 
 def _leaf(pick: Pick) -> Node:
-    kind = pick((Causal, Window, Segments, Documents, Lengths, Prefix, Chunked, Dense, Function))
+    kind = pick(
+        (
+            Causal,
+            Window,
+            SlidingWindow,
+            Segments,
+            Documents,
+            Lengths,
+            Prefix,
+            Chunked,
+            Dense,
+            Function,
+        )
+    )
     if kind is Causal:
-        return Causal(pick(("start", "end")))
+        return Causal()
+    if kind is SlidingWindow:
+        return SlidingWindow(pick((1, 2, 20, 2**31 - 1)))
     if kind is Window:
-        return Window(pick((0, 1, 3, 20, 2**31 - 1)), pick((None, 0, 5)))
+        return Window(pick((0, 1, 3, 20, 2**31 - 1, -1)), pick((None, 0, 5, -1)))
     if kind is Segments:
         return Segments(pick((2, 4, 1)), pick((True, False)))
     if kind is Documents:
