@@ -41,7 +41,7 @@ def causal(t: int, n: int) -> fa.Mask:
 
 def sliding_window(t: int, n: int) -> fa.Mask:
     """Mistral 7B (arXiv:2310.06825)."""
-    return fa.Causal() & fa.Window(t // 8)
+    return fa.SlidingWindow(t // 8)
 
 
 def prefix_lm(t: int, n: int) -> fa.Mask:

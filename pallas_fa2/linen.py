@@ -123,6 +123,11 @@ def attention_fn(
     )
 
 
+def lecun_normal(key: PRNGKeyArray, shape: Any, dtype: Any = jnp.float32) -> Array:
+    """Flax's default initial kernels, by a function that can be pickled."""
+    return default_kernel_init(key, shape, dtype)
+
+
 class Decoding:
     """What our layers know of a decoding step that Flax does not hand to the attention function."""
 
@@ -236,7 +241,7 @@ class MultiHeadAttention(nn.Module):
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     precision: PrecisionLike = None
-    kernel_init: Initializer = default_kernel_init
+    kernel_init: Initializer = lecun_normal
     out_kernel_init: Initializer | None = None
     bias_init: Initializer = initializers.zeros_init()
     out_bias_init: Initializer | None = None

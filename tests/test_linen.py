@@ -1,7 +1,9 @@
 """Flax linen: the same parameters, values and gradients as Flax's own layer."""
 
+import copy
 import functools
 import inspect
+import pickle
 import re
 
 import chex
@@ -442,3 +444,68 @@ def test_no_square_buffer():
     assert not square(MultiHeadAttention(num_heads=2, implementation="blockwise"), mask)
     assert not square(STOCK(num_heads=2, attention_fn=blockwise), fa.Causal() & documents)
     assert square(STOCK(num_heads=2), None)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda: fa.Causal() | fa.Prefix(4),
+        lambda: fa.mask_fn(lambda q, k: (q.index >= k.index) | (k.index < 3)),
+        lambda: fa.Prefix(6) & fa.Window(4, 1),
+    ],
+)
+def test_a_prompt_sees_by_the_mask_that_is_given(mask):
+    params, _ = stock_case()
+    whole = apply(MultiHeadAttention(num_heads=4), params, X[:, :6], mask=mask())
+    decode = MultiHeadAttention(num_heads=4, decode=True)
+    out, _ = decoded(decode, params, X, [6], masks=lambda start: mask())
+    close(out, whole)
+
+
+def test_a_stock_layer_in_decoding_does_not_know_where_the_token_lies():
+    params, _ = stock_case()
+    rows = X[:, :1]
+
+    def step(mask=None, **options):
+        fn = functools.partial(attention_fn, **options)
+        layer = STOCK(num_heads=4, decode=True, attention_fn=fn)
+        cache = layer.init(KEY, X)["cache"]
+        return layer.apply({**params, "cache": cache}, rows, mask=mask, mutable=["cache"])[0]
+
+    for score in (fa.alibi(4), lambda s, q, k: s - abs(q.index - k.index).astype(s.dtype)):
+        with pytest.raises(
+            ValueError, match=r"one query and several keys.*MultiHeadAttention.*align"
+        ):
+            step(score=score)
+    close(step(score=fa.soft_cap(1e6)), step())  # which reads no positions
+    close(step(score=fa.alibi(4), align="start"), step())  # the first token
+    with pytest.raises(AttributeError, match=r"no array.*decode=True.*linen\.MultiHeadAttention"):
+        step(mask=fa.Window(3))
+
+
+def test_one_query_of_a_mask_without_positions_is_no_decoding():
+    q, k, v = (jax.random.normal(KEY, (2, n, 4, 8)) for n in (1, 7, 7))
+    mask = fa.Lengths(kv=jnp.array([3, 5]))
+    close(attention_fn(q, k, v, mask=mask), fa.flash_attention(q, k, v, mask=mask))
+    with pytest.raises(ValueError, match="one query and several keys"):
+        attention_fn(q, k, v, mask=fa.Causal())
+    end = attention_fn(q, k, v, mask=fa.SlidingWindow(2), align="end")
+    close(end, fa.flash_attention(q, k, v, mask=fa.SlidingWindow(2), align="end"))
+
+
+@pytest.mark.parametrize("mask", [lambda q, k: q.index >= k.index, fa.Causal()])
+@pytest.mark.parametrize("transform", [nn.remat, nn.checkpoint, nn.jit])
+def test_lifted_layers_take_plain_functions(mask, transform):
+    params, _ = stock_case()
+    score = lambda s, q, k: s * 0.5
+    plain = apply(MultiHeadAttention(num_heads=4), params, X, mask=mask, score=score)
+    lifted = transform(MultiHeadAttention)(num_heads=4)
+    close(lifted.apply(params, X, mask=mask, score=score), plain)
+
+
+def test_layers_can_be_pickled_and_copied():
+    layer = MultiHeadAttention(num_heads=4, causal=True)
+    params, _ = stock_case()
+    expected = apply(layer, params, X)
+    for same in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        close(same.apply(params, X), expected)

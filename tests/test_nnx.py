@@ -1,6 +1,8 @@
 """Flax nnx: its own layer with our attention gives its own values and gradients."""
 
+import copy
 import functools
+import pickle
 import re
 
 import chex
@@ -171,3 +173,54 @@ def test_score_and_implementation_by_partial():
     bias = np.asarray(-slopes[:, None, None] * distance, np.float32)[None]
     stock = functools.partial(nnx.dot_product_attention, bias=bias)
     close(build(MultiHeadAttention, attention_fn=score)(X), build(attention_fn=stock)(X))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score": fa.alibi(4)},
+        {
+            "score": (
+                lambda s, q, k: s * 0.5 - abs(q.index - k.index).astype(s.dtype),
+                fa.soft_cap(3.0),
+            )
+        },
+    ],
+)
+@pytest.mark.parametrize("mask", [None, fa.SlidingWindow(3), fa.Causal() | fa.Prefix(2)])
+def test_scores_see_the_position_in_decoding(options, mask):
+    fn = functools.partial(attention_fn, **options)
+    whole = build(MultiHeadAttention, attention_fn=fn)(
+        X, mask=fa.Causal() if mask is None else mask & fa.Causal()
+    )
+    step = build(MultiHeadAttention, attention_fn=fn, decode=True)
+    step.init_cache(X.shape)
+    run = nnx.jit(lambda step, x: step(x, mask=mask))
+    got = [run(step, X[:, i : i + 1]) for i in range(X.shape[1])]
+    close(jnp.concatenate(got, 1), whole)
+
+
+def test_ids_of_the_whole_sequence_in_decoding_say_what_to_give():
+    step = build(MultiHeadAttention, decode=True)
+    step.init_cache(X.shape)
+    with pytest.raises(
+        ValueError, match=r"one for each token of the other side.*kv_ids=.*decoding"
+    ):
+        step(X[:, :1], mask=SEGMENTS)
+    ids = SEGMENTS.ids
+    step(X[:, :1], mask=fa.Segments(ids[..., :1], ids))
+
+
+def test_a_mask_object_is_not_lost_where_attention_is_not_ours():
+    step = build(MultiHeadAttention, attention_fn=nnx.dot_product_attention, decode=True)
+    step.init_cache(X.shape)
+    with pytest.raises(ValueError, match=r"mask must be an array where attention_fn is not"):
+        step(X[:, :1], mask=fa.SlidingWindow(3))
+
+
+def test_layers_can_be_pickled_and_copied():
+    layer = build(MultiHeadAttention, causal=True)
+    expected = layer(X)
+    graph, state = nnx.split(layer)
+    close(nnx.merge(pickle.loads(pickle.dumps(graph)), state)(X), expected)
+    close(copy.deepcopy(layer)(X), expected)
