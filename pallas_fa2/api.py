@@ -338,7 +338,8 @@ def _check_lengths(name: str, lengths: Any, query: jax.Array) -> None:
 class Explanation:
     """How a call would run. `str()` gives the text that `explain` is for.
 
-    `share` is the part of all tiles that is computed, None where it depends on traced data;
+    `share` is the part of all tiles that is computed, None where it depends on traced data, as all numbers are
+    where sizes are symbols of `jax.export`;
     `flops` counts two matrix products forward and five backward over the pairs of those tiles,
     `bytes` the inputs and outputs, each moved once.
     """
@@ -349,7 +350,7 @@ class Explanation:
     tiles: tuple[int, int]
     share: float | None
     flops: int | None
-    bytes: int
+    bytes: int | None
 
     @property
     def implementation(self) -> str:
@@ -360,6 +361,7 @@ class Explanation:
         known = self.share is not None
         share = f"{self.share:.1%} of the tiles" if known else "depends on run-time data"
         flops = f"{self.flops / 1e9:.4g} GFLOP" if self.flops is not None else "unknown"
+        moved = f"{self.bytes / 1e6:.4g} MB" if self.bytes is not None else "unknown"
         lines = [
             f"{s}",
             f"implementation  {self.plan.implementation} on {self.device.kind}",
@@ -368,7 +370,7 @@ class Explanation:
             f"tiles           {self.tiles[0]} queries x {self.tiles[1]} keys",
             f"computed        {share}",
             f"work            {flops} forward",
-            f"memory          {self.bytes / 1e6:.4g} MB of inputs and outputs",
+            f"memory          {moved} of inputs and outputs",
         ]
         return "\n".join(lines)
 
@@ -408,7 +410,9 @@ def explain(
             as_sinks(sinks, spec.q_heads)
         plan = make_plan(spec, device, implementation)
         tiles = _tiles(spec, plan)
-        found.extend((spec, plan, tiles, bounds.classify(spec, operands, *tiles)))
+        known = isinstance(spec.q_len, int) and isinstance(spec.kv_len, int)
+        table = bounds.classify(spec, operands, *tiles) if known else None
+        found.extend((spec, plan, tiles, table))
 
     names = "mask", "score", "sinks", "dropout_rng", "q_positions", "kv_positions"
     data = {name: options.pop(name) for name in names if name in options}
@@ -424,7 +428,8 @@ def explain(
     per_key = spec.kv_heads * (spec.head_dim + spec.value_dim)
     moved = spec.batch * (spec.q_len * per_query + spec.kv_len * per_key) * spec.dtype.itemsize
     moved += math.prod((spec.batch, spec.q_heads, spec.q_len)) * spec.accumulator.itemsize
-    return Explanation(spec, device, plan, tiles, share, flops, moved)
+    sizes = moved if isinstance(moved, int) else None
+    return Explanation(spec, device, plan, tiles, share, flops, sizes)
 
 
 def _tiles(spec: Spec, plan: Plan) -> tuple[int, int]:

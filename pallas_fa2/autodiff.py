@@ -1,7 +1,7 @@
-"""The derivative of attention: a `custom_vjp` whose residuals are q, k, v, out and lse alone.
+"""The derivative of attention: a `custom_vjp` whose residuals are q, k, v, out and rows' statistics alone.
 
 FlashAttention-2 (arXiv:2307.08691), section 3.1: the backward forms the probabilities again from
-the logsumexp. The logsumexp is itself an output, and its cotangent enters through
+the logsumexp, or where an implementation keeps them from the two numbers that it is the sum of. The logsumexp is itself an output, and its cotangent enters through
 delta = rowsum(dO ∘ O) - dlse.
 """
 
@@ -77,7 +77,8 @@ def _forward(
     out = checkpoint_name(out, SAVED[0])
     lse, sums = jax.tree.map(lambda x: checkpoint_name(x, SAVED[1]), rows)
     *qkv, operands = args
-    return (out, lse, sums), (*qkv, out, lse, sums, operands, wanted)
+    rows = (lse, None) if sums is None else (None, sums)
+    return (out, lse, sums), (*qkv, out, *rows, operands, wanted)
 
 
 def _is_primal(x: Any) -> bool:
@@ -95,7 +96,7 @@ def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Results) -> 
     dlse = None if _is_zero(dlse) else dlse
     if sums is not None and not _is_zero(dsums.total):
         # Of second derivatives. The maximum is a constant that cancels: dtotal = total * dlse.
-        through_total = (dsums.total * sums.total).reshape(lse.shape)
+        through_total = dsums.total * sums.total
         dlse = through_total if dlse is None else dlse + through_total
     name, config = plan.backward_for(any(wanted))
     backward = REGISTRY[name].backward

@@ -1,5 +1,6 @@
 """The public functions: jax.nn as the judge of the drop-in, shapes and numbers of the rest."""
 
+import functools
 import inspect
 import logging
 import math
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2 import api
 from pallas_fa2.spec import Device
 
 B, T, S, N, K, H = 2, 13, 10, 4, 2, 16
@@ -404,3 +406,73 @@ def test_a_log_line_for_each_kind_of_call(caplog):
 def test_explain_computes_nothing(monkeypatch):
     monkeypatch.setattr("pallas_fa2.api.attend", None)
     assert fa.explain(*QKV, mask=fa.Causal(), return_lse=True).implementation == "blockwise"
+
+
+SCALES = {
+    "python": lambda: 0.3,
+    "float32 array": lambda: jnp.float32(0.3),
+    "float64 scalar": lambda: np.float64(0.3),
+    "array of no axes": lambda: np.asarray(0.3, np.float32),
+    "a product": lambda: 0.9 / jnp.sqrt(jnp.float32(9)),
+}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("kind", SCALES)
+def test_a_scale_of_any_kind(kind, implementation):
+    x = jax.random.normal(jax.random.key(0), (1, 9, 2, 8))
+    run = functools.partial(fa.dot_product_attention, implementation=implementation)
+    expected = jax.nn.dot_product_attention(x, x, x, scale=0.3)
+    np.testing.assert_allclose(run(x, x, x, scale=SCALES[kind]()), expected, rtol=2e-5, atol=2e-5)
+    inside = jax.jit(lambda x: run(x, x, x, scale=SCALES[kind]()))
+    np.testing.assert_allclose(inside(x), expected, rtol=2e-5, atol=2e-5)
+    traced = jax.jit(lambda x, scale: run(x, x, x, scale=scale))
+    np.testing.assert_allclose(traced(x, SCALES[kind]()), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_traced_scale_has_a_gradient():
+    x = jax.random.normal(jax.random.key(0), (1, 9, 2, 8))
+
+    def loss(attention, x, scale):
+        return jnp.sum(attention(x, x, x, scale=scale) ** 2)
+
+    got, expected = (
+        jax.grad(functools.partial(loss, f), (0, 1))(x, 0.3)
+        for f in (fa.dot_product_attention, jax.nn.dot_product_attention)
+    )
+    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_three_axes_are_those_of_jax_nn_in_the_drop_in():
+    q = jax.random.normal(jax.random.key(0), (3, 8, 3, 8))
+    mask = jax.random.bernoulli(jax.random.key(1), 0.6, (3, 8, 8)).at[..., 0].set(True)
+    out = fa.dot_product_attention(q, q, q, mask=mask)
+    np.testing.assert_allclose(out, fa.dot_product_attention(q, q, q, mask=mask[None]))
+    with pytest.raises(ValueError, match="mask must say which axis"):
+        fa.flash_attention(q, q, q, mask=mask)
+    with pytest.raises(ValueError, match="bias must say which axis"):
+        fa.flash_attention(q, q, q, score=fa.bias(jnp.ones((3, 8, 8))))
+
+
+def test_a_gpu_without_a_fused_kernel_warns_once_for_each_reason(monkeypatch):
+    monkeypatch.setattr(api, "_warned", set())
+    monkeypatch.setattr(api, "device_of", lambda array: H200)
+    x = jnp.ones((1, 8, 2, 8))
+    with pytest.warns(fa.FallbackWarning, match="not float32.*bfloat16.*dtype=jnp.bfloat16"):
+        fa.flash_attention(x, x, x)
+    fa.flash_attention(x, x, x)  # warnings are errors here
+    fa.flash_attention(x, x, x, implementation="blockwise")
+    y = jnp.ones((1, 8, 2, 6), jnp.bfloat16)
+    with pytest.warns(fa.FallbackWarning, match="multiples of 8"):
+        fa.flash_attention(y, y, y)
+    with pytest.raises(ValueError, match="'fused' does not support this call: its inputs are"):
+        fa.flash_attention(x, x, x, implementation="fused")
+    monkeypatch.setattr(api, "_warned", set())
+    for _ in range(2):
+        with pytest.raises(fa.FallbackWarning):
+            fa.flash_attention(x, x, x)
+
+
+def test_nothing_but_the_public_names_is_listed():
+    assert set(dir(fa)) == {*fa.__all__, "__version__"}
+    assert all(hasattr(fa, name) for name in dir(fa))

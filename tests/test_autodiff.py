@@ -177,14 +177,51 @@ def test_gradient_of_lse(implementation: str) -> None:
     assert_same(jax.grad(total)(q), expected)
 
 
-def test_residuals_are_q_k_v_out_and_lse() -> None:
+def test_residuals_are_q_k_v_out_and_two_numbers_a_row() -> None:
     args = qkv()
     attend = functools.partial(
         fa.flash_attention, mask=CAUSAL, return_lse=True, implementation="blockwise"
     )
     (out, lse), pull = jax.vjp(attend, *args)
     kept = sorted(x.shape for x in jax.tree.leaves(pull))
-    assert kept == sorted(x.shape for x in (*args, out, lse))
+    assert kept == sorted(x.shape for x in (*args, out, lse, lse))
+
+
+def test_an_export_for_any_batch_of_masks_and_biases_that_have_its_axis() -> None:
+    (batch,) = jax.export.symbolic_shape("batch")
+
+    def step(q: Any, mask: Any, bias: Any) -> Any:
+        def loss(q: Any, bias: Any) -> Any:
+            return jnp.sum(fa.dot_product_attention(q, q, q, bias, mask) ** 2)
+
+        return jax.grad(loss, (0, 1))(q, bias)
+
+    def shapes(batch: Any) -> list:
+        kinds = ((16, 4, 8), jnp.float32), ((1, 1, 16), bool), ((4, 16, 16), jnp.float32)
+        return [jax.ShapeDtypeStruct((batch, *shape), dtype) for shape, dtype in kinds]
+
+    exported = jax.export.export(jax.jit(step))(*shapes(batch))
+    for count in (1, 3):
+        some = [jax.random.normal(jax.random.key(1), x.shape) for x in shapes(count)]
+        some[1] = some[1] > -1
+        assert_same(exported.call(*some), step(*some))
+
+
+def test_a_length_of_any_size_goes_to_the_reference_which_explain_says() -> None:
+    b, t = jax.export.symbolic_shape("b,t")
+    x = jax.ShapeDtypeStruct((b, t, N, H), jnp.float32)
+
+    def step(q: Any) -> Any:
+        return fa.flash_attention(q, q, q, is_causal=True)
+
+    exported = jax.export.export(jax.jit(step))(x)
+    for count in (1, 5):
+        some = normal(0, 2, count, N, H)
+        assert_same(exported.call(some), step(some))
+    said = fa.explain(x, x, x)
+    assert said.implementation == "reference" and "lengths that are known, and here T is t" in str(
+        said
+    )
 
 
 @pytest.mark.parametrize("mask", [None, CAUSAL & fa.Window(5)], ids=str)
@@ -267,9 +304,9 @@ def test_the_backward_knows_which_gradients_are_wanted(
 ) -> None:
     blockwise, asked = REGISTRY["blockwise"], []
 
-    def backward(*args: Any) -> Any:
+    def backward(*args: Any, **sums: Any) -> Any:
         asked.append(args[-1])
-        return blockwise.backward(*args)
+        return blockwise.backward(*args, **sums)
 
     monkeypatch.setitem(REGISTRY, "blockwise", dataclasses.replace(blockwise, backward=backward))
 

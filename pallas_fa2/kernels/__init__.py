@@ -14,7 +14,8 @@ class Implementation:
 
     `refuses(spec, device)` is the reason why it cannot run this call there, or None.
     `forward(spec, config, q, k, v, operands)` gives `out [B, T, N, Hv]`, in any dtype that its backward is to
-    read, and `lse [B, N, T]`. It may give `tile.RowSums` as well, which `backward` then gets as `sums=`.
+    read, and `lse [B, N, T]`. It may give `tile.RowSums` as well, which `backward` then gets as `sums=`, with None
+    for `lse`.
     `backward(spec, config, q, k, v, out, lse, dout, dlse, operands, wanted)` gives the gradients of q, k,
     v and of the floating-point score data, right where they are wanted; `dlse` may be None. Without one,
     JAX differentiates the forward.

@@ -117,11 +117,11 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
     """Gradients of q, k, v and of the floating-point score data (its leaves, in order), wanted or not.
 
-    `lse` and `dlse`, if there is one, are `[B, N, T]`, and so are the rows' sums. Without those, another
-    implementation's forward has run, and `lse` stands for them.
+    `dlse`, if there is one, and the rows' sums are `[B, N, T]`. Where another implementation's forward has run
+    there are none, and `lse` stands for them.
     """
     sums = tile.sums_of(lse) if sums is None else sums
-    delta = tile.row_delta(out, dout, dlse, lse.dtype)
+    delta = tile.row_delta(out, dout, dlse, spec.accumulator)
     block_q, block_kv = blocks
     dtype = spec.accumulator
     classes = _classes(spec, operands, block_q, block_kv)
