@@ -361,3 +361,38 @@ def test_int64_data_under_x64() -> None:
         )
     assert_same(got, gradients("reference")(*ARGUMENTS))
     assert_same(out, fa.flash_attention(Q, KEY, V, mask=fa.Causal()))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize(
+    ("inside", "kind"),
+    [(True, AxisType.Auto), (True, AxisType.Explicit), (False, AxisType.Auto)],
+    ids=["inside, auto", "inside, explicit", "outside, auto"],
+)
+def test_shard_map_over_some_axes_of_a_mesh(
+    inside: bool, kind: AxisType, implementation: str
+) -> None:
+    """The others are left to the partitioner, or are explicit (as `jax.make_mesh` makes them)."""
+    mesh = jax.make_mesh((2, 2), ("d", "m"), (kind,) * 2, devices=jax.devices()[:4])
+    options = {"mask": fa.Causal() & fa.Window(5), "implementation": implementation}
+
+    def loss(q: Any, k: Any, v: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(fa.flash_attention(q, k, v, **options)))
+
+    arrays = [normal(seed, 4, 16, 4, 8) for seed in range(3)]
+    expected = jax.grad(loss, (0, 1, 2))(*arrays)
+    sharding = jax.sharding.NamedSharding(mesh, P("d", None, "m"))
+    args = [jax.device_put(x, sharding) for x in arrays]
+
+    def mapped(fn: Callable, out: Any) -> Callable:
+        return jax.shard_map(fn, in_specs=(P("d"),) * 3, out_specs=out, axis_names={"d"}, mesh=mesh)
+
+    def total(*args: Any) -> jax.Array:
+        return jnp.sum(mapped(lambda *x: loss(*x)[None], P("d"))(*args))
+
+    gradient = (
+        mapped(jax.grad(loss, (0, 1, 2)), (P("d"),) * 3) if inside else jax.grad(total, (0, 1, 2))
+    )
+    with jax.set_mesh(mesh):
+        got = jax.jit(gradient)(*args)
+    assert_same(got, expected)
