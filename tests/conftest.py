@@ -5,6 +5,11 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
+# For a product of small matrices NumPy has a thread for each core, which then spins until the next one: a fifth of all
+# CPU time where each core has a worker of its own. A plugin may have imported NumPy before this, but not in xdist's
+# workers, which start with this environment.
+for library in ("OPENBLAS", "MKL", "OMP"):
+    os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 # The interpreter runs a warpgroup a thread; XLA's CPU pool must be wide enough for all of them, and
 # its size is read once. On a machine with a GPU the platform is JAX's own choice.
 os.environ.setdefault("NPROC", "32")
