@@ -94,6 +94,8 @@ class _Reader:
         cls = type(value)
         if isinstance(value, type) or cls.__getattribute__ is not object.__getattribute__:
             raise _Unknown
+        if not hasattr(value, "__dict__"):  # an object of a class written in C
+            raise _Unknown
         mro = [c for c in cls.__mro__ if c is not object]
         if any("__getattr__" in vars(c) or "__slots__" in vars(c) for c in mro):
             raise _Unknown

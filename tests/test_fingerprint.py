@@ -224,6 +224,8 @@ def test_what_imports_or_captures_arrays_has_no_key():
     assert fingerprint(imports) is None
     assert fingerprint(lambda q, k: array) is None
     assert fingerprint(lambda q, k: eval("1")) is None
+    iterator = iter([1])
+    assert fingerprint(lambda q, k: iterator) is None
 
 
 def test_a_call_described_again_is_cheap():

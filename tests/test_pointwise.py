@@ -96,7 +96,7 @@ def code_of(mask):
         (fa.Causal() & fa.Window(3), 2),
         (fa.Causal() & fa.Window(3, 0), 2),
         (lambda q, k: (q.index >= k.index) & (q.index - k.index <= 3), 2),
-        (fa.Prefix(5) | fa.Causal(), 1),
+        (fa.mask_fn(lambda q, k: k.index < 5) | fa.Causal(), 1),
         (fa.Causal() & fa.Causal() & fa.Causal(), 1),
     ],
     ids=["causal_window", "one_sided", "user", "prefix", "repeated"],
