@@ -223,7 +223,7 @@ def dot_product_attention(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K Hv"],
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | Mask | None = None,
+    mask: Bool[Array, "..."] | Mask | Callable | None = None,
     *,
     scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
@@ -321,7 +321,7 @@ def dot_product_attention(
 def _with_four_axes(array: Any) -> Any:
     """An array of three axes is [N, T, S], as arrays broadcast; others, and what is no array, as they are."""
     is_array = hasattr(array, "dtype") and not isinstance(array, Mask)
-    return array[None] if is_array and array.ndim == 3 else array
+    return array[None] if is_array and array.ndim == 3 else array  # pyright: ignore[reportIndexIssue]
 
 
 def _check_lengths(name: str, lengths: Any, query: jax.Array) -> None:

@@ -39,7 +39,7 @@ def attend(
     if implementation.backward is None:
         mask = jax.lax.stop_gradient(operands.mask)
         return implementation.forward(spec, plan.forward, q, k, v, operands._replace(mask=mask))
-    out, lse, _ = _attend(spec, plan, q, k, v, operands)
+    out, lse, _ = cast(Results, _attend(spec, plan, q, k, v, operands))
     return out.astype(spec.dtype), lse
 
 
@@ -94,7 +94,7 @@ def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Results) -> 
     dout, dlse, dsums = cotangents
     dout = jnp.zeros_like(out) if _is_zero(dout) else dout
     dlse = None if _is_zero(dlse) else dlse
-    if sums is not None and not _is_zero(dsums.total):
+    if sums is not None and dsums is not None and not _is_zero(dsums.total):
         # Of second derivatives. The maximum is a constant that cancels: dtotal = total * dlse.
         through_total = dsums.total * sums.total
         dlse = through_total if dlse is None else dlse + through_total

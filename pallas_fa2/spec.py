@@ -130,7 +130,7 @@ def describe(
     *,
     mask: Any = None,
     score: Any = None,
-    scale: float | None = None,
+    scale: Any = None,
     dropout_rate: float = 0.0,
     dropout_rng: Any = None,
     align: str = "start",
@@ -316,11 +316,11 @@ def _check_scale(scale: Any, head_dim: int) -> tuple[float, tuple[Score, ...]]:
             return 1.0, (Score(_multiply, params={"scale": scale}),)
         scale = scale.item()
     # math.isfinite raises OverflowError for a long integer; no comparison holds for NaN.
-    if not isinstance(scale, numbers.Real) or not abs(scale) < math.inf:
+    if not isinstance(scale, numbers.Real) or not abs(scale) < math.inf:  # pyright: ignore
         raise TypeError(
             f"scale must be a finite real number, but it is {scale!r}; leave it out for 1 / sqrt(H)"
         )
-    if abs(scale) > (limit := float(np.finfo(np.float32).max)):
+    if abs(scale) > (limit := float(np.finfo(np.float32).max)):  # pyright: ignore
         shown = f"about 10^{math.log10(abs(scale)):.0f}" if isinstance(scale, int) else f"{scale:g}"
         raise ValueError(
             f"scale must be at most {limit:.3g} in size, the largest float32, but it is {shown}; "
