@@ -298,7 +298,9 @@ def test_an_implementation_that_cannot_run_is_refused_with_the_reason_and_the_ca
 
 
 def test_an_unknown_implementation_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=", ".join(REGISTRY) + r" or None, but it is 'triton'"):
+    with pytest.raises(
+        ValueError, match=", ".join(REGISTRY) + r", fused or None, but it is 'triton'"
+    ):
         make_plan(spec(), CPU, "triton")
 
 

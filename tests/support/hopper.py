@@ -13,7 +13,7 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2 import plan
-from pallas_fa2.kernels import answers, hopper, hopper_backward, mosaic
+from pallas_fa2.kernels import answers, hopper, hopper_backward, mosaic, tile
 from pallas_fa2.spec import Device, describe
 from tests.contract.cases import Case
 
@@ -28,6 +28,28 @@ def planned_for_h200(cores: int = H200.cores) -> Iterator[None]:
     """What is traced inside may be interpreted or compiled, not run."""
     device = H200._replace(cores=cores)
     with mock.patch("pallas_fa2.api.device_of", lambda array: device):
+        yield
+
+
+@contextlib.contextmanager
+def rounded_as_in_kernels() -> Iterator[None]:
+    """`blockwise`, traced inside, rounds the operands of products and the output that delta is formed of to 16 bits.
+
+    On a CPU it rounds neither, on a GPU not the output.
+    """
+    product, row_delta = tile.product, tile.row_delta
+
+    def rounded(letters: str, a: jax.Array, b: jax.Array, accumulator: Any) -> jax.Array:
+        dtype = min((a.dtype, b.dtype), key=lambda d: d.itemsize)
+        return product(letters, a.astype(dtype), b.astype(dtype), accumulator)
+
+    def of_rounded(out: Any, dout: Any, dlse: Any, dtype: Any) -> jax.Array:
+        return row_delta(out.astype(dout.dtype), dout, dlse, dtype)
+
+    with (
+        mock.patch.object(tile, "product", rounded),
+        mock.patch.object(tile, "row_delta", of_rounded),
+    ):
         yield
 
 
