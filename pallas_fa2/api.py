@@ -23,6 +23,7 @@ from pallas_fa2.plan import Plan, block_sizes, device_of, make_plan
 from pallas_fa2.scores import Score, as_scores
 from pallas_fa2.scores import bias as add_bias
 from pallas_fa2.spec import Device, Operands, Spec, as_sinks, check_arrays, describe
+from pallas_fa2.tokens import as_array
 
 Implementation = Literal["reference", "blockwise", "hopper", "fused"]
 Scores = Score | Callable | tuple[Score | Callable, ...]
@@ -134,6 +135,8 @@ def flash_attention(
     """
     check_arrays(query, key, value)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    if isinstance(query, Tracer):
+        mask, score = _as_run_time_data((None if mask is None else as_mask(mask), as_scores(score)))
     spec, operands = describe(
         query,
         key,
@@ -154,21 +157,28 @@ def flash_attention(
     plan = make_plan(spec, device, implementation)
     if implementation is None:
         _warn_of_fallback(spec, plan, device)
-    operands = _as_run_time_data(operands, query)
     out, lse = _attend_merged(spec, plan, query, key, value, operands)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
-def _as_run_time_data(operands: Operands, query: jax.Array) -> Operands:
-    """Arrays that are constants of a traced program, hidden from XLA, which would take long to fold them."""
-    if not isinstance(query, Tracer):
-        return operands
-    return jax.tree.map(
-        lambda x: x if isinstance(x, Tracer) or x.size == 1 else lax.optimization_barrier(x),
-        operands,
-    )
+def _as_run_time_data(tree: Any) -> Any:
+    """The same masks and scores, their arrays that are constants of the traced program hidden from XLA.
+
+    It would fold what is computed of them while it compiles: 30 s for a dense mask of 1024 x 1024. An array that
+    occurs twice stays one.
+    """
+    hidden: dict[int, Any] = {}
+
+    def hide(x: Any) -> Any:
+        if isinstance(x, Tracer) or not isinstance(x, jax.Array | np.ndarray) or x.size == 1:
+            return x
+        if id(x) not in hidden:
+            hidden[id(x)] = lax.optimization_barrier(as_array("data of a mask or score", x))
+        return hidden[id(x)]
+
+    return jax.tree.map(hide, tree)
 
 
 def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
