@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from pallas_fa2 import bounds
@@ -22,7 +21,7 @@ from pallas_fa2.masks import Lengths, Mask, Window, as_mask
 from pallas_fa2.plan import Plan, block_sizes, device_of, make_plan
 from pallas_fa2.scores import Score, as_scores
 from pallas_fa2.scores import bias as add_bias
-from pallas_fa2.spec import Device, Operands, Spec, as_sinks, check_arrays, describe
+from pallas_fa2.spec import Device, Spec, as_sinks, check_arrays, describe
 from pallas_fa2.tokens import as_array
 
 Implementation = Literal["reference", "blockwise", "hopper", "fused"]
@@ -157,7 +156,11 @@ def flash_attention(
     plan = make_plan(spec, device, implementation)
     if implementation is None:
         _warn_of_fallback(spec, plan, device)
-    out, lse = _attend_merged(spec, plan, query, key, value, operands)
+    if spec.batch == 0:
+        out = jnp.zeros((*query.shape[:-1], spec.value_dim), spec.dtype)
+        lse = jnp.zeros((*query.shape[:-3], spec.q_heads, spec.q_len), spec.accumulator)
+    else:
+        out, lse = attend(spec, plan, query, key, value, operands)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -192,40 +195,6 @@ def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.A
     share = jnp.where(empty, 0.0, jnp.exp(jnp.where(empty, 0.0, lse - total)))
     share = jnp.moveaxis(share, -1, -2)[..., None]
     return (out.astype(lse.dtype) * share).astype(out.dtype), total
-
-
-def _attend_merged(
-    spec: Spec, plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands
-) -> tuple[jax.Array, jax.Array]:
-    """Merges the batch axes into one and splits them again."""
-    batch = query.shape[:-3]
-    if spec.batch == 0:
-        out = jnp.zeros((*query.shape[:-1], spec.value_dim), spec.dtype)
-        return out, jnp.zeros((*batch, spec.q_heads, spec.q_len), spec.accumulator)
-
-    def merged(query: Any, key: Any, value: Any, operands: Operands) -> Any:
-        q, k, v = (x.reshape(spec.batch, *x.shape[-3:]) for x in (query, key, value))
-        out, lse = attend(spec, plan, q, k, v, operands)
-        return out.reshape(*batch, *out.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
-
-    return _sharded_as(query, merged)(query, key, value, operands)
-
-
-def _sharded_as(query: jax.Array, fn: Callable) -> Callable:
-    """On a mesh of explicit axes, leaves the inside to the partitioner: the result lies as query."""
-    sharding = jax.typeof(query).sharding
-    if not sharding.mesh.explicit_axes:
-        return fn
-    *rest, length, heads, _ = sharding.spec
-    specs = (PartitionSpec(*rest, length, heads, None), PartitionSpec(*rest, heads, length))
-
-    def run(*args: Any) -> Any:
-        # Arrays may lie on a mesh that nobody has set, and `auto_axes` asks for the one that is.
-        with jax.sharding.use_abstract_mesh(sharding.mesh):
-            axes = sharding.mesh.explicit_axes  # in `shard_map` over some axes, the others
-            return jax.sharding.auto_axes(fn, axes=axes, out_sharding=specs)(*args)
-
-    return run
 
 
 def dot_product_attention(

@@ -7,14 +7,16 @@ delta = rowsum(dO ∘ O) - dlse.
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from pallas_fa2.kernels import REGISTRY
-from pallas_fa2.kernels.tile import RowSums
+from pallas_fa2.kernels.tile import RowSums, split_floats
 from pallas_fa2.plan import Plan
 from pallas_fa2.spec import Operands, Spec
 from pallas_fa2.tokens import alike
@@ -32,23 +34,68 @@ log = logging.getLogger("pallas_fa2")
 def attend(
     spec: Spec, plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
 ) -> Out:
-    """`out [B, T, N, Hv]` and `lse [B, N, T]`, differentiable in q, k, v and the score data."""
+    """`out [*B, T, N, Hv]` and `lse [*B, N, T]`, differentiable in q, k, v and the score data.
+
+    `q, k, v` have any number of batch axes, and `operands` one of `spec.batch` entries.
+    """
     log.info("%s", plan.said_of(spec))  # when it is traced: once for each kind of call
     q, k, v, operands = alike((q, k, v, operands))
-    implementation = REGISTRY[plan.implementation]
-    if implementation.backward is None:
-        mask = jax.lax.stop_gradient(operands.mask)
-        return implementation.forward(spec, plan.forward, q, k, v, operands._replace(mask=mask))
-    out, lse, _ = cast(Results, _attend(spec, plan, q, k, v, operands))
+    if REGISTRY[plan.implementation].backward is None:
+        operands = operands._replace(mask=jax.lax.stop_gradient(operands.mask))
+        out, lse, _ = _run_forward(spec, plan, q, k, v, operands)
+    else:
+        out, lse, _ = cast(Results, _attend(spec, plan, q, k, v, operands))
     return out.astype(spec.dtype), lse
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Results:
-    found = REGISTRY[plan.implementation].forward(spec, plan.forward, q, k, v, operands)
-    out, lse, sums = (*found, None)[:3]
-    # a kernel does not say that its results vary over a mesh
-    return _mapped_alike(*alike((out, lse, sums), q))
+    return _run_forward(spec, plan, q, k, v, operands)
+
+
+def _run_forward(spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Results:
+    implementation = REGISTRY[plan.implementation]
+
+    def run(arrays: tuple, operands: Operands) -> tuple:
+        q, k, v = arrays
+        found = implementation.forward(spec, plan.forward, q, k, v, operands)
+        out, lse, sums = (*found, None)[:3]
+        # a kernel does not say that its results vary over a mesh
+        return _mapped_alike(*alike((out, lse, sums), q)), ()
+
+    *batch, length, heads, _ = jax.typeof(q).sharding.spec
+    rows = PartitionSpec(*batch, heads, length)
+    specs = (PartitionSpec(*batch, length, heads, None), rows, rows), ()
+    run = _with_any_mesh(spec, q, run, specs)
+    if implementation.backward is None and jax.typeof(q).sharding.mesh.manual_axes:
+        run = jax.checkpoint(run)
+    return run((q, k, v), operands)[0]
+
+
+def _with_any_mesh(spec: Spec, q: Any, fn: Callable, specs: Any) -> Callable:
+    """`fn(arrays, operands) -> arrays, rest` for arrays with all of `q`'s batch axes, on a mesh of any kind.
+
+    If that has explicit axes, the partitioner divides `fn`, and results lie as `specs` say. Forward and backward
+    do so each for itself: JAX cannot take residuals of the partitioner's out of `shard_map`.
+    """
+    batch, mesh = q.shape[:-3], jax.typeof(q).sharding.mesh
+
+    def merged(arrays: Any, operands: Operands) -> tuple:
+        arrays = jax.tree.map(lambda x: x.reshape(spec.batch, *x.shape[len(batch) :]), arrays)
+        found, rest = fn(arrays, operands)
+        return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), found), rest
+
+    if not mesh.explicit_axes:
+        return merged
+
+    def run(*args: Any) -> Any:
+        # Arrays may lie on a mesh that nobody has set, and `auto_axes` asks for the one that is.
+        with jax.sharding.use_abstract_mesh(mesh):
+            # in `shard_map` over some axes, the others
+            divided = jax.sharding.auto_axes(merged, axes=mesh.explicit_axes, out_sharding=specs)
+            return divided(*args)
+
+    return run
 
 
 def _mapped_alike(out: jax.Array, lse: jax.Array, sums: RowSums | None) -> Results:
@@ -101,10 +148,18 @@ def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Results) -> 
     name, config = plan.backward_for(any(wanted))
     backward = REGISTRY[name].backward
     assert backward is not None, "an implementation that JAX differentiates never comes here"
-    arrays = q, k, v, out, lse, dout.astype(q.dtype), dlse
-    exact = {} if sums is None else {"sums": sums}
-    found = backward(spec, config, *arrays, operands, wanted, **exact)
-    dq, dk, dv, dscores = alike(found, q)
+
+    def run(arrays: tuple, operands: Operands) -> tuple:
+        *arrays, sums = arrays
+        exact = {} if sums is None else {"sums": sums}
+        found = backward(spec, config, *arrays, operands, wanted, **exact)
+        *gradients, dscores = alike(found, arrays[0])
+        return tuple(gradients), dscores
+
+    arrays = q, k, v, out, lse, dout.astype(q.dtype), dlse, sums
+    floats = tuple(split_floats(operands.scores)[0])
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, ((q, k, v), floats))
+    (dq, dk, dv), dscores = _with_any_mesh(spec, q, run, specs)(arrays, operands)
     return dq, dk, dv, _cotangents(operands, dscores)
 
 

@@ -491,6 +491,7 @@ def test_xla_folds_nothing_of_data_that_are_constants(kind: str):
     }
     text = jax.jit(calls[kind]).lower(q).as_text()
     assert text.count("stablehlo.optimization_barrier") == 1
-    assert "optimization_barrier" not in jax.jit(
-        lambda q, m: fa.flash_attention(q, q, q, mask=m)
-    ).lower(q, dense).as_text()
+    assert (
+        "optimization_barrier"
+        not in jax.jit(lambda q, m: fa.flash_attention(q, q, q, mask=m)).lower(q, dense).as_text()
+    )
