@@ -85,8 +85,7 @@ def flash_attention(
 
     FlashAttention-2 (arXiv:2307.08691), Algorithms 1 and 2. Differentiable in query, key, value, sinks
     and the floating-point data of the score functions, in reverse mode; for `jax.jvp`, `jax.jacfwd`
-    and `jax.hessian` ask for `implementation="reference"` (the others raise JAX's TypeError about
-    forward-mode autodiff). Under `jax.checkpoint` the policy
+    and `jax.hessian` ask for `implementation="reference"` (the others raise a TypeError). Under `jax.checkpoint` the policy
     `save_only_these_names("attention_out", "attention_lse")` keeps the forward from running twice.
 
     Args:
@@ -160,7 +159,15 @@ def flash_attention(
         out = jnp.zeros((*query.shape[:-1], spec.value_dim), spec.dtype)
         lse = jnp.zeros((*query.shape[:-3], spec.q_heads, spec.q_len), spec.accumulator)
     else:
-        out, lse = attend(spec, plan, query, key, value, operands)
+        try:
+            out, lse = attend(spec, plan, query, key, value, operands)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise TypeError(
+                f"implementation {plan.implementation!r} has no forward-mode autodiff (jax.jvp, jax.jacfwd, "
+                "jax.hessian); ask for implementation='reference'"
+            ) from error
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

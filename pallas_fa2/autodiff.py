@@ -44,7 +44,9 @@ def attend(
         operands = operands._replace(mask=jax.lax.stop_gradient(operands.mask))
         out, lse, _ = _run_forward(spec, plan, q, k, v, operands)
     else:
-        out, lse, _ = cast(Results, _attend(spec, plan, q, k, v, operands))
+        # JAX's error about forward mode under `jit` is raised later and shows this line, with its cure.
+        found = _attend(spec, plan, q, k, v, operands)  # forward mode: implementation="reference"
+        out, lse, _ = cast(Results, found)
     return out.astype(spec.dtype), lse
 
 

@@ -233,17 +233,35 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
 
 
 def check_shapes(query: Any, key: Any, value: Any) -> Dims:
+    """The dimensions of one call; an error names a layout `[*B, N, T, H]` if that would fit."""
+    shapes = query.shape, key.shape, value.shape
+    try:
+        return _dims(*shapes)
+    except ValueError as error:
+        if any(len(x) < 3 for x in shapes) or query.shape[-3] >= query.shape[-2]:
+            raise  # nobody has more heads than tokens
+        swapped = [(*x[:-3], x[-2], x[-3], x[-1]) for x in shapes]
+        try:
+            _dims(*swapped)
+        except ValueError:
+            raise error from None
+        raise ValueError(
+            f"{error} (as [*B, N, T, H] the shapes {', '.join(map(str, shapes))} would fit: heads are the axis before "
+            "the last here; if they are yours' third from the end, pass jnp.swapaxes(x, -3, -2))"
+        ) from None
+
+
+def _dims(q: tuple, k: tuple, v: tuple) -> Dims:
     for name, x, letters in (
-        ("query", query, "[*B, T, N, H]"),
-        ("key", key, "[*B, S, K, H]"),
-        ("value", value, "[*B, S, K, Hv]"),
+        ("query", q, "[*B, T, N, H]"),
+        ("key", k, "[*B, S, K, H]"),
+        ("value", v, "[*B, S, K, Hv]"),
     ):
-        if len(x.shape) < 3:
+        if len(x) < 3:
             raise ValueError(
                 f"{name} must have shape {letters}, at least three axes, but it has shape "
-                f"{x.shape}; add the missing axes, e.g. {name}[None]"
+                f"{x}; add the missing axes, e.g. {name}[None]"
             )
-    q, k, v = query.shape, key.shape, value.shape
     for name, x in (("key", k), ("value", v)):
         if x[:-3] != q[:-3]:
             raise ValueError(

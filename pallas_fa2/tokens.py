@@ -211,6 +211,8 @@ def place_tokens(name: str, x: jax.Array, dims: Dims, axis: int) -> jax.Array:
                 "own, as Segments(ids of the queries, kv_ids=ids of the keys), or q_tokens= and k_tokens= of "
                 "mask_fn and score_fn (in decoding, of the new tokens and of the whole cache)"
             )
+        heads = dims.kv_heads * dims.group if axis == Q_AXIS else dims.kv_heads
+        message += _of_swapped_axes(x.ndim > 0 and x.shape[-1] == heads)
         raise ValueError(message)
     x = _merge_batch(name, x, dims, 1, f"[*B, {letter}]")
     shape = [x.shape[0], 1, 1, 1, 1]
@@ -243,11 +245,16 @@ def _place_pairs(name: str, x: jax.Array, dims: Dims) -> jax.Array:
         raise ValueError(
             f"{name} must have shape {shape}, but it has shape {given}; transpose it, or insert "
             "axes of size 1 where it does not vary: of keys [B, S] it is array[:, None, None], of pairs "
-            "[B, T, S] array[:, None]"
+            "[B, T, S] array[:, None]" + _of_swapped_axes(given[-2:] == (heads, dims.kv_heads))
         )
     x = _merge_batch(name, x, dims, 3, shape)
     split = (1, 1) if x.shape[1] == 1 else (dims.kv_heads, dims.group)
     return x.reshape(x.shape[0], *split, *x.shape[2:])
+
+
+def _of_swapped_axes(fits: bool) -> str:
+    hint = ". It would fit query and key of [*B, N, T, H]: their heads must be the axis before the last"
+    return hint if fits else ""
 
 
 def _check_leading_axes(name: str, shape: tuple[int, ...], dims: Dims) -> None:

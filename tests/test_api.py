@@ -483,7 +483,7 @@ def test_xla_folds_nothing_of_data_that_are_constants(kind: str):
     """A program that closes over a mask of 1024 x 1024 compiled in 30 s, 6 times as long as one that it is given."""
     q = jnp.ones((1, 16, 2, 8))
     dense, bias = jnp.tri(16, dtype=bool), jnp.ones((2, 16, 16))
-    calls: dict[str, Any] = {
+    calls = {
         "mask": lambda q: fa.flash_attention(q, q, q, mask=dense),
         "score": lambda q: fa.flash_attention(q, q, q, score=fa.bias(bias)),
         "numpy": lambda q: fa.flash_attention(q, q, q, mask=np.tri(16, dtype=bool)),

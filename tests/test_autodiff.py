@@ -325,9 +325,3 @@ def test_the_backward_knows_which_gradients_are_wanted(
         assert asked == [expected]
         asked.clear()
         jax.clear_caches()
-
-
-def test_forward_mode_says_that_it_is_not_there() -> None:
-    q, k, v = qkv()
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda q: loss("blockwise", q, k, v), (q,), (q,))

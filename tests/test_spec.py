@@ -260,6 +260,31 @@ def test_every_message_says_the_cure(name):
     assert re.search(r"; \w|\. \w|: pass |\bor\b", message), message
 
 
+HEADS_FIRST = (2, 8, 33, 4), (2, 2, 65, 4)  # [B, N, T, H]
+
+
+@pytest.mark.parametrize(
+    "query, key, options",
+    [
+        (*HEADS_FIRST, {}),  # 33 heads are no multiple of 65
+        ((2, 8, 33, 4), (2, 4, 33, 4), {"mask": np.ones((33, 33), bool)}),
+        ((2, 8, 33, 4), (2, 4, 33, 4), {"mask": fa.Segments(np.ones((2, 33), np.int32))}),
+    ],
+    ids=["shapes", "mask", "tokens"],
+)
+def test_a_layout_with_heads_first_is_recognized(query, key, options):
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (query, key))
+    with pytest.raises(ValueError, match=r"\[\*B, N, T, H\]"):
+        fa.explain(q, k, k, **options)
+
+
+def test_heads_that_do_not_fit_are_no_other_layout():
+    q, k = (jax.ShapeDtypeStruct((2, 33, heads, 4), jnp.float32) for heads in (8, 3))
+    with pytest.raises(ValueError, match="multiple of key's heads") as caught:
+        fa.explain(q, k, k)
+    assert "[*B, N" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", GOOD)
 @pytest.mark.parametrize("entry", [fa.flash_attention, fa.dot_product_attention, fa.explain])
 def test_what_is_no_array_is_refused(entry, name):
