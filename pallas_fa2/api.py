@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from pallas_fa2 import bounds
 from pallas_fa2.autodiff import attend
-from pallas_fa2.kernels import FUSED
+from pallas_fa2.kernels import FUSED, REGISTRY
 from pallas_fa2.masks import Lengths, Mask, Window, as_mask
 from pallas_fa2.plan import Plan, block_sizes, device_of, make_plan
 from pallas_fa2.scores import Score, as_scores
@@ -326,8 +326,10 @@ class Explanation:
 
     `share` is the part of all tiles that is computed, None where it depends on traced data, as all numbers are
     where sizes are symbols of `jax.export`;
-    `flops` counts two matrix products forward and five backward over the pairs of those tiles,
-    `bytes` the inputs and outputs, each moved once.
+    `flops` counts the forward's two matrix products over the pairs of those tiles,
+    `bytes` the inputs and outputs, each moved once; `forward` and `backward` say in words what runs, and
+    `workspace_bytes` is what lies in device memory beside inputs, results and gradients while the backward
+    runs (the arrays that grow with the call; where `reference` or `blockwise` run, as XLA may lay them out).
     """
 
     spec: Spec
@@ -337,6 +339,9 @@ class Explanation:
     share: float | None
     flops: int | None
     bytes: int | None
+    forward: str = ""
+    backward: str = ""
+    workspace_bytes: int | None = None
 
     @property
     def implementation(self) -> str:
@@ -348,15 +353,18 @@ class Explanation:
         share = f"{self.share:.1%} of the tiles" if known else "depends on run-time data"
         flops = f"{self.flops / 1e9:.4g} GFLOP" if self.flops is not None else "unknown"
         moved = f"{self.bytes / 1e6:.4g} MB" if self.bytes is not None else "unknown"
+        workspace = (
+            "unknown" if self.workspace_bytes is None else f"{self.workspace_bytes / 1e6:.4g} MB"
+        )
         lines = [
             f"{s}",
             f"implementation  {self.plan.implementation} on {self.device.kind}",
             *(f"  not {name}: {reason}" for name, reason in self.plan.passed_over),
-            f"backward        {self.plan.backward_said_of(s)}",
-            f"tiles           {self.tiles[0]} queries x {self.tiles[1]} keys",
+            f"forward         {self.forward}",
+            f"backward        {self.backward}",
             f"computed        {share}",
             f"work            {flops} forward",
-            f"memory          {moved} of inputs and outputs",
+            f"memory          {moved} of inputs and outputs, {workspace} of workspace in the backward",
         ]
         return "\n".join(lines)
 
@@ -398,7 +406,9 @@ def explain(
         tiles = _tiles(spec, plan)
         known = isinstance(spec.q_len, int) and isinstance(spec.kv_len, int)
         table = bounds.classify(spec, operands, *tiles) if known else None
-        found.extend((spec, plan, tiles, table))
+        chosen = REGISTRY[plan.implementation]
+        said = chosen.said_of(spec, plan.forward, plan.backward, operands)
+        found.extend((spec, plan, tiles, table, said))
 
     names = "mask", "score", "sinks", "dropout_rng", "q_positions", "kv_positions"
     data = {name: options.pop(name) for name in names if name in options}
@@ -406,7 +416,10 @@ def explain(
         jax.eval_shape(lambda data: classify(**data, **options), data)
     else:
         classify(**data, **options)
-    spec, plan, tiles, table = found
+    spec, plan, tiles, table, said = found
+    backward = said.backward
+    if plan.of_data is not None:
+        backward += f"; {plan.of_data[0]} where gradients of score data are asked for"
     share = float((table != bounds.EMPTY).mean()) if isinstance(table, np.ndarray) else None
     pairs = spec.batch * spec.q_heads * spec.q_len * spec.kv_len
     flops = None if share is None else round(2 * pairs * share * (spec.head_dim + spec.value_dim))
@@ -415,7 +428,9 @@ def explain(
     moved = spec.batch * (spec.q_len * per_query + spec.kv_len * per_key) * spec.dtype.itemsize
     moved += math.prod((spec.batch, spec.q_heads, spec.q_len)) * spec.accumulator.itemsize
     sizes = moved if isinstance(moved, int) else None
-    return Explanation(spec, device, plan, tiles, share, flops, sizes)
+    return Explanation(
+        spec, device, plan, tiles, share, flops, sizes, said.forward, backward, said.workspace_bytes
+    )
 
 
 def _tiles(spec: Spec, plan: Plan) -> tuple[int, int]:

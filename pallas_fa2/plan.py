@@ -156,16 +156,6 @@ class Plan:
         """The implementation that forms gradients, and its configuration; `data`: of score data too."""
         return self.of_data if data and self.of_data else (self.implementation, self.backward)
 
-    def backward_said_of(self, spec: Spec) -> str:
-        """Which backward runs, and in which order it sums."""
-        if self.implementation != "hopper":
-            return f"{self.implementation}, sums in one order"
-        order = "one order" if spec.deterministic else "any order"
-        said = f"{self.implementation}, sums dQ in {order}"
-        if self.of_data is not None:
-            said += f"; {self.of_data[0]} where gradients of score data are asked for"
-        return said
-
     def said_of(self, spec: Spec) -> str:
         """In one line, which implementation runs a call and why no faster one does."""
         reasons = [f"not {name}: {reason}" for name, reason in self.passed_over]

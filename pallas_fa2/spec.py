@@ -509,3 +509,12 @@ class Device(NamedTuple):
     @property
     def hopper(self) -> bool:
         return self.platform == "gpu" and self.capability == "9.0"
+
+
+class Said(NamedTuple):
+    """What `explain` says of an implementation: its forward and backward in words, and the bytes of what lies in
+    device memory beside inputs, results and gradients, in the backward and at most at a time."""
+
+    forward: str
+    backward: str
+    workspace_bytes: int | None

@@ -316,6 +316,34 @@ def test_explain_counts_keys_and_queries_of_their_own_size():
     assert found.flops == 2 * 3 * 4 * 7 * 9 * (16 + 8)
 
 
+@pytest.mark.parametrize(
+    "options, dq",
+    [
+        ({}, "atomic additions in any order"),
+        ({"deterministic_gradients": True}, "additions in one order"),
+        ({"mask": fa.Window(64)}, "stored by the first tile"),
+    ],
+    ids=["plain", "deterministic", "window"],
+)
+def test_explain_says_which_kernels_run(options, dq):
+    found = fa.explain(*shapes(4096, dim=128), device=H200, **options)
+    assert "2 stages, 2 warpgroups" in found.forward and "132 persistent CTAs" in found.forward
+    assert "128 keys x 64 queries" in found.backward and dq in found.backward
+    assert found.forward in str(found) and found.backward in str(found)
+    # float32 dQ, and of each query delta and lse
+    assert found.workspace_bytes == pytest.approx(4 * 2 * 4 * 4096 * (128 + 2), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "implementation, size",
+    [("reference", 3 * 300**2), ("blockwise", 300 * (64 + 1) + 4 * 304**2)],
+)
+def test_explain_counts_what_xla_keeps(implementation, size):
+    found = fa.explain(*shapes(300), implementation=implementation)
+    assert "XLA's operations" in found.forward
+    assert found.workspace_bytes == 4 * 2 * 4 * size
+
+
 def test_explain_knows_no_share_of_traced_data():
     seen = []
 
@@ -356,23 +384,17 @@ def test_explain_says_what_runs_and_why_nothing_faster():
     assert lines[1] == "implementation  blockwise on NVIDIA H200"
     assert lines[2] == "  not hopper: its scores compute no floor of float32[]"
     names = [line.split("  ")[0] for line in lines[3:]]
-    assert names == ["backward", "tiles", "computed", "work", "memory"]
+    assert names == ["forward", "backward", "computed", "work", "memory"]
 
 
-def test_explain_says_which_backward_runs():
-    def said(**options):
-        lines = str(fa.explain(*shapes(2048), device=H200, **options)).splitlines()
-        (found,) = [line for line in lines if line.startswith("backward ")]
-        return found.split(maxsplit=1)[1]
-
-    assert said() == "hopper, sums dQ in any order"
-    assert said(deterministic_gradients=True) == "hopper, sums dQ in one order"
-    of_data = said(deterministic_gradients=True, score=fa.alibi(4))
-    assert of_data.endswith("one order; blockwise where gradients of score data are asked for")
-    assert (
-        said(deterministic_gradients=True, implementation="blockwise")
-        == "blockwise, sums in one order"
+def test_explain_says_what_forms_gradients_of_score_data():
+    options = {"deterministic_gradients": True, "score": fa.alibi(4)}
+    found = fa.explain(*shapes(2048), device=H200, **options)
+    assert found.backward.endswith(
+        "one order; blockwise where gradients of score data are asked for"
     )
+    asked = fa.explain(*shapes(2048), device=H200, implementation="blockwise", **options)
+    assert asked.backward.endswith("sums in one order")
 
 
 def test_explain_follows_the_implementation_that_is_asked_for():

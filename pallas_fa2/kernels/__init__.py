@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_fa2.kernels import blockwise, hopper, reference
-from pallas_fa2.spec import Device, Spec
+from pallas_fa2.spec import Device, Said, Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +19,14 @@ class Implementation:
     `backward(spec, config, q, k, v, out, lse, dout, dlse, operands, wanted)` gives the gradients of q, k,
     v and of the floating-point score data, right where they are wanted; `dlse` may be None. Without one,
     JAX differentiates the forward.
+    `said_of(spec, config, backward_config, operands)` is what `explain` says of a call.
     """
 
     name: str
     refuses: Callable[[Spec, Device], str | None]
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
+    said_of: Callable[..., Said]
 
 
 def _never(spec: Spec, device: Device) -> None:
@@ -42,11 +44,17 @@ def _unknown_length(spec: Spec, device: Device) -> str | None:
 FUSED = ("hopper",)
 
 REGISTRY = {
-    "hopper": Implementation("hopper", hopper.refuses, hopper.forward, hopper.backward),
+    "hopper": Implementation(
+        "hopper", hopper.refuses, hopper.forward, hopper.backward, hopper.said_of
+    ),
     "blockwise": Implementation(
-        "blockwise", _unknown_length, blockwise.forward, blockwise.backward
+        "blockwise", _unknown_length, blockwise.forward, blockwise.backward, blockwise.said_of
     ),
     "reference": Implementation(
-        "reference", _never, lambda spec, config, *args: reference.forward(spec, *args), None
+        "reference",
+        _never,
+        lambda spec, config, *args: reference.forward(spec, *args),
+        None,
+        reference.said_of,
     ),
 }

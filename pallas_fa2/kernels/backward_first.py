@@ -38,6 +38,7 @@ class FirstSchedule(Schedule):
     """The tiles of any order."""
 
     NEEDS_ZEROS = False
+    DQ = "float32 dQ, stored by the first tile of a row, then atomic additions in any order"
 
     @property
     def turns_shape(self) -> tuple[int, ...]:

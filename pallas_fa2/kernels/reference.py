@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa2.kernels import tile
-from pallas_fa2.spec import Operands, Spec
+from pallas_fa2.spec import Operands, Said, Spec
 
 Out = tuple[jax.Array, jax.Array]
 
@@ -43,4 +43,14 @@ def forward(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Oper
     return (
         out.reshape(spec.batch, spec.q_len, spec.q_heads, spec.value_dim).astype(spec.dtype),
         lse.reshape(spec.batch, spec.q_heads, spec.q_len),
+    )
+
+
+def said_of(spec: Spec, forward: None, backward: None, operands: Operands) -> Said:
+    """The dense definition in words; in the backward P, dP and dS of all pairs."""
+    size = 3 * spec.batch * spec.q_heads * spec.q_len * spec.kv_len * spec.accumulator.itemsize
+    return Said(
+        "XLA's operations on all pairs at once",
+        "JAX's derivative of these",
+        size if isinstance(size, int) else None,
     )
