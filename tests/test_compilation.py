@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,7 +15,8 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.autodiff import attend
 from pallas_fa2.kernels import hopper_backward, hopper_forward
-from tests.support.hopper import planned_for_h200
+from tests.support import compile_gate
+from tests.support.hopper import arrays, attend_and_differentiate, planned_for_h200
 from tests.support.masks import causal_end
 
 B, T, N, K, H = 2, 40, 4, 2, 64
@@ -163,6 +165,21 @@ def test_what_is_decided_at_trace_time_takes_one_program_each() -> None:
     with planned_for_h200(), compilations() as seen:
         jax.eval_shape(attend, q, q, q)
     assert len(seen) == 2
+
+
+def test_a_program_is_the_same_whatever_was_lowered_before() -> None:
+    """JAX's persistent cache would not find it again, and Mosaic compile its kernels again."""
+
+    def program(length: int) -> tuple[list[str], str]:
+        """The hash of each kernel, and the cache's key of all."""
+        run, shapes = attend_and_differentiate(None), arrays(length, length, (64, 64))
+        with planned_for_h200():
+            text, key = compile_gate.program_for_h200(run, *shapes)
+        return re.findall(r'kernel_hash = "(.*?)", module = "', text), key
+
+    first, other = program(64), program(128)
+    assert len(first[0]) > 1 and set(first[0]).isdisjoint(other[0]) and first[1] != other[1]
+    assert program(64) == first
 
 
 ZEROS = jnp.zeros(T, jnp.int32)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.kernels import tma
+from pallas_fa2.kernels.module_name import fix_module_name
 
 TILE = plgpu.Layout.WGMMA  # a (64, n) accumulator over the 128 threads of a warpgroup
 ROWS = TILE.reduce(1)  # one value a row
@@ -420,6 +421,7 @@ def launch(
     flat, tree = jax.tree.flatten(memory)
 
     def body(*refs: Any) -> None:
+        fix_module_name()
         arrays = len(refs) - len(flat)
         run(refs[:arrays], jax.tree.unflatten(tree, refs[arrays:]))
 

@@ -30,6 +30,8 @@ from unittest import mock
 
 import jax
 import jax.experimental.mosaic.gpu  # sets MOSAIC_GPU_CUDA_ROOT, whatever it was before
+import numpy as np
+from jax._src import cache_key, compiler
 from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import core as mosaic_core
 
@@ -168,6 +170,15 @@ def compile_for_h200(fn: Callable[..., Any], *args: Any) -> list[KernelReport]:
     return reports
 
 
+def program_for_h200(fn: Callable[..., Any], *args: Any) -> tuple[str, str]:
+    """What `jax.jit(fn)(*args)` is lowered to, kernels included, and by what JAX's persistent cache knows it."""
+    lowered, device = _lower(fn, *args), _device()
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
+    module = lowered.compiler_ir("stablehlo")
+    key = cache_key.get(module, np.array([device]), options, device.client)
+    return lowered.as_text(), key
+
+
 def hlo_for_h200(fn: Callable[..., Any], *args: Any) -> str:
     """The optimized HLO of `jax.jit(fn)(*args)`: every buffer outside the kernels, with shapes."""
     return _text(_compile(fn, *args))
@@ -233,6 +244,10 @@ def _is_installed(wheel: str) -> bool:
 
 
 def _compile(fn: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
+    return _lower(fn, *args).compile()
+
+
+def _lower(fn: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
     device = _device()
     sharding = jax.sharding.SingleDeviceSharding(device)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
@@ -241,7 +256,7 @@ def _compile(fn: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
         return fn(*args)
 
     with jax.default_device(device):
-        return jax.jit(fresh, out_shardings=sharding).lower(*shapes).compile()
+        return jax.jit(fresh, out_shardings=sharding).lower(*shapes)
 
 
 def _text(compiled: jax.stages.Compiled) -> str:
@@ -275,7 +290,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _all_compiled() -> Any:
-    """Kernels are compiled that have been before: since jax 0.12, once in a process for each hash."""
+    """Kernels are compiled that have been before: the plugin compiles each hash once in a process."""
     other_each_time = types.SimpleNamespace(sha256=lambda x: hashlib.sha256(x + os.urandom(16)))
     return mock.patch.object(mosaic_core, "hashlib", other_each_time)
 

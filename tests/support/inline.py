@@ -1,4 +1,5 @@
-"""What the library's inline code means, by its name: `ptx`, `fragments`, `pair_tile`, `lanes`, `listing`."""
+"""What the library's inline code means, by its name: `ptx`, `fragments`, `pair_tile`, `lanes`, `listing`,
+`module_name`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -120,6 +121,7 @@ INLINE: dict[str, Callable[..., Any]] = {
     "any_above": lambda tile, limit: jnp.any(tile > float(limit)).astype("int32"),
     "_any_from_two": lambda tile: jnp.any(~(jnp.abs(tile) < 2)).astype("int32"),
     "_any_infinite": lambda rows, _: jnp.any(~(rows < jnp.inf)).astype("int32"),
+    "_name_module": lambda: None,
     "_pin": lambda _: None,
     "_open_mail": lambda *_: None,
     "_expect_mail": lambda *_: None,
