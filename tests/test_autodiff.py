@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import REGISTRY, hopper
+from pallas_fa2.kernels import REGISTRY, hopper, tile
 from pallas_fa2.spec import Spec
 from tests.support.hopper import H200
 
@@ -325,3 +325,9 @@ def test_the_backward_knows_which_gradients_are_wanted(
         assert asked == [expected]
         asked.clear()
         jax.clear_caches()
+
+
+def test_sums_of_rows_are_those_of_their_logsumexp():
+    """Where the kernels' forward and the backward of `blockwise` meet; a row that sees nothing has a total of 0."""
+    sums = tile.sums_of(jnp.array([2.5, -jnp.inf, -3.0]))
+    assert sums.maximum.tolist() == [2.5, 0, -3] and sums.total.tolist() == [1, 0, 1]

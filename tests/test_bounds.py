@@ -85,6 +85,7 @@ WIDTH = 8
 def of_positions(q, k, xp):
     """Masks of positions alone, for scalars and for arrays."""
     i, j = q.index, k.index
+    rem = np.fmod if xp is np else lambda x, n: jax.lax.rem(x, jnp.int32(n))
     return {
         "causal window": lambda: (i >= j) & (i - j < 12),
         "two-sided window": lambda: abs(i - j) <= 9,
@@ -98,8 +99,11 @@ def of_positions(q, k, xp):
         ),
         "negative floor division": lambda: (i - 30) // 7 >= (j - 30) // 7,
         "division by a negative": lambda: (i - 20) // -5 == (j - 20) // -5,
+        "halves of chunks": lambda: j % 32 < 16,
         "negative remainder": lambda: (j - 40) % 16 < 8,
         "remainder of a negative": lambda: (i - j) % -7 > -3,
+        "remainder as in C": lambda: rem(i - j, 7) == -3,
+        "remainder as in C of a product": lambda: rem((i - 20) * (j - 20), 9) < -1,
         "squares": lambda: i * i >= j * j,
         "product of signs": lambda: (i - 20) * (j - 20) > 0,
         "minimum and maximum": lambda: xp.minimum(i, 30) >= xp.maximum(j, 10),
@@ -151,7 +155,8 @@ def test_no_visible_pair_is_skipped_and_no_hidden_one_unmasked(name):
 @pytest.mark.parametrize(
     "name, share",
     [("causal window", 1), ("sink and window", 1), ("documents, causal", 1),
-     ("chunked and causal", 1), ("two-sided window", 1), ("neighbourhood", 1.3), ("prefix", 1)],
+     ("chunked and causal", 1), ("two-sided window", 1), ("neighbourhood", 1.3), ("prefix", 1),
+     ("clip", 1), ("halves of chunks", 1)],
 )  # fmt: skip
 def test_common_masks_compute_few_tiles_more_than_they_must(name, share):
     sizes = EVEN

@@ -1,10 +1,14 @@
 """The bits that drop probabilities: like random ones along every axis, and as often as asked."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_fa2 as fa
 from pallas_fa2.kernels import dropout
+from tests.fuzz import dense
+from tests.fuzz.shapes import Shape
 
 SIZE = 512
 NEIGHBOURS = [
@@ -55,3 +59,37 @@ def test_keys_that_share_a_word_differ() -> None:
     keys = dropout.RowKeys(jnp.uint32(5), jnp.uint32(7))
     bits = np.asarray(dropout.bits(keys, jnp.arange(4096)))
     assert bits.max() < 2**16 and len(np.unique(bits)) > 3900
+
+
+def test_each_word_of_the_seed_makes_other_bits() -> None:
+    def bits(*seed: int) -> np.ndarray:
+        words, head = jnp.asarray(seed, jnp.uint32), jnp.arange(2)[:, None]
+        keys = dropout.row_keys(words, head, jnp.full((1, 1), 3))
+        return np.asarray(dropout.bits(keys, jnp.arange(1000)[None]))
+
+    for other in ((1, 3), (0, 2), (2, 1)):
+        assert np.mean(bits(1, 2) == bits(*other)) < 0.01, other
+
+
+def test_what_is_dropped_is_what_lies_below_the_threshold() -> None:
+    keys = dropout.RowKeys(jnp.uint32(5), jnp.uint32(7))
+    bits = np.asarray(dropout.bits(keys, jnp.arange(64)))
+    bound = int(bits[17])
+    factor = dropout.factor(bound / 2**16, keys, jnp.arange(64))
+    expected = np.where(bits < bound, 0, 2**16 / (2**16 - bound))
+    assert 0 < bound < 2**16 and expected[17] > 0
+    np.testing.assert_array_equal(factor, expected.astype(np.float32))
+
+
+def test_a_call_drops_what_numpys_copy_drops() -> None:
+    """The bits are a promise: those of other versions, and the same in every implementation."""
+    q, k, n, rate = 5, 7, 2, 0.3
+    x = jnp.zeros((1, q, n, k)), jnp.zeros((1, k, n, k))
+    v = jnp.broadcast_to(k * jnp.eye(k)[None, :, None], (1, k, n, k))
+    key = jax.random.key(6)
+    out = fa.flash_attention(*x, v, dropout_rate=rate, dropout_rng=key, implementation="reference")
+    i, j = np.arange(q)[:, None], np.arange(k)[None]
+    words = np.asarray(jax.random.key_data(key))
+    expected = dense.dropout(rate, words, Shape((1,), q, k, n), i, j)
+    np.testing.assert_allclose(out[0].swapaxes(0, 1), expected[0], rtol=1e-5)
+    assert np.mean(expected == 0) > 0.1

@@ -158,9 +158,21 @@ def by_name_as_text():
     return fn, lambda n: setattr(config, "reach", n)
 
 
+def by_function_within():
+    config = Config()
+
+    def fn(q, k):
+        def is_near(distance):
+            return distance < config.reach
+
+        return (q.index >= k.index) & is_near(q.index - k.index)
+
+    return fn, lambda n: setattr(config, "reach", n)
+
+
 WAYS = [by_global, by_helper, by_dict, by_cell, by_default, by_bound_method, by_class_attribute]
 WAYS += [by_callable_object, by_method_of_an_object, by_property, by_slot, by_helper_of_an_object]
-WAYS += [by_partial, by_module, by_name_as_text]
+WAYS += [by_partial, by_module, by_name_as_text, by_function_within]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -221,7 +233,19 @@ def test_what_imports_or_captures_arrays_has_no_key():
 
         return math.pi
 
+    def within(q, k):
+        return [imports_too(x) for x in (q, k)]
+
+    def imports_too(x):
+        def inner():
+            import math
+
+            return x * math.pi
+
+        return inner()
+
     assert fingerprint(imports) is None
+    assert fingerprint(imports_too) is None and fingerprint(within) is None
     assert fingerprint(lambda q, k: array) is None
     assert fingerprint(lambda q, k: eval("1")) is None
     iterator = iter([1])
@@ -240,3 +264,9 @@ def test_a_call_described_again_is_cheap():
         spec.describe(X, X, X, mask=mask, score=score)
         times.append(time.perf_counter() - start)
     assert min(times) < 3e-3
+
+
+def test_a_number_is_known_by_its_bits():
+    assert fingerprint(0.0) != fingerprint(-0.0) and fingerprint(0j) != fingerprint(-0j)
+    assert fingerprint(float("nan")) == fingerprint(float("nan"))
+    assert len({fingerprint(x) for x in (1, 1.0, True, np.float32(1), np.int32(1))}) == 5

@@ -286,7 +286,9 @@ def test_selected_numbers_stay_signed() -> None:
         return out, pull(dout)
 
     data = jax.ShapeDtypeStruct((256,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    for report in compile_both(both, *arrays(256, 256, (64, 64)), *data):
+    reports = compile_both(both, *arrays(256, 256, (64, 64)), *data)
+    assert len(reports) == 2
+    for report in reports:
         unsigned = [name for name in report.sass if re.match(r"ISETP\.(G|L)[TE]\.U32", name)]
         assert not unsigned, (report.name, unsigned)
 
@@ -299,7 +301,10 @@ def test_pieces_of_cut_rows_compile() -> None:
 
     ids = jax.ShapeDtypeStruct((2, 129), jnp.int32)
     with planned_for_h200():
-        compile_gate.compile_for_h200(attend, *arrays(129, 129, (136, 72))[:3], ids)
+        reports = compile_gate.compile_for_h200(attend, *arrays(129, 129, (136, 72))[:3], ids)
+    (report,) = (x for x in reports if x.name == "attention")
+    assert compile_gate.spills_while_multiplying(report) == 0 and report.spill_stores <= 16
+    compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
 
 
 def test_a_constant_mask_compiles() -> None:

@@ -457,6 +457,13 @@ def test_documents_from_lengths_limits_and_positions(documents):
     )
 
 
+def test_no_document_is_longer_than_was_promised():
+    starts, distance = np.zeros(9, np.int32), np.abs(np.subtract.outer(range(9), range(9)))
+    for longest in (1, 3, 9):
+        seen = fa.Documents(starts, longest=longest).dense(9)[0]
+        np.testing.assert_array_equal(seen, distance < longest)
+
+
 def test_documents_of_each_batch_entry_also_under_jit():
     def dense(make, data):
         return jax.jit(lambda data: make(data).dense(9, batch=(2,)))(data)[:, 0]
@@ -472,8 +479,9 @@ def test_documents_of_each_batch_entry_also_under_jit():
 
 def test_padding_of_segments_sees_nothing_and_is_not_seen():
     ids = np.array([4, 4, -1, 7, -1])
-    expected = (ids[:, None] == ids) & (ids >= 0)
-    np.testing.assert_array_equal(fa.Segments(ids, padding=-1).dense(5)[0], expected)
+    for padding in (-1, 4, 7):
+        expected = (ids[:, None] == ids) & (ids != padding)
+        np.testing.assert_array_equal(fa.Segments(ids, padding=padding).dense(5)[0], expected)
     np.testing.assert_array_equal(fa.Segments(ids).dense(5)[0], ids[:, None] == ids)
 
 

@@ -403,3 +403,33 @@ def test_the_gradient_of_a_bias_under_vmap():
     apart = [jax.grad(loss)(x) for x in two]
     together = jax.vmap(jax.grad(loss))(two)
     chex.assert_trees_all_close(together, np.stack(apart), rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_of_a_capped_score_is_its_slope():
+    x = jnp.linspace(-9, 9, 7)
+    slopes = jax.vmap(jax.grad(lambda s: fa.soft_cap(3.0).fn(s, None, None)))(x)
+    np.testing.assert_allclose(slopes, 1 - np.tanh(x / 3) ** 2, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_a_row_is_hidden_from_a_score_of_minus_2_to_the_26th_on(implementation):
+    limit = np.float32(-(2.0**26))
+    seen = np.nextafter(limit, np.float32(0))
+    rows = np.array([-1e10, -1e9, limit, seen, -1e6], np.float32)
+    values = jax.random.normal(jax.random.key(0), (1, 7, 1, 8))
+    score = fa.bias(jnp.broadcast_to(rows[:, None], (5, 7)))
+
+    def attend(v):
+        x = jnp.zeros((1, 5, 1, 8)), jnp.zeros((1, 7, 1, 8))
+        return fa.flash_attention(
+            *x, v, score=score, return_lse=True, implementation=implementation
+        )
+
+    (out, lse), pull = jax.vjp(attend, values)
+    (dv,) = pull((jnp.ones_like(out), jnp.zeros_like(lse)))
+    mean = values[0].mean(0, keepdims=True)
+    np.testing.assert_array_equal(out[0, :3], 0)
+    np.testing.assert_allclose(out[0, 3:], np.broadcast_to(mean, (2, 1, 8)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(lse[0, 0, :3], -np.inf)
+    np.testing.assert_allclose(lse[0, 0, 3:], rows[3:] + np.log(np.float32(7)), rtol=1e-7)
+    np.testing.assert_allclose(dv, np.full_like(dv, 2 / 7), rtol=1e-5)

@@ -294,13 +294,24 @@ def test_what_is_no_array_is_refused(entry, name):
 
 
 def test_explain_takes_what_flash_attention_takes():
-    ours = set(inspect.signature(fa.flash_attention).parameters)
-    for option in ours - set(GOOD) - {"mask", "score", "dropout_rng", "implementation"}:
-        value = {
-            "q_positions": np.arange(T), "kv_positions": np.arange(S), "return_lse": True, "align": "end",
-            "is_causal": True, "deterministic_gradients": True, "dropout_rate": 0.0,
-        }.get(option)  # fmt: skip
-        assert fa.explain(**GOOD, **{option: value}).spec.q_len == T
+    """And describes the same call by each of them."""
+    options = {
+        "mask": fa.Window(1), "is_causal": True, "score": fa.soft_cap(2.0), "scale": 0.5, "sinks": np.zeros(N, np.float32),
+        "dropout_rate": 0.5, "dropout_rng": key(0), "align": "end", "q_positions": np.arange(T),
+        "kv_positions": np.arange(S), "return_lse": True, "deterministic_gradients": True,
+        "implementation": "reference",
+    }  # fmt: skip
+    assert {*GOOD, *options} == set(inspect.signature(fa.flash_attention).parameters)
+    needed = {"dropout_rate": {"dropout_rng": key(0)}, "align": {"mask": fa.Causal()}}
+    plain, of_call = spec(), {"sinks", "return_lse", "implementation"}
+    for option, value in options.items():
+        found = fa.explain(**GOOD, **{option: value}, **needed.get(option, {}))
+        if option not in of_call | {"dropout_rng"}:
+            assert found.spec != plain, option
+            assert found.spec == spec(**{option: value}, **needed.get(option, {})), option
+    assert fa.explain(**GOOD, implementation="reference").implementation == "reference"
+    with pytest.raises(ValueError, match="sinks must be floats of shape"):
+        fa.explain(**GOOD, sinks=np.zeros(N + 1))
 
 
 def spec(**options):
@@ -397,3 +408,14 @@ def test_a_key_of_another_generator_serves():
     given = jax.random.key(3, impl="rbg")
     seed = describe(**arrays(dropout_rate=0.1, dropout_rng=given))[1].seed
     assert seed.shape == (2,) and seed.dtype == jnp.uint32
+
+
+def test_the_seed_is_of_both_words_of_a_key():
+    """Keys made of small numbers differ in the second one alone."""
+
+    def seed(rng):
+        return describe(**arrays(dropout_rate=0.1, dropout_rng=rng))[1].seed.tolist()
+
+    assert seed(key(3)) == [0, 3] and seed(jnp.array([5, 9], jnp.uint32)) == [5, 9]
+    words = jax.random.key_data(jax.random.key(3, impl="rbg"))
+    assert seed(jax.random.key(3, impl="rbg")) == [words[0] ^ words[2], words[1] ^ words[3]]

@@ -65,16 +65,13 @@ def test_the_package_imports_the_core_alone():
     assert not {"linen", "nnx"} & set(imported_parts("__init__.py"))
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_only_kernels_import_pallas(file):
-    if part(file) != "kernels":
-        assert not imports_package(file, "jax.experimental.pallas")
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_only_the_integrations_import_flax(file):
-    if part(file) not in ("linen", "nnx"):
-        assert not imports_package(file, "flax")
+@pytest.mark.parametrize(
+    "package, parts",
+    [("jax.experimental.pallas", {"kernels"}), ("flax", {"linen", "nnx"})],
+    ids=["pallas", "flax"],
+)
+def test_who_imports_pallas_and_flax(package, parts):
+    assert {part(file) for file in FILES if imports_package(file, package)} == parts
 
 
 @pytest.mark.parametrize("package", ["chex", "optax", "numpy.testing", "pytest", "jax._src"])

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_fa2 as fa
 from pallas_fa2 import api, plan
-from pallas_fa2.spec import Device
+from pallas_fa2.spec import Device, describe
 from tests.fuzz.case import Case
 from tests.fuzz.check import check
 from tests.fuzz.masks import And, Causal, Dense, Lengths
@@ -337,6 +337,10 @@ def test_a_function_traced_with_x64_is_traced_again_without() -> None:
     with jax.enable_x64(True):
         assert_same(call(), expected)
     assert_same(call(), expected)
+    for enabled in (True, False, True):
+        with jax.enable_x64(enabled):
+            code = describe(Q, KEY, V, mask=mask)[0].mask
+            assert code is not None and ("f64" in str(code.jaxpr)) == enabled
 
 
 def test_hopper_kernels_take_python_numbers_under_x64() -> None:

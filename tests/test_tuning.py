@@ -42,6 +42,17 @@ def test_the_fastest_serves_the_same_call_from_then_on(measured, head_dim, kerne
     assert planned(other, mask=mask) == of_other
 
 
+def test_the_order_of_gradients_makes_no_other_call(measured):
+    x, *_ = inputs(64)
+    default = planned(x, deterministic_gradients=True)
+    found = fa.autotune(x, x, x)
+    assert planned(x, deterministic_gradients=True) == found.best != default
+    plan.TUNED.clear()
+    found = fa.autotune(x, x, x, deterministic_gradients=True)
+    assert planned(x) == found.best != default
+    assert planned(x, scale=0.5) == default
+
+
 def test_the_table_says_what_was_measured(measured):
     text = str(fa.autotune(*inputs(64), mask=fa.Causal()))
     assert "NVIDIA H200" in text and "bfloat16" in text

@@ -1,0 +1,207 @@
+"""Which scores become -inf: the code for the device, executed here by all threads of a warpgroup together, against
+what the interpreter takes it for."""
+
+import math
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pallas_fa2.kernels import hiding, ptx
+from pallas_fa2.kernels.mosaic import ROWS, TILE
+from tests.support.inline import INLINE
+
+THREADS = np.arange(128)
+SQUARE = 64
+
+
+class Word(np.ndarray):
+    """A register of 32 bits of each thread."""
+
+    type = None
+
+
+def word(value: Any) -> Word:
+    return np.broadcast_to(np.uint32(value & 0xFFFFFFFF), 128).astype(np.int32).view(Word)
+
+
+def inline_asm(_: Any, operands: list, code: str, constraints: str) -> Any:
+    if code == "shl.b32 $0, -1, $1;":
+        assert constraints == "=r,r"
+        (count,) = (
+            np.asarray(x).view(np.uint32) for x in operands
+        )  # of 32 and more nothing is left
+        left = np.where(
+            count < 32, np.uint64(0xFFFFFFFF) << np.minimum(count, 32).astype(np.uint64), 0
+        )
+        return (left & 0xFFFFFFFF).astype(np.uint32).view(np.int32).view(Word)
+    bit = re.fullmatch(r"@!\$2 or\.b32 \$0, \$0, (\d+);", code)
+    assert bit is not None and constraints == "=r,0,b"
+    found, seen = operands
+    return np.where(seen, found, found | word(int(bit[1]))).view(Word)
+
+
+def place(shape: tuple[int, ...], at: tuple[int, ...], e: int) -> tuple:
+    """Of each thread's value: two rows and, in each eight columns, two neighbours."""
+    row = 16 * (THREADS // 32) + THREADS % 32 // 4 + 8 * sum(at[2:])
+    return (row,) if len(shape) == 1 else (row, 8 * at[1] + 2 * (THREADS % 4) + e)
+
+
+class Array:
+    """As `mgpu.FragmentedArray`: of each register, what each thread has in it."""
+
+    def __init__(self, registers: Any):
+        self.registers = registers
+
+    @classmethod
+    def of(cls, x: np.ndarray, layout: Any) -> "Array":
+        if layout is ptx.EACH:
+            return cls(as_objects([[x.view(Word)]], (1,)))
+        registers = np.empty(layout.to_mgpu().registers_shape(x.shape), object)
+        for at in np.ndindex(registers.shape):
+            pair = range(layout.to_mgpu().vector_length)
+            registers[at] = [x[place(x.shape, at, e)].view(Word) for e in pair]
+        return cls(registers)
+
+    def read(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        if shape == (128,):
+            return np.asarray(self.registers[0][0])
+        found = np.zeros(shape, dtype)
+        for at, register in np.ndenumerate(self.registers):
+            for e, values in enumerate(register):
+                found[place(shape, at, e)] = values
+        return found
+
+
+def as_objects(values: list, shape: tuple[int, ...]) -> Any:
+    array = np.empty(shape, object)
+    array[:] = values
+    return array
+
+
+def each(tile: Array, function: Callable, order: Callable = lambda at: 0) -> Array:
+    results = np.empty_like(tile.registers)
+    for at, register in sorted(np.ndenumerate(tile.registers), key=lambda x: order(x[0])):
+        results[at] = [function(x, at, e) for e, x in enumerate(register)]
+    return Array(results)
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def inline(name: str, code: Callable, result: Any, *layouts: Any) -> Callable:
+        kind, *parameters = name.split()
+
+        def run(*arrays: np.ndarray) -> np.ndarray:
+            made = code(None, *map(Array.of, arrays, layouts)).read(result.shape, result.dtype)
+            np.testing.assert_array_equal(made, INLINE[kind](*arrays, *parameters), name)
+            return made
+
+        return run
+
+    predicates = {
+        "sge": "greater_equal",
+        "sgt": "greater",
+        "sle": "less_equal",
+        "slt": "less",
+        "eq": "equal",
+    }
+    predicates |= {"ne": "not_equal"}
+    arith = types.SimpleNamespace(
+        addi=np.add,
+        subi=np.subtract,
+        andi=np.bitwise_and,
+        ori=np.bitwise_or,
+        xori=np.bitwise_xor,
+        shli=np.left_shift,
+        shrsi=np.right_shift,
+        maxsi=np.maximum,
+        select=np.where,
+        cmpi=lambda predicate, x, y: predicate(x, y),
+        CmpIPredicate=types.SimpleNamespace(**{n: getattr(np, f) for n, f in predicates.items()}),
+        constant=lambda _, value: value,
+    )
+    for module in (hiding, ptx):
+        monkeypatch.setattr(module, "arith", arith)
+        monkeypatch.setattr(module, "i32", word)
+    monkeypatch.setattr(hiding, "inline", inline)
+    monkeypatch.setattr(hiding, "llvm", types.SimpleNamespace(inline_asm=inline_asm))
+    f32 = types.SimpleNamespace(get=lambda: None)
+    monkeypatch.setattr(hiding, "ir", types.SimpleNamespace(F32Type=f32))
+    monkeypatch.setattr(ptx, "each", each)
+    monkeypatch.setattr(ptx, "elements", lambda register: register)
+    monkeypatch.setattr(ptx, "of_each", lambda mine: Array(as_objects([[mine]], (1,))))
+    monkeypatch.setattr(ptx, "thread_number", lambda: word(0) + THREADS.astype(np.int32))
+
+
+def scores(columns: int) -> np.ndarray:
+    return np.random.default_rng(columns).standard_normal((SQUARE, columns), np.float32)
+
+
+def bounds(columns: int) -> list[np.ndarray]:
+    """Of each row a column, or one that is not there: each of them in both halves of a warp's rows; and as far as
+    positions go."""
+    near = np.arange(-2, columns + 2, dtype=np.int32)
+    each = np.resize(near, (-(-near.size // SQUARE), SQUARE))
+    far = np.random.default_rng(0).choice([-(2**30), -200, columns + 200, 2**30], SQUARE)
+    return [*each, *np.roll(each, 8, 1), far.astype(np.int32)]
+
+
+def hidden(s: np.ndarray, first: Any, last: Any) -> np.ndarray:
+    column = np.arange(s.shape[1])
+    return np.where((column < first[:, None]) | (column > last[:, None]), -math.inf, s)
+
+
+COLUMNS = pytest.mark.parametrize("columns", [16, 64, 192])
+LEAST, MOST = np.full(SQUARE, -(2**31)), np.full(SQUARE, 2**31)
+
+
+@COLUMNS
+def test_a_bound_of_each_row(columns: int) -> None:
+    s = scores(columns)
+    for bound in bounds(columns):
+        np.testing.assert_array_equal(hiding.after(s, bound), hidden(s, LEAST, bound))
+        np.testing.assert_array_equal(hiding.before(s, bound), hidden(s, bound, MOST))
+
+
+@COLUMNS
+def test_a_bit_of_each_column(columns: int) -> None:
+    s = scores(columns)
+    for bound in bounds(columns):
+        other = np.random.default_rng(1).permutation(bound)
+        np.testing.assert_array_equal(hiding.outside(s, bound), hidden(s, bound, MOST))
+        np.testing.assert_array_equal(hiding.outside(s, None, bound), hidden(s, LEAST, bound))
+        np.testing.assert_array_equal(hiding.outside(s, bound, other), hidden(s, bound, other))
+
+
+@pytest.mark.parametrize("start, columns", [(0, 64), (0, 16), (24, 8), (32, 32), (48, 16)])
+def test_a_bit_of_each_value(start: int, columns: int) -> None:
+    """Those of some columns of a square are where those of all have them."""
+    square = np.random.default_rng(0).random((SQUARE, SQUARE)) < 0.6
+    some = slice(start, start + columns)
+    s, words = scores(columns), hiding.hidden_bits(square)
+    expected = np.where(square[:, some], s, -math.inf)
+    np.testing.assert_array_equal(hiding.signed(s, [words], start), expected)
+    part = hiding.hidden_bits(square[:, some], start)
+    np.testing.assert_array_equal(hiding.signed(s, [part], start), expected)
+    only = np.ones_like(square)
+    only[:, some] = square[:, some]
+    np.testing.assert_array_equal(part, hiding.hidden_bits(only))
+
+
+def test_squares_lie_side_by_side() -> None:
+    seen = np.random.default_rng(1).random((SQUARE, 2 * SQUARE)) < 0.5
+    words = [hiding.hidden_bits(x) for x in np.split(seen, 2, 1)]
+    s = scores(2 * SQUARE)
+    np.testing.assert_array_equal(hiding.signed(s, words), np.where(seen, s, -math.inf))
+
+
+def test_values_lie_where_the_tensor_cores_put_them() -> None:
+    """By Mosaic's own numbers of threads and registers."""
+    for layout, shape in ((TILE, (SQUARE, 16)), (ROWS, (SQUARE,))):
+        x = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+        lie = Array.of(x, layout)
+        assert lie.registers.shape == layout.to_mgpu().registers_shape(shape)
+        np.testing.assert_array_equal(lie.read(shape, np.int32), x)
