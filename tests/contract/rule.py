@@ -1,7 +1,10 @@
 """FlashAttention's own rule: an error may be twice that of dense attention in the same dtype."""
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 FACTOR = 2.0
@@ -34,6 +37,24 @@ def assert_within_rule(
     got = error(x, expected)
     allowed = 0.0 if name == "lse" else error(unfused, expected)
     limit = max(factor * allowed, FLOOR[dtype])
+    assert np.isfinite(limit), f"{name} of {what}: dense attention misses an infinity or a NaN"
     assert got <= limit, (
         f"{name} of {what}: error {got:.3g} > max({factor} * {allowed:.3g}, {FLOOR[dtype]})"
     )
+
+
+def assert_as_dense(got: Any, dense: Callable, args: Any, factor: float = 3) -> None:
+    """Results and gradients, of any tree, against those of dense attention: of float32 the truth, in the inputs'
+    dtype the error that is allowed, times `factor`."""
+
+    def wide(x: Any) -> Any:
+        x = jnp.asarray(x)
+        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    run = jax.jit(dense)
+    truth, unfused = run(*jax.tree.map(wide, args)), run(*args)
+    leaves = map(jax.tree.leaves, (unfused, truth))
+    for (path, x), *others in zip(jax.tree.leaves_with_path(got), *leaves, strict=True):
+        y, z = (np.asarray(other, np.float64) for other in others)
+        assert x.shape == y.shape and x.dtype == others[0].dtype
+        assert_within_rule(jax.tree_util.keystr(path), "the call", x, y, z, factor)
