@@ -73,5 +73,11 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> _Any:
     """`linen` and `nnx`, on first use: the rest does without Flax."""
     if name in ("linen", "nnx"):
-        return _import_module(f"pallas_fa2.{name}")
+        try:
+            return _import_module(f"pallas_fa2.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != "flax":
+                raise
+            needed = f"pallas_fa2.{name} needs Flax: pip install 'flax>=0.12'"
+            raise ImportError(needed, name="flax") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -116,18 +116,34 @@ def test_the_core_needs_jax_and_jaxtyping_alone():
         class Missing:
             def find_spec(self, name, path=None, target=None):
                 if name.partition(".")[0] in {"flax", "chex", "optax", "pytest", "matplotlib"}:
-                    raise ModuleNotFoundError(name)
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
         sys.meta_path.insert(0, Missing())
         import pallas_fa2 as fa
 
         assert fa.Causal() is not None
+        for name in ("linen", "nnx"):
+            try:
+                getattr(fa, name)
+            except ImportError as error:
+                assert str(error) == f"pallas_fa2.{name} needs Flax: pip install 'flax>=0.12'"
+            else:
+                raise AssertionError("flax was there all the time")
+    """)
+
+
+def test_what_else_is_missing_keeps_its_own_error():
+    run("""
+        import sys
+        import pallas_fa2 as fa
+
+        sys.modules["flax.typing"] = None
         try:
             fa.linen
-        except ModuleNotFoundError as error:
-            assert "flax" in str(error)
+        except ImportError as error:
+            assert "flax.typing" in str(error)
         else:
-            raise AssertionError("flax was there all the time")
+            raise AssertionError("linen did without flax.typing")
     """)
 
 

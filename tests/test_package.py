@@ -1,0 +1,86 @@
+"""What the wheel and the source distribution hold, and what an index shows of them."""
+
+import email
+import pathlib
+import re
+import runpy
+import tarfile
+import zipfile
+
+import jax.numpy as jnp
+import pytest
+from hatchling import build
+
+import pallas_fa2 as fa
+from tools.description import description
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The wheel's files, its metadata, and the files of the source distribution."""
+    directory = tmp_path_factory.mktemp("dist")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        paths = [
+            directory / make(str(directory)) for make in (build.build_wheel, build.build_sdist)
+        ]
+    with zipfile.ZipFile(paths[0]) as wheel, tarfile.open(paths[1]) as sdist:
+        (metadata,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+        message = email.message_from_bytes(wheel.read(metadata))
+        return wheel.namelist(), message, [name.partition("/")[2] for name in sdist.getnames()]
+
+
+def package_files():
+    files = (path for path in (ROOT / "pallas_fa2").rglob("*") if path.is_file())
+    return {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
+
+
+def test_the_wheel_is_the_package_with_its_types(built):
+    wheel, _, _ = built
+    assert {name for name in wheel if ".dist-info/" not in name} == package_files()
+    assert "pallas_fa2/py.typed" in wheel
+
+
+def test_the_version_is_the_one_of_the_module(built):
+    assert built[1]["Version"] == fa.__version__
+
+
+def test_flax_is_what_its_error_asks_for(built):
+    assert "flax>=0.12; extra == 'flax'" in built[1].get_all("Requires-Dist")
+
+
+TARGETS = re.compile(r"\]\(([^)]*)\)|(?:src|href)=\"([^\"]*)\"")
+
+
+def test_the_description_links_to_nothing_beside_it(built):
+    text = built[1].get_payload()
+    assert text.startswith("# pallas_fa2\n") and "fa.flash_attention(" in text
+    assert [t for pair in TARGETS.findall(text) for t in pair if t and ":" not in t] == []
+
+
+def test_links_are_those_of_the_source_if_it_has_an_address():
+    readme = "![Speed](docs/a.svg)\n\n[page](docs/b.md#c) and [issue](https://b.example/1)\n"
+    assert description(readme, "https://a.example/x") == (
+        "![Speed](https://a.example/x/raw/HEAD/docs/a.svg)\n\n"
+        "[page](https://a.example/x/blob/HEAD/docs/b.md#c) and [issue](https://b.example/1)\n"
+    )
+    assert description(readme, None) == "\n\npage and [issue](https://b.example/1)\n"
+
+
+def test_the_source_distribution_has_tests_and_no_measurements(built):
+    sdist = set(built[2])
+    assert package_files() < sdist
+    assert {"README.md", "LICENSE", "Makefile", "constraints.txt", "tests/conftest.py"} < sdist
+    assert [name for name in sdist if re.search(r"\.(svg|json|pyc)$", name)] == []
+
+
+def test_the_code_that_readme_shows_runs(capsys, tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    q, kv = (jnp.ones((1, 8, heads, 16)) for heads in (4, 2))
+    given = {"q": q, "k": kv, "v": kv, "slopes": jnp.ones(4), "image_ids": jnp.zeros(8, int)}
+    (tmp_path / "readme.py").write_text(code)
+    found = runpy.run_path(str(tmp_path / "readme.py"), given)
+    assert found["out"].shape == q.shape and found["lse"].shape == (1, 4, 8)
+    assert "blockwise" in capsys.readouterr().out
