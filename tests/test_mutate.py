@@ -20,10 +20,9 @@ def test_a_mistake_can_be_planted_and_has_tests(
     copied = tmp_path / "pallas_fa2" / mutant.file
     copied.parent.mkdir(parents=True)
     copied.write_text(path.read_text())
-    mutant.plant(tmp_path)
-    assert copied.read_text() != path.read_text()
-    compile(copied.read_text(), mutant.file, "exec")
-    mutant.remove(tmp_path)
+    with mutant.planted(tmp_path):
+        assert copied.read_text() != path.read_text()
+        compile(copied.read_text(), mutant.file, "exec")
     assert copied.read_text() == path.read_text()
     assert bool(mutant.tests) != bool(mutant.equivalent)
     for test in mutant.tests:

@@ -7,6 +7,7 @@ python tools/mutate.py --tier test --jobs 2         # and where those do not, wi
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIST = ROOT / "tools/mutants.toml"
@@ -34,17 +36,18 @@ class Mutant:
     tests: tuple[str, ...] = ()
     equivalent: str = ""
 
-    def plant(self, tree: pathlib.Path) -> None:
-        """In a copy of the tree."""
+    @contextlib.contextmanager
+    def planted(self, tree: pathlib.Path) -> Iterator[None]:
+        """In a copy of the tree, inside."""
         path = tree / "pallas_fa2" / self.file
         text = path.read_text()
         if text.count(self.old) != 1:
             raise ValueError(f"{self.name}: {self.file} has {text.count(self.old)} of {self.old!r}")
         path.write_text(text.replace(self.old, self.new))
-
-    def remove(self, tree: pathlib.Path) -> None:
-        path = pathlib.Path("pallas_fa2") / self.file
-        shutil.copyfile(ROOT / path, tree / path)
+        try:
+            yield
+        finally:
+            path.write_text(text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +119,12 @@ def run_pytest(tree: pathlib.Path, arguments: list[str], limit: float) -> tuple[
 
 
 def try_mutant(mutant: Mutant, tree: pathlib.Path, tier: list[str] | None, limit: float) -> Result:
-    mutant.plant(tree)
     start, code, test = time.monotonic(), SURVIVED, ""
-    try:
+    with mutant.planted(tree):
         if mutant.tests:
             code, test = run_pytest(tree, list(mutant.tests), limit)
         if code == SURVIVED and tier is not None:
             code, test = run_pytest(tree, tier, limit)
-    finally:
-        mutant.remove(tree)
     verdicts = {SURVIVED: "SURVIVED", KILLED: "killed", None: "TOO LONG"}
     verdict = verdicts.get(code, f"ERROR {code}")
     if mutant.equivalent and verdict == "SURVIVED":
