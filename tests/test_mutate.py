@@ -1,7 +1,6 @@
 """The list of mistakes fits the code and the tests that there are, and planting finds out who sees them."""
 
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -67,9 +66,15 @@ def test_who_sees_a_mistake(tree, tests, tier, verdict, test) -> None:
     assert (tree / "pallas_fa2/__init__.py").read_text().endswith("2 * x\n")
 
 
-def test_a_tier_is_what_make_runs() -> None:
-    makefile = (mutate.ROOT / "Makefile").read_text()
-    assert mutate.tier_arguments("test") == re.findall(r"-m pytest (.*)", makefile)[0].split()
+def test_a_tier_is_what_make_runs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "worksteal" in mutate.tier_arguments("test")
+    recipe = (
+        "N = 2\ntest: made\n\t$(BIN)/python -m pytest -n $(N) -m 'not slow'\nmade:\n\ttouch $@\n"
+    )
+    (tmp_path / "Makefile").write_text(recipe)
+    monkeypatch.setattr(mutate, "ROOT", tmp_path)
+    assert mutate.tier_arguments("test") == ["-n", "2", "-m", "not slow"]
+    assert not (tmp_path / "made").exists()
 
 
 def test_an_unknown_name_is_refused() -> None:

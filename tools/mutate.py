@@ -13,6 +13,7 @@ import os
 import pathlib
 import queue
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def tier_arguments(target: str) -> list[str]:
         ["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True, text=True
     )
     (line,) = re.findall(r"-m pytest\b(.*)", made.stdout)
-    return line.split()
+    return shlex.split(line)
 
 
 def copy_tree(to: pathlib.Path) -> pathlib.Path:
