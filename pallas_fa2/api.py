@@ -5,7 +5,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,23 @@ from pallas_fa2.tokens import as_array
 
 Implementation = Literal["reference", "blockwise", "hopper", "fused"]
 Scores = Score | Callable | tuple[Score | Callable, ...]
+
+
+class Options(TypedDict, total=False):
+    """The options of `flash_attention` but `return_lse`, for annotations: `**options: Unpack[Options]`."""
+
+    mask: Mask | Callable | Bool[Array, "..."] | None
+    is_causal: bool
+    score: Scores | None
+    scale: float | Float[Array, ""] | None
+    sinks: Float[Array, " N"] | None
+    dropout_rate: float
+    dropout_rng: PRNGKeyArray | None
+    align: Literal["start", "end"]
+    q_positions: Int[Array, "*B T"] | None
+    kv_positions: Int[Array, "*B S"] | None
+    deterministic_gradients: bool
+    implementation: Implementation | None
 
 
 class FallbackWarning(UserWarning):
@@ -55,6 +72,42 @@ def _warn_of_fallback(spec: Spec, plan: Plan, device: Device) -> None:
         stacklevel=3,
     )
     _warned.add(reason)
+
+
+Out = Float[Array, "*B T N Hv"]
+
+
+@overload
+def flash_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Out: ...
+
+
+@overload
+def flash_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Out, Float[Array, "*B N T"]]: ...
+
+
+@overload
+def flash_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    return_lse: bool = ...,
+    **options: Unpack[Options],
+) -> Out | tuple[Out, Float[Array, "*B N T"]]: ...
 
 
 def flash_attention(
@@ -202,6 +255,64 @@ def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.A
     share = jnp.where(empty, 0.0, jnp.exp(jnp.where(empty, 0.0, lse - total)))
     share = jnp.moveaxis(share, -1, -2)[..., None]
     return (out.astype(lse.dtype) * share).astype(out.dtype), total
+
+
+class DropInOptions(TypedDict, total=False):
+    """Those of `dot_product_attention` by keyword, but `return_residual`."""
+
+    scale: float | Float[Array, ""] | None
+    is_causal: bool
+    query_seq_lengths: Int[Array, " B"] | None
+    key_value_seq_lengths: Int[Array, " B"] | None
+    local_window_size: int | tuple[int, int] | None
+    implementation: Implementation | Literal["xla"] | None
+    score: Scores | None
+    sinks: Float[Array, " N"] | None
+    dropout_rate: float
+    dropout_rng: PRNGKeyArray | None
+    align: Literal["start", "end"]
+    q_positions: Int[Array, "*B T"] | None
+    kv_positions: Int[Array, "*B S"] | None
+    deterministic_gradients: bool
+
+
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | Callable | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[DropInOptions],
+) -> Out: ...
+
+
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | Callable | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[DropInOptions],
+) -> tuple[Out, Float[Array, "*B T N"]]: ...
+
+
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | Callable | None = None,
+    *,
+    return_residual: bool = ...,
+    **options: Unpack[DropInOptions],
+) -> Out | tuple[Out, Float[Array, "*B T N"]]: ...
 
 
 def dot_product_attention(

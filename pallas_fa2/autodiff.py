@@ -152,10 +152,10 @@ def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Results) -> 
     assert backward is not None, "an implementation that JAX differentiates never comes here"
 
     def run(arrays: tuple, operands: Operands) -> tuple:
-        *arrays, sums = arrays
+        *kept, sums = arrays
         exact = {} if sums is None else {"sums": sums}
-        found = backward(spec, config, *arrays, operands, wanted, **exact)
-        *gradients, dscores = alike(found, arrays[0])
+        found = backward(spec, config, *kept, operands, wanted, **exact)
+        *gradients, dscores = alike(found, kept[0])
         return tuple(gradients), dscores
 
     arrays = q, k, v, out, lse, dout.astype(q.dtype), dlse, sums

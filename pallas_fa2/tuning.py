@@ -3,12 +3,13 @@
 import dataclasses
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from pallas_fa2 import plan
+from pallas_fa2.api import Options
 from pallas_fa2.autodiff import attend
 from pallas_fa2.kernels import hopper_forward, token_data
 from pallas_fa2.spec import Device, Spec, as_sinks, describe
@@ -34,7 +35,15 @@ class Tuning:
         return "\n".join([f"{self.spec} on {self.device.kind}", *lines])
 
 
-def autotune(query: Any, key: Any, value: Any, *, iterations: int = 10, **options: Any) -> Tuning:
+def autotune(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    iterations: int = 10,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Tuning:
     """Measures every forward kernel for a call, and makes the fastest serve it from then on.
 
     It serves calls of the same description (shapes, dtype, mask, scale) on the same kind of device,
@@ -52,12 +61,13 @@ def autotune(query: Any, key: Any, value: Any, *, iterations: int = 10, **option
       ValueError: the call does not run on the Hopper kernels (the message says why).
     """
     # What comes after the kernel, or asks for one by name, describes nothing.
-    sinks, _, name = (options.pop(n, None) for n in ("sinks", "return_lse", "implementation"))
+    described: dict[str, Any] = dict(options)
+    sinks, name = described.pop("sinks", None), described.pop("implementation", None)
     if name not in (None, "hopper", "fused"):
         raise ValueError(
             f"implementation must be hopper, fused or None where kernels are measured, but it is {name!r}"
         )
-    spec, operands = describe(query, key, value, **options)
+    spec, operands = describe(query, key, value, **described)
     if sinks is not None:
         as_sinks(sinks, spec.q_heads)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))

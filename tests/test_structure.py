@@ -1,19 +1,22 @@
 """Imports run one way, Pallas and Flax stay where they belong, and the public names exist."""
 
 import ast
+import inspect
 import pathlib
 import re
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2 import api
 
 PACKAGE = pathlib.Path(fa.__file__).parent
 ORDER = ["fingerprint", "tokens", "causal", "functions", "masks", "scores", "spec", "bounds", "diagonal", "kernels", "plan", "autodiff",
-         "tuning", "api", "linen", "nnx"]  # fmt: skip
+         "api", "tuning", "linen", "nnx"]  # fmt: skip
 ENTRIES = {"__init__", "__main__"}  # of the package: they may import all of it
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
@@ -157,3 +160,18 @@ def test_the_integrations_are_imported_on_first_use():
         assert callable(fa.nnx.MultiHeadAttention)
         assert fa.linen is sys.modules["pallas_fa2.linen"]
     """)
+
+
+@pytest.mark.parametrize(
+    "function, options, others",
+    [
+        (fa.flash_attention, fa.Options, {"return_lse"}),
+        (fa.dot_product_attention, api.DropInOptions, {"bias", "mask", "return_residual"}),
+    ],
+    ids=["flash_attention", "dot_product_attention"],
+)
+def test_overloads_have_the_options_of_the_function(
+    function: Any, options: Any, others: set[str]
+) -> None:
+    ours = set(inspect.signature(function).parameters) - {"query", "key", "value"}
+    assert ours == {*options.__annotations__, *others}

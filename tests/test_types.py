@@ -1,0 +1,28 @@
+"""What a type checker says of calls: pyright reads this file (`make lint`), and pytest runs it."""
+
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+
+import pallas_fa2 as fa
+
+Pair = tuple[jax.Array, jax.Array]
+Q = jnp.ones((1, 8, 2, 4))
+
+
+def test_the_logsumexp_is_there_where_it_is_asked_for() -> None:
+    assert_type(fa.flash_attention(Q, Q, Q, mask=fa.Causal()), jax.Array)
+    assert_type(fa.flash_attention(Q, Q, Q, is_causal=True, return_lse=True), Pair)
+    assert_type(fa.dot_product_attention(Q, Q, Q, None, fa.Causal()), jax.Array)
+    assert_type(fa.dot_product_attention(Q, Q, Q, return_residual=True), Pair)
+
+
+def asked(lse: bool) -> None:
+    assert_type(fa.flash_attention(Q, Q, Q, return_lse=lse), jax.Array | Pair)
+
+
+def test_options_can_be_passed_on() -> None:
+    options: fa.Options = {"mask": fa.Causal(), "dropout_rate": 0.0, "align": "end"}
+    assert_type(fa.flash_attention(Q, Q, Q, **options), jax.Array)
+    asked(True)
