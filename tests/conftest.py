@@ -1,5 +1,6 @@
 """What holds for every test: strict dtypes and ranks, a described H200 on machines without a GPU."""
 
+import gc
 import os
 import pathlib
 import sys
@@ -10,9 +11,7 @@ from collections.abc import Iterator
 # workers, which start with this environment.
 for library in ("OPENBLAS", "MKL", "OMP"):
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
-# The interpreter runs a warpgroup a thread; XLA's CPU pool must be wide enough for all of them, and
-# its size is read once. On a machine with a GPU the platform is JAX's own choice.
-os.environ.setdefault("NPROC", "32")
+# On a machine with a GPU the platform is JAX's own choice.
 if {"gpu", "-mgpu", "gpus", "-mgpus"} & set(sys.argv):
     os.environ["PALLAS_FA2_ON_GPU"] = "1"  # xdist's workers see the environment, not the arguments
 if "PALLAS_FA2_ON_GPU" not in os.environ:
@@ -43,6 +42,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = [i for i in items if i.get_closest_marker("gpu") or i.get_closest_marker("gpus")]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tracing makes more objects than Python expects, which looked at all that JAX keeps again and again for cycles
+    among them: a sixth of the time."""
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 # Linux lets a process have 65,530 mappings of memory (vm.max_map_count). A compiled program has about six, JAX keeps

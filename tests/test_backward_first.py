@@ -103,7 +103,7 @@ INTERPRETED = [
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
 def test_contract_interpreted(case: Case) -> None:
     with planned_for_h200(cores=2), storing_first():
-        suite.check(case, "hopper", run=interpreter.run)
+        suite.check(case, "hopper", jit=interpreter.jit)
 
 
 @pytest.mark.gpu

@@ -83,7 +83,7 @@ def test_contract_interpreted(case: Case, tuned: Tuned) -> None:
     gradients = is_first(case, tuned)
     # A CTA takes several tiles; whole heads it takes in test_backward_heads.
     with planned_for_h200(cores=3), planned_with(tuned), whole_heads(False):
-        suite.check(case, "hopper", run=interpreter.run, gradients=gradients)
+        suite.check(case, "hopper", jit=interpreter.jit, gradients=gradients)
 
 
 def compile_forward(tuned: Tuned, mask: str, length: int) -> KernelReport:

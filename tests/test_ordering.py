@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from pallas_fa2.kernels import listing, ordering, visits
 from pallas_fa2.kernels.visits import Visits
-from tests.support import compile_gate, interpreter
+from tests.support import arithmetic, compile_gate, interpreter
 
 # The shape of counts; batch, heads, CTAs, rows before.
 ORDERS = [
@@ -49,16 +48,20 @@ def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
     """Mosaic compares without a sign what `where` takes of two constants, so no number may be negative."""
     compared = []
 
-    def unsigned(self, eqn, token, values):
-        if all(x.dtype != jnp.int32 or jnp.ndim(x) == 0 for x in values):
-            return interpreter._Interpreter._upstream(self, eqn, token, values)
-        compared.append(eqn.primitive)
-        x, y = (lax.bitcast_convert_type(jnp.int32(x), jnp.uint32) for x in values)
-        out = eqn.primitive.bind(*jnp.broadcast_arrays(x, y))
-        return token, [out if out.dtype == bool else lax.bitcast_convert_type(out, jnp.int32)]
+    def unsigned(name):
+        signed = arithmetic.PLAIN[name]
 
-    for primitive in (lax.lt_p, lax.le_p, lax.gt_p, lax.ge_p, lax.max_p, lax.min_p):
-        monkeypatch.setitem(interpreter._RULES, primitive, unsigned)
+        def compare(x, y):
+            if x.dtype != np.int32 or x.ndim == y.ndim == 0:
+                return signed(x, y)
+            compared.append(name)
+            found = signed(x.astype(np.uint32), y.astype(np.uint32))
+            return found if found.dtype == bool else found.astype(np.int32)
+
+        return lambda: compare
+
+    for name in ("lt", "le", "gt", "ge", "max", "min"):
+        monkeypatch.setitem(arithmetic.FUNCTIONS, name, unsigned(name))
     counts = np.random.default_rng(1).integers(1, 60, shape).astype(np.int32)
     counts[..., 3] = 500
     got = interpreter.run(lambda x: ordering.in_order(x, *where), counts)

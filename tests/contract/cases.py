@@ -24,7 +24,7 @@ class Case:
     value_dim: int | None = None
     dtype: Any = jnp.bfloat16
     mask: Callable | None = None  # case -> (our mask, boolean array)
-    score: Callable | None = None  # case -> (our score, function of dense scores)
+    score: Callable | None = None  # case -> (our score, scores -> other scores and their slope)
     scale: float | None = None
     asks_first: bool = False  # of the mask, for all heads: what otherwise saves too little
     rise: float = 0.0  # keys grow by 2^rise from the first to the last, and with them row maxima
@@ -43,18 +43,14 @@ class Case:
             (b, t, self.q_heads, values),
         )
 
-    def inputs(self) -> list[jax.Array]:
+    def inputs(self) -> list[np.ndarray]:
         """query, key, value, and the cotangents of out and lse."""
-        keys = jax.random.split(jax.random.key(0), 5)
-        arrays = [
-            jax.random.normal(key, shape, jnp.float32)
-            for key, shape in zip(keys, self.shapes, strict=False)
-        ]
-        growth = jnp.exp2(jnp.linspace(0.0, self.rise, self.kv_len))
-        arrays[1] = arrays[1] * growth[None, :, None, None]
-        arrays = [x.astype(self.dtype) for x in arrays]
-        dlse = jax.random.normal(keys[4], (self.batch, self.q_heads, self.q_len), jnp.float32)
-        return [*arrays, dlse]
+        rng = np.random.default_rng(0)
+        arrays = [rng.standard_normal(shape, np.float32) for shape in self.shapes]
+        growth = np.exp2(np.linspace(0.0, self.rise, self.kv_len, dtype=np.float32))
+        arrays[1] *= growth[:, None, None]
+        dlse = rng.standard_normal((self.batch, self.q_heads, self.q_len), np.float32)
+        return [*(x.astype(self.dtype) for x in arrays), dlse]
 
 
 def positions(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -193,25 +189,26 @@ def clusters(case: Case) -> tuple[Any, np.ndarray]:
     return _clusters(tokens=tokens), everywhere(case, same & (place[:, None] >= place))
 
 
+def _cap(s: Any, cap: float) -> tuple[Any, Any]:
+    tanh = np.tanh(s / s.dtype.type(cap))
+    return cap * tanh, 1 - tanh**2
+
+
 def capped(case: Case) -> tuple[Any, Callable]:
-    return fa.soft_cap(2.0), lambda s: 2.0 * jnp.tanh(s / 2.0)
+    return fa.soft_cap(2.0), lambda s: _cap(s, 2.0)
 
 
 def linear_bias(case: Case) -> tuple[Any, Callable]:
     q, k = positions(case)
     slopes = 2.0 ** (-8.0 * np.arange(1, case.q_heads + 1) / case.q_heads)
     penalty = slopes[:, None, None] * np.abs(q - k)
-    return fa.alibi(case.q_heads), lambda s: s - jnp.asarray(penalty)[None]
+    return fa.alibi(case.q_heads), lambda s: (s - penalty.astype(s.dtype), 1)
 
 
 def biased_and_capped(case: Case) -> tuple[Any, Callable]:
     rng = np.random.default_rng(3)
     bias = rng.standard_normal((1, case.q_heads, case.q_len, case.kv_len)).astype(np.float32)
-
-    def dense(s: Any) -> Any:
-        return 3.0 * jnp.tanh((s + jnp.asarray(bias, s.dtype)) / 3.0)
-
-    return (fa.bias(jnp.asarray(bias)), fa.soft_cap(3.0)), dense
+    return (fa.bias(jnp.asarray(bias)), fa.soft_cap(3.0)), lambda s: _cap(s + bias, 3.0)
 
 
 def additive(case: Case) -> tuple[Any, Callable]:
@@ -219,9 +216,9 @@ def additive(case: Case) -> tuple[Any, Callable]:
     float32, and the first block of the others is hidden."""
     q, k = positions(case)
     start, end = case.kv_len // 2, case.q_len - 9
-    keep = jnp.asarray((q >= k) & (k >= start) & (q < end))
-    score = fa.bias(jnp.where(keep, 0.0, -1e10))
-    return score, lambda s: jnp.where(keep, s, -jnp.inf)
+    keep = (q >= k) & (k >= start) & (q < end)
+    score = fa.bias(jnp.asarray(np.where(keep, 0.0, -1e10), jnp.float32))
+    return score, lambda s: (np.where(keep, s, -np.inf), 1)
 
 
 ODD_LENGTHS = (1, 3, 63, 111, 1000)

@@ -1,10 +1,10 @@
-"""Dense softmax attention, written without the library: the truth, and the measure of error."""
+"""Dense softmax attention and its gradients, written out in NumPy without the library: the truth, and the measure of
+error."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 
@@ -16,49 +16,59 @@ class Truth(NamedTuple):
     dv: Any
 
 
-def attention(q: Any, k: Any, v: Any, *, mask: Any, score: Any, scale: float | None) -> tuple:
-    """Every array in the inputs' dtype, but the softmax itself in float32 at least.
+def attention(
+    *inputs: Any, mask: Any, score: Any, scale: float | None, work: Any, rounded: Callable
+) -> Truth:
+    """Of q, k, v and the cotangents of out and lse, in `work`; `rounded` is what arrays in the inputs' dtype are.
 
-    `mask` is a boolean array `[B, N, T, S]` or None, `score` a function of the scores.
+    `mask` is a boolean array `[B, N, T, S]` or None, `score` a function that returns other scores and their slope.
     """
-    group = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    s = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * scale
-    s = s.astype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
+    q, k, v, dout = (np.moveaxis(np.asarray(x, work), 2, 1) for x in inputs[:4])
+    dlse, kv_heads = np.asarray(inputs[4], work), k.shape[1]
+    k, v = (np.repeat(x, q.shape[1] // kv_heads, 1) for x in (k, v))
+    scale = rounded(work(1 / math.sqrt(q.shape[-1]) if scale is None else scale))
+    s, slope = rounded(q @ _transposed(k)) * scale, None
     if score is not None:
-        s = score(s)
+        s, slope = score(s)
     if mask is not None:
-        s = jnp.where(mask, s, -jnp.inf)
-    top = jax.lax.stop_gradient(jnp.max(s, -1, keepdims=True))
-    empty = top == -jnp.inf
-    e = jnp.where(empty, 0, jnp.exp(jnp.where(empty, 0, s - jnp.where(empty, 0, top))))
-    total = jnp.where(empty, 1, jnp.sum(e, -1, keepdims=True))
-    p = (e / total).astype(q.dtype)
-    out = jnp.einsum("bnts,bsnh->btnh", p, v, precision="highest")
-    lse = jnp.where(empty, -jnp.inf, jnp.log(total) + jnp.where(empty, 0, top))
-    return out, lse[..., 0]
+        s = np.where(mask, s, -np.inf)
+    top = s.max(-1, keepdims=True)
+    top = np.where(np.isinf(top), 0, top)
+    e = np.exp(s - top)
+    total = e.sum(-1, keepdims=True)
+    empty = total == 0
+    p = e / np.where(empty, 1, total)
+    lse = np.where(empty, -np.inf, top + np.log(np.where(empty, 1, total)))
+    out, dv = rounded(rounded(p) @ v), rounded(_transposed(rounded(p)) @ dout)
+    dp = rounded(dout @ _transposed(v))
+    dlse = np.where(empty, 0, dlse[..., None])
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True) + dlse)
+    ds = rounded(rounded(ds if slope is None else ds * slope) * scale)
+    dq, dk = rounded(ds @ k), rounded(_transposed(ds) @ q)
+
+    def over_group(x: Any) -> Any:
+        b, n, *rest = x.shape
+        return rounded(x.reshape(b, kv_heads, n // kv_heads, *rest).sum(2))
+
+    out, dq, dk, dv = (np.moveaxis(x, 1, 2) for x in (out, dq, over_group(dk), over_group(dv)))
+    return Truth(out, lse[..., 0], dq, dk, dv)
 
 
-def with_gradients(q: Any, k: Any, v: Any, dout: Any, dlse: Any, **options: Any) -> Truth:
-    def run(q: Any, k: Any, v: Any) -> tuple:
-        return attention(q, k, v, **options)
-
-    (out, lse), pull = jax.vjp(run, q, k, v)
-    return Truth(out, lse, *pull((dout, jnp.where(jnp.isfinite(lse), dlse, 0))))
+def _transposed(x: Any) -> Any:
+    return np.swapaxes(x, -1, -2)
 
 
-def truth(*inputs: Any, mask: Any, **options: Any) -> Truth:
+def truth(*inputs: Any, **options: Any) -> Truth:
     """Values and gradients in float64 from q, k, v, dout and dlse of any dtype."""
-    with jax.enable_x64(True):
-        up = [jnp.asarray(np.asarray(x, np.float64)) for x in inputs]
-        mask = None if mask is None else jnp.asarray(np.asarray(mask))
-        found = jax.jit(lambda *x: with_gradients(*x, mask=mask, **options))(*up)
-        return Truth(*(np.asarray(x) for x in found))
+    return attention(*inputs, work=np.float64, rounded=lambda x: x, **options)
 
 
-def same_dtype(*inputs: Any, mask: Any, **options: Any) -> Truth:
-    """The same in the inputs' own dtype, as a user would write it without a fused kernel."""
-    mask = None if mask is None else jnp.asarray(mask)
-    found = jax.jit(lambda *x: with_gradients(*x, mask=mask, **options))(*inputs)
-    return Truth(*(np.asarray(x) for x in found))
+def same_dtype(*inputs: Any, **options: Any) -> Truth:
+    """The same in the inputs' own dtype, as a user would write it without a fused kernel: but for the softmax itself,
+    which is in float32 at least, every array is rounded."""
+    dtype = np.asarray(inputs[0]).dtype
+    work = np.promote_types(dtype, np.float32).type
+    found = attention(
+        *inputs, work=work, rounded=lambda x: np.asarray(x, dtype).astype(work), **options
+    )
+    return Truth(*(x if name == "lse" else x.astype(dtype) for name, x in found._asdict().items()))

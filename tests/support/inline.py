@@ -4,14 +4,14 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 
 from pallas_fa2.kernels import dropout, lanes
+from tests.support import programs
 
 
-def _columns(tile: jax.Array) -> jax.Array:
-    return jnp.arange(tile.shape[1])[None]
+def _columns(tile: np.ndarray) -> np.ndarray:
+    return np.arange(tile.shape[1])[None]
 
 
 def to_fragments(tile: Any) -> Any:
@@ -53,10 +53,10 @@ LOADED: dict[str, Callable] = {
 }
 
 # What is stored there from registers.
-STORED: dict[str, Callable[[jax.Array], jax.Array]] = {"_store_fragments": to_fragments}
+STORED: dict[str, Callable[[np.ndarray], np.ndarray]] = {"_store_fragments": to_fragments}
 
 # What is added to device memory from registers.
-ADDED: dict[str, Callable[[jax.Array], jax.Array]] = {
+ADDED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "add_fragments": to_fragments,
     "_add_row_sums": lambda tile: tile.sum(1),
     "_add_column_sums": lambda tile: tile.sum(0),
@@ -65,8 +65,8 @@ ADDED: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 def _negate_dropped(p, first, second, columns, key_axis, threshold, _):
     keys = dropout.RowKeys(*(x.astype("uint32")[:, None] for x in (first, second)))
-    bits = dropout.bits(keys, columns[None])
-    return jnp.where((bits if key_axis == "1" else bits.T) < int(threshold), -p, p)
+    bits = programs.evaluate(dropout.bits, keys, columns[None])
+    return np.where((bits if key_axis == "1" else bits.T) < int(threshold), -p, p)
 
 
 def _own_values(tile):
@@ -77,14 +77,14 @@ def _own_values(tile):
 
 def _places():
     """Of a thread's values, in its word."""
-    return 31 - jnp.arange(32, dtype="int32")[None]
+    return 31 - np.arange(32, dtype="int32")[None]
 
 
 def _hidden_bits(seen, start):
     values = _own_values(~seen).astype("uint32")
     places = _places()[:, int(start) // 2 :][:, : values.shape[1]]
     bits = values << places.astype("uint32")
-    return jax.lax.bitcast_convert_type(bits.sum(1, dtype="uint32"), jnp.int32)
+    return bits.sum(1, dtype="uint32").view("int32")
 
 
 def _hide_signed(s, *words_and_start):
@@ -95,16 +95,16 @@ def _hide_signed(s, *words_and_start):
         return bits.reshape(4, 8, 4, 8, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(64, 64)
 
     columns = slice(int(start), int(start) + s.shape[1])
-    found = jnp.concatenate([hidden(word) for word in words], 1)[:, columns]
-    return jnp.where(found != 0, -jnp.inf, s)
+    found = np.concatenate([hidden(word) for word in words], 1)[:, columns]
+    return np.where(found != 0, -np.inf, s)
 
 
 def _hide_outside(s, *bounds_and_names):
     count = len(bounds_and_names) // 2
     bounds = dict(zip(bounds_and_names[count:], bounds_and_names[:count], strict=True))
-    first, last = bounds.get("first", jnp.int32([-1])), bounds.get("last", jnp.int32([s.shape[1]]))
+    first, last = bounds.get("first", np.int32([-1])), bounds.get("last", np.int32([s.shape[1]]))
     inside = (_columns(s) >= first[:, None]) & (_columns(s) <= last[:, None])
-    return jnp.where(inside, s, -jnp.inf)
+    return np.where(inside, s, -np.inf)
 
 
 def _by_warps(x):
@@ -113,32 +113,32 @@ def _by_warps(x):
 
 def _sum_of_lanes_before(x):
     warps = _by_warps(x)
-    return (jnp.cumsum(warps, 1) - warps).reshape(-1)
+    return (np.cumsum(warps, 1, x.dtype) - warps).reshape(-1)
 
 
 # A warpgroup is one thread here: its four warps share their answers.
 INLINE: dict[str, Callable[..., Any]] = {
-    "any_above": lambda tile, limit: jnp.any(tile > float(limit)).astype("int32"),
-    "_any_from_two": lambda tile: jnp.any(~(jnp.abs(tile) < 2)).astype("int32"),
-    "_any_infinite": lambda rows, _: jnp.any(~(rows < jnp.inf)).astype("int32"),
+    "any_above": lambda tile, limit: np.any(tile > float(limit)).astype("int32"),
+    "_any_from_two": lambda tile: np.any(~(np.abs(tile) < 2)).astype("int32"),
+    "_any_infinite": lambda rows, _: np.any(~(rows < np.inf)).astype("int32"),
     "_pin": lambda _: None,
     "_name_module": lambda: None,
     "_open_mail": lambda *_: None,
     "_expect_mail": lambda *_: None,
-    "reciprocal": jnp.reciprocal,
+    "reciprocal": np.reciprocal,
     "unfused": lambda x: x,
-    "zeros": lambda *shape: jnp.zeros(tuple(map(int, shape)), "float32"),
+    "zeros": lambda *shape: np.zeros(tuple(map(int, shape)), "float32"),
     "_meet_warps": lambda: None,
     "_turn_sync": lambda _: None,
     "_turn_arrive": lambda _: None,
-    "column_numbers": lambda start, count: start + jnp.arange(int(count), dtype="int32"),
-    "_thread_numbers": lambda: jnp.arange(lanes.THREADS, dtype="int32"),
-    "_sum_of_lanes": lambda x: jnp.repeat(_by_warps(x).sum(1), lanes.LANES),
+    "column_numbers": lambda start, count: start + np.arange(int(count), dtype="int32"),
+    "_thread_numbers": lambda: np.arange(lanes.THREADS, dtype="int32"),
+    "_sum_of_lanes": lambda x: np.repeat(_by_warps(x).sum(1, x.dtype), lanes.LANES),
     "_sum_of_lanes_before": _sum_of_lanes_before,
     "negate_dropped": _negate_dropped,
     "hidden_bits": _hidden_bits,
     "hide_signed": _hide_signed,
-    "hide_after": lambda s, last: jnp.where(_columns(s) <= last[:, None], s, -jnp.inf),
-    "hide_before": lambda s, first: jnp.where(_columns(s) >= first[:, None], s, -jnp.inf),
+    "hide_after": lambda s, last: np.where(_columns(s) <= last[:, None], s, -np.inf),
+    "hide_before": lambda s, first: np.where(_columns(s) >= first[:, None], s, -np.inf),
     "hide_outside": _hide_outside,
 }

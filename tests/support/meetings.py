@@ -1,4 +1,8 @@
-"""What inline code means by which CTAs wait for each other: turns, tickets, claims and mail."""
+"""What inline code means by which CTAs wait for each other: turns, tickets, claims and mail.
+
+Operations are called with the thread, the operands, references as where they lie, and the source's place. They
+return the results, if there are any.
+"""
 
 import dataclasses
 import functools
@@ -8,7 +12,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_fa2.kernels import backward_first
 from tests.support import shared
-from tests.support.callbacks import inline_code, locate, row_of, the_memory
+from tests.support.shared import row_of, the_memory
 
 
 def _fetch_and_add(place, amount, thread):
@@ -24,48 +28,39 @@ def _counter(place, thread):
     return lambda: np.int32(the_memory().get_buffer_content(*place, thread)[0])
 
 
-@inline_code
-def _await_turn(thread, target, ordinal, **_):
-    place = locate(target)
+def _await_turn(thread, place, ordinal, **_):
     told = _counter(place, thread)
     the_memory().turns.promise(thread, row_of(place), int(ordinal), told)
 
 
-@inline_code
-def _take_turn(thread, target, ordinal, **_):
+def _take_turn(thread, place, ordinal, **_):
     """By who adds: nothing else depends on the thread then."""
-    place = locate(target)
     told = _counter(place, thread)
     the_memory().turns.wait_for(lambda: told() >= ordinal)
     shared.current.added.append((row_of(place), int(ordinal), told()))
 
 
-@inline_code
-def _end_turn(thread, target, *, warps=1, **_):
-    place = locate(target)
+def _end_turn(thread, place, *, warps=1, **_):
     the_memory().turns.tell(lambda: _fetch_and_add(place, warps, thread))
 
 
-@inline_code
-def _draw(thread, row, **_):
+def _draw(thread, place, **_):
     """A ticket: how many there were before, and who of the others has stored."""
-    place, found = locate(row), []
+    found = []
     the_memory().turns.tell(lambda: found.append(np.int32(_fetch_and_add(place, 1, thread))))
     return found
 
 
-@inline_code
-def _show(thread, slot, ticket, *, source_info):
-    memory, place = the_memory(), locate(slot)
+def _show(thread, place, ticket, *, source_info):
+    memory = the_memory()
     memory.store_buffer_content(*place, np.int32(ticket), thread)
     if memory.detect_races:
         clock = memory.incr_clock(thread).generic_clock
         gpu_callbacks.get_races().check_write(thread, clock, *place, source_info)
 
 
-@inline_code
 def _use(thread, row, slot, *, source_info):
-    memory, row, slot = the_memory(), locate(row), locate(slot)
+    memory = the_memory()
     told, ticket = _counter(row, thread), _counter(slot, thread)()
     if memory.detect_races:
         clock = memory.incr_clock(thread).generic_clock
@@ -81,9 +76,8 @@ def _use(thread, row, slot, *, source_info):
     return [np.int32(0)]
 
 
-@inline_code
-def _tell(thread, row, first, **_):
-    memory, place = the_memory(), locate(row)
+def _tell(thread, place, first, **_):
+    memory = the_memory()
 
     def add() -> None:
         _fetch_and_add(place, 4 << backward_first.STORED_BIT, thread)
@@ -95,10 +89,8 @@ def _tell(thread, row, first, **_):
         memory.turns.tell(add)
 
 
-@inline_code
 def _claim_tile(thread, last, entries, place, already, count, number, together, **_):
     memory = the_memory()
-    last, entries, place = map(locate, (last, entries, place))
 
     def read(place: tuple) -> np.ndarray:
         return memory.get_buffer_content(*place, thread)[0]
@@ -116,16 +108,14 @@ def _claim_tile(thread, last, entries, place, already, count, number, together, 
     memory.turns.tell(claim)
 
 
-@inline_code
 def _look(thread, place, **_):
     """What is claimed there, or was a round ago."""
-    return tuple(the_memory().get_buffer_content(*locate(place), thread)[0])
+    return tuple(the_memory().get_buffer_content(*place, thread)[0])
 
 
-@inline_code
 def _settle(thread, place, number, counts, turn, **_):
     """An entry, or what is claimed there if it is of another round, by its last bit."""
-    memory, place = the_memory(), locate(place)
+    memory = the_memory()
     found = np.array([number, counts])
 
     def is_of_the_round() -> bool:
@@ -140,14 +130,12 @@ def _settle(thread, place, number, counts, turn, **_):
     return found[0] & np.int32(2**31 - 1), found[1]
 
 
-@inline_code
 def _send_mail(thread, source, target, arrived, block, *, source_info):
     """Copies to the same place in another block of the cluster, which finds mail there."""
-    memory = the_memory()
-    source, target, (letterbox, at) = map(locate, (source, target, arrived))
+    memory, (letterbox, at) = the_memory(), arrived
     value, _, _ = memory.get_buffer_content(*source, thread)
     block = thread.block_id // 2 * 2 + int(block)  # of a cluster that may hold several pairs
-    target = dataclasses.replace(target[0], block_id=block), target[1]
+    target = target[0]._replace(block_id=block), target[1]
     memory.store_buffer_content(*target, value, thread)
     clock = None
     if memory.detect_races:
@@ -155,14 +143,12 @@ def _send_mail(thread, source, target, arrived, block, *, source_info):
         clock.inc(memory.get_next_tma_thread_id())
         races.check_read(thread, clock.async_smem_clock.copy(), *source, source_info)
         races.check_write(thread, clock.async_smem_clock.copy(), *target, source_info)
-    letterbox = dataclasses.replace(letterbox, block_id=block)
+    letterbox = letterbox._replace(block_id=block)
     memory.mail.deliver((letterbox, str(at.range)), clock)
 
 
-@inline_code
 def _wait_for_mail(thread, arrived, _turn, **_):
-    memory = the_memory()
-    letterbox, at = locate(arrived)
+    memory, (letterbox, at) = the_memory(), arrived
     clock = memory.mail.wait(thread, (letterbox, str(at.range)))
     if clock is not None:
         with memory.lock:

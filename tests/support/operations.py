@@ -1,6 +1,8 @@
-"""What the interpreter's equations do to memory, one at a time, on the host."""
+"""What the interpreter's equations do to memory, one at a time, on the host.
 
-import inspect
+Operations are called with the thread and with what `meetings` says.
+"""
+
 import math
 import threading
 import types
@@ -13,7 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_fa2.kernels import tma
 from tests.support import inline, meetings, shared
-from tests.support.callbacks import inline_code, locate, row_of, the_memory
+from tests.support.shared import row_of, the_memory
 
 
 class LoadTask(gpu_callbacks.AsyncCopyGmemToSmemTask):
@@ -92,42 +94,21 @@ class _ReduceTask(gpu_callbacks.AsyncCopySmemToGmemTask):
             )
 
 
-@gpu_callbacks.fail_on_exception
-def copy_smem_to_gmem(
-    *,
-    token,
-    mesh_location,
-    thread,
-    src_allocation_key_as_array,
-    src_transforms,
-    dst_allocation_key_as_array,
-    dst_transforms,
-    predicate,
-    source_info,
-    commit_group,
-    reduction_op,
-):
+def copy_to_smem(thread, mesh_location, source, target, barrier, *, source_info):
     memory = the_memory()
-    if predicate is None or bool(predicate):
-        src_key, src_access = locate((src_allocation_key_as_array, src_transforms))
-        dst_key, dst_access = locate((dst_allocation_key_as_array, dst_transforms))
-        make = gpu_callbacks.AsyncCopySmemToGmemTask if reduction_op is None else _ReduceTask
-        task = make(
-            mesh_location,
-            thread,
-            src_key,
-            src_access,
-            dst_key,
-            dst_access,
-            source_info,
-            clock=memory.incr_clock(thread) if memory.detect_races else None,
-        )
-        if reduction_op is not None:
-            task.operation = _ReduceTask.OPERATIONS[reduction_op]
-        memory.execute_async_task(task)
-    if commit_group and memory.detect_races:
-        memory.commit_stores(thread)
-    return token
+    clock = memory.incr_clock(thread) if memory.detect_races else None
+    where = *source, *target, barrier, source_info, clock
+    memory.execute_async_task(LoadTask(mesh_location, thread, *where))
+
+
+def copy_to_gmem(thread, mesh_location, source, target, reduction, *, source_info):
+    memory = the_memory()
+    clock = memory.incr_clock(thread) if memory.detect_races else None
+    make = gpu_callbacks.AsyncCopySmemToGmemTask if reduction is None else _ReduceTask
+    task = make(mesh_location, thread, *source, *target, source_info, clock=clock)
+    if reduction is not None:
+        task.operation = _ReduceTask.OPERATIONS[reduction]
+    memory.execute_async_task(task)
 
 
 def _end(size: int, unit: int) -> float:
@@ -135,15 +116,13 @@ def _end(size: int, unit: int) -> float:
     return size // unit * unit if size > unit and size % unit else math.inf
 
 
-@inline_code
 def copy_rows(thread, mesh_location, buffer, *operands, way, view, panel, source_info):
     """`tma.Rows` by inline code. TMA clips at the end of an array, but a view of whole units before."""
     memory, arrays = the_memory(), [x for x in operands if isinstance(x, tuple)]
     _, batch, first, head, column, *which = map(int, operands[len(arrays) :])
     array = arrays[which[0] if which else 0]
-    inside = locate(buffer)
-    rows, columns = inside[1].shape
-    array = shared.Key.from_array(array[0])
+    rows, columns = buffer[1].shape
+    array, _ = array
     _, length, _, dim = memory.buffer_shape_and_dtype(array).shape
     if view == "whole" and first + rows > _end(length, tma.GROUP):
         raise IndexError(f"rows {first} to {first + rows} of {length} are not all in whole groups")
@@ -158,18 +137,17 @@ def copy_rows(thread, mesh_location, buffer, *operands, way, view, panel, source
     clock = memory.incr_clock(thread) if memory.detect_races else None
     common = mesh_location, thread
     if way == "load":
-        task = _LoadRowsTask(*common, *outside, *inside, source_info, clock=clock)
+        task = _LoadRowsTask(*common, *outside, *buffer, source_info, clock=clock)
     else:
         task = gpu_callbacks.AsyncCopySmemToGmemTask(
-            *common, *inside, *outside, source_info, clock=clock
+            *common, *buffer, *outside, source_info, clock=clock
         )
     memory.execute_async_task(task)
 
 
-@inline_code
-def add_to_gmem(thread, target, value, *, source_info):
+def add_to_gmem(thread, place, value, *, source_info):
     """Adds from registers, atomically per element."""
-    memory, place = the_memory(), locate(target)
+    memory = the_memory()
     memory.turns.wait(thread, row_of(place))
     _update(thread, place, lambda old: old + value)
     if memory.detect_races:
@@ -177,11 +155,9 @@ def add_to_gmem(thread, target, value, *, source_info):
         gpu_callbacks.get_races().check_add(thread, clock, *place, source_info)
 
 
-@inline_code
-def _put_fragments(thread, target, tile, anew, *, source_info):
+def _put_fragments(thread, place, tile, anew, *, source_info):
     """Stores, or adds atomically."""
-    memory, place = the_memory(), locate(target)
-    numbers = np.asarray(inline.to_fragments(tile))
+    memory, numbers = the_memory(), inline.to_fragments(tile)
     _update(thread, place, lambda old: numbers if int(anew) else old + numbers)
     if memory.detect_races:
         clock, races = memory.incr_clock(thread).generic_clock, gpu_callbacks.get_races()
@@ -192,23 +168,21 @@ def _put_fragments(thread, target, tile, anew, *, source_info):
             races.check_add(thread, clock, *place, source_info, follows=told)
 
 
-@inline_code
-def _take_fragments(thread, source, there, *, source_info):
+def _take_fragments(thread, place, there, *, source_info):
     """Zeros if nothing is `there`."""
-    memory, place = the_memory(), locate(source)
+    memory = the_memory()
     found, _, _ = memory.get_buffer_content(*place, thread)
     if not int(there):
-        return [np.asarray(inline.from_fragments(np.zeros_like(found)))]
+        return [inline.from_fragments(np.zeros_like(found))]
     if memory.detect_races:
         clock = memory.incr_clock(thread).generic_clock
         gpu_callbacks.get_races().check_read(thread, clock, *place, source_info)
-    return [np.asarray(inline.from_fragments(found))]
+    return [inline.from_fragments(found)]
 
 
-@inline_code
 def _store_rows(thread, target, tile, first_column, rows, *, source_info):
     """Those rows and columns that there are."""
-    memory, (key, access) = the_memory(), locate(target)
+    memory, (key, access) = the_memory(), target
     (axis,) = (i for i, x in enumerate(access.range[:-1]) if isinstance(x, slice))
     first, rows = access.range[axis].start, min(int(rows), len(tile))
     start = int(first_column)
@@ -218,31 +192,28 @@ def _store_rows(thread, target, tile, first_column, rows, *, source_info):
     window = list(access.range)
     window[axis], window[-1] = slice(first, first + rows, 1), slice(start, end, 1)
     access = interpret_utils.Access(tuple(window))
-    memory.store_buffer_content(key, access, np.asarray(tile)[:rows, : end - start], thread)
+    memory.store_buffer_content(key, access, tile[:rows, : end - start], thread)
     if memory.detect_races:
         clock = memory.incr_clock(thread).generic_clock
         gpu_callbacks.get_races().check_write(thread, clock, key, access, source_info)
 
 
-@inline_code
 def _gather(thread, source, places, *, source_info):
     """For each thread the number at its place of a row; 0 where there is no such place."""
-    memory = the_memory()
-    key, row = locate(source)
+    memory, (key, row) = the_memory(), source
     found, _, _ = memory.get_buffer_content(key, row, thread)
     if memory.detect_races:
         clock = memory.incr_clock(thread).async_smem_clock
         gpu_callbacks.get_races().check_read(thread, clock, key, row, source_info)
-    inside = np.asarray(places) < len(found)
+    inside = places < len(found)
     return [np.where(inside, found[np.where(inside, places, 0)], 0).astype(found.dtype)]
 
 
-@inline_code
 def _scatter(thread, target, places, *values, source_info):
     """Each thread's values side by side, to its place of a row; what has no place there is dropped."""
-    key, row = locate(target)
+    key, row = target
     *outer, inside = row.range
-    there = (np.asarray(places)[:, None] * len(values) + np.arange(len(values))).reshape(-1)
+    there = (places[:, None] * len(values) + np.arange(len(values))).reshape(-1)
     assert np.all(there >= 0)
     kept = there < inside.stop - inside.start
 
@@ -268,40 +239,23 @@ OPERATIONS = {
 }
 
 
-@gpu_callbacks.fail_on_exception
-def commit_stores(token, thread):
+def multiply(thread, accumulator, a, b, *, source_info):
+    """What an operand is, if it is no place, comes from registers."""
+    memory = the_memory()
+    factors = [
+        x if isinstance(x, np.ndarray) else memory.get_buffer_content(*x, thread)[0] for x in (a, b)
+    ]
+    total, _, _ = memory.get_buffer_content(*accumulator, thread)
+    product = np.matmul(*(x.astype(total.dtype) for x in factors))
+    memory.store_buffer_content(*accumulator, total + product, thread)
+    if memory.detect_races:
+        clock = memory.start_wgmma(thread, accumulator[0])
+        for x in (a, b):
+            if not isinstance(x, np.ndarray):
+                gpu_callbacks.get_races().check_read(thread, clock, *x, source_info)
+
+
+def commit_stores(thread):
     memory = the_memory()
     if memory.detect_races:
         memory.commit_stores(thread)
-    return token
-
-
-_upstream_wgmma = inspect.unwrap(gpu_callbacks.wgmma)
-
-
-@gpu_callbacks.fail_on_exception
-def execute_wgmma(*, token, thread, source_info=None, **operands):
-    with np.errstate(all="ignore"):  # what is poisoned is multiplied as well
-        _upstream_wgmma(token=token, thread=thread, source_info=source_info, **operands)
-    memory = the_memory()
-    if memory.detect_races:
-        accumulator = shared.Key.from_array(operands["acc_allocation_key_as_array"])
-        clock = memory.start_wgmma(thread, accumulator)
-        for name in "ab":
-            where = (operands[f"{name}_allocation_key_as_array"], operands[f"{name}_transforms"])
-            gpu_callbacks.get_races().check_read(thread, clock, *locate(where), source_info)
-    return token
-
-
-@gpu_callbacks.fail_on_exception
-def wait_wgmma(token, thread, *, in_flight):
-    the_memory().wait_wgmma(thread, in_flight)
-    return token
-
-
-@gpu_callbacks.fail_on_exception
-def check_accumulator(token, thread, accumulator, *, use, source_info):
-    the_memory().check_accumulator(
-        thread, shared.Key.from_array(accumulator), use, shared.where_of(source_info)
-    )
-    return token

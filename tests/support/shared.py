@@ -6,21 +6,49 @@ The classes take the places of those of JAX's interpreter (`interpreter.install`
 import collections
 import dataclasses
 import threading
-from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
+import jax
+import numpy as np
 from jax._src import source_info_util
-from jax._src.pallas.mosaic.interpret import race_detection_state as upstream_races
 from jax._src.pallas.mosaic.interpret import vector_clock
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
+from tests.support import turns
+
 REGISTERS = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
 GLOBAL = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.GMEM)
 
-Key = shared_memory.HostAllocationKey
 Clock = vector_clock.NpVectorClock
 Thread = shared_memory.Thread
+
+
+class Key(NamedTuple):
+    """Of an allocation: that of JAX's interpreter, but found at once in a table."""
+
+    memory_space_id: int
+    device_id: int
+    block_id: int
+    thread_id: int
+    initial_ref_count: int
+    buffer_id: int
+
+    @classmethod
+    def from_array(cls, array: np.ndarray) -> "Key":
+        return cls(*array.tolist())
+
+    @property
+    def as_np_array(self) -> np.ndarray:
+        return np.array(self, np.int32)
+
+    @classmethod
+    def shape_and_dtype(cls) -> jax.ShapeDtypeStruct:
+        return _KEY_AS_ARRAY
+
+
+_KEY_AS_ARRAY = jax.ShapeDtypeStruct((len(Key._fields),), np.int32)
 
 
 class RaceDetected(Exception):
@@ -51,7 +79,7 @@ class Run:
 current = Run(barrier_timeout=30.0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Access:
     kind: Literal["read", "write", "add"]
     key: Key
@@ -62,7 +90,7 @@ class Access:
     generic: Clock | None  # a TMA load's view through the generic proxy
     cluster: int
     follows: int | None  # another cluster, whose accesses come before
-    where: str
+    source_info: Any
 
     def happens_before(self, later: "Access") -> bool:
         """Is this access ordered with one that was made after it?"""
@@ -77,7 +105,7 @@ class Access:
 
     def overlaps(self, other: "Access") -> bool:
         if self.key == other.key:
-            return upstream_races._ranges_overlap(self.range, other.range)
+            return all(map(_meet, self.range, other.range))
         return self.alias != other.alias  # one union; members of one group lie side by side
 
     def __str__(self) -> str:
@@ -86,7 +114,14 @@ class Access:
             f"{i.start}:{i.stop}" if isinstance(i, slice) else str(i) for i in self.range
         )
         buffer = f"{space} {self.key.buffer_id}[{index}]"
-        return f"{self.kind} of {buffer} by {name(self.thread)}, {self.where}"
+        return f"{self.kind} of {buffer} by {name(self.thread)}, {where_of(self.source_info)}"
+
+
+def _meet(one: slice | int, other: slice | int) -> bool:
+    """Along an axis, in steps of one."""
+    first, end = (one.start, one.stop) if isinstance(one, slice) else (one, one + 1)
+    start, stop = (other.start, other.stop) if isinstance(other, slice) else (other, other + 1)
+    return first <= start < end or start <= first < stop
 
 
 _CONFLICTS = {"read": ("write", "add"), "write": ("read", "write", "add"), "add": ("read", "write")}
@@ -139,18 +174,8 @@ class Races:
         if key.memory_space_id == REGISTERS:
             return  # a thread's own; see Memory.check_accumulator
         storage, alias = self.union_of.get(key, (key, None))
-        now = Access(
-            kind=kind,
-            key=key,
-            range=access.range,
-            alias=alias,
-            thread=thread,
-            clock=clock,
-            generic=generic,
-            cluster=self.cluster,
-            follows=follows,
-            where=where_of(source_info),
-        )
+        of_whom = alias, thread, clock, generic, self.cluster, follows, source_info
+        now = Access(kind, key, access.range, *of_whom)
         with self.lock:
             history = self.history.setdefault(storage, {"read": [], "write": [], "add": []})
             rivals = [before for other in _CONFLICTS[kind] for before in history[other]]
@@ -179,6 +204,17 @@ def _forget_superseded(history: dict[str, list[Access]], write: Access) -> None:
         ]
 
 
+def the_memory() -> "Memory":
+    memory = gpu_callbacks._get_shared_memory()
+    assert isinstance(memory, Memory)
+    return memory
+
+
+def row_of(place: tuple) -> int:
+    row = place[1].range[0]
+    return row.start if isinstance(row, slice) else int(row)
+
+
 def report(text: str) -> None:
     current.races.append(text)
 
@@ -192,76 +228,48 @@ def where_of(source_info: source_info_util.SourceInfo | None) -> str:
     return source_info_util.summarize(source_info) if source_info is not None else "kernel call"
 
 
-class Letterboxes:
-    """What has been copied to each place in another block, and who has waited for it how often."""
-
-    def __init__(self):
-        self.changed = threading.Condition()
-        self.delivered = collections.defaultdict(list)
-        self.taken = collections.Counter()
-
-    def deliver(self, place: Hashable, clock: Any) -> None:
-        with self.changed:
-            self.delivered[place].append(clock)
-            self.changed.notify_all()
-
-    def wait(self, thread: Thread, place: Hashable) -> Any:
-        with self.changed:
-            number = self.taken[thread, place]
-            self.taken[thread, place] += 1
-
-            def there() -> bool:
-                return len(self.delivered[place]) > number
-
-            if not self.changed.wait_for(there, current.barrier_timeout):
-                raise TimeoutError(f"{name(thread)} waited for mail that never came")
-            return self.delivered[place][number]
-
-
-class Turns:
-    """Which additions to device memory must wait, and until how many have been told of.
-
-    The four warps of a warpgroup that loads are one thread here, which cannot wait for a turn and pass
-    others on at the same time. So what it waits for is put down, and whoever adds waits instead.
-    """
-
-    def __init__(self):
-        self.changed = threading.Condition()
-        self.promises = collections.defaultdict(list)
-        self.kept = collections.Counter()
-        self.stored = collections.defaultdict(list)  # by row, the clocks of who has stored there
-
-    def promise(self, thread: Thread, row: int, ordinal: int, told: Any) -> None:
-        """The block's next addition to a row comes after so many; `told()` says how many there were."""
-        with self.changed:
-            self.promises[thread.block_id, row].append((ordinal, told))
-
-    def wait(self, thread: Thread, row: int) -> None:
-        with self.changed:
-            mine = self.promises.get((thread.block_id, row))
-            if mine is None:
-                return
-            ordinal, told = mine[self.kept[thread, row]]
-            self.kept[thread, row] += 1
-            if not self.changed.wait_for(lambda: told() >= ordinal, current.barrier_timeout):
-                raise TimeoutError(f"{name(thread)}: row {row} is at turn {told()}, not {ordinal}")
-            current.added.append((row, ordinal, told()))
-
-    def wait_for(self, there: Any) -> None:
-        with self.changed:
-            if not self.changed.wait_for(there, current.barrier_timeout):
-                raise TimeoutError(
-                    "waited for a turn that does not come, or a tile that nobody claims"
-                )
-
-    def tell(self, add: Any) -> None:
-        with self.changed:
-            add()
-            self.changed.notify_all()
+def _inside(window: Sequence[slice | int], shape: Sequence[int]) -> bool:
+    ends = [part.stop if isinstance(part, slice) else part + 1 for part in window]
+    return all(map(int.__le__, ends, shape))
 
 
 class Memory(shared_memory.GPUSharedMemory):
     """Knows, for each thread, its wgmmas in flight and its TMA stores by commit group."""
+
+    # JAX's own ways of access are for what may lie outside of an array in part, as hardly anything does.
+
+    def get_buffer_content(self, key, access, thread, increment_clock=True, logging_info=None):
+        content = self.mem[key].content
+        if not _inside(access.range, content.shape):
+            return super().get_buffer_content(key, access, thread, increment_clock, logging_info)
+        with self.lock:
+            clock = self._count(thread) if increment_clock else None
+            found = content[access.range].copy()
+        if access.permutation is not None:
+            found = found.transpose(access.permutation)
+        return found, (content.shape, content.dtype), clock
+
+    def store_buffer_content(
+        self, key, access, value, thread, increment_clock=True, logging_info=None
+    ):
+        content = self.mem[key].content
+        if not _inside(access.range, content.shape):
+            return super().store_buffer_content(
+                key, access, value, thread, increment_clock, logging_info
+            )
+        if access.permutation is not None:
+            value = value.transpose(access.inverse_permutation)
+        assert (value.shape, value.dtype) == (content[access.range].shape, content.dtype)
+        with self.lock:
+            clock = self._count(thread) if increment_clock else None
+            content[access.range] = value
+        return True, (content.shape, content.dtype), clock
+
+    def _count(self, thread: Thread | None) -> Any:
+        """With the lock held: the thread's clock after one more operation."""
+        if not self.detect_races or thread is None:
+            return None
+        return self.incr_clock(thread, take_lock=False)
 
     def reset_per_cluster_state(self) -> None:
         super().reset_per_cluster_state()
@@ -269,13 +277,15 @@ class Memory(shared_memory.GPUSharedMemory):
         self.wgmmas = collections.defaultdict(collections.deque)
         # (read clock, write clock) of every store not yet in a group
         self.uncommitted_stores = collections.defaultdict(list)
-        self.mail = Letterboxes()
-        self.turns = Turns()
+        self.mail = turns.Letterboxes(current.barrier_timeout)
+        self.turns = turns.Turns(current.barrier_timeout, current.added)
         gpu_callbacks.get_races().next_cluster()
 
     def set_failed(self, exception: Exception, *args: Any, **kwargs: Any) -> None:
         current.failure = current.failure or exception
         super().set_failed(exception, *args, **kwargs)
+        self.mail.abort()
+        self.turns.abort()
 
     def start_wgmma(self, thread: Thread, accumulator: Key) -> Clock:
         """Returns the clock with which the tensor core reads shared memory."""
@@ -290,15 +300,17 @@ class Memory(shared_memory.GPUSharedMemory):
                 clock, _ = self.wgmmas[thread].popleft()
                 self.clocks[thread].update(clock)
 
-    def check_accumulator(self, thread: Thread, accumulator: Key, use: str, where: str) -> None:
+    def check_accumulator(self, thread: Thread, accumulator: Key, use: str, where: Any) -> None:
         if any(accumulator == other for _, other in self.wgmmas[thread]):
+            where = where_of(where)
             report(f"accumulator {use} by {name(thread)} while a wgmma writes it, {where}")
 
     def deallocate_buffer(self, key: Key, logging_info=None) -> None:
         if key.memory_space_id == REGISTERS and logging_info is not None:
-            where = where_of(logging_info.source_info)
+            where = logging_info.source_info
             self.check_accumulator(logging_info.thread, key, "freed", where)
         super().deallocate_buffer(key, logging_info)
+        self.deallocated_bytes = 0  # many would make it look for cycles, of which there are none
 
     def add_copy_smem_to_gmem_clocks(self, thread, read_clock, write_clock) -> None:
         self.uncommitted_stores[thread].append((read_clock, write_clock))
