@@ -8,15 +8,17 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo gallery test fuzz lint
+.PHONY: demo gallery test test-all fuzz lint
 demo: $(VENV)/examples
 	$(BIN)/python examples/char_gpt.py
 
 gallery: $(VENV)/examples
 	$(BIN)/python -m examples.mask_gallery
 
-test: $(VENV)/tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout 300 --durations 20
+# Those that catch most in least time; test-all has all that need no GPU.
+test: TIER := -m "not slow"
+test test-all: $(VENV)/tests
+	$(BIN)/python -m pytest $(TIER) -n 2 --dist worksteal --timeout 300 --durations 20
 
 # Random calls against the dense definition: make fuzz N=10000 SEED=1 START=2500 JOBS=4
 N ?= 1000

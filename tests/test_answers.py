@@ -22,6 +22,7 @@ from tests.support.hopper import (
     planned_for_h200,
     whole_heads,
 )
+from tests.support.tiers import slow
 
 B, T, S = 2, 200, 330
 IDS = jnp.sort(jax.random.randint(jax.random.key(0), (B, T), 0, 5), 1)
@@ -236,6 +237,7 @@ def test_who_is_worth_asking():
     assert not grid.asks(problem_of(grid), cut, config.tile, 0)  # its tiles are no squares
 
 
+@pytest.mark.slow
 def test_answers_are_applied_before_products():
     """Of scores that are there, 64 selections: 2 % of a mask of cut blocks, and 6 % more before all exponentials."""
     x = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
@@ -312,11 +314,11 @@ def test_answers_take_no_more_memory_than_queries():
     "mask, head_dim",
     [
         (GRID, 64),
-        (GRID, 128),
+        slow(GRID, 128),
         (GRID, 256),
-        (ONE_ENTRY, 128),
+        slow(ONE_ENTRY, 128),
         (UNSEEN, 128),
-        (DENSE, 64),
+        slow(DENSE, 64),
         (DENSE, 128),
     ],
     ids=["grid 64", "grid 128", "grid 256", "one entry 128", "unseen", "dense 64", "dense 128"],
@@ -332,7 +334,7 @@ def test_attention_is_that_of_the_mask(mask, head_dim):
     chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)
 
 
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("bad", [jnp.nan, slow(jnp.inf)])
 def test_what_is_added_to_minus_infinity_stays_hidden(bad):
     """Also scores that are NaN or infinite."""
     keys = jax.random.split(jax.random.key(5), 3)
@@ -359,9 +361,9 @@ def test_what_is_added_to_minus_infinity_stays_hidden(bad):
     "mask, head_dim, whole",
     [
         (OF_PAIRS[0], 128, False),
-        (OF_PAIRS[1], 64, False),
-        (OF_PAIRS[3], 96, False),
-        (OF_PAIRS[0], 64, True),
+        slow(OF_PAIRS[1], 64, False),
+        slow(OF_PAIRS[3], 96, False),
+        slow(OF_PAIRS[0], 64, True),
         (OF_PAIRS[4], 128, True),
     ],
     ids=["blocks", "shared", "not", "blocks, whole heads", "and window, whole heads"],
@@ -405,8 +407,8 @@ def test_who_is_asked_about_all_tiles(mask, options, asked):
     assert known.classes_of(known.traced) is not None
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("dims", [(256, 256), (192, 128)])
+@pytest.mark.parametrize("known", [slow(True), False])
+@pytest.mark.parametrize("dims", [(256, 256), slow((192, 128))])
 def test_scores_beside_an_array_where_there_is_no_room_for_it(dims, known):
     """The array is asked about before; scores read data of their own."""
     keys = jax.random.split(jax.random.key(4), 5)

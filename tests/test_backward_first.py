@@ -30,6 +30,7 @@ from tests.support.hopper import (
     storing_first,
 )
 from tests.support.shared import RaceDetected
+from tests.support.tiers import slow, slow_but
 from tests.test_determinism import Sizes, differences
 
 WINDOW = fa.Causal() & fa.Window(128)
@@ -100,7 +101,9 @@ INTERPRETED = [
 ]
 
 
-@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+@pytest.mark.parametrize(
+    "case", slow_but(lambda case: case.name in ("window_h96", "packed_h64"), INTERPRETED), ids=str
+)
 def test_contract_interpreted(case: Case) -> None:
     with planned_for_h200(cores=2), storing_first():
         suite.check(case, "hopper", jit=interpreter.jit)
@@ -118,7 +121,7 @@ def test_contract(case: Case) -> None:
     [
         (WIDE, 128, (1, 1), 4),
         (WINDOW, 128, (1, 1), 3),
-        (UNSEEN, 128, (1, 1), 3),
+        slow(UNSEEN, 128, (1, 1), 3),
         (UNSEEN, 64, (2, 1), 4),
     ],
 )
@@ -177,7 +180,9 @@ def test_the_same_up_to_the_order_of_sums(name: str, head_dim: int) -> None:
 
 
 # Of a window, what a loop puts aside, and what all of the kernel does.
-@pytest.mark.parametrize("head_dim, in_loops, stores", [(64, 14, 184), (96, 0, 16), (128, 2, 40)])
+@pytest.mark.parametrize(
+    "head_dim, in_loops, stores", [slow(64, 14, 184), slow(96, 0, 16), (128, 2, 40)]
+)
 def test_a_window_compiles_with_few_spills(head_dim: int, in_loops: int, stores: int) -> None:
     args = [jax.ShapeDtypeStruct((1, 4096, 16, head_dim), jnp.bfloat16)] * 4
     with planned_for_h200():

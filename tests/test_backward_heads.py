@@ -26,6 +26,7 @@ from tests.support.hopper import (
     planned_for_h200,
     whole_heads,
 )
+from tests.support.tiers import slow, slow_but
 from tests.test_determinism import CALLS, Sizes, differences
 
 SCHEDULES = [
@@ -145,7 +146,18 @@ INTERPRETED = [
 ]
 
 
-@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+QUICK = (
+    "full",
+    "causal_end_one_query",
+    "grouped",
+    "h80_causal_end",
+    "odd_h128",
+    "packed_h64",
+    "capped_h96",
+)
+
+
+@pytest.mark.parametrize("case", slow_but(lambda case: case.name in QUICK, INTERPRETED), ids=str)
 def test_contract_interpreted(case: Case) -> None:
     with planned_for_h200(cores=2), whole_heads():
         suite.check(case, "hopper", jit=interpreter.jit)
@@ -171,13 +183,13 @@ def test_dq_is_the_same_in_every_run(name: str, head_dim: int) -> None:
 @pytest.mark.parametrize(
     "dims, length, mask",
     [
-        ((64, 64), 512, fa.Causal()),
-        ((64, 64), 197, None),
-        ((72, 72), 196, None),
+        slow((64, 64), 512, fa.Causal()),
+        slow((64, 64), 197, None),
+        slow((72, 72), 196, None),
         ((128, 128), 512, fa.Causal()),
-        ((128, 128), 256, None),
-        ((128, 128), 197, None),
-        ((104, 128), 128, None),
+        slow((128, 128), 256, None),
+        slow((128, 128), 197, None),
+        slow((104, 128), 128, None),
     ],
 )
 def test_compiles_without_passes_after_it(dims: tuple, length: int, mask: Any) -> None:
@@ -196,7 +208,7 @@ def test_compiles_without_passes_after_it(dims: tuple, length: int, mask: Any) -
 
 
 # Of the stores at H = 128, 12 are jax 0.12's.
-@pytest.mark.parametrize("head_dim, in_loops, stores", [(64, 22, 260), (128, 4, 112)])
+@pytest.mark.parametrize("head_dim, in_loops, stores", [slow(64, 22, 260), slow(128, 4, 112)])
 def test_masks_compile_with_few_spills(head_dim: int, in_loops: int, stores: int) -> None:
     shapes = [(64, 256, 16, head_dim)] * 4
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]

@@ -26,6 +26,7 @@ from tests.support.hopper import (
     whole_heads,
 )
 from tests.support.masks import causal_end
+from tests.support.tiers import slow
 
 
 def schedule(
@@ -149,9 +150,9 @@ def gradients(name: str, implementation: str) -> Any:
         ("end", 64, (300, 420), (2, 1), 3),
         *(("full", head_dim, (100, 260), (1, 1), 4) for head_dim in (192, 256)),
         ("packed", 128, (300, 300), (2, 1), 3),
-        ("packed", 256, (200, 200), (1, 1), 4),
-        ("window", 64, (400, 400), (1, 1), 2),
-        ("dense", 128, (300, 300), (1, 1), 2),
+        slow("packed", 256, (200, 200), (1, 1), 4),
+        slow("window", 64, (400, 400), (1, 1), 2),
+        slow("dense", 128, (300, 300), (1, 1), 2),
     ],
 )
 def test_turns_come_in_order(
@@ -179,7 +180,7 @@ def test_a_cta_may_find_all_tiles_taken(head_dim: int) -> None:
     chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)
 
 
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("head_dim", [128, slow(256)])
 def test_a_mask_is_asked_about_what_tiles_visit(head_dim: int) -> None:
     args = packed_inputs(1, (300, 330), (2, 1), head_dim)
     with planned_for_h200(cores=4), asking_first():
@@ -189,7 +190,8 @@ def test_a_mask_is_asked_about_what_tiles_visit(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "head_dim, name", [(64, "causal"), (128, "packed"), (192, "causal"), (256, "full")]
+    "head_dim, name",
+    [(64, "causal"), slow(128, "packed"), slow(192, "causal"), slow(256, "full")],
 )
 def test_compiles_without_spills_where_it_multiplies(head_dim: int, name: str) -> None:
     shapes = [(2, 4096, heads, head_dim) for heads in (4, 2, 2, 4)]

@@ -1,7 +1,7 @@
 """Every implementation against dense softmax in float64, by one contract suite.
 
-`pytest -m gpu` runs the plain cases on the Hopper kernels; `tests/test_hopper.py` runs them
-interpreted.
+Here NumPy runs what is traced, for XLA takes longest of all to compile it. `pytest -m gpu` runs the plain cases on the
+Hopper kernels; `tests/test_hopper.py` runs them interpreted.
 """
 
 import pytest
@@ -9,11 +9,29 @@ import pytest
 from pallas_fa2.plan import Tuned
 from tests.contract import suite
 from tests.contract.cases import GENERAL, MASKED, PLAIN, Case
+from tests.support import interpreter
 from tests.support.hopper import each_variant, is_first, name, planned_with
+from tests.support.tiers import slow_but
+
+# One for each kind of branch in the loops of blockwise, and each dtype.
+COMPILED = (
+    "causal_1000",
+    "causal_end_one_query",
+    "h96",
+    "lengths_33x90",
+    "biased_and_capped_causal",
+)
 
 
 @pytest.mark.parametrize("case", PLAIN + GENERAL, ids=str)
 def test_contract_of_reference_and_blockwise(case: Case) -> None:
+    suite.check(case, "reference", "blockwise", jit=interpreter.jit)
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(lambda case: case.name in COMPILED, PLAIN + GENERAL), ids=str
+)
+def test_contract_of_what_xla_compiles(case: Case) -> None:
     suite.check(case, "reference", "blockwise")
 
 

@@ -18,7 +18,6 @@ from tests.contract.cases import MASKED, PLAIN, Case
 from tests.support import compile_gate, interpreter
 from tests.support.compile_gate import KernelReport
 from tests.support.hopper import (
-    DIMS,
     arrays,
     attend_and_differentiate,
     each_variant,
@@ -31,6 +30,7 @@ from tests.support.hopper import (
     whole_heads,
 )
 from tests.support.masks import causal_end
+from tests.support.tiers import slow, slow_but
 
 # The others run on the GPU: long ones, and those whose like is here.
 LIKE_OTHERS = re.compile(r"(full|causal)_(3|63)|rising_4_.*")
@@ -68,17 +68,29 @@ def of_dims(tuned: Tuned) -> str:
     return f"h{tuned.config.head_dim}_hv{tuned.config.value_dim}_{name(tuned)}"
 
 
+# Every kernel, at odd lengths and with rows that must be done again; of each mask and score what is cheapest.
+QUICK = re.compile(
+    r"full_1|(more|causal_end_more)_keys|causal_more_queries|grouped|scaled|hv_a_third|hv_larger|h192_causal"
+    r"|odd_(h64|h96|h128|h200|h256)|rising_7_(h64|h80|h128|h136|h_a_quarter|hv_smaller|hv_a_quarter)"
+    r"|window_h96|packed_(h136|h192|hv_smaller)|holes_(h256|hv_smaller)|lengths_h64|capped_(h96|hv_smaller)"
+    r"|rising_(documents_h128|extremes_h128|grid_h256)|additive_causal_h64"
+)
+
+
 INTERPRETED = each_variant([*SHORT, *TOLD_APART])
+QUICKLY = [(case, tuned) for case, tuned in INTERPRETED if QUICK.fullmatch(case.name)]
 
 
-def test_every_forward_is_interpreted() -> None:
+def test_every_forward_is_interpreted_by_make_test() -> None:
     # Those for wide data of pairs differ by their block alone, and in test_hopper_scores there is one of them.
     general = [t for t in HOPPER_FORWARD if t.general and t.config.head_dim <= 128]
     wide = {t for t in general if t.config.block_kv == 64}
-    assert {tuned for _, tuned in INTERPRETED} >= set(HOPPER_FORWARD) - wide
+    assert {tuned for _, tuned in QUICKLY} >= set(HOPPER_FORWARD) - wide
 
 
-@pytest.mark.parametrize("case, tuned", INTERPRETED, ids=name)
+@pytest.mark.parametrize(
+    "case, tuned", [x if x in QUICKLY else slow(*x) for x in INTERPRETED], ids=name
+)
 def test_contract_interpreted(case: Case, tuned: Tuned) -> None:
     gradients = is_first(case, tuned)
     # A CTA takes several tiles; whole heads it takes in test_backward_heads.
@@ -99,7 +111,7 @@ def compile_forward(tuned: Tuned, mask: str, length: int) -> KernelReport:
     return report
 
 
-@pytest.mark.parametrize("mask, length", [("full", 4000), ("start", 4096), ("end", 4000)])
+@pytest.mark.parametrize("mask, length", [slow("full", 4000), ("start", 4096), slow("end", 4000)])
 @pytest.mark.parametrize("tuned", FORWARDS, ids=of_dims)
 def test_every_forward_compiles_clean(tuned: Tuned, mask: str, length: int) -> None:
     """Nothing spills or is serialized, and all exponentials come before the wait for P V."""
@@ -137,27 +149,31 @@ def assert_clean(forward: KernelReport, backward: KernelReport) -> None:
     compile_gate.assert_clean(dataclasses.replace(backward, spill_stores=0, spill_loads=0))
 
 
-@pytest.mark.parametrize("mask, length", [("full", 4000), ("start", 4096), ("end", 4000)])
-@DIMS
+@pytest.mark.parametrize("mask, length", [slow("full", 4000), ("start", 4096), slow("end", 4000)])
+@pytest.mark.parametrize(
+    "dims", slow_but({(64, 64), (128, 128), (256, 256)}.__contains__, hopper.KERNEL_DIMS)
+)
 def test_every_backward_compiles_clean(dims: Any, mask: str, length: int) -> None:
     args = arrays(2048 if mask == "end" else length, length, dims)
     assert_clean(*compile_both(attend_and_differentiate(MASKS[mask]), *args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_float16_multi_query_and_one_head_compile_clean(head_dim: int) -> None:
     args = arrays(1000, 1000, (head_dim, head_dim), jnp.float16, 3, 1)
     assert_clean(*compile_both(attend_and_differentiate(fa.Causal()), *args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask, length", [("start", 4097), ("full", 1001)])
 @pytest.mark.parametrize("tuned", FORWARDS, ids=of_dims)
 def test_odd_lengths_compile_clean(tuned: Tuned, mask: str, length: int) -> None:
     compile_gate.assert_clean(compile_forward(tuned, mask, length))
 
 
-@pytest.mark.parametrize("mask, length", [("start", 4097), ("full", 1001)])
-@DIMS
+@pytest.mark.parametrize("mask, length", [slow("start", 4097), ("full", 1001)])
+@pytest.mark.parametrize("dims", slow_but(lambda dims: dims == (128, 128), hopper.KERNEL_DIMS))
 def test_odd_lengths_compile_clean_backward(dims: Any, mask: str, length: int) -> None:
     args = arrays(length, length, dims)
     forward, backward = compile_both(attend_and_differentiate(MASKS[mask]), *args)
@@ -188,10 +204,10 @@ def by_head(ids: Any) -> Any:
 @pytest.mark.parametrize(
     "head_dim, make, length, stored_forward",
     [
-        (64, packed, 4096, 0),
-        (128, nobody_known, 4001, 136),
+        slow(64, packed, 4096, 0),
+        slow(128, nobody_known, 4001, 136),
         (128, by_head, 4096, 8),
-        (192, by_head, 4096, 0),
+        slow(192, by_head, 4096, 0),
     ],
 )
 def test_masks_compile_without_spills_in_loops(
@@ -217,8 +233,8 @@ def test_masks_compile_without_spills_in_loops(
 @pytest.mark.parametrize(
     "head_dim, make, data",
     [
-        (128, lambda _: fa.soft_cap(50.0), ()),
-        (64, fa.alibi, (4,)),
+        slow(128, lambda _: fa.soft_cap(50.0), ()),
+        slow(64, fa.alibi, (4,)),
         (128, fa.bias, (1, 4, 4096, 4096)),
     ],
 )
@@ -245,6 +261,7 @@ def test_scores_compile_without_spills_in_loops(head_dim: int, make: Any, data: 
         compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["rows", "numbers"])
 def test_no_extremes_of_three(by: str) -> None:
     """ptxas up to 13.3 computes max(max(a, -b), c) so, without the minus."""
@@ -272,6 +289,7 @@ def test_no_extremes_of_three(by: str) -> None:
         assert report.count("VIMNMX3") == 0, report.name
 
 
+@pytest.mark.slow
 def test_selected_numbers_stay_signed() -> None:
     """Mosaic (jax 0.11.2) takes what a column's truth selects for unsigned, if it is one number."""
 
@@ -293,6 +311,7 @@ def test_selected_numbers_stay_signed() -> None:
         assert not unsigned, (report.name, unsigned)
 
 
+@pytest.mark.slow
 def test_pieces_of_cut_rows_compile() -> None:
     """Of an output of 72 columns the second piece is cut."""
 
@@ -307,6 +326,7 @@ def test_pieces_of_cut_rows_compile() -> None:
     compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
 
 
+@pytest.mark.slow
 def test_a_constant_mask_compiles() -> None:
     forward, backward = compile_both(
         attend_and_differentiate(~fa.Lengths()), *arrays(128, 128, (64, 64))
@@ -329,7 +349,7 @@ def test_second_derivatives_are_refused_by_name() -> None:
             jax.make_jaxpr(jax.grad(slope))(x, x)
 
 
-@pytest.mark.parametrize("in_axes", [(0, None, None), (None, 0, 1), (1, 0, 0)])
+@pytest.mark.parametrize("in_axes", [slow((0, None, None)), (None, 0, 1), slow((1, 0, 0))])
 def test_vmap_joins_the_batch(in_axes: tuple) -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = ((1, 40, 2, 64), (1, 40, 1, 64), (1, 40, 1, 64))

@@ -9,19 +9,21 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.kernels import mosaic
+from pallas_fa2.kernels.hopper import KERNEL_DIMS
 from tests.support import compile_gate
 from tests.support.hopper import (
-    DIMS,
     arrays,
     attend_and_differentiate,
     packed,
     planned_for_h200,
     whole_heads,
 )
+from tests.support.tiers import slow, slow_but
 
 
 @pytest.mark.parametrize(
-    "head_dim, make", [(64, lambda _: fa.Causal()), (128, packed), (256, lambda _: fa.Causal())]
+    "head_dim, make",
+    [slow(64, lambda _: fa.Causal()), (128, packed), slow(256, lambda _: fa.Causal())],
 )
 def test_the_backward_takes_memory_for_dq_and_two_numbers_a_row(head_dim: int, make: Any) -> None:
     """In float32: dQ, and of the logsumexp and delta a number each (under documents with their data), as
@@ -42,7 +44,7 @@ def test_the_backward_takes_memory_for_dq_and_two_numbers_a_row(head_dim: int, m
     assert size - row_bytes * head_dim <= (3 if make is packed else 2) * row_bytes + 2**18
 
 
-@pytest.mark.parametrize("length", [1001, 3])
+@pytest.mark.parametrize("length", [1001, slow(3)])
 def test_no_length_is_padded_in_memory(length: int) -> None:
     with planned_for_h200():
         hlo = compile_gate.hlo_for_h200(
@@ -52,10 +54,12 @@ def test_no_length_is_padded_in_memory(length: int) -> None:
     assert not re.search(r"bf16\[\d+,(1008|8),\d+,128\]", hlo)
 
 
-@pytest.mark.parametrize(
-    "dims",
-    [(80, 80), (72, 72), (112, 104), (160, 160), (192, 128), (72, 128), (40, 24), (136, 200)],
+DIMS_OF_CALLS = (
+    *((80, 80), (72, 72), (112, 104), (160, 160), (192, 128), (72, 128), (40, 24), (136, 200)),
 )
+
+
+@pytest.mark.parametrize("dims", slow_but(lambda dims: dims == (136, 200), DIMS_OF_CALLS))
 def test_no_head_dim_is_padded_in_memory(dims: Any) -> None:
     with planned_for_h200():
         hlo = compile_gate.hlo_for_h200(attend_and_differentiate(None), *arrays(256, 256, dims))
@@ -86,8 +90,8 @@ def is_sliced_by_xla(dims: tuple[int, int], make: Any) -> bool:
     return '"dynamic_slice_fusion"' in hlo
 
 
-@DIMS
-@pytest.mark.parametrize("make", [lambda _: None, packed], ids=["full", "packed"])
+@pytest.mark.parametrize("dims", slow_but(lambda dims: dims == (128, 128), KERNEL_DIMS))
+@pytest.mark.parametrize("make", [slow(lambda _: None), packed], ids=["full", "packed"])
 def test_kernels_have_arrays_of_their_own(dims: Any, make: Any) -> None:
     """What they add to, or claim from, would not be what it is before them in a slice."""
     assert not is_sliced_by_xla(dims, make)
@@ -101,8 +105,8 @@ def test_kernels_in_slices_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("kv_heads, arrays_each", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("whole", [slow(False), True])
+@pytest.mark.parametrize("kv_heads, arrays_each", [slow(2, 1), (1, 2)])
 def test_gradients_have_memory_of_their_own(kv_heads: int, arrays_each: int, whole: bool) -> None:
     """Cut or padded afterwards, two results that begin as one empty array would share its memory. (Of whole heads,
     dQ and what is added up begin so as well.)"""
@@ -116,6 +120,7 @@ def test_gradients_have_memory_of_their_own(kv_heads: int, arrays_each: int, who
     assert hlo.count('custom_call_target="AllocateBuffer"') == expected
 
 
+@pytest.mark.slow
 def test_no_buffer_of_all_pairs() -> None:
     with planned_for_h200():
         hlo = compile_gate.hlo_for_h200(

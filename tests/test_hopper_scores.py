@@ -15,6 +15,7 @@ from pallas_fa2.kernels import hopper
 from tests.contract.rule import assert_within_rule
 from tests.support import compile_gate, interpreter, masks
 from tests.support.hopper import planned_for_h200, rounded_as_in_kernels
+from tests.support.tiers import slow
 
 B = 2
 
@@ -223,13 +224,13 @@ def check(
 @pytest.mark.parametrize(
     "name, t, s, head_dim",
     [
-        ("learned_cap_causal_end", 150, 75, 64),
+        slow("learned_cap_causal_end", 150, 75, 64),
         ("learned_cap_documents", 75, 75, 128),
         ("infinite_in_the_padding", 70, 101, 256),
         ("biased_and_capped_holes", 70, 139, 64),
         ("biased_causal_end", 70, 75, 128),
         ("biased_in_16_bits", 70, 75, 64),
-        ("dropped_capped_causal_end", 70, 75, 128),
+        slow("dropped_capped_causal_end", 70, 75, 128),
         ("dropped_at_places", 70, 75, 64),
         ("dropped", 70, 75, 256),
         ("elementary", 70, 75, 192),
@@ -241,7 +242,8 @@ def test_scores_interpreted(name: str, t: int, s: int, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "batch, limit, of", [(3, 2, jnp.bfloat16), (2, 1, jnp.bfloat16), (4, 3, jnp.float32)]
+    "batch, limit, of",
+    [(3, 2, jnp.bfloat16), slow(2, 1, jnp.bfloat16), slow(4, 3, jnp.float32)],
 )
 def test_the_gradient_of_a_bias_that_several_launches_share(
     batch: int, limit: int, of: Any, monkeypatch: pytest.MonkeyPatch
@@ -265,7 +267,7 @@ def test_the_gradient_of_a_bias_that_several_launches_share(
     chex.assert_trees_all_close(got, expected, rtol=0.1, atol=0.05)
 
 
-@pytest.mark.parametrize("mapped", [None, 0])
+@pytest.mark.parametrize("mapped", [None, slow(0)])
 def test_the_gradient_of_a_bias_that_a_batch_shares_under_vmap(mapped: int | None) -> None:
     """There every entry has a copy of the bias, whose gradients are added up."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -286,6 +288,7 @@ def test_the_gradient_of_a_bias_that_a_batch_shares_under_vmap(mapped: int | Non
     chex.assert_trees_all_close(got, expected, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.slow
 def test_the_thread_that_copies_stays_with_its_warp() -> None:
     """Where a sequence ends within 8 rows: ptxas had it meet the others behind the loop over keys."""
     arrays, data = inputs(261, 139, 128, (4, 2))

@@ -8,6 +8,7 @@ import pytest
 from pallas_fa2.kernels import listing, ordering, visits
 from pallas_fa2.kernels.visits import Visits
 from tests.support import arithmetic, compile_gate, interpreter
+from tests.support.tiers import slow_but
 
 # The shape of counts; batch, heads, CTAs, rows before.
 ORDERS = [
@@ -88,8 +89,10 @@ def test_tiles_come_with_their_heads_or_as_early_as_they_must(counts, numbers):
 
 
 # A few documents, 131072 tokens, the heads of a group as one row, and the longest there can be.
-@pytest.mark.parametrize("shape", [(1, 1, 128, 128), (1, 1, 512, 1024), (2, 4, 64, 8192),
-                                   (1, 1, 1, listing.MOST)])  # fmt: skip
+SHAPES = (1, 1, 128, 128), (1, 1, 512, 1024), (2, 4, 64, 8192), (1, 1, 1, listing.MOST)
+
+
+@pytest.mark.parametrize("shape", slow_but(lambda shape: shape == SHAPES[0], SHAPES))
 def test_two_kernels_and_nothing_else(shape):
     def plan(classes):
         seen = Visits.of(classes)

@@ -16,6 +16,7 @@ from pallas_fa2.kernels.mosaic import Problem
 from pallas_fa2.kernels.tiles import Claims, Dealt
 from pallas_fa2.kernels.visits import Visits
 from tests.support import interpreter
+from tests.support.tiers import slow_but
 
 
 def random_classes(*shape):
@@ -149,7 +150,7 @@ def test_on_the_device_long_tiles_come_early():
     assert last_beside_mean(entries) < 1.05
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", slow_but(lambda name: name != "docs32", DOCUMENTS))
 @pytest.mark.parametrize("block_q", [64, 128])
 def test_on_the_device_too(name, block_q):
     """Packed documents, 16 heads; a CTA takes the next tile as soon as it is free."""

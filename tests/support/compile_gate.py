@@ -181,18 +181,20 @@ def program_for_h200(fn: Callable[..., Any], *args: Any) -> tuple[str, str]:
 
 def hlo_for_h200(fn: Callable[..., Any], *args: Any) -> str:
     """The optimized HLO of `jax.jit(fn)(*args)`: every buffer outside the kernels, with shapes."""
-    return _text(_compile(fn, *args))
+    with _none_compiled():
+        return _text(_compile(fn, *args))
 
 
 def hlo_for_h200s(fn: Callable[..., Any], *args: Any) -> str:
     """The optimized HLO for each of some `h200s`, over which the arguments' shardings spread them."""
-    with jax.default_device(_device()):
+    with jax.default_device(_device()), _none_compiled():
         return _text(jax.jit(fn).lower(*args).compile())
 
 
 def temporary_bytes_for_h200(fn: Callable[..., Any], *args: Any) -> int:
     """Device memory that `jax.jit(fn)(*args)` takes beside its arguments and results."""
-    analysis = _compile(fn, *args).memory_analysis()
+    with _none_compiled():
+        analysis = _compile(fn, *args).memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes
 
@@ -290,9 +292,25 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _all_compiled() -> Any:
-    """Kernels are compiled that have been before: the plugin compiles each hash once in a process."""
-    other_each_time = types.SimpleNamespace(sha256=lambda x: hashlib.sha256(x + os.urandom(16)))
-    return mock.patch.object(mosaic_core, "hashlib", other_each_time)
+    """Kernels are compiled that have been before: XLA's plugin compiles one in a process for each hash."""
+    return _hashed(lambda module: module + os.urandom(16))
+
+
+def _none_compiled() -> Any:
+    """The first one stands for all others, which the plugin takes for the same: XLA's own part is not changed by it."""
+    return _hashed(lambda module: b"")
+
+
+def _hashed(what: Callable[[bytes], bytes]) -> Any:
+    sha256 = types.SimpleNamespace(sha256=lambda module: hashlib.sha256(what(module)))
+    return mock.patch.multiple(mosaic_core, hashlib=sha256, KNOWN_KERNELS=_Forgotten())
+
+
+class _Forgotten(dict):
+    """What JAX would compare modules of one hash with."""
+
+    def get(self, *_: Any) -> None:
+        return None
 
 
 @contextlib.contextmanager

@@ -9,17 +9,15 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2 import plan
-from pallas_fa2.kernels import answers, hopper, hopper_backward, mosaic, tile
+from pallas_fa2.kernels import answers, hopper_backward, mosaic, tile
 from pallas_fa2.spec import Device, describe
 from tests.contract.cases import Case
 
 Two = tuple[int, int]
 
-DIMS = pytest.mark.parametrize("dims", hopper.KERNEL_DIMS)
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 
 
@@ -53,6 +51,7 @@ def rounded_as_in_kernels() -> Iterator[None]:
         yield
 
 
+@functools.cache
 def _forwards(case: Case) -> list[plan.Tuned]:
     """All for a plain call; otherwise the first, as later ones have smaller tiles of the same."""
     mask, score = (of and of(case)[0] for of in (case.mask, case.score))
