@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from tests.support import interpreter, programs
+from tests.support import interpreter
 from tests.support.hopper import planned_for_h200
 
 B, N, K, H = 2, 4, 2, 8
@@ -50,7 +50,7 @@ def test_the_end_is_where_positions_say(mask, sizes, implementation):
     options |= {"dropout_rate": 0.3, "dropout_rng": KEY}
 
     def attend(**where):
-        return programs.evaluate(
+        return interpreter.run(
             functools.partial(value_and_gradients, **where, **options), *inputs(t, s)
         )
 
