@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import api, spec
+from pallas_fa2 import api, functions, spec
 from pallas_fa2.kernels import blockwise, dropout, tile
-from tests.fuzz.case import Case, draw, parse, simpler
-from tests.fuzz.check import Wrong, check, implementations
-from tests.fuzz.masks import And, Causal, Function, Lengths, Not, Or, Window
-from tests.fuzz.run import nth, run, shrink
+from tests.fuzz.case import Case, draw
+from tests.fuzz.check import Wrong, implementations
+from tests.fuzz.decoding import Decoding
+from tests.fuzz.masks import And, Causal, Function, Lengths, Not, Or, Reads, Window
+from tests.fuzz.run import check, nth, parse, run, shrink, simpler
 from tests.fuzz.scores import Bias, SoftCap, Temper
 from tests.support.tiers import slow_but
 
@@ -117,6 +118,11 @@ def with_zeros(x: jax.Array, axis: int, block: int) -> jax.Array:
     return jax.numpy.pad(x, pad)
 
 
+def one_later(*args: Any, q_positions: Any = None, **options: Any) -> Any:
+    later = None if q_positions is None else q_positions + np.int32(1)
+    return fa.flash_attention(*args, q_positions=later, **options)
+
+
 row_delta, dropout_bits = tile.row_delta, dropout.bits
 SMALL = {"q_len": 33, "kv_len": 31, "blocks": (16, 16)}
 BUGS = {
@@ -142,6 +148,18 @@ BUGS = {
         Case(dropout=0.25, **SMALL),
     ),
     "sinks": (api, "_with_sinks", lambda out, lse, sinks: (out, lse), Case(sinks="float32")),
+    "the position of a token that is decoded": (
+        fa.linen,
+        "flash_attention",
+        one_later,
+        Decoding(pieces=(5, 1, 1), mask=Window(2)),
+    ),
+    "what a function reads": (
+        functions,
+        "fingerprint",
+        lambda value: (),
+        Case(mask=Reads("cell"), **SMALL),
+    ),
     "the sum over a group": (
         tile,
         "product",

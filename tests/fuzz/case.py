@@ -8,7 +8,7 @@ import numpy as np
 from tests.fuzz import masks
 from tests.fuzz import scores as score_functions
 from tests.fuzz.dense import Inputs, default_scale, dropout
-from tests.fuzz.shapes import Pick, Shape
+from tests.fuzz.shapes import Pick, Shape, shown
 
 MAPPED = 2  # entries of the axis that vmap or scan adds
 WITH_AXES = ("vmap of grad", "grad of vmap", "scan")
@@ -59,12 +59,11 @@ class Case:
     asks_first: bool = False  # of the mask, where Hopper runs it, however little that saves
     whole_heads: bool = False  # in the backward of Hopper where it can, however slow
     stores_first: bool = False  # likewise, the first of a row's dQ
+    made: str = "fresh"  # or pickled, copied: masks and scores
     rise: float = 0.0  # the last key is 2^rise times as large as the first, and so are scores
 
     def __repr__(self) -> str:
-        fields = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
-        shown = (f"{f.name}={_literal(x)}" for f, x in fields if repr(x) != repr(f.default))
-        return f"Case({', '.join(shown)})"
+        return shown(self)
 
     @property
     def shape(self) -> Shape:
@@ -145,21 +144,6 @@ class Case:
             tuple(zip(self.scores, args.scores, strict=True)),
             args.sinks,
         )
-
-
-def _literal(x: Any) -> str:
-    return f"float('{x}')" if isinstance(x, float) and not np.isfinite(x) else repr(x)
-
-
-def parse(line: str) -> Case:
-    """The case of a line that a failure has printed."""
-    names = {
-        n: x for m in (masks, score_functions) for n, x in vars(m).items() if isinstance(x, type)
-    }
-    case = eval(line, {"__builtins__": {}, "float": float, "Case": Case, **names})
-    if not isinstance(case, Case):
-        raise TypeError(f"a case looks like Case(q_len=33, mask=Causal()), not {line!r}")
-    return case
 
 
 LENGTHS = (1, 2, 3, 7, 16, 17, 31, 33, 64, 65, 100, 111, 129, 200, 257, 300)
@@ -244,6 +228,7 @@ def _surroundings(pick: Pick, transform: str) -> dict[str, Any]:
         "lse": pick((True, True, False)),
         "transform": transform,
         "axes": axes if any(a is not None for a in axes[:3]) else (0, *axes[1:]),
+        "made": pick(("fresh", "fresh", "pickled", "copied")),
         "layout": pick(("plain", "plain", "swapped", "sliced")),
         "poison": pick((float("nan"), float("inf"), 1e30, float("-inf"))),
     }

@@ -1,8 +1,10 @@
 """Runs a case through the library and holds it against the dense definition."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,7 +16,7 @@ import numpy as np
 import pallas_fa2 as fa
 from pallas_fa2 import api, plan
 from tests.contract.rule import FACTOR, FLOOR
-from tests.fuzz import dense
+from tests.fuzz import dense, masks
 from tests.fuzz.case import Arguments, Case, Cotangents
 from tests.fuzz.dense import Found
 from tests.support.hopper import asking_first, storing_first, whole_heads
@@ -36,22 +38,35 @@ def implementations(gpu: bool) -> tuple[str | None, ...]:
 def attend(case: Case, implementation: str | None, args: Arguments) -> tuple:
     """The call itself: `(out, lse)`, or `(out,)` where no logsumexp is asked for."""
     q, k, v = (_view(case, x) for x in args[:3])
-    options = {} if case.mask is None else {"mask": case.mask.ours(args.mask)}
+    options: dict[str, Any] = {} if case.align == "start" else {"align": case.align}
+    names = {"q": "q_positions", "k": "kv_positions"}
+    options |= {names[side]: x for side, x in args.positions.items()}
+    token = masks.DESCRIBE.set(functools.partial(fa.explain, q, k, v, **options))
+    if case.mask is not None:
+        options["mask"] = _made(case, case.mask.ours(args.mask))
     if case.scores:
         pairs = zip(case.scores, args.scores, strict=True)
-        options["score"] = tuple(score.ours(data) for score, data in pairs)
+        options["score"] = tuple(_made(case, score.ours(data)) for score, data in pairs)
+    masks.DESCRIBE.reset(token)
     if case.sinks:
         options["sinks"] = args.sinks
     if case.dropout:
         options |= {"dropout_rate": case.dropout, "dropout_rng": args.key}
-    if case.align != "start":
-        options["align"] = case.align
-    names = {"q": "q_positions", "k": "kv_positions"}
-    options |= {names[side]: x for side, x in args.positions.items()}
     found = fa.flash_attention(
         q, k, v, scale=case.scale, return_lse=case.lse, implementation=implementation, **options
     )
     return found if case.lse else (found,)
+
+
+def _made(case: Case, thing: Any) -> Any:
+    """A mask or score as it comes out of a pickle or a copy; what cannot be pickled, a function's own globals or
+    cells, as it is."""
+    if case.made == "fresh" or "Reads" in repr((case.mask, case.scores)):
+        return thing
+    leaves, tree = jax.tree.flatten(thing)
+    still = jax.tree.unflatten(tree, [np.zeros((), np.int32)] * len(leaves))  # no tracers
+    again = copy.deepcopy(still) if case.made == "copied" else pickle.loads(pickle.dumps(still))
+    return jax.tree.unflatten(jax.tree.structure(again), leaves)
 
 
 def _view(case: Case, x: Any) -> Any:
@@ -214,7 +229,7 @@ def deviation(x: Any, expected: np.ndarray) -> float:
 class Wrong(AssertionError):
     """A case that failed, with the line that runs it again."""
 
-    def __init__(self, case: Case, why: str):
+    def __init__(self, case: Any, why: str):
         super().__init__(f'{why}\n  python -m tests.fuzz "{case}"')
         self.case = case
 

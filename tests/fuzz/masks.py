@@ -6,7 +6,8 @@ of the library, `dense` the boolean array `[B, N, T, S]`, written without it.
 
 import dataclasses
 from collections.abc import Callable
-from types import SimpleNamespace
+from contextvars import ContextVar
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,12 +18,21 @@ import pallas_fa2 as fa
 from tests.fuzz.shapes import Pick, Shape
 
 
+def of_queries(x: np.ndarray, start: int, end: int) -> np.ndarray:
+    """Data of pairs, `[.., T | 1, S | 1]`, of some queries."""
+    return x if x.shape[-2] == 1 else x[..., start:end, :]
+
+
 class Node:
     def data(self, shape: Shape, rng: np.random.Generator) -> Any:
         return {}
 
     def ours(self, data: Any) -> Any:
         raise NotImplementedError
+
+    def cut(self, data: Any, start: int, end: int) -> Any:
+        """The data where queries are the tokens from `start` to `end` alone, and keys are all."""
+        return data
 
     def dense(self, shape: Shape, data: Any, i: Any, j: Any) -> Any:
         """`i [B|1, 1, T, 1]` and `j [B|1, 1, 1, S]` are the positions."""
@@ -82,6 +92,9 @@ class Segments(Node):
         if shape.q_len == shape.kv_len:
             return {"q": ids}
         return {"q": ids, "k": rng.integers(0, self.ids, (*lead, shape.kv_len), np.int32)}
+
+    def cut(self, data: Any, start: int, end: int) -> Any:
+        return {"q": data["q"][..., start:end], "k": data.get("k", data["q"])}
 
     def ours(self, data: Any) -> Any:
         return fa.Segments(data["q"], data.get("k"))
@@ -181,6 +194,9 @@ class Dense(Node):
     def data(self, shape: Shape, rng: np.random.Generator) -> Any:
         return {"array": rng.random(shape.of_pairs(self.axes)) < self.share}
 
+    def cut(self, data: Any, start: int, end: int) -> Any:
+        return {"array": of_queries(data["array"], start, end)}
+
     def ours(self, data: Any) -> Any:
         return fa.Dense(data["array"])
 
@@ -251,6 +267,16 @@ class Function(Node):
     def data(self, shape: Shape, rng: np.random.Generator) -> Any:
         return FUNCTIONS[self.name][1](shape, rng)
 
+    def cut(self, data: Any, start: int, end: int) -> Any:
+        cuts = {
+            "q_tokens": lambda x: x[..., start:end],
+            "pairs": lambda x: of_queries(x, start, end),
+        }
+        return {
+            kind: {n: cuts.get(kind, lambda x: x)(x) for n, x in arrays.items()}
+            for kind, arrays in data.items()
+        }
+
     def ours(self, data: Any) -> Any:
         return fa.mask_fn(FUNCTIONS[self.name][0])(**data)
 
@@ -264,6 +290,84 @@ class Function(Node):
         return fn(q, k, c) if fn.__code__.co_argcount == 3 else fn(q, k)
 
 
+# What a mask of `Reads` says where its number is a global, a cell, a default, or of an object.
+def near_global(q: Any, k: Any) -> Any:
+    return abs(q.index - k.index) <= LIMIT  # noqa: F821, of `changed`'s globals
+
+
+def near_default(q: Any, k: Any, c: Any, limit: int = 0) -> Any:
+    return abs(q.index - k.index) <= limit
+
+
+def near_called(q: Any, k: Any) -> Any:
+    return near_global(q, k)
+
+
+class Near:
+    limit = 0
+
+    def __call__(self, q: Any, k: Any) -> Any:
+        return abs(q.index - k.index) <= self.limit
+
+    def method(self, q: Any, k: Any) -> Any:
+        return self(q, k)
+
+
+def _in_cell(limit: int) -> Callable:
+    def near(q: Any, k: Any) -> Any:
+        return abs(q.index - k.index) <= limit
+
+    return near
+
+
+def changed(where: str, limit: int, before: Callable) -> Callable:
+    """A function that reads `limit`, after `before(fn)` has seen it read another number."""
+    other = limit + 1
+    if where in ("global", "called"):
+        names: dict[str, Any] = {"LIMIT": other}
+        names["near_global"] = FunctionType(near_global.__code__, names)
+        fn = FunctionType((near_global if where == "global" else near_called).__code__, names)
+        before(fn)
+        names["LIMIT"] = limit
+    elif where == "cell":
+        fn = _in_cell(other)
+        before(fn)
+        fn.__closure__[0].cell_contents = limit
+    elif where == "default":
+        fn = FunctionType(near_default.__code__, {}, argdefs=(other,))
+        before(fn)
+        fn.__defaults__ = (limit,)
+    else:
+        thing = Near()
+        thing.limit = other
+        fn = thing if where == "object" else thing.method
+        before(fn)
+        thing.limit = limit
+    return fn
+
+
+# Describes a call with these options: the one that is about to be made, as another would be traced anew.
+DESCRIBE: ContextVar[Callable] = ContextVar("DESCRIBE", default=lambda **options: None)
+READ_FROM = "global", "called", "cell", "default", "object", "method"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads(Node):
+    """A user's function that has been called before what it reads was changed."""
+
+    where: str = "global"
+    limit: int = 3
+
+    def ours(self, data: Any) -> Any:
+        def before(fn: Any) -> None:
+            DESCRIBE.get()(mask=fn)
+
+        return fa.mask_fn(changed(self.where, self.limit, before))
+
+    def dense(self, shape: Shape, data: Any, i: Any, j: Any) -> Any:
+        return abs(i - j) <= self.limit
+
+
 @dataclasses.dataclass(frozen=True)
 class And(Node):
     left: Node
@@ -271,6 +375,9 @@ class And(Node):
 
     def data(self, shape: Shape, rng: np.random.Generator) -> Any:
         return self.left.data(shape, rng), self.right.data(shape, rng)
+
+    def cut(self, data: Any, start: int, end: int) -> Any:
+        return self.left.cut(data[0], start, end), self.right.cut(data[1], start, end)
 
     def ours(self, data: Any) -> Any:
         return self.left.ours(data[0]) & self.right.ours(data[1])
@@ -295,6 +402,9 @@ class Not(Node):
     def data(self, shape: Shape, rng: np.random.Generator) -> Any:
         return self.mask.data(shape, rng)
 
+    def cut(self, data: Any, start: int, end: int) -> Any:
+        return self.mask.cut(data, start, end)
+
     def ours(self, data: Any) -> Any:
         return ~self.mask.ours(data)
 
@@ -315,8 +425,11 @@ def _leaf(pick: Pick) -> Node:
             Chunked,
             Dense,
             Function,
+            Reads,
         )
     )
+    if kind is Reads:
+        return Reads(pick(READ_FROM), pick((3, 0, 20)))
     if kind is Causal:
         return Causal()
     if kind is SlidingWindow:

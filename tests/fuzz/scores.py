@@ -4,11 +4,15 @@
 """
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 import pallas_fa2 as fa
+from tests.fuzz import masks
+from tests.fuzz.masks import of_queries
 from tests.fuzz.shapes import Pick, Shape
 
 
@@ -18,11 +22,35 @@ class Score:
     def data(self, shape: Shape, rng: np.random.Generator) -> dict:
         return {}
 
+    def cut(self, data: dict, start: int, end: int) -> dict:
+        """The data where queries are the tokens from `start` to `end` alone, and keys are all."""
+        cuts = {
+            "q": lambda x: x[..., start:end],
+            "pairs": lambda x: of_queries(x, start, end),
+        }
+        return {n: cuts.get(self.kinds[n], lambda x: x)(x) for n, x in data.items()}
+
     def ours(self, data: dict) -> Any:
         raise NotImplementedError
 
     def dense(self, s: Any, i: Any, j: Any, data: dict) -> tuple[Any, Any, dict]:
         raise NotImplementedError
+
+
+def learned_cap(s: Any, q: Any, k: Any, c: Any) -> Any:
+    return c.cap * jnp.tanh(s / c.cap)
+
+
+def tempered(s: Any, q: Any, k: Any, c: Any) -> Any:
+    return (s + c.shift) / (q.heat * k.gain)
+
+
+def half_if(near: Any, s: Any, q: Any, k: Any) -> Any:
+    return jnp.where(near(q, k), s * 0.5, s)
+
+
+def halved_after(s: Any, q: Any, k: Any) -> Any:
+    return jnp.where(k.index > q.index, s * 0.5, s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +73,7 @@ class LearnedCap(Score):
         return {"cap": np.float32(1 + rng.random())}
 
     def ours(self, data: dict) -> Any:
-        import jax.numpy as jnp
-
-        return fa.score_fn(lambda s, q, k, c: c.cap * jnp.tanh(s / c.cap))(params=data)
+        return fa.score_fn(learned_cap)(params=data)
 
     def dense(self, s: Any, i: Any, j: Any, data: dict) -> tuple[Any, Any, dict]:
         cap = data["cap"]
@@ -101,8 +127,7 @@ class Temper(Score):
         }
 
     def ours(self, data: dict) -> Any:
-        tempered = fa.score_fn(lambda s, q, k, c: (s + c.shift) / (q.heat * k.gain))
-        return tempered(
+        return fa.score_fn(tempered)(
             q_tokens={"heat": data["heat"]},
             k_tokens={"gain": data["gain"]},
             params={"shift": data["shift"]},
@@ -119,23 +144,42 @@ class Relative(Score):
     """Later keys count by half: reads positions alone."""
 
     def ours(self, data: dict) -> Any:
-        import jax.numpy as jnp
-
-        return fa.score_fn(lambda s, q, k: jnp.where(k.index > q.index, s * 0.5, s))
+        return fa.score_fn(halved_after)
 
     def dense(self, s: Any, i: Any, j: Any, data: dict) -> tuple[Any, Any, dict]:
         factor = np.where(j > i, 0.5, 1.0).astype(s.dtype)
         return s * factor, factor, {}
 
 
+@dataclasses.dataclass(frozen=True)
+class Reads(Score):
+    """A user's function that has been called before what it reads was changed: later keys count less."""
+
+    where: str = "global"
+    limit: int = 3
+
+    def ours(self, data: dict) -> Any:
+        def before(near: Any) -> None:
+            masks.DESCRIBE.get()(score=functools.partial(half_if, near))
+
+        return functools.partial(half_if, masks.changed(self.where, self.limit, before))
+
+    def dense(self, s: Any, i: Any, j: Any, data: dict) -> tuple[Any, Any, dict]:
+        factor = np.where(abs(i - j) <= self.limit, 0.5, 1.0).astype(s.dtype)
+        return s * factor, factor, {}
+
+
 def draw(pick: Pick) -> tuple[Score, ...]:
     def one() -> Score:
-        kind = pick((SoftCap, LearnedCap, Alibi, Bias, Temper, Relative))
+        kind = pick((SoftCap, LearnedCap, Alibi, Bias, Temper, Relative, Reads))
         if kind is Alibi:
             return Alibi(pick(("float32", "bfloat16")))
         if kind is Bias:
             axes = pick(("bnts", "ts", "bts", "nts", "ns", "bt", ""))
             return Bias(axes, pick(("float32", "bfloat16")))
+        if kind is Reads:
+            where = tuple(x for x in masks.READ_FROM if x != "default")  # takes c
+            return Reads(pick(where), pick((3, 0, 20)))
         return kind()
 
     return tuple(one() for _ in range(pick((0, 0, 0, 1, 1, 2))))

@@ -1,5 +1,6 @@
 """The sizes of a random call, and where data of each kind lies among its pairs of tokens."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -51,3 +52,14 @@ class Shape(NamedTuple):
         x = over(x, tuple(range(x.ndim - like.ndim)))
         shared = tuple(i for i, n in enumerate(like.shape) if n == 1)
         return over(x, shared).reshape(like.shape)
+
+
+def shown(case: Any) -> str:
+    """A dataclass as the line that makes it again, without what is as by default."""
+    fields = ((f, getattr(case, f.name)) for f in dataclasses.fields(case))
+    given = (f"{f.name}={_literal(x)}" for f, x in fields if repr(x) != repr(f.default))
+    return f"{type(case).__name__}({', '.join(given)})"
+
+
+def _literal(x: Any) -> str:
+    return f"float('{x}')" if isinstance(x, float) and not np.isfinite(x) else repr(x)
