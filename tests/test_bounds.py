@@ -86,6 +86,7 @@ def of_positions(q, k, xp):
     """Masks of positions alone, for scalars and for arrays."""
     i, j = q.index, k.index
     rem = np.fmod if xp is np else lambda x, n: jax.lax.rem(x, jnp.int32(n))
+    clamp = np.clip if xp is np else lambda x, low, high: jax.lax.clamp(low, x, high)
     return {
         "causal window": lambda: (i >= j) & (i - j < 12),
         "two-sided window": lambda: abs(i - j) <= 9,
@@ -108,6 +109,7 @@ def of_positions(q, k, xp):
         "product of signs": lambda: (i - 20) * (j - 20) > 0,
         "minimum and maximum": lambda: xp.minimum(i, 30) >= xp.maximum(j, 10),
         "clip": lambda: xp.clip(i, 10, 20) >= xp.clip(j, 5, 25),
+        "clamp": lambda: clamp(i, 10, 20) >= clamp(j, 5, 25),
         "choice": lambda: xp.where(i < 20, i - j, j - i) >= 0,
         "exclusive or": lambda: (i < 20) ^ (j < 20),
         "sign": lambda: xp.sign(i - j) != 1,
@@ -156,7 +158,7 @@ def test_no_visible_pair_is_skipped_and_no_hidden_one_unmasked(name):
     "name, share",
     [("causal window", 1), ("sink and window", 1), ("documents, causal", 1),
      ("chunked and causal", 1), ("two-sided window", 1), ("neighbourhood", 1.3), ("prefix", 1),
-     ("clip", 1), ("halves of chunks", 1)],
+     ("clip", 1), ("clamp", 1), ("halves of chunks", 1)],
 )  # fmt: skip
 def test_common_masks_compute_few_tiles_more_than_they_must(name, share):
     sizes = EVEN

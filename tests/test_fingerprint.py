@@ -158,8 +158,13 @@ def by_name_as_text():
     return fn, lambda n: setattr(config, "reach", n)
 
 
+class Bare:
+    """Nothing of it but the function within names what it has."""
+
+
 def by_function_within():
-    config = Config()
+    config = Bare()
+    config.reach = 3
 
     def fn(q, k):
         def is_near(distance):

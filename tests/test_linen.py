@@ -450,6 +450,7 @@ def test_no_square_buffer():
     "mask",
     [
         lambda: fa.Causal() | fa.Prefix(4),
+        lambda: fa.Causal() | fa.Prefix(9),  # of which the cache has 6
         lambda: fa.mask_fn(lambda q, k: (q.index >= k.index) | (k.index < 3)),
         lambda: fa.Prefix(6) & fa.Window(4, 1),
     ],
