@@ -94,4 +94,4 @@ def test_ctas_claim_tiles_side_by_side(
     claims = mock.patch.object(Schedule, "claims", True)
     with planned_for_h200(cores=ctas), all_at_once(kernel), claims, whole_heads(whole):
         got = interpreter.run(run("hopper"), *args)
-    assert_as_dense(got, run("reference"), args)
+    assert_as_dense(got, run("reference"), args, run=interpreter.run)

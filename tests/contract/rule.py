@@ -43,18 +43,27 @@ def assert_within_rule(
     )
 
 
-def assert_as_dense(got: Any, dense: Callable, args: Any, factor: float = 3) -> None:
+def _compiled(fn: Callable, *args: Any) -> Any:
+    return jax.jit(fn)(*args)
+
+
+def assert_as_dense(
+    got: Any, dense: Callable, args: Any, run: Callable = _compiled, factor: float = 3
+) -> None:
     """Results and gradients, of any tree, against those of dense attention: of float32 the truth, in the inputs'
-    dtype the error that is allowed, times `factor`."""
+    dtype the error that is allowed, times `factor`. Sums in float32 have the errors of the inputs' dtype."""
 
     def wide(x: Any) -> Any:
         x = jnp.asarray(x)
         return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    run = jax.jit(dense)
-    truth, unfused = run(*jax.tree.map(wide, args)), run(*args)
+    truth, unfused = run(dense, *jax.tree.map(wide, args)), run(dense, *args)
+    floats = (x.dtype for x in jax.tree.leaves(args) if jnp.issubdtype(x.dtype, jnp.floating))
+    rounded = min(floats, key=lambda dtype: dtype.itemsize)
     leaves = map(jax.tree.leaves, (unfused, truth))
     for (path, x), *others in zip(jax.tree.leaves_with_path(got), *leaves, strict=True):
-        y, z = (np.asarray(other, np.float64) for other in others)
-        assert x.shape == y.shape and x.dtype == others[0].dtype
-        assert_within_rule(jax.tree_util.keystr(path), "the call", x, y, z, factor)
+        y, z = others
+        assert x.shape == y.shape and x.dtype == y.dtype
+        x, y = (jnp.asarray(found).astype(rounded) for found in (x, y))
+        name, expected = jax.tree_util.keystr(path), np.asarray(z, np.float64)
+        assert_within_rule(name, "the call", x, y, expected, factor)
