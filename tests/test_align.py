@@ -12,6 +12,7 @@ import pytest
 import pallas_fa2 as fa
 from tests.support import interpreter
 from tests.support.hopper import planned_for_h200
+from tests.support.tiers import slow
 
 B, N, K, H = 2, 4, 2, 8
 KEY = jax.random.key(0)
@@ -40,8 +41,8 @@ def value_and_gradients(q, k, v, dout, **options):
     return out, lse, *pull((dout, jnp.zeros_like(lse)))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
-@pytest.mark.parametrize("sizes", [(5, 17), (17, 5), (1, 9), (6, 6)], ids=str)
+@pytest.mark.parametrize("implementation", [slow("reference"), "blockwise"])
+@pytest.mark.parametrize("sizes", [(5, 17), (17, 5), slow((1, 9)), slow((6, 6))], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_end_is_where_positions_say(mask, sizes, implementation):
     t, s = sizes

@@ -19,6 +19,7 @@ from pallas_fa2.kernels import partition
 from pallas_fa2.kernels.partition import Axes, by_device
 from tests.support import compile_gate, interpreter
 from tests.support.hopper import planned_for_h200
+from tests.support.tiers import slow
 
 BATCH, LENGTH, DIM = 4, 8, 16
 
@@ -197,7 +198,7 @@ def test_kernels_of_parts_are_the_kernel_of_all(name: str) -> None:
         assert np.abs(x - y).max() <= 0.02 * np.abs(y).max()
 
 
-@pytest.mark.parametrize("name", ["packed with slopes", "dropout"])
+@pytest.mark.parametrize("name", [slow("packed with slopes"), "dropout"])
 def test_nothing_is_gathered_on_four_gpus(name: str) -> None:
     """Two entries and two heads on each; of slopes that all entries share, two numbers are summed."""
     mesh = mesh_of(compile_gate.h200s(4))

@@ -70,9 +70,11 @@ class Programs:
 
 
 def evaluate(fn: Callable, *args: Any) -> Any:
-    """`fn(*args)` of NumPy arrays, where nothing needs a rule."""
+    """`fn(*args)` by NumPy, where nothing needs a rule."""
     jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-    found = Programs({}).of(jaxpr)(None, jax.tree.leaves(args))
+    leaves = zip(jax.tree.leaves(args), jaxpr.in_avals, strict=True)
+    with np.errstate(all="ignore"):
+        found = Programs({}).of(jaxpr)(None, [to_numpy(x, aval.dtype) for x, aval in leaves])
     return jax.tree.unflatten(jax.tree.structure(out), found)
 
 
