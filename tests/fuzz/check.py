@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import functools
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
@@ -255,6 +256,7 @@ def check(case: Case, *names: str | None, draws: int = 1) -> Checked:
     cases = [dataclasses.replace(case, seed=seed) for seed in seeds]
     shares = []
     with (
+        warnings.catch_warnings(action="ignore", category=fa.FallbackWarning),
         mock.patch.object(plan, "block_sizes", lambda spec: case.blocks),
         mock.patch.object(api, "make_plan", planned),
         jax.enable_x64(case.dtype == "float64"),
