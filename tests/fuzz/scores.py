@@ -162,7 +162,9 @@ class Reads(Score):
         def before(near: Any) -> None:
             masks.DESCRIBE.get()(score=functools.partial(half_if, near))
 
-        return functools.partial(half_if, masks.changed(self.where, self.limit, before))
+        return fa.score_fn(
+            functools.partial(half_if, masks.changed(self.where, self.limit, before))
+        )
 
     def dense(self, s: Any, i: Any, j: Any, data: dict) -> tuple[Any, Any, dict]:
         factor = np.where(abs(i - j) <= self.limit, 0.5, 1.0).astype(s.dtype)

@@ -21,9 +21,14 @@ class Shape(NamedTuple):
         return math.prod(self.batch), self.q_heads, self.q_len, self.kv_len
 
     def of_pairs(self, axes: str) -> tuple[int, ...]:
-        """`[*B, N, T, S]` with axes of size 1, and without a batch where `axes` has no b."""
+        """`[*B, N, T, S]` with axes of size 1, and without a batch where `axes` has no b, unless it is needed to
+        tell heads from batch entries."""
         sizes = zip("nts", (self.q_heads, self.q_len, self.kv_len), strict=True)
-        return (*(self.batch if "b" in axes else ()), *(n if a in axes else 1 for a, n in sizes))
+        either = (1,) if "n" in axes and self.batch == (self.q_heads,) else ()
+        return (
+            *(self.batch if "b" in axes else either),
+            *(n if a in axes else 1 for a, n in sizes),
+        )
 
     def spread(self, kind: str, x: Any) -> np.ndarray:
         """Data of one kind as `[B | 1, N | 1, T | 1, S | 1]`."""
