@@ -315,7 +315,7 @@ def test_answers_take_no_more_memory_than_queries():
     [
         (GRID, 64),
         slow(GRID, 128),
-        (GRID, 256),
+        slow(GRID, 256),
         slow(ONE_ENTRY, 128),
         (UNSEEN, 128),
         slow(DENSE, 64),

@@ -26,7 +26,7 @@ BOTH = implementations(gpu=False)
 
 
 @pytest.mark.timeout(900)  # a failure is shrunk
-@pytest.mark.parametrize("part", slow_but(lambda part: part < 2, range(PARTS)))
+@pytest.mark.parametrize("part", slow_but(lambda part: part == 0, range(PARTS)))
 def test_random_calls(part: int) -> None:
     for n in range(part * PROGRAMS, (part + 1) * PROGRAMS):
         try:

@@ -15,7 +15,6 @@ from tests.contract.rule import assert_within_rule
 from tests.support import compile_gate, interpreter
 from tests.support.hopper import planned_for_h200
 from tests.support.masks import causal_end
-from tests.support.tiers import slow
 
 B, T, S, N = 2, 200, 300, 2
 
@@ -101,7 +100,8 @@ def test_ranges_on_a_gpu(name: str, head_dim: int) -> None:
     check(mask, jax.jit(lambda *x: attend(mask, "hopper", *x))(*args), args)
 
 
-@pytest.mark.parametrize("head_dim", [slow(64), 128])
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_no_column_is_compared(head_dim: int) -> None:
     """Predicates are made of seven bits at a time; another mask takes 64 comparisons and more a block."""
 
