@@ -26,6 +26,7 @@ from tests.fuzz.masks import And, Causal, Dense, Lengths
 from tests.fuzz.scores import Bias, SoftCap
 from tests.support import compile_gate
 from tests.support.hopper import planned_for_h200
+from tests.support.tiers import slow, slow_but
 
 B, T, N, K, H = 4, 20, 4, 2, 8
 
@@ -156,7 +157,7 @@ def put(mesh: jax.sharding.Mesh, specs: Any, args: Any = ARGUMENTS) -> list:
     return [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("implementation", [slow("reference"), "blockwise"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_shard_map_over_batch_and_heads(kind: AxisType, implementation: str) -> None:
     """Inside each device has a call of its own; slopes are shared by the batch, and their
@@ -194,7 +195,7 @@ CALLS: dict[str, Callable] = {
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", slow_but(("packed", "alibi").__contains__, CALLS))
 def test_hopper_is_traced_in_shard_map(
     name: str, kind: AxisType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +248,7 @@ def test_batch_entries_over_all_gpus(how: str) -> None:
         assert np.abs(x - z).max() <= 0.03 * np.abs(z).max()
 
 
-@pytest.mark.parametrize("set_it", [True, False], ids=["set", "of the arrays"])
+@pytest.mark.parametrize("set_it", [True, slow(False)], ids=["set", "of the arrays"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_a_mesh_of_eight_devices(kind: AxisType, set_it: bool) -> None:
     """Gradients lie as their arguments do; values and mask data are sharded with the batch."""
@@ -260,7 +261,7 @@ def test_a_mesh_of_eight_devices(kind: AxisType, set_it: bool) -> None:
     assert_same(jax.device_get(got), jax.device_get(gradients("reference")(*ARGUMENTS)))
 
 
-@pytest.mark.parametrize("by_heads", [True, False])
+@pytest.mark.parametrize("by_heads", [True, slow(False)])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sinks_on_a_mesh(kind: AxisType, by_heads: bool) -> None:
     def total(q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
@@ -277,7 +278,7 @@ def test_sinks_on_a_mesh(kind: AxisType, by_heads: bool) -> None:
     assert_same(jax.device_get(got), jax.device_get(step(*args)))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("implementation", [slow("reference"), "blockwise"])
 def test_export_and_back(implementation: str) -> None:
     step = jax.jit(gradients(implementation))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ARGUMENTS]
@@ -372,7 +373,7 @@ def test_int64_data_under_x64() -> None:
     assert_same(out, fa.flash_attention(Q, KEY, V, mask=fa.Causal()))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("implementation", [slow("reference"), "blockwise"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 def test_shard_map_over_some_axes_of_a_mesh(
