@@ -521,12 +521,19 @@ def explain(
         said = chosen.said_of(spec, plan.forward, plan.backward, operands)
         found.extend((spec, plan, tiles, table, said))
 
-    names = "mask", "score", "sinks", "dropout_rng", "q_positions", "kv_positions"
+    names = "mask", "score", "scale", "sinks", "dropout_rng", "q_positions", "kv_positions"
     data = {name: options.pop(name) for name in names if name in options}
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(data)):
-        jax.eval_shape(lambda data: classify(**data, **options), data)
+    leaves, tree = jax.tree.flatten(data)
+    shapes = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
+
+    def classify_with(traced: dict) -> None:
+        arrays = [traced.get(i, x) for i, x in enumerate(leaves)]
+        classify(**jax.tree.unflatten(tree, arrays), **options)
+
+    if shapes:
+        jax.eval_shape(classify_with, shapes)
     else:
-        classify(**data, **options)
+        classify_with({})
     spec, plan, tiles, table, said = found
     backward = said.backward
     if plan.of_data is not None:

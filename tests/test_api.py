@@ -365,6 +365,8 @@ def test_explain_takes_shapes_of_the_data_too():
     found = fa.explain(*shapes(64), mask=fa.Lengths(kv=lengths), score=fa.bias(bias))
     assert found.share is None
     assert fa.explain(*shapes(64), score=fa.bias(bias)).share == 1
+    by_hand = fa.explain(*shapes(64), mask=lambda q, k: q.index >= k.index, score=fa.bias(bias))
+    assert by_hand.share is not None  # a function is no array
     key = jax.eval_shape(lambda: jax.random.key(0))
     places = jax.ShapeDtypeStruct((2, 64), jnp.int32)
     options = {"q_positions": places, "kv_positions": places, "dropout_rng": key}

@@ -417,3 +417,12 @@ def test_gradients_of_score_data_are_summed_in_one_order_where_that_is_asked_for
     assert (name, config) == ("blockwise", block_sizes(spec(**call)))
     assert (any_order.backward.ordered, one_order.backward.ordered) == (False, True)
     assert any_order.forward == one_order.forward
+
+
+def test_a_traced_scale_is_the_kernels_too():
+    """As a score function; one that is known is part of the kernel."""
+    x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    traced = fa.explain(x, x, x, scale=jax.ShapeDtypeStruct((), jnp.float32), device=H200)
+    assert traced.implementation == "hopper" and len(traced.spec.scores) == 1
+    known = fa.explain(x, x, x, scale=jnp.float32(0.5), device=H200)
+    assert known.spec.scores == () and known.spec.scale == 0.5

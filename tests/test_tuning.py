@@ -53,6 +53,32 @@ def test_the_order_of_gradients_makes_no_other_call(measured):
     assert planned(x, scale=0.5) == default
 
 
+OPTIONS = {
+    "is_causal": True,
+    "score": fa.soft_cap(3.0),
+    "scale": 0.3,
+    "sinks": jnp.zeros(4),
+    "dropout_rate": 0.1,
+    "dropout_rng": jax.random.key(0),
+    "align": "end",
+    "q_positions": jnp.arange(256) + 1,
+    "kv_positions": jnp.arange(256),
+    "deterministic_gradients": True,
+    "implementation": "fused",
+    "mask": fa.Window(5),
+}
+
+
+def test_it_takes_every_argument_of_the_call(measured):
+    assert set(OPTIONS) == set(fa.Options.__annotations__)
+    x, *_ = inputs(64)
+    for left_out in ("align", "q_positions"):  # not both at once
+        options = {name: value for name, value in OPTIONS.items() if name != left_out}
+        found = fa.autotune(x, x, x, return_lse=True, **options)
+        described = {n: y for n, y in options.items() if n not in ("sinks", "implementation")}
+        assert planned(x, **described) == found.best
+
+
 def test_the_table_says_what_was_measured(measured):
     text = str(fa.autotune(*inputs(64), mask=fa.Causal()))
     assert "NVIDIA H200" in text and "bfloat16" in text
