@@ -17,6 +17,7 @@ import pallas_fa2 as fa
 from benchmarks import jobs, kernels, measure, record, rivals, run
 from benchmarks.rivals import Implementation
 from benchmarks.shapes import SHAPES, SHORT, SWEEP, Shape
+from tests.support.tiers import slow
 
 TINY = Shape(2, 24, 24, 4, 2, 16, True)
 PREFILL = Shape(1, 8, 24, 2, 1, 16, True)
@@ -360,6 +361,7 @@ def hold_the_turn(name):
         return os.getpid(), begun, time.monotonic()
 
 
+@pytest.mark.slow
 def test_processes_take_turns():
     found = dict(jobs.each(hold_the_turn, ["a", "b", "c"], 2))
     assert set(found) == {"a", "b", "c"}
@@ -373,12 +375,13 @@ def fail(name):
     raise RuntimeError(name)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, slow(2)])
 def test_a_failure_in_a_process_ends_the_run(processes):
     with pytest.raises(RuntimeError, match="a"):
         list(jobs.each(fail, ["a"], processes))
 
 
+@pytest.mark.slow
 def test_no_process_begins_after_the_end():
     assert list(jobs.each(fail, ["a", "b"], 2, time.monotonic())) == []
 
