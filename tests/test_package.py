@@ -9,10 +9,8 @@ import zipfile
 
 import jax.numpy as jnp
 import pytest
-from hatchling import build
 
 import pallas_fa2 as fa
-from tools.description import description
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -20,6 +18,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The wheel's files, its metadata, and the files of the source distribution."""
+    from hatchling import build  # a machine that only runs the tests of a GPU need not have it
+
     directory = tmp_path_factory.mktemp("dist")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -61,6 +61,8 @@ def test_the_description_links_to_nothing_beside_it(built):
 
 
 def test_links_are_those_of_the_source_if_it_has_an_address():
+    from tools.description import description
+
     readme = "![Speed](docs/a.svg)\n\n[page](docs/b.md#c) and [issue](https://b.example/1)\n"
     assert description(readme, "https://a.example/x") == (
         "![Speed](https://a.example/x/raw/HEAD/docs/a.svg)\n\n"
