@@ -141,10 +141,11 @@ def test_the_signature_begins_as_that_of_jax_nn():
     assert list(ours)[: len(theirs)] == list(theirs)
 
 
-def test_a_query_that_sees_no_key_gets_nothing():
-    """There it gets the mean of the values."""
+def test_a_query_that_sees_no_key_gets_nothing_and_in_jax_nn_the_mean():
     mask = seen(T, S)
     mask[3] = False
+    mean = np.repeat(QKV[2].mean(1), N // K, 1)
+    np.testing.assert_allclose(judge(*QKV, mask=mask)[:, 3], mean, rtol=1e-5, atol=3e-6)
 
     def attend(qkv):
         return fa.dot_product_attention(*qkv, mask=mask, return_residual=True)
@@ -160,7 +161,7 @@ def test_queries_beyond_their_length_get_nothing():
     assert np.all(out[1, 5:] == 0) and np.all(residual[1, 5:] == -np.inf)
 
 
-def test_the_residual_is_differentiable():
+def test_the_residual_is_differentiable_unlike_that_of_jax_nn():
     def ours(query):
         return jnp.sum(fa.dot_product_attention(query, *QKV[1:], return_residual=True)[1])
 
@@ -169,7 +170,11 @@ def test_the_residual_is_differentiable():
         s = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest") / math.sqrt(H)
         return jnp.sum(jax.nn.logsumexp(s, -1))
 
+    def theirs(query):
+        return jnp.sum(judge(query, *QKV[1:], return_residual=True)[1])
+
     close(jax.grad(ours)(QKV[0]), jax.grad(dense)(QKV[0]))
+    assert np.all(jax.grad(theirs)(QKV[0]) == 0)
 
 
 def test_our_options_join_those_of_jax_nn():

@@ -278,6 +278,46 @@ def test_what_flash_attention_cannot_do_is_an_error():
         init(MultiHeadAttention(num_heads=4, implementation="cudnn"), X)
 
 
+def test_a_query_that_sees_no_key_gets_nothing_and_in_flax_the_mean():
+    q, k, v = jax.random.normal(KEY, (3, 2, 7, 4, 8))
+    mask = np.ones((1, 1, 7, 7), bool)
+    mask[..., 3, :] = False
+    mean = nn.dot_product_attention(q, k, v, mask=mask)[:, 3]
+    np.testing.assert_allclose(mean, v.mean(1), rtol=1e-5, atol=3e-6)
+    assert np.all(attention_fn(q, k, v, mask=mask)[:, 3] == 0)
+
+
+def test_each_batch_entry_and_head_drops_its_own_where_flax_shares_the_bits():
+    x = jnp.ones((2, 5, 3, 8))
+
+    def kept(attention, **options):
+        return attention(x, x, x, dropout_rate=0.5, dropout_rng=KEY, **options)[..., 0]
+
+    shared = kept(nn.dot_product_attention)
+    chex.assert_trees_all_equal(shared, jnp.broadcast_to(shared[:1, :, :1], shared.shape))
+    ours = kept(attention_fn)
+    rows = np.moveaxis(np.asarray(ours), 1, -1).reshape(6, 5)
+    assert len(np.unique(rows, axis=0)) == 6
+    for idle in (
+        {"broadcast_dropout": False},
+        {"precision": "default"},
+        {"force_fp32_for_softmax": True},
+    ):
+        chex.assert_trees_all_equal(kept(attention_fn, **idle), ours)
+
+
+def test_complex_numbers_and_arguments_that_flax_deprecates_are_refused():
+    q = jnp.ones((2, 7, 4, 8), jnp.complex64)
+    assert nn.dot_product_attention(q, q, q).dtype == jnp.complex64
+    with pytest.raises(TypeError, match=r"query's dtype must be one of .* but it is complex64"):
+        attention_fn(q, q, q)
+    layer = MultiHeadAttention(num_heads=4)
+    with pytest.raises(TypeError, match="inputs_kv"):
+        layer.init(KEY, X, inputs_kv=X)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="positional"):
+        layer.init(KEY, X, X, X, CAUSAL)  # pyright: ignore[reportCallIssue]
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_grouped_heads_are_stock_with_repeated_keys(kv_heads):
     ours = MultiHeadAttention(num_heads=4, num_kv_heads=kv_heads, causal=True, normalize_qk=True)

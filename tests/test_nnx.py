@@ -142,6 +142,28 @@ def test_sow_weights_is_an_error():
             layer(X, sow_weights=True)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "options", "theirs", "ours"),
+    [
+        ([(2, 5, 4, 8), (5, 4, 8), (5, 4, 8)], {}, "same rank", "query's batch axes"),
+        ([(2, 5, 4, 8), (3, 5, 4, 8), (3, 5, 4, 8)], {}, "batch dims", "query's batch axes"),
+        ([(2, 5, 4, 8), (2, 5, 4, 8), (2, 6, 4, 8)], {}, "lengths must match", "one length S"),
+        ([(2, 5, 4, 8), (2, 5, 4, 7), (2, 5, 4, 8)], {}, "depths must match", "one head dim H"),
+        ([(2, 5, 4, 8)] * 3, {"dropout_rate": 1.0}, "range", r"Python number in \[0, 1\)"),
+        ([(2, 5, 4, 8)] * 3, {"dropout_rate": float("nan")}, "range", "it is nan"),
+        ([(2, 5, 4, 8)] * 3, {"dropout_rate": 0.5}, "is required", "dropout_rng must be given"),
+    ],
+)  # fmt: skip
+def test_errors_are_those_of_flax_in_other_words(shapes, options, theirs, ours):
+    qkv = [jnp.ones(shape) for shape in shapes]
+    options = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)} | options
+    if "required" in theirs:
+        options["dropout_rng"] = None
+    for attention, message in ((nnx.dot_product_attention, theirs), (attention_fn, ours)):
+        with pytest.raises(ValueError, match=message):
+            attention(*qkv, **options)
+
+
 def decoded(layer, x, **options):
     layer.init_cache(x.shape)
     step = nnx.jit(lambda layer, x: layer(x, **options))
