@@ -143,6 +143,22 @@ def test_second_derivatives() -> None:
         assert np.any(got)
 
 
+def test_the_hopper_kernels_have_first_derivatives_by_reverse_mode_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(api, "device_of", lambda x: H200)
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+
+    def fn(q: Any) -> Any:
+        return jnp.sum(fa.flash_attention(q, q, q, implementation="hopper").astype(jnp.float32))
+
+    assert jax.eval_shape(jax.grad(fn), x).shape == x.shape
+    with pytest.raises(NotImplementedError, match="again; ask for implementation='blockwise'"):
+        jax.eval_shape(jax.grad(lambda q: jnp.sum(jax.grad(fn)(q).astype(jnp.float32))), x)
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jit(lambda q: jax.jvp(fn, (q,), (q,))).trace(x).lower(lowering_platforms=("cuda",))
+
+
 def eight_devices(kind: AxisType) -> jax.sharding.Mesh:
     """Batch entries over four devices, heads over two."""
     return jax.make_mesh((4, 2), ("b", "h"), (kind,) * 2, devices=jax.devices()[:8])
@@ -182,6 +198,22 @@ def test_gradients_through_shard_map(kind: AxisType) -> None:
     with jax.set_mesh(mesh):
         got = jax.jit(jax.grad(total, (0, 1, 2, 4)))(*put(mesh, SPECS))
     assert_same(jax.device_get(got), jax.device_get(gradients("reference")(*ARGUMENTS)))
+
+
+def test_each_device_of_a_shard_map_numbers_its_heads_for_dropout_from_0() -> None:
+    """And its batch entries: two devices with the same numbers drop the same."""
+    mesh = jax.make_mesh((2,), ("h",), (AxisType.Auto,), devices=jax.devices()[:2])
+    same = jnp.concatenate([Q[:, :, :2]] * 2, 2)
+
+    def drop(x: jax.Array) -> jax.Array:
+        return fa.flash_attention(x, x, x, dropout_rate=0.5, dropout_rng=jax.random.key(0))
+
+    spec = P(None, None, "h")
+    got = jax.device_get(
+        jax.jit(jax.shard_map(drop, mesh=mesh, in_specs=spec, out_specs=spec))(same)
+    )
+    np.testing.assert_array_equal(got[:, :, :2], got[:, :, 2:])
+    assert np.any(jax.device_get(jax.jit(drop)(same))[:, :, 2:] != got[:, :, 2:])
 
 
 CALLS: dict[str, Callable] = {
