@@ -186,7 +186,7 @@ def test_dq_is_the_same_in_every_run(name: str, head_dim: int) -> None:
         slow((64, 64), 512, fa.Causal()),
         slow((64, 64), 197, None),
         slow((72, 72), 196, None),
-        ((128, 128), 512, fa.Causal()),
+        slow((128, 128), 512, fa.Causal()),
         slow((128, 128), 256, None),
         slow((128, 128), 197, None),
         slow((104, 128), 128, None),

@@ -16,6 +16,7 @@ from benchmarks import measure, plot, record, report, rivals, run
 from benchmarks.rivals import Implementation
 from benchmarks.shapes import MASKS, SHAPES, SWEEP, Shape
 from tests.support.hopper import planned_for_h200
+from tests.support.tiers import slow_but
 from tests.test_benchmarks import result, row_of
 from tests.test_benchmarks_report import of
 
@@ -146,7 +147,7 @@ def cpu(monkeypatch):
         yield {name: rivals.IMPLEMENTATIONS[name] for name in (*report.OURS, "xla")}
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", slow_but(lambda name: name == "window", EACH))
 def test_all_compute_the_same(cpu, name):
     """Ours ready-made, as a function, as segments and as an array, and XLA's, within the rule; nothing else is refused."""
     found = measure.measure(EACH[name], cpu, 1)

@@ -12,6 +12,7 @@ from examples.masks_and_scores import MASKS, SCORES
 from pallas_fa2 import plan
 from pallas_fa2.spec import describe
 from tests.support.hopper import H200
+from tests.support.tiers import slow_but
 from tests.support.tiles import N, assert_sound, exact, table
 
 TINY = char_gpt.Config(2, 32, 4, 2, length=48, batch=8, steps=50, rate=1e-2)
@@ -37,6 +38,7 @@ def runs(tmp_path_factory):
     return results, out
 
 
+@pytest.mark.slow
 def test_flax_and_ours_train_alike(runs):
     results, _ = runs
     (flax, flax_held_out), (ours, our_held_out) = results["flax"], results["pallas_fa2"]
@@ -114,7 +116,7 @@ def qkv(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", slow_but(lambda name: name == next(iter(SCORES)), SCORES))
 def test_values_and_gradients_of_the_scores_of_the_gallery(name, qkv):
     q, k, v = qkv
 

@@ -97,6 +97,7 @@ def test_kernels_have_arrays_of_their_own(dims: Any, make: Any) -> None:
     assert not is_sliced_by_xla(dims, make)
 
 
+@pytest.mark.slow
 def test_kernels_in_slices_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.clear_caches()
     with monkeypatch.context() as patched:

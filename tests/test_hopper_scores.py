@@ -224,10 +224,10 @@ def check(
     "name, t, s, head_dim",
     [
         slow("learned_cap_causal_end", 150, 75, 64),
-        ("learned_cap_documents", 75, 75, 128),
+        slow("learned_cap_documents", 75, 75, 128),
         ("infinite_in_the_padding", 70, 101, 256),
         ("biased_and_capped_holes", 70, 139, 64),
-        ("biased_causal_end", 70, 75, 128),
+        slow("biased_causal_end", 70, 75, 128),
         ("biased_in_16_bits", 70, 75, 64),
         slow("dropped_capped_causal_end", 70, 75, 128),
         ("dropped_at_places", 70, 75, 64),

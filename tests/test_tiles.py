@@ -67,7 +67,7 @@ MASKS = {
         ("attention", "packed", 64, (260, 260), 4, 2),
         slow("attention_gradients", "packed", 128, (260, 260), 4, 2),
         ("attention_gradients", "causal", 64, (260, 260), 4, 2),
-        ("attention_gradients", "full", 256, (64, 260), 4, 4),
+        slow("attention_gradients", "full", 256, (64, 260), 4, 4),
         ("whole heads", "packed", 64, (140, 140), 10, 2),
     ],
 )

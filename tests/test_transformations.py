@@ -405,7 +405,7 @@ def test_int64_data_under_x64() -> None:
     assert_same(out, fa.flash_attention(Q, KEY, V, mask=fa.Causal()))
 
 
-@pytest.mark.parametrize("implementation", [slow("reference"), "blockwise"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 def test_shard_map_over_some_axes_of_a_mesh(
