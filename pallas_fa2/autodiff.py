@@ -45,8 +45,8 @@ def attend(
         out, lse, _ = _run_forward(spec, plan, q, k, v, operands)
     else:
         # JAX's error about forward mode under `jit` is raised later and shows this line, with its cure.
-        found = _attend(spec, plan, q, k, v, operands)  # forward mode: implementation="reference"
-        out, lse, _ = cast(Results, found)
+        results = _attend(spec, plan, q, k, v, operands)  # forward mode: implementation="reference"
+        out, lse, _ = cast(Results, results)
     return out.astype(spec.dtype), lse
 
 
@@ -60,8 +60,8 @@ def _run_forward(spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Opera
 
     def run(arrays: tuple, operands: Operands) -> tuple:
         q, k, v = arrays
-        found = implementation.forward(spec, plan.forward, q, k, v, operands)
-        out, lse, sums = (*found, None)[:3]
+        results = implementation.forward(spec, plan.forward, q, k, v, operands)
+        out, lse, sums = (*results, None)[:3]
         # a kernel does not say that its results vary over a mesh
         return _mapped_alike(*alike((out, lse, sums), q)), ()
 
@@ -69,7 +69,9 @@ def _run_forward(spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Opera
     rows = PartitionSpec(*batch, heads, length)
     specs = (PartitionSpec(*batch, length, heads, None), rows, rows), ()
     run = _with_any_mesh(spec, q, run, specs)
-    if implementation.backward is None and jax.typeof(q).sharding.mesh.manual_axes:
+    mesh = jax.typeof(q).sharding.mesh
+    if implementation.backward is None and mesh.explicit_axes and mesh.manual_axes:
+        # What JAX would keep for its own backward are residuals of the partitioner's, as `_with_any_mesh` says.
         run = jax.checkpoint(run)
     return run((q, k, v), operands)[0]
 
@@ -84,8 +86,8 @@ def _with_any_mesh(spec: Spec, q: Any, fn: Callable, specs: Any) -> Callable:
 
     def merged(arrays: Any, operands: Operands) -> tuple:
         arrays = jax.tree.map(lambda x: x.reshape(spec.batch, *x.shape[len(batch) :]), arrays)
-        found, rest = fn(arrays, operands)
-        return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), found), rest
+        results, rest = fn(arrays, operands)
+        return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), results), rest
 
     if not mesh.explicit_axes:
         return merged
@@ -154,8 +156,8 @@ def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Results) -> 
     def run(arrays: tuple, operands: Operands) -> tuple:
         *kept, sums = arrays
         exact = {} if sums is None else {"sums": sums}
-        found = backward(spec, config, *kept, operands, wanted, **exact)
-        *gradients, dscores = alike(found, kept[0])
+        results = backward(spec, config, *kept, operands, wanted, **exact)
+        *gradients, dscores = alike(results, kept[0])
         return tuple(gradients), dscores
 
     arrays = q, k, v, out, lse, dout.astype(q.dtype), dlse, sums

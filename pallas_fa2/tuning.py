@@ -73,12 +73,11 @@ def autotune(
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     device = plan.device_of(query)
     planned = plan.make_plan(spec, device, "hopper")
-    q, k, v = (x.reshape(spec.batch, *x.shape[-3:]) for x in (query, key, value))
 
     def measure(config: hopper_forward.Config) -> float:
         chosen = dataclasses.replace(planned, forward=config)
         run = jax.jit(lambda q, k, v: attend(spec, chosen, q, k, v, operands))
-        return milliseconds(run, (q, k, v), iterations)
+        return milliseconds(run, (query, key, value), iterations)
 
     times = [(config, measure(config)) for config in candidates(spec, device)]
     tuning = Tuning(spec, device, tuple(sorted(times, key=lambda time: time[1])))

@@ -437,3 +437,14 @@ def test_shard_map_over_some_axes_of_a_mesh(
     with jax.set_mesh(mesh):
         got = jax.jit(gradient)(*args)
     assert_same(got, expected)
+
+
+def test_reference_computes_nothing_twice_where_all_axes_are_manual() -> None:
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+
+    def loss(x: Any) -> jax.Array:
+        return jnp.sum(fa.flash_attention(x, x, x, implementation="reference"))[None]
+
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    text = str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(mapped(x))))(jnp.ones((2, 4, 1, 8))))
+    assert "exp" in text and "checkpoint" not in text and "remat" not in text
