@@ -12,6 +12,7 @@ import pytest
 
 from pallas_fa2.kernels import hiding, ptx
 from pallas_fa2.kernels.mosaic import ROWS, TILE
+from tests.support.device_arith import ARITH
 from tests.support.inline import INLINE
 
 THREADS = np.arange(128)
@@ -101,30 +102,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    predicates = {
-        "sge": "greater_equal",
-        "sgt": "greater",
-        "sle": "less_equal",
-        "slt": "less",
-        "eq": "equal",
-    }
-    predicates |= {"ne": "not_equal"}
-    arith = types.SimpleNamespace(
-        addi=np.add,
-        subi=np.subtract,
-        andi=np.bitwise_and,
-        ori=np.bitwise_or,
-        xori=np.bitwise_xor,
-        shli=np.left_shift,
-        shrsi=np.right_shift,
-        maxsi=np.maximum,
-        select=np.where,
-        cmpi=lambda predicate, x, y: predicate(x, y),
-        CmpIPredicate=types.SimpleNamespace(**{n: getattr(np, f) for n, f in predicates.items()}),
-        constant=lambda _, value: value,
-    )
     for module in (hiding, ptx):
-        monkeypatch.setattr(module, "arith", arith)
+        monkeypatch.setattr(module, "arith", ARITH)
         monkeypatch.setattr(module, "i32", word)
     monkeypatch.setattr(hiding, "inline", inline)
     monkeypatch.setattr(hiding, "llvm", types.SimpleNamespace(inline_asm=inline_asm))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_fa2.kernels import pair_tile
+from tests.support.device_arith import ARITH
 
 
 def lie(queries: int, keys: int, size: int) -> np.ndarray:
@@ -64,18 +65,6 @@ def test_every_thread_finds_its_values(kind: str, size: int, thread: types.Simpl
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code for the device, executed here by all threads of a warpgroup together."""
     number = np.arange(128, dtype=np.uint32)
-    operations = types.SimpleNamespace(
-        andi=np.bitwise_and,
-        ori=np.bitwise_or,
-        xori=np.bitwise_xor,
-        addi=np.add,
-        muli=np.multiply,
-        shli=np.left_shift,
-        shrui=np.right_shift,
-        select=np.where,
-        cmpi=lambda _, x, y: x == y,
-        CmpIPredicate=types.SimpleNamespace(eq=None),
-    )
 
     def shuffled(mode: str, word: Any, lane: Any, within: int) -> Any:
         mine = number % 32
@@ -86,7 +75,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
         columns = first[:, None] + np.arange(16)
         return (ref[row[:, None], columns] << np.arange(16)).sum(1).astype(np.uint32)
 
-    monkeypatch.setattr(pair_tile, "arith", operations)
+    monkeypatch.setattr(pair_tile, "arith", ARITH)
     monkeypatch.setattr(pair_tile, "i32", lambda value: np.uint32(value & 0xFFFFFFFF))
     monkeypatch.setattr(pair_tile.ptx, "thread_number", lambda: number)
     monkeypatch.setattr(pair_tile, "_shuffled", shuffled)

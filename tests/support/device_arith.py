@@ -1,0 +1,32 @@
+"""MLIR's `arith` for code that all threads of a warpgroup run together here: values are NumPy arrays of them."""
+
+import types
+
+import numpy as np
+
+_PREDICATES = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "sge": np.greater_equal,
+    "sgt": np.greater,
+    "sle": np.less_equal,
+    "slt": np.less,
+}
+
+# A right shift is that of its operand's dtype, signed or not.
+ARITH = types.SimpleNamespace(
+    addi=np.add,
+    subi=np.subtract,
+    muli=np.multiply,
+    andi=np.bitwise_and,
+    ori=np.bitwise_or,
+    xori=np.bitwise_xor,
+    shli=np.left_shift,
+    shrsi=np.right_shift,
+    shrui=np.right_shift,
+    maxsi=np.maximum,
+    select=np.where,
+    cmpi=lambda predicate, x, y: predicate(x, y),
+    CmpIPredicate=types.SimpleNamespace(**_PREDICATES),
+    constant=lambda _, value: value,
+)
