@@ -4,15 +4,14 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 from pallas_fa2.api import (
-    Explanation,
     FallbackWarning,
     Implementation,
     Options,
     Scores,
     dot_product_attention,
-    explain,
     flash_attention,
 )
+from pallas_fa2.explanation import Explanation, explain
 from pallas_fa2.masks import (
     Causal,
     Chunked,

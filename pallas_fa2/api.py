@@ -1,8 +1,5 @@
 """The public functions: canonical form, then plan, then kernel."""
 
-import dataclasses
-import inspect
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -14,11 +11,10 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from pallas_fa2 import bounds
 from pallas_fa2.autodiff import attend
-from pallas_fa2.kernels import FUSED, REGISTRY
+from pallas_fa2.kernels import FUSED
 from pallas_fa2.masks import Lengths, Mask, Window, as_mask
-from pallas_fa2.plan import Plan, block_sizes, device_of, make_plan
+from pallas_fa2.plan import Plan, device_of, make_plan
 from pallas_fa2.scores import Score, as_scores
 from pallas_fa2.scores import bias as add_bias
 from pallas_fa2.spec import Device, Spec, as_sinks, check_arrays, describe
@@ -28,10 +24,9 @@ Implementation = Literal["reference", "blockwise", "hopper", "fused"]
 Scores = Score | Callable | tuple[Score | Callable, ...]
 
 
-class Options(TypedDict, total=False):
-    """The options of `flash_attention` but `return_lse`, for annotations: `**options: Unpack[Options]`."""
+class _SharedOptions(TypedDict, total=False):
+    """What both functions take by keyword, and mean alike."""
 
-    mask: Mask | Callable | Bool[Array, "..."] | None
     is_causal: bool
     score: Scores | None
     scale: float | Float[Array, ""] | None
@@ -42,6 +37,12 @@ class Options(TypedDict, total=False):
     q_positions: Int[Array, "*B T"] | None
     kv_positions: Int[Array, "*B S"] | None
     deterministic_gradients: bool
+
+
+class Options(_SharedOptions, total=False):
+    """The options of `flash_attention` but `return_lse`, for annotations: `**options: Unpack[Options]`."""
+
+    mask: Mask | Callable | Bool[Array, "..."] | None
     implementation: Implementation | None
 
 
@@ -138,8 +139,9 @@ def flash_attention(
 
     FlashAttention-2 (arXiv:2307.08691), Algorithms 1 and 2. Differentiable in query, key, value, sinks
     and the floating-point data of the score functions, in reverse mode; for `jax.jvp`, `jax.jacfwd`
-    and `jax.hessian` ask for `implementation="reference"` (the others raise a TypeError). Under `jax.checkpoint` the policy
-    `save_only_these_names("attention_out", "attention_lse")` keeps the forward from running twice.
+    and `jax.hessian` ask for `implementation="reference"` (the others raise a TypeError). Under
+    `jax.checkpoint` the policy `save_only_these_names("attention_out", "attention_lse")` keeps the forward from
+    running twice.
 
     Args:
       query: `[*B, T, N, H]`, bfloat16, float16, float32 or float64; any number of batch axes.
@@ -257,23 +259,13 @@ def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.A
     return (out.astype(lse.dtype) * share).astype(out.dtype), total
 
 
-class DropInOptions(TypedDict, total=False):
+class DropInOptions(_SharedOptions, total=False):
     """Those of `dot_product_attention` by keyword, but `return_residual`."""
 
-    scale: float | Float[Array, ""] | None
-    is_causal: bool
     query_seq_lengths: Int[Array, " B"] | None
     key_value_seq_lengths: Int[Array, " B"] | None
     local_window_size: int | tuple[int, int] | None
     implementation: Implementation | Literal["xla"] | None
-    score: Scores | None
-    sinks: Float[Array, " N"] | None
-    dropout_rate: float
-    dropout_rng: PRNGKeyArray | None
-    align: Literal["start", "end"]
-    q_positions: Int[Array, "*B T"] | None
-    kv_positions: Int[Array, "*B S"] | None
-    deterministic_gradients: bool
 
 
 @overload
@@ -429,131 +421,3 @@ def _check_lengths(name: str, lengths: Any, query: jax.Array) -> None:
             f"{name} must be int32 of shape {query.shape[:-3]}, one length a batch row, but it is "
             f"{lengths.dtype} of shape {lengths.shape}"
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """How a call would run. `str()` gives the text that `explain` is for.
-
-    `share` is the part of all tiles that is computed, None where it depends on traced data, as all numbers are
-    where sizes are symbols of `jax.export`;
-    `flops` counts the forward's two matrix products over the pairs of those tiles,
-    `bytes` the inputs and outputs, each moved once; `forward` and `backward` say in words what runs, and
-    `workspace_bytes` is what lies in device memory beside inputs, results and gradients while the backward
-    runs (the arrays that grow with the call; where `reference` or `blockwise` run, as XLA may lay them out).
-    """
-
-    spec: Spec
-    device: Device
-    plan: Plan
-    tiles: tuple[int, int]
-    share: float | None
-    flops: int | None
-    bytes: int | None
-    forward: str = ""
-    backward: str = ""
-    workspace_bytes: int | None = None
-
-    @property
-    def implementation(self) -> str:
-        return self.plan.implementation
-
-    def __str__(self) -> str:
-        s = self.spec
-        known = self.share is not None
-        share = f"{self.share:.1%} of the tiles" if known else "depends on run-time data"
-        flops = f"{self.flops / 1e9:.4g} GFLOP" if self.flops is not None else "unknown"
-        moved = f"{self.bytes / 1e6:.4g} MB" if self.bytes is not None else "unknown"
-        workspace = (
-            "unknown" if self.workspace_bytes is None else f"{self.workspace_bytes / 1e6:.4g} MB"
-        )
-        lines = [
-            f"{s}",
-            f"implementation  {self.plan.implementation} on {self.device.kind}",
-            *(f"  not {name}: {reason}" for name, reason in self.plan.passed_over),
-            f"forward         {self.forward}",
-            f"backward        {self.backward}",
-            f"computed        {share}",
-            f"work            {flops} forward",
-            f"memory          {moved} of inputs and outputs, {workspace} of workspace in the backward",
-        ]
-        return "\n".join(lines)
-
-
-def explain(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    implementation: Implementation | None = None,
-    device: Device | None = None,
-    **options: Any,
-) -> Explanation:
-    """Says how `flash_attention` would run the same call, and why no faster way was taken.
-
-    Takes the arguments of `flash_attention` (arrays or `jax.ShapeDtypeStruct`s); nothing is
-    computed but the classes of the mask's tiles.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, pallas_fa2 as fa
-      >>> x = jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.bfloat16)
-      >>> print(fa.explain(x, x, x, mask=fa.Causal()))          # doctest: +SKIP
-    """
-    known = inspect.signature(flash_attention).parameters
-    if unknown := [name for name in options if name not in known]:
-        raise TypeError(
-            f"explain must have the arguments of flash_attention, but {unknown} are none of them; "
-            f"those are {list(known)}"
-        )
-    options.pop("return_lse", None)
-    device = device_of(query) if device is None else device
-    found: list = []
-
-    def classify(sinks: Any = None, **options: Any) -> None:
-        spec, operands = describe(query, key, value, **options)
-        if sinks is not None:
-            as_sinks(sinks, spec.q_heads)
-        plan = make_plan(spec, device, implementation)
-        tiles = _tiles(spec, plan)
-        known = isinstance(spec.q_len, int) and isinstance(spec.kv_len, int)
-        table = bounds.classify(spec, operands, *tiles) if known else None
-        chosen = REGISTRY[plan.implementation]
-        said = chosen.said_of(spec, plan.forward, plan.backward, operands)
-        found.extend((spec, plan, tiles, table, said))
-
-    names = "mask", "score", "scale", "sinks", "dropout_rng", "q_positions", "kv_positions"
-    data = {name: options.pop(name) for name in names if name in options}
-    leaves, tree = jax.tree.flatten(data)
-    shapes = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
-
-    def classify_with(traced: dict) -> None:
-        arrays = [traced.get(i, x) for i, x in enumerate(leaves)]
-        classify(**jax.tree.unflatten(tree, arrays), **options)
-
-    if shapes:
-        jax.eval_shape(classify_with, shapes)
-    else:
-        classify_with({})
-    spec, plan, tiles, table, said = found
-    backward = said.backward
-    if plan.of_data is not None:
-        backward += f"; {plan.of_data[0]} where gradients of score data are asked for"
-    share = float((table != bounds.EMPTY).mean()) if isinstance(table, np.ndarray) else None
-    pairs = spec.batch * spec.q_heads * spec.q_len * spec.kv_len
-    flops = None if share is None else round(2 * pairs * share * (spec.head_dim + spec.value_dim))
-    per_query = spec.q_heads * (spec.head_dim + spec.value_dim)
-    per_key = spec.kv_heads * (spec.head_dim + spec.value_dim)
-    moved = spec.batch * (spec.q_len * per_query + spec.kv_len * per_key) * spec.dtype.itemsize
-    moved += math.prod((spec.batch, spec.q_heads, spec.q_len)) * spec.accumulator.itemsize
-    sizes = moved if isinstance(moved, int) else None
-    return Explanation(
-        spec, device, plan, tiles, share, flops, sizes, said.forward, backward, said.workspace_bytes
-    )
-
-
-def _tiles(spec: Spec, plan: Plan) -> tuple[int, int]:
-    if plan.implementation == "reference":
-        return spec.q_len, spec.kv_len
-    if plan.implementation == "blockwise":
-        return block_sizes(spec)
-    return plan.forward.tile

@@ -238,8 +238,9 @@ def check_shapes(query: Any, key: Any, value: Any) -> Dims:
     try:
         return _dims(*shapes)
     except ValueError as error:
-        if any(len(x) < 3 for x in shapes) or query.shape[-3] >= query.shape[-2]:
-            raise  # nobody has more heads than tokens
+        known = all(len(x) >= 3 and all(isinstance(n, int) for n in x) for x in shapes)
+        if not known or query.shape[-3] >= query.shape[-2]:
+            raise  # the other layout would have more heads than tokens, or sizes that cannot be compared
         swapped = [(*x[:-3], x[-2], x[-3], x[-1]) for x in shapes]
         try:
             _dims(*swapped)
@@ -511,10 +512,12 @@ class Device(NamedTuple):
         return self.platform == "gpu" and self.capability == "9.0"
 
 
-class Said(NamedTuple):
-    """What `explain` says of an implementation: its forward and backward in words, and the bytes of what lies in
-    device memory beside inputs, results and gradients, in the backward and at most at a time."""
+class KernelDescription(NamedTuple):
+    """What `explain` says of an implementation's kernels."""
 
+    tile: tuple[int, int]  # of the forward: queries, keys
     forward: str
     backward: str
-    workspace_bytes: int | None
+    workspace_bytes: (
+        Any  # of device memory beside inputs, outputs and gradients, in the backward; or a symbol
+    )

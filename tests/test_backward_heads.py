@@ -229,7 +229,7 @@ def test_masks_compile_with_few_spills(head_dim: int, in_loops: int, stores: int
 def test_one_visit_needs_no_room() -> None:
     """As in attention to few keys: 132 CTAs would keep 65,536 queries each."""
     plan = HeadSchedule.of(Problem(1, 1 << 16, 77, 16, 16, 1.0, None), Config(128, 128))
-    assert plan.partial_shape == (16, 64 * 128)
+    assert plan.accumulator_shape == (16, 64 * 128)
 
 
 def test_few_heads_of_keys_are_taken_in_parts() -> None:

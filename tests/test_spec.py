@@ -278,6 +278,14 @@ def test_a_layout_with_heads_first_is_recognized(query, key, options):
         fa.explain(q, k, k, **options)
 
 
+def test_an_error_of_symbolic_sizes_speaks_of_no_layout():
+    (batch,) = jax.export.symbolic_shape("b")
+    (length,) = jax.export.symbolic_shape("t")
+    q, k = (jax.ShapeDtypeStruct((batch, length, heads, 4), jnp.float32) for heads in (8, 3))
+    with pytest.raises(ValueError, match="multiple of key's heads"):
+        fa.explain(q, k, k)
+
+
 def test_heads_that_do_not_fit_are_no_other_layout():
     q, k = (jax.ShapeDtypeStruct((2, 33, heads, 4), jnp.float32) for heads in (8, 3))
     with pytest.raises(ValueError, match="multiple of key's heads") as caught:

@@ -16,7 +16,7 @@ from pallas_fa2 import api
 
 PACKAGE = pathlib.Path(fa.__file__).parent
 ORDER = ["fingerprint", "tokens", "causal", "functions", "masks", "scores", "spec", "bounds", "diagonal", "kernels", "plan", "autodiff",
-         "api", "tuning", "linen", "nnx"]  # fmt: skip
+         "api", "explanation", "tuning", "linen", "nnx"]  # fmt: skip
 ENTRIES = {"__init__", "__main__"}  # of the package: they may import all of it
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 

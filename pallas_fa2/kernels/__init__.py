@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_fa2.kernels import blockwise, hopper, reference
-from pallas_fa2.spec import Device, Said, Spec
+from pallas_fa2.spec import Device, KernelDescription, Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +19,14 @@ class Implementation:
     `backward(spec, config, q, k, v, out, lse, dout, dlse, operands, wanted)` gives the gradients of q, k,
     v and of the floating-point score data, right where they are wanted; `dlse` may be None. Without one,
     JAX differentiates the forward.
-    `said_of(spec, config, backward_config, operands)` is what `explain` says of a call.
+    `describe(spec, config, backward_config, operands)` is what `explain` says of a call's kernels.
     """
 
     name: str
     refuses: Callable[[Spec, Device], str | None]
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
-    said_of: Callable[..., Said]
+    describe: Callable[..., KernelDescription]
 
 
 def _never(spec: Spec, device: Device) -> None:
@@ -45,16 +45,16 @@ FUSED = ("hopper",)
 
 REGISTRY = {
     "hopper": Implementation(
-        "hopper", hopper.refuses, hopper.forward, hopper.backward, hopper.said_of
+        "hopper", hopper.refuses, hopper.forward, hopper.backward, hopper.describe
     ),
     "blockwise": Implementation(
-        "blockwise", _unknown_length, blockwise.forward, blockwise.backward, blockwise.said_of
+        "blockwise", _unknown_length, blockwise.forward, blockwise.backward, blockwise.describe
     ),
     "reference": Implementation(
         "reference",
         _never,
         lambda spec, config, *args: reference.forward(spec, *args),
         None,
-        reference.said_of,
+        reference.describe,
     ),
 }

@@ -38,7 +38,9 @@ class FirstSchedule(Schedule):
     """The tiles of any order."""
 
     NEEDS_ZEROS = False
-    DQ = "float32 dQ, stored by the first tile of a row, then atomic additions in any order"
+    DQ_ACCUMULATION = (
+        "float32 dQ, stored by the first tile of a row, then atomic additions in any order"
+    )
 
     @property
     def turns_shape(self) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ added up lies in L2, in an array that CTAs use again for each head.
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -90,7 +89,7 @@ class HeadSchedule(Schedule):
 
     ARRAYS = "lists", "flags"
     NEEDS_ZEROS = False
-    DQ = "a CTA has all keys of a head, and adds up its dQ in L2, in one order"
+    DQ_ACCUMULATION = "a CTA has all keys of a head, and adds up its dQ in L2, in one order"
 
     @classmethod
     def suits(cls, problem: Problem, config: Config) -> bool:
@@ -163,13 +162,9 @@ class HeadSchedule(Schedule):
         return self.rows_of_head if self.kv_tiles > 1 else 1
 
     @property
-    def partial_shape(self) -> tuple[int, int]:
+    def accumulator_shape(self) -> tuple[int, int]:
         """Of what CTAs add up, of a head each."""
         return self.hands * self._partial_rows, self.dq_shape[1]
-
-    @property
-    def workspace_bytes(self) -> int:
-        return 4 * (math.prod(self.partial_shape) + 2 * self.blocks * self.config.block_q)
 
     def partial_row(self, row: Any) -> Any:
         # computed anew each time: it would hold registers

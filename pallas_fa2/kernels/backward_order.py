@@ -88,7 +88,7 @@ class OrderedSchedule(Schedule):
     keys to the first."""
 
     ARRAYS = "lists", "runs"
-    DQ = "float32 dQ, additions in one order"
+    DQ_ACCUMULATION = "float32 dQ, additions in one order"
 
     @classmethod
     def of(cls, problem: Problem, config: Config, classes: Any = None) -> Self:

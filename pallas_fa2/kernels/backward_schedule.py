@@ -36,8 +36,8 @@ class Schedule:
     ARRAYS: ClassVar[tuple[str, ...]] = ("lists",)
     # Whether dQ is added to zeros that another kernel has written.
     NEEDS_ZEROS: ClassVar[bool] = True
-    # How dQ, to which tiles of several CTAs add, comes together.
-    DQ: ClassVar[str] = "float32 dQ, atomic additions in any order"
+    # How dQ is accumulated, to which tiles of several CTAs add.
+    DQ_ACCUMULATION: ClassVar[str] = "float32 dQ, atomic additions in any order"
 
     @classmethod
     def of(cls, problem: Problem, config: Config, classes: Any = None) -> Self:
@@ -244,10 +244,15 @@ class Schedule:
         return self.blocks + 1, self.config.block_q * self.config.head_dim
 
     @property
+    def accumulator_shape(self) -> tuple[int, int]:
+        """Of the float32 array in device memory where dQ is accumulated."""
+        return self.dq_shape
+
+    @property
     def workspace_bytes(self) -> int:
-        """Of float32 arrays beside inputs and gradients: dQ, delta and lse. (dK and dV of parts of a group, lists
-        of tiles and order words come to less, and are left out.)"""
-        return 4 * (math.prod(self.dq_shape) + 2 * self.blocks * self.config.block_q)
+        """Of float32 arrays beside inputs and gradients: dQ, delta and lse. (Shares of dK and dV, lists of tiles
+        and order words come to less, and are left out.)"""
+        return 4 * (math.prod(self.accumulator_shape) + 2 * self.blocks * self.config.block_q)
 
     def join(self, gradient: list[jax.Array]) -> jax.Array:
         """`[B, S, K, H]` from the numbers that make up dK or dV, and the parts of each group."""

@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_fa2 import bounds
 from pallas_fa2.kernels import tile
-from pallas_fa2.spec import Operands, Said, Spec
+from pallas_fa2.spec import KernelDescription, Operands, Spec
 from pallas_fa2.tokens import K_AXIS, Q_AXIS, alike, cut_into
 
 
@@ -61,16 +61,16 @@ def _by_class(classes: Any, i: Any, j: Any, take: Any, state: Any) -> Any:
     return lax.switch(jnp.asarray(classes)[i, j], branches, state)
 
 
-def said_of(
+def describe(
     spec: Spec, forward: tuple[int, int], backward: tuple[int, int], operands: Operands
-) -> Said:
-    """The scans in words; in the backward float32 sums of dQ and delta, and scores of a tile, P, dP and dS."""
-    (q, k), rows = backward, spec.batch * spec.q_heads
-    size = rows * (spec.q_len * (spec.head_dim + 1) + 4 * q * k) * spec.accumulator.itemsize
-    return Said(
+) -> KernelDescription:
+    """Describes the scans, whose backward holds dQ and delta in float32, and S, P, dP and dS of a tile."""
+    (q, k), heads = backward, spec.batch * spec.q_heads
+    return KernelDescription(
+        forward,
         f"XLA's operations in scans over tiles of {forward[0]} queries x {forward[1]} keys",
         f"XLA's operations in scans over tiles of {k} keys x {q} queries, sums in one order",
-        size if isinstance(size, int) else None,
+        heads * (spec.q_len * (spec.head_dim + 1) + 4 * q * k) * spec.accumulator.itemsize,
     )
 
 

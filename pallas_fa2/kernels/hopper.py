@@ -27,7 +27,7 @@ from pallas_fa2.kernels.partition import Axes
 from pallas_fa2.kernels.tile import split_floats
 from pallas_fa2.kernels.tile_code import TileDropout, TileMask, TileScore
 from pallas_fa2.kernels.token_data import Sums, TokenData
-from pallas_fa2.spec import Device, Operands, Said, Spec
+from pallas_fa2.spec import Device, KernelDescription, Operands, Spec
 from pallas_fa2.tokens import Q_AXIS
 
 # Of queries and keys, and of values: what the kernels are made for. Of smaller ones, TMA fills the missing
@@ -378,43 +378,43 @@ def over_batch(kernel: Callable, limit: int, axes: Axes | None = None) -> Callab
     return call
 
 
-def _schedule_of(
+def _backward_schedule(
     extras: Extras, problem: Problem, config: hopper_backward.Config, traced: Traced, classes: Any
 ) -> Schedule:
-    """Of the backward, after the survey of its mask."""
+    """The schedule of the backward of a problem whose mask has been surveyed."""
     possible = functools.partial(bounds.possible, extras.spec, *config.tile)
     # Whole heads visit blocks that nobody sees.
     answered = not problem.asked or extras.classes_of(traced) is None
     return hopper_backward.schedule_of(problem, config, classes, possible, answered)
 
 
-def said_of(
+def describe(
     spec: Spec,
     forward: hopper_forward.Config,
     backward: hopper_backward.Config,
     operands: Operands,
-) -> Said:
-    """The kernels of a call in words; tiles come from lists where a mask is not causal."""
-    part = trim(spec)
+) -> KernelDescription:
+    """Describes the forward and the backward of a call, of which nothing runs."""
+    trimmed = trim(spec)
     schedules = []
 
-    def survey(operands: Operands) -> tuple:
-        extras = Extras.of(spec, part, part.operands(operands), *backward.tile)
+    def plan_backward(operands: Operands) -> None:
+        extras = Extras.of(spec, trimmed, trimmed.operands(operands), *backward.tile)
         problem = extras.problem(spec.batch, spec.q_heads, spec.kv_heads)
         problem, _, classes, *_ = extras.survey(problem, extras.traced, backward.tile, q_axis=1)
-        schedules.append(_schedule_of(extras, problem, backward, extras.traced, classes))
-        return ()
+        schedules.append(_backward_schedule(extras, problem, backward, extras.traced, classes))
 
-    jax.eval_shape(survey, operands)
+    jax.eval_shape(plan_backward, operands)
     (schedule,) = schedules
     q_stages, do_stages = backward.stages
     tiles = "tiles from lists of those that are seen" if spec.masked else "tiles in order"
     pairs = ", in pairs" if backward.paired else ""
-    return Said(
+    return KernelDescription(
+        forward.tile,
         f"{forward.block_q} queries x {forward.block_kv} keys, {forward.stages} stages, {forward.warpgroups} "
         f"warpgroups multiply, {forward.ctas} persistent CTAs, {tiles}",
         f"{backward.block_kv} keys x {backward.block_q} queries, {q_stages} stages of Q, {do_stages} of dO, "
-        f"{backward.ctas} persistent CTAs{pairs}, {tiles}; {schedule.DQ}",
+        f"{backward.ctas} persistent CTAs{pairs}, {tiles}; {schedule.DQ_ACCUMULATION}",
         schedule.workspace_bytes,
     )
 
@@ -483,7 +483,7 @@ def backward(
         problem = extras.problem(q.shape[0], q.shape[2], k.shape[2])
         factors = passes.Factors(q, k, v, dout)
         problem, data, classes, _, found = extras.survey(problem, traced, config.tile, q_axis=1)
-        schedule = _schedule_of(extras, problem, config, traced, classes)
+        schedule = _backward_schedule(extras, problem, config, traced, classes)
         factors, delta, zeros = passes.prepare(
             problem, config, factors, out, lse, schedule.NEEDS_ZEROS, traced.in_doubt
         )

@@ -107,7 +107,7 @@ def gradients(
         sums = Sums.start(problem, q.dtype, lengths, data)
     outputs = Outputs(zeros, dk, dv, sums)
     if isinstance(schedule, HeadSchedule):
-        partial = lax.empty(schedule.partial_shape, jnp.float32)
+        partial = lax.empty(schedule.accumulator_shape, jnp.float32)
         outputs = outputs._replace(dq=lax.empty(q.shape, k.dtype), partial=partial)
     if isinstance(schedule, OrderedSchedule | FirstSchedule):
         outputs = outputs._replace(turns=jnp.zeros(schedule.turns_shape, I32))

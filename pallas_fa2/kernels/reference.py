@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa2.kernels import tile
-from pallas_fa2.spec import Operands, Said, Spec
+from pallas_fa2.spec import KernelDescription, Operands, Spec
 
 Out = tuple[jax.Array, jax.Array]
 
@@ -46,11 +46,12 @@ def forward(spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Oper
     )
 
 
-def said_of(spec: Spec, forward: None, backward: None, operands: Operands) -> Said:
-    """The dense definition in words; in the backward P, dP and dS of all pairs."""
-    size = 3 * spec.batch * spec.q_heads * spec.q_len * spec.kv_len * spec.accumulator.itemsize
-    return Said(
+def describe(spec: Spec, forward: None, backward: None, operands: Operands) -> KernelDescription:
+    """Describes the dense definition, whose backward holds P, dP and dS of all pairs."""
+    pairs = spec.batch * spec.q_heads * spec.q_len * spec.kv_len
+    return KernelDescription(
+        (spec.q_len, spec.kv_len),
         "XLA's operations on all pairs at once",
         "JAX's derivative of these",
-        size if isinstance(size, int) else None,
+        3 * pairs * spec.accumulator.itemsize,
     )

@@ -25,7 +25,11 @@ H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 def planned_for_h200(cores: int = H200.cores) -> Iterator[None]:
     """What is traced inside may be interpreted or compiled, not run."""
     device = H200._replace(cores=cores)
-    with mock.patch("pallas_fa2.api.device_of", lambda array: device):
+    with contextlib.ExitStack() as patches:
+        for module in ("api", "explanation"):
+            patches.enter_context(
+                mock.patch(f"pallas_fa2.{module}.device_of", lambda array: device)
+            )
         yield
 
 
