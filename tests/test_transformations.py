@@ -440,7 +440,7 @@ def test_shard_map_over_some_axes_of_a_mesh(
 
 
 def test_reference_computes_nothing_twice_where_all_axes_are_manual() -> None:
-    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
 
     def loss(x: Any) -> jax.Array:
         return jnp.sum(fa.flash_attention(x, x, x, implementation="reference"))[None]
