@@ -1,0 +1,235 @@
+"""Compiles the kernels of two revisions for an H200, without a GPU, and says whose machine code differs.
+
+python tools/compare_sass.py HEAD~1               # against the working tree
+python tools/compare_sass.py HEAD~3 HEAD~1        # two commits
+python tools/compare_sass.py HEAD~1 HEAD --calls h128,h128_packed --keep /tmp/sass
+python tools/compare_sass.py --neutral HEAD~20    # each commit since then that says `Neutral: yes`
+python tools/compare_sass.py --last-neutral       # the last ones of these, together
+
+A commit that only moves or renames code changes no kernel, and its message says so in a line `Neutral: yes`. CI
+compares the last such commits, up to the first that changes the package without that line, with what was there before
+them (`--last-neutral --small`). The calls are those of tools/sass_matrix.py. The kernels of a revision are kept in
+.sass/ under the hash of its package. Exit code: 0 if all are the same, 1 if not.
+"""
+
+import argparse
+import concurrent.futures
+import hashlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".sass"
+TRAILER = "Neutral: yes"
+
+# Of each call its kernels, in the order in which they are compiled: name, registers, bytes that are spilled, bytes of
+# shared memory, instructions, and a hash of the machine code.
+Kernels = dict[str, list[list]]
+
+
+def git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def instructions(sass: str, name: str) -> list[str]:
+    """The disassembled instructions of a kernel, without its name: with control codes, operands and addresses."""
+    lines = [line.strip() for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/", line)]
+    return [line.replace(name, "kernel") for line in lines]
+
+
+def compile_calls(tree: pathlib.Path, names: list[str], keep: pathlib.Path | None) -> Kernels:
+    """Compiles the calls of these names with a tree's package; `keep`: where the disassembly is written."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    sys.path.insert(0, str(tree))
+    import pallas_fa2
+
+    package = pathlib.Path(pallas_fa2.__file__).parent.parent
+    assert package == tree.resolve(), f"{package} was imported instead of {tree}"
+    sys.path[0] = str(ROOT)
+    from tests.support import compile_gate
+    from tools.sass_matrix import CALLS
+
+    compiled: Kernels = {}
+    for name in names:
+        kernels = []
+        for i, report in enumerate(
+            compile_gate.compile_for_h200(CALLS[name].run, *CALLS[name].arguments())
+        ):
+            assert report.sass_path is not None, "nvdisasm is missing"
+            lines = instructions(report.sass_path.read_text(), report.name)
+            text = "\n".join(lines)
+            code = hashlib.sha256(text.encode()).hexdigest()
+            spilled = report.spill_stores + report.spill_loads
+            kernels.append(
+                [report.name, report.registers, spilled, report.smem_bytes, len(lines), code]
+            )
+            if keep:
+                keep.mkdir(parents=True, exist_ok=True)
+                (keep / f"{name}.{i}.{report.name}.sass").write_text(text)
+        compiled[name] = kernels
+    return compiled
+
+
+def in_processes(
+    tree: pathlib.Path, names: list[str], jobs: int, keep: pathlib.Path | None
+) -> Kernels:
+    """The same, with the calls spread over so many processes."""
+
+    def run(some: list[str]) -> Kernels:
+        command = [sys.executable, __file__, "--compile", str(tree), "--calls", ",".join(some)]
+        command += ["--keep", str(keep)] if keep else []
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    shares = [names[i::jobs] for i in range(min(jobs, len(names)))]
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        return {name: kernels for part in pool.map(run, shares) for name, kernels in part.items()}
+
+
+def tree_hash(revision: str | None) -> str:
+    """The hash of a revision's package, or of the working tree's."""
+    if revision is not None:
+        return git("rev-parse", f"{revision}:pallas_fa2")
+    with tempfile.TemporaryDirectory() as directory:
+        environment = {**os.environ, "GIT_INDEX_FILE": f"{directory}/index"}
+        for command in (["read-tree", "HEAD"], ["add", "pallas_fa2"], ["write-tree"]):
+            done = subprocess.run(
+                ["git", *command],
+                cwd=ROOT,
+                env=environment,
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+    return git("rev-parse", f"{done.stdout.strip()}:pallas_fa2")
+
+
+def kernels_of(tree: str, names: list[str], jobs: int, keep: pathlib.Path | None) -> Kernels:
+    """What the package of this hash compiles to, from the cache where it has been compiled before."""
+    from importlib.metadata import version
+
+    tools = [ROOT / "tools/sass_matrix.py", ROOT / "tests/support/compile_gate.py"]
+    text = version("jax").encode() + b"".join(path.read_bytes() for path in tools)
+    path = CACHE / f"{tree[:16]}-{hashlib.sha256(text).hexdigest()[:8]}.json"
+    kept: Kernels = json.loads(path.read_text()) if path.exists() and not keep else {}
+    if missing := [name for name in names if name not in kept]:
+        with tempfile.TemporaryDirectory() as directory:
+            package = pathlib.Path(directory, "pallas_fa2")
+            package.mkdir()
+            archive = subprocess.run(["git", "archive", tree], cwd=ROOT, check=True, capture_output=True)
+            subprocess.run(["tar", "-x", "-C", package], input=archive.stdout, check=True)
+            kept |= in_processes(pathlib.Path(directory), missing, jobs, keep)
+        CACHE.mkdir(exist_ok=True)
+        path.write_text(json.dumps(kept))
+    return {name: kept[name] for name in names}
+
+
+def differences(before: Kernels, after: Kernels) -> list[str]:
+    """One line for each kernel whose machine code is not the same."""
+    lines = []
+    for name, old in before.items():
+        new = after[name]
+        if len(old) != len(new):
+            lines.append(f"{name}: {len(old)} kernels before, {len(new)} after")
+            continue
+        for one, other in zip(old, new, strict=True):
+            if one[1:] != other[1:]:
+                what = ("registers", "bytes spilled", "bytes of shared memory", "instructions")
+                numbers = zip(what, one[1:-1], other[1:-1], strict=True)
+                changes = [f"{n} {a} -> {b}" for n, a, b in numbers if a != b]
+                lines.append(f"{name}, {one[0]}: {', '.join(changes) or 'instructions differ'}")
+    return lines
+
+
+def compare(
+    before: str, after: str | None, names: list[str], jobs: int, keep: pathlib.Path | None
+) -> list[str]:
+    """The differences between two revisions; None is the working tree."""
+    old, new = tree_hash(before), tree_hash(after)
+    label = after or "working tree"
+    if old == new:
+        print(f"{before} and {label}: the package is the same")
+        return []
+    both = [
+        kernels_of(tree, names, jobs, keep and keep / side)
+        for tree, side in ((old, "before"), (new, "after"))
+    ]
+    lines = differences(*both)
+    count = sum(map(len, both[0].values()))
+    print(f"{before} and {label}: {len(lines) or 'none'} of {count} kernels differ", *lines, sep="\n  ", flush=True)
+    return lines
+
+
+def says_neutral(commit: str) -> bool:
+    return TRAILER in git("show", "-s", "--format=%B", commit).splitlines()
+
+
+def changes_of_package(revisions: str) -> list[str]:
+    """The commits of a branch that change the package, oldest first, without those that it merged one by one."""
+    return git("rev-list", "--reverse", "--first-parent", revisions, "--", "pallas_fa2").split()
+
+
+def neutral_commits(since: str) -> list[tuple[str, str]]:
+    """Each commit after a revision that says that it changes no kernel, behind its parent."""
+    return [(f"{c}~1", c) for c in changes_of_package(f"{since}..HEAD") if says_neutral(c)]
+
+
+def last_neutral_commits() -> list[tuple[str, str]]:
+    """The first and the last revision of the latest commits that say so, if there are any."""
+    commits = changes_of_package("HEAD")
+    while commits and not says_neutral(commits[-1]):
+        commits.pop()
+    if not commits:
+        return []
+    last = commits[-1]
+    while len(commits) > 1 and says_neutral(commits[-2]):
+        commits.pop()
+    return [(f"{commits[-1]}~1", last)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("before", nargs="?")
+    parser.add_argument("after", nargs="?", help="the working tree by default")
+    parser.add_argument("--neutral", metavar="REV", help=f"commits since REV that say `{TRAILER}`")
+    parser.add_argument("--last-neutral", action="store_true", help="the last of these, together")
+    parser.add_argument("--small", action="store_true", help="the calls that CI compares")
+    parser.add_argument("--calls", help="names of calls, by commas")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--keep", type=pathlib.Path, help="a directory for the disassembly")
+    parser.add_argument("--compile", type=pathlib.Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compile:
+        names = options.calls.split(",")
+        print(json.dumps(compile_calls(options.compile, names, options.keep)))
+        return 0
+    sys.path.insert(0, str(ROOT))
+    from tools.sass_matrix import CALLS
+
+    names = [name for name, call in CALLS.items() if call.small or not options.small]
+    names = options.calls.split(",") if options.calls else names
+    if unknown := set(names) - set(CALLS):
+        parser.error(f"no calls: {', '.join(sorted(unknown))}")
+    if options.neutral:
+        pairs = neutral_commits(options.neutral)
+    elif options.last_neutral:
+        pairs = last_neutral_commits()
+    elif options.before:
+        pairs = [(options.before, options.after)]
+    else:
+        parser.error("a revision, --neutral or --last-neutral")
+    differ = [compare(*pair, names, options.jobs, options.keep) for pair in pairs]
+    return int(any(differ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
