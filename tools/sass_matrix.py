@@ -30,7 +30,7 @@ class Call:
     batch: int = 2
     dtype: Any = jnp.bfloat16
     inputs: tuple[Array, ...] = ()
-    options: Callable[..., dict[str, Any]] = lambda: {}
+    options: Callable[..., dict[str, Any]] = dict
     small: bool = False  # in the matrix of CI
 
     def arguments(self) -> list[Array]:
