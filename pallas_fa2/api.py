@@ -1,5 +1,6 @@
 """The public functions: canonical form, then plan, then kernel."""
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -70,7 +71,7 @@ def _warn_of_fallback(spec: Spec, plan: Plan, device: Device) -> None:
         f"it, {cure}; implementation={plan.implementation!r} asks for it without this warning, "
         "implementation='fused' makes it an error",
         FallbackWarning,
-        stacklevel=3,
+        skip_file_prefixes=(os.path.dirname(__file__),),
     )
     _warned.add(reason)
 

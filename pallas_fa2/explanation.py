@@ -45,7 +45,9 @@ class Explanation:
     def __str__(self) -> str:
         s = self.spec
         known = self.share is not None
-        share = f"{self.share:.1%} of the tiles" if known else "depends on run-time data"
+        sized = isinstance(s.q_len, int) and isinstance(s.kv_len, int)
+        unknown = "depends on run-time data" if sized else "depends on the lengths"
+        share = f"{self.share:.1%} of the tiles" if known else unknown
         flops = f"{self.flops / 1e9:.4g} GFLOP" if self.flops is not None else "unknown"
         moved = f"{self.bytes / 1e6:.4g} MB" if self.bytes is not None else "unknown"
         workspace = (
@@ -113,7 +115,8 @@ def explain(
         arrays = [traced.get(i, x) for i, x in enumerate(leaves)]
         classify(**jax.tree.unflatten(tree, arrays), **options)
 
-    if shapes:
+    symbols = not all(isinstance(n, int) for x in (query, key) for n in np.shape(x))
+    if shapes or symbols:
         jax.eval_shape(classify_with, shapes)
     else:
         classify_with({})

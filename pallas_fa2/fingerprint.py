@@ -1,23 +1,34 @@
 """What a function reads beside its arguments, as a key: equal keys of one function mean equal code.
 
 A mask or score may read globals, closure cells, defaults and attributes. A notebook changes them between two
-calls, and what was traced before must then be traced again. What cannot be followed (arrays, properties,
-imports within the function) has no key, and such a function is traced at every call.
+calls, and what was traced before must then be traced again. What is followed is listed here: plain values and
+containers, functions, methods, modules, and objects of classes that are written in Python and have no metaclass.
+All else (arrays, properties, imports within the function) has no key, and such a function is traced at every call.
 """
 
 import builtins
 import dis
 import functools
+import sys
 import types
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 # Functions of these packages read nothing that a program changes.
 STATELESS_PACKAGES = {"jax", "jaxlib", "numpy", "math", "operator", "builtins", "pallas_fa2"}
 # Builtins that reach what the names in a function's code do not tell.
 REFLECTIVE = {"breakpoint", "eval", "exec", "getattr", "globals", "input", "locals", "open", "vars"}
+# What a class has beside what its code reads and its operators call.
+PASSIVE = {
+    *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__orig_bases__"),
+    *("__init_subclass__", "__class_getitem__", "__parameters__"),
+    *("__dataclass_fields__", "__dataclass_params__", "__match_args__", "__replace__"),
+    *("__firstlineno__", "__static_attributes__", "__annotate__", "__annotate_func__", "__annotations_cache__"),
+    *("__abstractmethods__", "_abc_impl"),
+}  # fmt: skip
 # A container with more elements costs more to compare than a function to trace.
 MAX_ELEMENTS = 64
 
@@ -55,28 +66,33 @@ class _Reader:
         self.visited: dict[int, int] = {}
 
     def key(self, value: Any) -> Hashable:
-        if value is None or isinstance(value, bool | int | str | bytes | np.dtype):
-            return type(value), value
-        if isinstance(value, float | complex):
-            return type(value), repr(value)  # tells -0.0 from 0.0, and NaN is itself
+        kind = type(value)
+        if value is None or kind in (bool, int, str, bytes) or isinstance(value, np.dtype):
+            return kind, value
+        if kind in (float, complex):
+            return kind, repr(value)  # tells -0.0 from 0.0, and NaN is itself
         if isinstance(value, np.generic):
-            return type(value), value.tobytes()
+            return kind, value.tobytes()
         if _is_stateless(value):
             return value
         if id(value) in self.visited:
             return "again", self.visited[id(value)]
         self.visited[id(value)] = len(self.visited)
-        if isinstance(value, tuple | list | dict):
-            return type(value), self._elements(value)
-        if isinstance(value, functools.partial):
-            return functools.partial, self._keys(value.func, value.args, value.keywords)
-        if isinstance(value, types.MethodType):
-            return types.MethodType, self._keys(value.__self__, value.__func__)
-        if isinstance(value, types.FunctionType):
-            return self._function(value)
-        if isinstance(value, types.ModuleType):
+        if kind in (tuple, list, dict):
+            return kind, self._elements(value)
+        if kind in (staticmethod, classmethod):
+            return kind, self._keys(value.__func__)
+        if kind is functools.partial:
+            return kind, self._keys(value.func, value.args, value.keywords, vars(value))
+        if kind is types.MethodType:
+            return kind, self._keys(value.__self__, value.__func__)
+        if kind is types.FunctionType:
+            return self._function(value), self._attributes(vars(value))
+        if kind is types.ModuleType and "__getattr__" not in vars(value):
             return value.__name__, self._attributes(vars(value))
-        return self._object(value)
+        if kind is type:
+            return value, self._class(value)
+        return value.__class__, self._object(value)
 
     def _keys(self, *values: Any) -> tuple:
         return tuple(self.key(x) for x in values)
@@ -91,17 +107,20 @@ class _Reader:
 
     def _object(self, value: Any) -> Hashable:
         """Of an object whose attributes are those in its dictionary and its class's."""
-        cls = type(value)
-        if isinstance(value, type) or cls.__getattribute__ is not object.__getattribute__:
+        if type(type(value)) is not type or not hasattr(value, "__dict__"):
             raise _Unknown
-        if not hasattr(value, "__dict__"):  # an object of a class written in C
-            raise _Unknown
-        mro = [c for c in cls.__mro__ if c is not object]
-        if any("__getattr__" in vars(c) or "__slots__" in vars(c) for c in mro):
-            raise _Unknown
-        if any(isinstance(vars(c).get("__call__"), types.FunctionType) for c in mro):
-            self.names.add("__call__")
-        return cls, self._attributes(vars(value)), tuple(self._attributes(vars(c)) for c in mro)
+        return self._attributes(vars(value)), self._class(type(value))
+
+    def _class(self, cls: type) -> Hashable:
+        """Of a class and what it inherits from: what code names, and operators, which it calls without their names. Those
+        of a class that is written in C have no key."""
+        mro = cls.__mro__[:-1]
+        for c in mro:
+            own = {n: x for n, x in vars(c).items() if n not in PASSIVE}
+            if type(c) is not type or {"__getattr__", "__getattribute__"} & own.keys():
+                raise _Unknown
+            self.names |= {n for n in own if n.startswith("__") and n.endswith("__")}
+        return tuple(self._attributes(vars(c)) for c in mro)
 
     def _function(self, fn: types.FunctionType) -> Hashable:
         names = _names(fn.__code__)
@@ -122,18 +141,24 @@ class _Reader:
 
 
 def _is_stateless(value: Any) -> bool:
-    """Whether it is a module, function or class of a package that keeps no state, or an object of its classes."""
+    """Whether it is a module of a package that keeps no state, or what such a module calls by this name: no closure
+    around a user's function."""
     if isinstance(value, types.ModuleType):
         return value.__name__.split(".")[0] in STATELESS_PACKAGES
-    if isinstance(value, np.ufunc):
-        return True
     if not callable(value) or isinstance(value, types.MethodType | functools.partial):
         return False
-    if getattr(value, "__name__", "") in REFLECTIVE:
+    name = getattr(value, "__name__", "")
+    if name in REFLECTIVE:
         raise _Unknown
+    if isinstance(value, np.ufunc | jnp.ufunc):
+        return value in (getattr(np, name, None), getattr(jnp, name, None))
     module = getattr(value, "__module__", None)
-    known = isinstance(module, str) and module.split(".")[0] in STATELESS_PACKAGES
-    return known and type(value).__hash__ is not None
+    if not isinstance(module, str) or module.split(".")[0] not in STATELESS_PACKAGES:
+        return False
+    found: Any = sys.modules.get(module)
+    for part in getattr(value, "__qualname__", name).split("."):
+        found = getattr(found, part, None)
+    return found is value
 
 
 @functools.lru_cache(maxsize=512)

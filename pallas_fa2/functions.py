@@ -1,8 +1,10 @@
 """What masks and scores are: pytrees of code and arrays, and among them a user's functions of two tokens."""
 
 import dataclasses
+import importlib
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Hashable
 from typing import Any, Self
 
@@ -10,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa2.fingerprint import fingerprint
-from pallas_fa2.tokens import Arrays, Context, Data, TokenMisuse
+from pallas_fa2.tokens import Arrays, Context, Data, Token, TokenMisuse
 
 
 def is_static(value: Any) -> bool:
@@ -133,9 +135,32 @@ class UserFunction(Node):
         }
         return dataclasses.replace(self, **{kind: before[kind] | arrays[kind] for kind in new})
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickled function is its name, under which a decorator has put an object like this one instead."""
+        name = getattr(self.fn, "__module__", None), getattr(self.fn, "__qualname__", None)
+        decorated = _found(*name)
+        if not isinstance(decorated, UserFunction) or decorated.fn is not self.fn:
+            return super().__reduce_ex__(protocol)
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del fields["fn"]
+        return _of_decorated, (type(self), *name, fields)
+
     def data(self) -> Data:
         q, k = ({**self.tokens, **side} for side in (self.q_tokens, self.k_tokens))
         return Data(q, k, self.heads, self.params, self.pairs, self.entries)
+
+
+def _found(module: str | None, name: str | None) -> Any:
+    """What a module that has been imported calls so, or None."""
+    found: Any = sys.modules.get(module or "")
+    for part in (name or "").split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _of_decorated(cls: type, module: str, name: str, fields: dict[str, Any]) -> Any:
+    importlib.import_module(module)
+    return cls(_found(module, name).fn, **fields)
 
 
 def call_with_context(fn: Callable, args: tuple, c: Context) -> Any:
@@ -158,12 +183,31 @@ def call_with_context(fn: Callable, args: tuple, c: Context) -> Any:
 def _called(fn: Callable, args: tuple) -> Any:
     """Calls a user's function; what Python itself cannot do with tokens and traced values names it and the cure."""
     try:
-        return fn(*args)
+        result = fn(*args)
     except jax.errors.TracerBoolConversionError as e:
         raise TypeError(
             f"{show(fn)} takes the truth of a traced value, by if, and, or, not, a chain of comparisons or a "
             "loop, but it is one program for all pairs of tokens; write &, | and ~ (with brackets around "
             "comparisons), and jnp.where(condition, a, b) for if"
         ) from e
+    except (*NEEDS_VALUES, jax.errors.ConcretizationTypeError) as e:
+        raise TypeError(
+            f"{show(fn)} needs the value of a traced one, by int(), float(), range(), an index into a list or a "
+            "function of NumPy, but it is one program for all pairs of tokens; compute with jax.numpy, and cast by "
+            ".astype(...)"
+        ) from e
     except TokenMisuse as e:
         raise TypeError(f"{show(fn)}: {e}") from None
+    except TypeError as e:
+        if f"{Token.__module__}.{Token.__name__}" not in str(e):
+            raise
+        # jax.numpy says so of an argument that is no array.
+        raise TypeError(
+            f"{show(fn)}: a token has no value of its own; write q.index or k.index"
+        ) from e
+    if result is None:
+        raise TypeError(f"{show(fn)} must return its result, but it returns None; write return")
+    return result
+
+
+NEEDS_VALUES = jax.errors.TracerIntegerConversionError, jax.errors.TracerArrayConversionError

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from pallas_fa2.functions import Node, UserFunction, call_with_context, is_static, show
@@ -118,21 +119,33 @@ def _take(mask: Mask, field: str) -> Any:
 
 
 def _check_number(mask: Mask, field: str, least: int = -(2**31)) -> None:
-    """Positions are int32, and so must be what they are compared with."""
+    """Positions are int32, and so must be what they are compared with; NumPy's numbers are data, and cut to that."""
     n = _take(mask, field)
-    if isinstance(n, int) and not least <= n < 2**31:
-        low = "-2^31" if least < 0 else least
+    too_low = isinstance(n, int | np.integer) and n < least
+    if too_low or (isinstance(n, int) and n >= 2**31):
+        low = "-2^31" if least < -1 else least
         raise ValueError(
             f"{type(mask).__name__}.{field} must be an integer from {low} to 2^31 - 1, but it is "
             f"{n}; leave the mask out where it is not to limit anything"
         )
 
 
-def _take_integer(mask: Mask, field: str, least: int = -(2**31)) -> None:
-    """A static integer (NumPy's too), or an array."""
+def _check_integer(mask: Mask, field: str, least: int = -(2**31), optional: bool = False) -> None:
+    """An integer or an array; None where it is optional."""
+    n = getattr(mask, field)
+    known = isinstance(n, int | list | tuple) or hasattr(n, "dtype") or (optional and n is None)
+    if not known:
+        raise TypeError(
+            f"{type(mask).__name__}.{field} must be an integer or an array of integers, but it is {n!r}"
+        )
+    _check_number(mask, field, least)
+
+
+def _take_integer(mask: Mask, field: str, least: int = -(2**31), optional: bool = False) -> None:
+    """A static integer (NumPy's too), or an array; None where it is optional."""
     if isinstance(getattr(mask, field), np.integer):
         object.__setattr__(mask, field, int(getattr(mask, field)))
-    _check_number(mask, field, least)
+    _check_integer(mask, field, least, optional)
 
 
 def _take_data(mask: Mask, field: str) -> None:
@@ -143,9 +156,9 @@ def _take_data(mask: Mask, field: str) -> None:
         object.__setattr__(mask, field, np.asarray(value, np.int32))
 
 
-def _take_size(mask: Mask, field: str, cure: str) -> None:
+def _take_size(mask: Mask, field: str, cure: str, optional: bool = False) -> None:
     """A static integer."""
-    _take_integer(mask, field, least=1)
+    _take_integer(mask, field, 1, optional)
     if not is_static(size := getattr(mask, field)):
         raise TypeError(
             f"{type(mask).__name__}.{field} must be an integer, but it is {show(size)}; {cure}"
@@ -206,8 +219,9 @@ class Window(Mask):
         if self.right is AS_LEFT:
             object.__setattr__(self, "right", self.left)
         for side in ("left", "right"):
-            _check_number(self, side)
-            if (size := getattr(self, side)) is not None and is_static(size) and size < -1:
+            _check_integer(self, side, optional=True)
+            size = getattr(self, side)
+            if isinstance(size, int | np.integer) and size < -1:
                 raise ValueError(
                     f"Window.{side} must be a number of keys, or -1 or None for all of them, but it is "
                     f"{size}; leave out Window's side by None"
@@ -248,7 +262,7 @@ class SlidingWindow(Mask):
     size: int | Int[Array, ""]
 
     def __post_init__(self) -> None:
-        _check_number(self, "size", least=1)
+        _check_integer(self, "size", least=1)
 
     def data(self) -> Data:
         return Data() if is_static(self.size) else Data(params={"size": _as_position(self.size)})
@@ -274,7 +288,7 @@ class Segments(Mask):
     def __post_init__(self) -> None:
         _take(self, "ids")
         _take(self, "kv_ids")
-        _take_integer(self, "padding")
+        _take_integer(self, "padding", optional=True)
         if self.kv_ids is self.ids:  # as two leaves, under `jit` they would be two arrays
             object.__setattr__(self, "kv_ids", None)
 
@@ -310,7 +324,14 @@ class Documents(Mask):
 
         What follows the last document is one of its own.
         """
-        lengths = jnp.asarray(lengths, jnp.int32)
+        lengths = _integers("Documents.from_lengths: lengths", lengths)
+        if _is_known(lengths) and (
+            np.min(lengths, initial=0) < 0 or np.max(np.sum(lengths, -1)) > length
+        ):
+            raise ValueError(
+                "Documents.from_lengths: lengths must be 0 or more, and their sum at most the length of a row, "
+                f"{length}, but they are {lengths}; cut the last document"
+            )
         starts = jnp.pad(jnp.cumsum(lengths, -1), [(0, 0)] * (lengths.ndim - 1) + [(1, 0)])
         return cls.from_cu_seqlens(starts, length, longest=longest)
 
@@ -323,7 +344,14 @@ class Documents(Mask):
         `cu_seqlens` is `[*B, D + 1]` and begins with 0; rows have `length` tokens T. What follows the last
         document is one of its own.
         """
-        limits = jnp.asarray(cu_seqlens, jnp.int32)
+        limits = _integers("Documents.from_cu_seqlens: cu_seqlens", cu_seqlens)
+        if _is_known(limits):
+            ends = np.concatenate([limits, np.full_like(limits[..., :1], length)], -1)
+            if np.any(limits[..., :1] != 0) or np.any(np.diff(ends) < 0):
+                raise ValueError(
+                    "Documents.from_cu_seqlens: cu_seqlens must begin with 0 and not fall, and end at most at the length "
+                    f"of a row, {length}, but they are {limits}; they are the sums of the documents' lengths"
+                )
         limits = jnp.concatenate([limits, jnp.full_like(limits[..., :1], length)], -1)
         tokens = jnp.arange(length, dtype=jnp.int32)
 
@@ -338,7 +366,7 @@ class Documents(Mask):
     @classmethod
     def from_positions(cls, positions: Any, *, longest: int | None = None) -> "Documents":
         """Of positions `[*B, T]` that begin again from 0 in each document."""
-        positions = jnp.asarray(positions, jnp.int32)
+        positions = jnp.asarray(_integers("Documents.from_positions: positions", positions))
         size = positions.shape[-1]
         tokens = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), positions.shape)
         starts = tokens - positions
@@ -351,7 +379,7 @@ class Documents(Mask):
     def __post_init__(self) -> None:
         _take(self, "starts")
         _take(self, "ends")
-        _take_size(self, "longest", "leave it out where lengths are run-time data")
+        _take_size(self, "longest", "leave it out where lengths are run-time data", optional=True)
 
     def data(self) -> Data:
         ends = {} if self.ends is None else {"end": _as_position(self.ends)}
@@ -368,6 +396,18 @@ class Documents(Mask):
         # by the last one, as a key's index is compared with what does not overflow
         last = q.end - 1
         return seen & (k.index <= (jnp.maximum(last, q.index) if same else last))
+
+
+def _is_known(x: Any) -> bool:
+    return not isinstance(x, Tracer)
+
+
+def _integers(name: str, x: Any) -> Any:
+    """An int32 array, NumPy's where its numbers are known."""
+    x = np.asarray(x) if not hasattr(x, "dtype") else x
+    if not jnp.issubdtype(x.dtype, jnp.integer) and x.size:
+        raise TypeError(f"{name} must be integers, but their dtype is {x.dtype}; cast them")
+    return np.asarray(x, np.int32) if _is_known(x) else x.astype(jnp.int32)
 
 
 def _per_batch_entry(**numbers: Any) -> Data:

@@ -163,10 +163,10 @@ def describe(
     if is_causal:
         mask_object = Causal() if mask_object is None else mask_object & Causal()
     scores = (*learned, *as_scores(score))
-    positions = q_index is not None or k_index is not None
+    positions = q_index is not None or k_index is not None or not isinstance(first_position, int)
     if positions:  # one side given: the other counts from 0
         if q_index is None:
-            q_index = default_positions(dims.q_len, Q_AXIS) + np.int32(first_position)
+            q_index = default_positions(dims.q_len, Q_AXIS) + jnp.asarray(first_position, jnp.int32)
             first_position = 0
         k_index = default_positions(dims.kv_len, K_AXIS) if k_index is None else k_index
 
@@ -239,8 +239,8 @@ def check_shapes(query: Any, key: Any, value: Any) -> Dims:
         return _dims(*shapes)
     except ValueError as error:
         known = all(len(x) >= 3 and all(isinstance(n, int) for n in x) for x in shapes)
-        if not known or query.shape[-3] >= query.shape[-2]:
-            raise  # the other layout would have more heads than tokens, or sizes that cannot be compared
+        if not known or key.shape[-3] >= key.shape[-2]:
+            raise  # the other layout would have more heads than keys, or sizes that cannot be compared
         swapped = [(*x[:-3], x[-2], x[-3], x[-1]) for x in shapes]
         try:
             _dims(*swapped)

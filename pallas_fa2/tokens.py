@@ -9,7 +9,7 @@ the reduction of a gradient are the same for all of them.
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -73,8 +73,15 @@ class Token:
         )
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _is_no_number  # pyright: ignore
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _is_no_number
-    __floordiv__ = __mod__ = __abs__ = __neg__ = _is_no_number
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __pow__ = __rpow__ = (
+        _is_no_number
+    )
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _is_no_number
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _is_no_number
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __abs__ = __neg__ = __pos__ = (
+        _is_no_number
+    )
+    __int__ = __float__ = __index__ = __len__ = __iter__ = __array__ = _is_no_number
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
@@ -339,17 +346,29 @@ def trace(name: str, fn: Callable, *args: Any) -> Pointwise:
             "capture Python numbers only. Pass the array as tokens=, heads=, params= or pairs= and "
             "read it from q, k or c"
         )
-    text = str(jaxpr)
-    if "custom_vjp" not in text:
-        # Addresses of functions appear in the text of custom derivatives: they differ from one
-        # trace to the next. The derivative itself says what they stand for.
-        text = re.sub(r" at 0x[0-9a-f]+", "", text)
-        if "custom_jvp" in text:
-            text += _derivative(fn, scalars)
-    return Pointwise(name, jaxpr, (text, jax.tree.structure(args)), fn)
+    key = _key(jaxpr)
+    if "custom_jvp_call" in key[0]:
+        key = *key, _key(_derivative(fn, scalars))
+    return Pointwise(name, jaxpr, (key, jax.tree.structure(args)), fn)
 
 
-def _derivative(fn: Callable, scalars: Any) -> str:
+def _key(jaxpr: ClosedJaxpr) -> tuple:
+    """The text of a jaxpr, and what stands there by its address: functions that are called back, for example."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr)), *_known_by_address(jaxpr.jaxpr)
+
+
+def _known_by_address(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(inner, "eqns"):
+                    yield from _known_by_address(getattr(inner, "jaxpr", inner))
+                # What a custom rule for jvp computes is told by the derivative.
+                elif eqn.primitive.name != "custom_jvp_call" and " at 0x" in str(inner):
+                    yield inner if isinstance(inner, Hashable) else object()
+
+
+def _derivative(fn: Callable, scalars: Any) -> ClosedJaxpr:
     leaves, tree = jax.tree.flatten(scalars)
     at = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
 
@@ -362,7 +381,7 @@ def _derivative(fn: Callable, scalars: Any) -> str:
     def tangent(others: list, floats: list) -> Any:
         return jax.jvp(lambda *x: of_floats(others, *x), floats, floats)
 
-    return str(traced(tangent, leaves, [leaves[i] for i in at]))
+    return traced(tangent, leaves, [leaves[i] for i in at])
 
 
 def _captured(jaxpr: ClosedJaxpr) -> list:

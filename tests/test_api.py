@@ -502,6 +502,16 @@ def test_a_gpu_without_a_fused_kernel_warns_once_for_each_reason(monkeypatch):
             fa.flash_attention(x, x, x)
 
 
+@pytest.mark.parametrize("attend", [fa.flash_attention, fa.dot_product_attention])
+def test_a_warning_points_to_the_call(monkeypatch, attend):
+    monkeypatch.setattr(api, "_warned", set())
+    monkeypatch.setattr(api, "device_of", lambda array: H200)
+    x = jnp.ones((1, 8, 2, 8))
+    with pytest.warns(fa.FallbackWarning) as caught:
+        attend(x, x, x)
+    assert caught[0].filename == __file__
+
+
 def test_nothing_but_the_public_names_is_listed():
     assert set(dir(fa)) == {*fa.__all__, "__version__"}
     assert all(hasattr(fa, name) for name in dir(fa))

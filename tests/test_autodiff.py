@@ -237,6 +237,20 @@ def test_an_export_for_any_batch(mask: Any) -> None:
         assert_same(exported.call(*some), step(*some))
 
 
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"mask": fa.SlidingWindow(3)}], ids=str)
+def test_an_export_for_any_length_that_is_aligned_at_the_end(options: dict) -> None:
+    (length,) = jax.export.symbolic_shape("length", constraints=["length >= 4"])
+
+    def attend(q: Any, k: Any) -> Any:
+        return fa.flash_attention(q, k, k, align="end", implementation="reference", **options)
+
+    x = jax.random.normal(jax.random.key(0), (1, 9, 2, 8))
+    q, k = (jax.ShapeDtypeStruct((1, n, 2, 8), jnp.float32) for n in (4, length))
+    assert "depends on the lengths" in str(fa.explain(q, k, k, align="end", **options))
+    exported = jax.export.export(jax.jit(attend))(q, k)
+    assert_same(exported.call(x[:, -4:], x), attend(x[:, -4:], x))
+
+
 def test_the_hopper_kernels_leave_a_batch_of_any_size_to_others() -> None:
     spec = Spec(1, 64, 64, 2, 2, 64, 64, jnp.dtype("bfloat16"), 1.0)
     (batch,) = jax.export.symbolic_shape("batch")

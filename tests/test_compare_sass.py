@@ -31,9 +31,7 @@ def test_instructions_have_no_names_but_control_codes() -> None:
         (["attention", 168, 0, 1024, 9, "bb"], "x, attention: instructions differ"),
     ],
 )  # fmt: skip
-def test_kernels_differ_by_their_code_and_not_by_their_names(
-    after: list, line: str | None
-) -> None:
+def test_kernels_differ_by_their_code_and_not_by_their_names(after: list, line: str | None) -> None:
     before = {"x": [["attention", 168, 0, 1024, 9, "aa"]], "y": [["b", 1, 0, 0, 1, "cc"]]}
     lines = compare_sass.differences(before, {**before, "x": [after]})
     assert lines == ([] if line is None else [line])

@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import operator
+import os
 import time
 import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -175,9 +178,173 @@ def by_function_within():
     return fn, lambda n: setattr(config, "reach", n)
 
 
+class Model(Config):
+    """Its methods call others that read the global."""
+
+    @staticmethod
+    def is_near(distance):
+        return distance < REACH
+
+    @classmethod
+    def is_within(cls, distance):
+        return distance < REACH
+
+    def near_by_static(self, q, k):
+        return (q.index >= k.index) & self.is_near(q.index - k.index)
+
+    def near_by_class(self, q, k):
+        return (q.index >= k.index) & self.is_within(q.index - k.index)
+
+
+def by_static_method():
+    return Model().near_by_static, by_global()[1]
+
+
+def by_class_method():
+    return Model().near_by_class, by_global()[1]
+
+
+def by_what_a_class_makes():
+    class Made:
+        def __init__(self):
+            self.reach = REACH
+
+    return lambda q, k: (q.index >= k.index) & (q.index - k.index < Made().reach), by_global()[1]
+
+
+def by_function_attribute():
+    def fn(q, k):
+        return (q.index >= k.index) & (q.index - k.index < fn.reach)
+
+    return fn, lambda n: setattr(fn, "reach", n)
+
+
+class Operators:
+    def __init__(self, reach):
+        self.values = {"reach": reach}
+
+    def __getitem__(self, name):
+        return self.values[name]
+
+    def __int__(self):
+        return self.values["reach"]
+
+    def __iter__(self):
+        return iter(self.values.values())
+
+    def __gt__(self, distance):
+        return distance < self.values["reach"]
+
+
+def by_operator(use):
+    made = Operators(3)
+    fn = lambda q, k: (q.index >= k.index) & use(made, q.index - k.index)
+    return fn, lambda n: made.values.__setitem__("reach", n)
+
+
+def by_item():
+    return by_operator(lambda made, distance: distance < made["reach"])
+
+
+def by_conversion():
+    return by_operator(lambda made, distance: distance < int(made))
+
+
+def by_iteration():
+    return by_operator(lambda made, distance: distance < max(made))
+
+
+def by_comparison():
+    return by_operator(lambda made, distance: made > distance)
+
+
+class Attribute:
+    def __get__(self, owner, _):
+        return owner.stored
+
+
+class Described:
+    reach = Attribute()
+    stored = 3
+
+
+def by_descriptor():
+    described = Described()
+    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < described.reach)
+    return fn, lambda n: setattr(described, "stored", n)
+
+
+class Tuple(NamedTuple):
+    unused: int
+
+    def is_near(self, distance):
+        return distance < REACH
+
+
+def by_method_of_a_tuple():
+    made = Tuple(0)
+    fn = lambda q, k: (q.index >= k.index) & made.is_near(q.index - k.index)
+    return fn, by_global()[1]
+
+
+def by_attribute_of_a_list():
+    class List(list):
+        pass
+
+    made = List([0])
+    made.reach = 3
+    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < made.reach)
+    return fn, lambda n: setattr(made, "reach", n)
+
+
+def by_element_of_a_list():
+    class List(list):
+        pass
+
+    made = List([3])
+    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < made[0])
+    return fn, lambda n: made.__setitem__(0, n)
+
+
+def by_function_of_a_function():
+    mapped = jax.vmap(lambda distance: distance < REACH)
+    fn = lambda q, k: (q.index >= k.index) & mapped((q.index - k.index)[None])[0]
+    return fn, by_global()[1]
+
+
+def by_attribute_getter():
+    config = Config()
+    getter = operator.attrgetter("reach")
+    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < getter(config))
+    return fn, lambda n: setattr(config, "reach", n)
+
+
+def by_environment():
+    os.environ["REACH"] = "3"
+    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < int(os.environ["REACH"]))
+    return fn, lambda n: os.environ.__setitem__("REACH", str(n))
+
+
 WAYS = [by_global, by_helper, by_dict, by_cell, by_default, by_bound_method, by_class_attribute]
 WAYS += [by_callable_object, by_method_of_an_object, by_property, by_slot, by_helper_of_an_object]
-WAYS += [by_partial, by_module, by_name_as_text, by_function_within]
+WAYS += [
+    by_partial,
+    by_module,
+    by_name_as_text,
+    by_function_within,
+    by_static_method,
+    by_class_method,
+]
+WAYS += [
+    by_what_a_class_makes,
+    by_function_attribute,
+    by_item,
+    by_conversion,
+    by_iteration,
+    by_comparison,
+]
+WAYS += [by_descriptor, by_method_of_a_tuple, by_attribute_of_a_list, by_element_of_a_list]
+WAYS += [by_function_of_a_function, by_attribute_getter, by_environment]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -211,7 +378,11 @@ def test_scores_and_values_follow_too():
     np.testing.assert_allclose(out, jnp.broadcast_to(X.mean(1, keepdims=True), X.shape), atol=1e-6)
 
 
-@pytest.mark.parametrize("way", [*WAYS[:4], by_bound_method, by_partial], ids=lambda w: w.__name__)
+@pytest.mark.parametrize(
+    "way",
+    [*WAYS[:4], by_bound_method, by_partial, by_static_method, by_item],
+    ids=lambda w: w.__name__,
+)
 def test_what_has_not_changed_has_the_same_key(way):
     fn, change = way()
     change(3)
@@ -255,6 +426,31 @@ def test_what_imports_or_captures_arrays_has_no_key():
     assert fingerprint(lambda q, k: eval("1")) is None
     iterator = iter([1])
     assert fingerprint(lambda q, k: iterator) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["where", "abs", "minimum", "add", "floor_divide", "tanh", "float32", "pi"]
+)
+def test_functions_of_jax_have_keys(name):
+    function = getattr(jnp, name)
+    assert fingerprint(lambda q, k: function(q.index)) is not None
+
+
+def test_functions_of_one_name_that_jax_calls_back_are_told_apart():
+    def scaled_by(factor):
+        def on_host(s):
+            return np.asarray(s) * np.float32(factor)
+
+        def score(s, q, k):
+            return jax.pure_callback(
+                on_host, jax.ShapeDtypeStruct((), s.dtype), s, vmap_method="expand_dims"
+            )
+
+        return score
+
+    one, zero = scaled_by(1.0), scaled_by(0.0)
+    codes = [spec.describe(X, X, X, score=score)[0].scores[0] for score in (one, zero, one)]
+    assert codes[0] == codes[2] != codes[1]
 
 
 def test_a_call_described_again_is_cheap():

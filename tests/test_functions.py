@@ -127,9 +127,21 @@ def test_undeclared_data_are_named_with_what_there_is(fn, message):
         (lambda q, k: q - k < 3, r"write q\.index"),
         (lambda q, k: q == k, r"write q\.index"),
         (lambda q, k: (q.index >= k.index) | (not q), r"write q\.index"),
+        (lambda q, k: q**2 > 3, r"write q\.index"),
+        (lambda q, k: 1 / q > 3, r"write q\.index"),
+        (lambda q, k: jnp.abs(q) > 3, r"write q\.index"),
+        (lambda q, k: int(q.index) > 3, r"by int\(\).*\.astype"),
+        (lambda q, k: len(range(q.index)) > 3, r"range\(\)"),
+        (lambda q, k: np.sqrt(q.index) > 3, r"NumPy"),
+        (lambda q, k: None, None),
     ],
 )
 def test_what_python_cannot_do_in_a_function_names_it_and_the_cure(fn, cure):
+    if cure is None:
+        cure, fn_of_score = "must return its result, but it returns None", lambda s, q, k: None
+    else:
+        fn_of_score = lambda s, q, k: jnp.where(fn(q, k), s, 0)
+
     def attends(q, k):
         return fn(q, k)
 
@@ -138,13 +150,43 @@ def test_what_python_cannot_do_in_a_function_names_it_and_the_cure(fn, cure):
         describe(x, x, x, mask=attends)
 
     def weighs(s, q, k):
-        return jnp.where(fn(q, k), s, 0)
+        return fn_of_score(s, q, k)
 
     with pytest.raises(TypeError, match=f"weighs.*{cure}"):
         describe(x, x, x, score=weighs)
 
 
-@pytest.mark.parametrize("how", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy, copy.copy])
+HOW = [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy, copy.copy]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: by_word(tokens={"word": jnp.arange(8)}),
+        lambda: halved,
+        lambda: by_word(tokens={"word": jnp.arange(8)}) & fa.Causal(),
+    ],
+    ids=["mask", "score", "pair"],
+)
+def test_a_decorated_function_can_be_pickled_and_copied(make, how):
+    before = make()
+    after = how(before)
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+@fa.mask_fn
+def by_word(q, k):
+    return q.word == k.word
+
+
+@fa.score_fn
+def halved(s, q, k):
+    return s / 2
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(
     "make",
     [

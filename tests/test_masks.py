@@ -297,6 +297,8 @@ def test_one_window_a_layer_in_a_scan():
             r"Window\.left must be .*-1 or None for all of them, but it is -2; ",
         ),
         (lambda: fa.Window(0, -3), r"Window\.right must be .* but it is -3; "),
+        (lambda: fa.Window(np.int64(-2), 0), r"Window\.left must be .* but it is -2; "),
+        (lambda: fa.SlidingWindow(np.int64(0)), r"SlidingWindow\.size must .* but it is 0; "),
         (lambda: fa.SlidingWindow(0), r"SlidingWindow\.size must .* 1 to 2\^31 - 1, but it is 0; "),
         (lambda: fa.Lengths(q=10**10), r"Lengths\.q must .* but it is 10000000000; "),
         (lambda: fa.Lengths(kv=10**10), r"Lengths\.kv must .* but it is 10000000000; "),
@@ -305,6 +307,40 @@ def test_one_window_a_layer_in_a_scan():
 )
 def test_a_number_that_positions_cannot_be_compared_with_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make, field",
+    [
+        (lambda: fa.SlidingWindow(None), "SlidingWindow.size"),
+        (lambda: fa.SlidingWindow(2.5), "SlidingWindow.size"),
+        (lambda: fa.Chunked("4"), "Chunked.size"),
+        (lambda: fa.Window(1.5), "Window.left"),
+    ],
+)
+def test_what_is_no_integer_is_refused(make, field):
+    with pytest.raises(TypeError, match=f"{field} must be an integer or an array of integers, but"):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make, error",
+    [
+        (lambda: fa.Documents.from_cu_seqlens([3, 6, 16], 16), ValueError),
+        (lambda: fa.Documents.from_cu_seqlens([0, 6, 5], 16), ValueError),
+        (lambda: fa.Documents.from_cu_seqlens([0, 6, 20], 16), ValueError),
+        (lambda: fa.Documents.from_cu_seqlens([0.0, 6.0], 16), TypeError),
+        (lambda: fa.Documents.from_lengths([6, 11], 16), ValueError),
+        (lambda: fa.Documents.from_lengths([-1, 11], 16), ValueError),
+        (lambda: fa.Documents.from_lengths([1.0], 16), TypeError),
+        (lambda: fa.Documents.from_positions([0.0, 1.0]), TypeError),
+    ],
+)
+def test_documents_that_do_not_fit_their_row_are_refused(make, error):
+    with pytest.raises(
+        error, match=r"^Documents\.from_\w+: (cu_seqlens|lengths|positions) must .*; "
+    ):
         make()
 
 

@@ -267,10 +267,12 @@ HEADS_FIRST = (2, 8, 33, 4), (2, 2, 65, 4)  # [B, N, T, H]
     "query, key, options",
     [
         (*HEADS_FIRST, {}),  # 33 heads are no multiple of 65
+        ((2, 8, 1, 4), (2, 2, 65, 4), {}),
+        ((2, 8, 4, 4), (2, 8, 65, 4), {}),
         ((2, 8, 33, 4), (2, 4, 33, 4), {"mask": np.ones((33, 33), bool)}),
         ((2, 8, 33, 4), (2, 4, 33, 4), {"mask": fa.Segments(np.ones((2, 33), np.int32))}),
     ],
-    ids=["shapes", "mask", "tokens"],
+    ids=["shapes", "one query", "few queries", "mask", "tokens"],
 )
 def test_a_layout_with_heads_first_is_recognized(query, key, options):
     q, k = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (query, key))

@@ -123,7 +123,9 @@ def kernels_of(tree: str, names: list[str], jobs: int, keep: pathlib.Path | None
         with tempfile.TemporaryDirectory() as directory:
             package = pathlib.Path(directory, "pallas_fa2")
             package.mkdir()
-            archive = subprocess.run(["git", "archive", tree], cwd=ROOT, check=True, capture_output=True)
+            archive = subprocess.run(
+                ["git", "archive", tree], cwd=ROOT, check=True, capture_output=True
+            )
             subprocess.run(["tar", "-x", "-C", package], input=archive.stdout, check=True)
             kept |= in_processes(pathlib.Path(directory), missing, jobs, keep)
         CACHE.mkdir(exist_ok=True)
@@ -163,7 +165,12 @@ def compare(
     ]
     lines = differences(*both)
     count = sum(map(len, both[0].values()))
-    print(f"{before} and {label}: {len(lines) or 'none'} of {count} kernels differ", *lines, sep="\n  ", flush=True)
+    print(
+        f"{before} and {label}: {len(lines) or 'none'} of {count} kernels differ",
+        *lines,
+        sep="\n  ",
+        flush=True,
+    )
     return lines
 
 

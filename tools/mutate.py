@@ -1,5 +1,7 @@
 """Plants the mistakes of mutants.toml in copies of the tree, one at a time, and says which of them tests find.
 
+The expected tests run without any first, and must pass.
+
 python tools/mutate.py                              # all, each with the tests that are expected to find it
 python tools/mutate.py hiding_after align_end       # some
 python tools/mutate.py --tier test --jobs 2         # and where those do not, with what `make test` runs
@@ -133,6 +135,14 @@ def try_mutant(mutant: Mutant, tree: pathlib.Path, tier: list[str] | None, limit
     return Result(mutant, verdict, time.monotonic() - start, "" if code == SURVIVED else test)
 
 
+def check_unchanged(mutants: list[Mutant], tree: pathlib.Path, limit: float) -> None:
+    """Runs the expected tests without a mistake: one that fails anyway would find every mistake."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    code, test = run_pytest(tree, tests, limit) if tests else (SURVIVED, "")
+    if code != SURVIVED:
+        raise SystemExit(f"without a mistake, exit code {code}: {test}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -154,6 +164,7 @@ def main() -> int:
         trees: queue.SimpleQueue[pathlib.Path] = queue.SimpleQueue()
         for i in range(options.jobs):
             trees.put(copy_tree(pathlib.Path(directory) / str(i)))
+        check_unchanged(chosen, pathlib.Path(directory) / "0", options.limit)
 
         def run(mutant: Mutant) -> Result:
             tree = trees.get()

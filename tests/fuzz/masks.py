@@ -306,6 +306,9 @@ def near_called(q: Any, k: Any) -> Any:
 class Near:
     limit = 0
 
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
     def __call__(self, q: Any, k: Any) -> Any:
         return abs(q.index - k.index) <= self.limit
 
@@ -318,6 +321,16 @@ def _in_cell(limit: int) -> Callable:
         return abs(q.index - k.index) <= limit
 
     return near
+
+
+def _by(where: str, thing: Near) -> Any:
+    def by_item(q: Any, k: Any) -> Any:
+        return abs(q.index - k.index) <= thing["limit"]
+
+    def by_attribute(q: Any, k: Any) -> Any:
+        return abs(q.index - k.index) <= by_attribute.limit  # pyright: ignore
+
+    return by_item if where == "item" else by_attribute
 
 
 def changed(where: str, limit: int, before: Callable) -> Callable:
@@ -337,6 +350,13 @@ def changed(where: str, limit: int, before: Callable) -> Callable:
         fn = FunctionType(near_default.__code__, {}, argdefs=(other,))
         before(fn)
         fn.__defaults__ = (limit,)
+    elif where in ("item", "attribute"):
+        thing = Near()
+        fn = _by(where, thing)
+        holder = fn if where == "attribute" else thing
+        holder.limit = other
+        before(fn)
+        holder.limit = limit
     else:
         thing = Near()
         thing.limit = other
@@ -348,7 +368,7 @@ def changed(where: str, limit: int, before: Callable) -> Callable:
 
 # Describes a call with these options: the one that is about to be made, as another would be traced anew.
 DESCRIBE: ContextVar[Callable] = ContextVar("DESCRIBE", default=lambda **options: None)
-READ_FROM = "global", "called", "cell", "default", "object", "method"
+READ_FROM = "global", "called", "cell", "default", "object", "method", "item", "attribute"
 
 
 @dataclasses.dataclass(frozen=True)
