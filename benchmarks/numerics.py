@@ -3,7 +3,7 @@
     python -m benchmarks.numerics                  # benchmarks/results/numerics-<device>.json
     python -m benchmarks.numerics --length 1024    # of other sizes
     python -m benchmarks.numerics --jobs 16        # 16 cases at a time, each in a process of its own
-    python -m benchmarks.numerics --page           # only docs/numerics.md, from all files there are
+    python -m benchmarks.numerics --page           # only the page, from all files there are
 
 Causal attention of random inputs against dense attention in float64 of the same, rounded, inputs; an
 error is a Frobenius norm over that of the truth. Outliers are FlashAttention-3's (arXiv:2407.08608,
@@ -16,6 +16,7 @@ import datetime
 import functools
 import pathlib
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ from benchmarks import jobs, record, rivals
 from benchmarks.measure import FACTOR
 from benchmarks.shapes import Shape
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "numerics.md"
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "benchmarks" / "numerics.md"
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 128, 256)
 INPUTS = ("normal", "outliers")
@@ -179,9 +180,39 @@ q, k and v. `python -m benchmarks.numerics` measures a device and writes this pa
 `benchmarks/results/numerics-*.json`, which say why some have no row."""
 
 
+def largest(found: dict[str, Any], kind: str, rival: str, parts: tuple[str, ...]) -> float | None:
+    """Returns the largest error of the Hopper kernels over a rival's, None if there is none."""
+    ratios = [
+        rows["hopper"][part] / rows[rival][part]
+        for rows in (result["rows"] for result in found["results"] if result["inputs"] == kind)
+        for part in parts
+        if all(part in rows.get(name, {}) for name in ("hopper", rival))
+    ]
+    return max(ratios, default=None)
+
+
+def conclusions(found: dict[str, Any]) -> str | None:
+    """Returns in three sentences how the Hopper kernels compare, None where they did not run."""
+    of_lse = [r["rows"].get("hopper", {}).get("lse") for r in found["results"]]
+    lse = [x for x in of_lse if x is not None]
+    parts = tuple(part for part in PARTS if part != "lse")
+    ratios = [[largest(found, kind, rival, parts) for kind in INPUTS] for rival in ("fa3", "dense")]
+    if not lse or any(x is None for of_rival in ratios for x in of_rival):
+        return None
+    fa3, dense = ratios
+    return (
+        f"On the {found['setup']['device']}, the errors of the Hopper kernels in out, dq, dk and dv are at most "
+        f"{fa3[0]:.2f} of FlashAttention-3's for normal inputs and {fa3[1]:.2f} of them with outliers. They are at "
+        f"most {dense[0]:.2f} and {dense[1]:.2f} of those of dense attention, where FlashAttention's rule allows "
+        f"{FACTOR:.0f}. The logsumexp is off by at most {max(lse):.2g}."
+    )
+
+
 def page() -> str:
-    files = sorted(record.RESULTS.glob("numerics-*.json"))
-    return "\n\n".join([INTRODUCTION, *(section(record.load(file)) for file in files)]) + "\n"
+    found = [record.load(file) for file in sorted(record.RESULTS.glob("numerics-*.json"))]
+    concluded = [textwrap.fill(text, 100) for x in found if (text := conclusions(x))]
+    title, introduction = INTRODUCTION.split("\n\n", 1)
+    return "\n\n".join([title, *concluded, introduction, *map(section, found)]) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -311,7 +311,7 @@ class Documents(Mask):
 
     As `Segments` of documents that lie so, but what a query sees is a range by code: the forward takes 0.92 to
     0.98 of the time. `longest`, a Python integer, promises that no document has more tokens (beyond that many
-    none is seen): with up to 512 the backward takes 0.88 of the time (docs/performance.md).
+    none is seen): with up to 512 the backward takes 0.88 of the time (docs/decisions/0029, 0054).
     """
 
     starts: Int[Array, "*B T"]

@@ -47,7 +47,7 @@ class Tuned(NamedTuple):
         return self.config.pair_stages(size, rows) >= 1
 
 
-# Of a head dim, the first that serves a call, as measured on an H200 (docs/performance.md). Registers:
+# Of a head dim, the first that serves a call, as measured on an H200 (docs/decisions/0009, 0012, 0018, 0019). Registers:
 # 128 * (2 * 240 + 24) or 128 * (3 * 160 + 32) of 65,536. A kernel takes a second buffer of Q where there is
 # room (`Config.with_queries_ahead`): 1 % for long sequences and 5 to 13 % for 512 tokens. At H = 64 three
 # warpgroups are 10 to 20 % faster than two, unless most of their larger tiles lies beyond the diagonal, or a tile is most of a sequence

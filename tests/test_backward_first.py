@@ -54,7 +54,7 @@ def suits(found: Any, dim: int = 128, ordered: bool = False, **options: Any) -> 
 
 
 def test_few_visits_are_known_when_traced() -> None:
-    """As measured (docs/performance.md, "The first of dQ is stored")."""
+    """As measured (docs/decisions/0029-dq-first-store.md)."""
     assert suits(classes(2)) and suits(classes(4)) and suits(classes(3), 64)
     assert not suits(classes(5)) and suits(jnp.asarray(classes(5)))
     assert not suits(jnp.asarray(classes(6))) and not suits(jnp.asarray(classes(5)), 64)

@@ -86,7 +86,7 @@ def suits(
 
 
 def test_short_sequences_of_many_heads_are_taken_whole() -> None:
-    """As measured (docs/performance.md, "Short sequences")."""
+    """As measured (docs/decisions/0027-head-per-cta.md)."""
     assert suits(128, 512, 32) and suits(64, 512, 32, (32, 32)) and suits(64, 1024, 16, (32, 32))
     assert suits(128, 256, 64, offset=None) and suits(64, 512, 32, (32, 32), offset=None)
     assert suits(128, 197, 83, offset=None) and suits(128, 384, 42)

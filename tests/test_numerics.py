@@ -1,4 +1,4 @@
-"""The errors that docs/numerics.md shows: of what, against what, and who is called wrong."""
+"""The errors that docs/benchmarks/numerics.md shows: of what, against what, and who is called wrong."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,3 +62,24 @@ def test_what_is_wrong_is_said(small, monkeypatch, capsys, factor):
     assert numerics.main(["--length", "40", "--commit", "abc"]) == 1
     assert "blockwise, bfloat16, H = 16, outliers: out" in capsys.readouterr().out
     assert "| 16 | blockwise | **" in numerics.PAGE.read_text()
+
+
+def test_the_page_begins_with_what_follows_from_the_errors():
+    def rows(kind, hopper, fa3):
+        both = {
+            name: dict.fromkeys(numerics.PARTS, e) for name, e in (("hopper", hopper), ("fa3", fa3))
+        }
+        return {
+            "inputs": kind,
+            "rows": {**both, "dense": dict.fromkeys(numerics.PARTS, 4.0), "cudnn": {"refused": ""}},
+        }
+
+    results = [rows("normal", 1.0, 2.0), rows("normal", 1.0, 1.0), rows("outliers", 3.0, 2.0)]
+    found = {"setup": {"device": "Invented device"}, "results": results}
+    text = numerics.conclusions(found)
+    assert text is not None and text.startswith("On the Invented device, ")
+    assert "at most 1.00 of FlashAttention-3's for normal inputs and 1.50 of them" in text
+    assert "at most 0.25 and 0.75 of those of dense attention" in text
+    assert text.endswith("rule allows 2. The logsumexp is off by at most 3.")
+    del results[2]["rows"]["hopper"]  # as where no GPU is
+    assert numerics.conclusions(found) is None

@@ -32,7 +32,7 @@ SQUARE = 64
 # takes longer than all others; to begin in vain, so many take 2 us.
 SHARES, CTAS = 16, 4096
 # A mask is asked before the attention where that saves so many operations on a pair: on all of a GPU's
-# multiprocessors they take 12 us, and to ask takes 5 and more. (Measured: docs/performance.md.)
+# multiprocessors they take 12 us, and to ask takes 5 and more. (docs/decisions/0046-mask-bitmap.md)
 WORTH_ASKING = 2.5e8
 # To ask takes as long as two heads that ask by themselves.
 AS_LONG_AS = 2

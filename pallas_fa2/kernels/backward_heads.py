@@ -22,7 +22,7 @@ from pallas_fa2.kernels.tiles import Claims, Dealt
 from pallas_fa2.kernels.visits import Visits
 
 # Of 60 MB of L2: Q, dO and float32 dQ of the heads that run at the same time. From there on each step waits for
-# L2 or for device memory (docs/performance.md, "Short sequences").
+# L2 or for device memory (docs/decisions/0027-head-per-cta.md).
 MOST_BYTES = 50 << 20
 # How much later the last CTA may be done than with tiles dealt one by one, full and causal: less than what is
 # saved otherwise.

@@ -16,7 +16,7 @@ from pallas_fa2.kernels.listing import MOST, halves
 from pallas_fa2.kernels.mosaic import I32, div, rem
 
 # How long before all are done a tile begins at the latest, of the time that it takes, if heads share what they visit.
-# (With less, CTAs end apart; with more, more heads run side by side, of which L2 holds few: docs/performance.md.)
+# (With less, CTAs end apart; with more, more heads run side by side, of which L2 holds few: docs/decisions/0058-tile-hoisting.md.)
 SLACK = 1.5
 # How many tiles of each CTA are sorted, those of the last heads: where heads share what they visit, and where each has
 # its own.

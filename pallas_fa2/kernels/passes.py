@@ -1,6 +1,6 @@
 """What comes before and after the Hopper backward: passes over O, dO and dQ, as fast as memory is.
 
-XLA takes 1.4 times as long (docs/performance.md).
+XLA takes 1.4 times as long (docs/decisions/0024-pre-and-postprocess.md).
 """
 
 import functools

@@ -1,0 +1,184 @@
+"""Writes the pages of docs/benchmarks that are made of committed results.
+
+    python -m benchmarks.pages            # h200.md, masks.md, short.md and numerics.md
+    python -m benchmarks.pages --check    # write nothing; exit status 1 if a page differs
+
+`methodology.md`, which lies beside them, is written by hand.
+"""
+
+import argparse
+import pathlib
+import statistics
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from benchmarks import numerics, record, report
+
+FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "benchmarks"
+TITLES = {"forward": "Forward", "both": "Forward and backward"}
+GRADIENTS = ("out", "dq", "dk", "dv")
+
+
+class Page(NamedTuple):
+    """A page on one group of shapes of a file of results."""
+
+    title: str
+    results: str  # the file's name in benchmarks/results
+    group: str  # a key of `report.groups`
+    figures: tuple[str, ...] = ()  # stems in docs/figures
+    times: bool = False  # milliseconds instead of TFLOP/s, which say little of sparse masks
+
+
+PAGES = {
+    "h200.md": Page(
+        "Speed on an H200",
+        "nvidia-h200.json",
+        "",
+        ("nvidia-h200-forward", "nvidia-h200-both"),
+    ),
+    "masks.md": Page(
+        "Speed under masks and scores on an H200",
+        "nvidia-h200.json",
+        " with masks and scores",
+        times=True,
+    ),
+    "short.md": Page(
+        "Speed below 512 tokens on an H200",
+        "nvidia-h200-short.json",
+        " of short sequences",
+    ),
+}
+
+
+def speed(row: dict[str, dict], part: str) -> str | None:
+    """Returns TFLOP/s as a cell of a table, None without a speed."""
+    found = report.tflops(row, part)
+    return None if found is None else f"{found:.0f}"
+
+
+def time(row: dict[str, dict], part: str) -> str | None:
+    """Returns milliseconds as a cell of a table, None without a time."""
+    found = row.get(part, {}).get("ms")
+    return None if found is None else f"{found:.3f}"
+
+
+def table(results: dict[str, dict], part: str, cell: Callable) -> str:
+    """Returns a Markdown table of the implementations that have a cell for some shape."""
+    rows = {shape: result["rows"] for shape, result in results.items()}
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    cells = {n: {s: cell(row.get(n, {}), part) for s, row in rows.items()} for n in names}
+    known = {name: column for name, column in cells.items() if any(column.values())}
+    lines = [
+        f"| shape | {' | '.join(known)} | ours / best rival |",
+        "|---" * (len(known) + 2) + "|",
+    ]
+    for shape, row in rows.items():
+        r = report.ratio(row, part)
+        numbers = [column[shape] or "-" for column in known.values()]
+        lines.append(f"| {shape} | {' | '.join(numbers)} | {'-' if r is None else f'{r:.2f}'} |")
+    return "\n".join(lines)
+
+
+def errors(results: dict[str, dict], rival: str = "fa3") -> list[str]:
+    """Returns a table of our errors over a rival's, for out and each gradient."""
+    pairs = [
+        tuple(result["rows"].get(name, {}).get("both", {}).get("error") for name in ("ours", rival))
+        for result in results.values()
+    ]
+    known = [(ours, theirs) for ours, theirs in pairs if ours and theirs]
+    lines = []
+    for i, name in enumerate(GRADIENTS if known else ()):
+        ratios = [ours[i] / theirs[i] for ours, theirs in known]
+        mean = statistics.fmean(ratios)
+        lines.append(f"| {name} | {mean:.3f} | {min(ratios):.3f} | {max(ratios):.3f} |")
+    if lines:
+        lines[:0] = [f"| over {rival}'s | mean | least | most |", "|---|---|---|---|"]
+    return lines
+
+
+def conditions(found: dict[str, Any]) -> str:
+    """Returns what was measured with what, and when."""
+    setup = found["setup"]
+    versions = [f"{name} {version}" for name, version in setup["implementations"].items()]
+    names = "driver", "jax", "jaxlib"
+    parts = [setup["device"], *(f"{n} {setup[n]}" for n in names if n in setup), *versions]
+    runs = [
+        f"{run['date']}, commit {run['commit']}: 8192³ matrix product {run['matmul']:.0f} TFLOP/s"
+        for run in found["runs"]
+    ]
+    return items((", ".join(parts), *runs))
+
+
+def items(lines: Iterable[str]) -> str:
+    """Returns a Markdown list."""
+    return "\n".join(wrapped(f"- {line}", indent="  ") for line in lines)
+
+
+def wrapped(line: str, indent: str = "") -> str:
+    """Returns prose in lines of at most 100 columns, those after the first indented."""
+    return textwrap.fill(
+        line, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def text(page: Page) -> str:
+    """Returns a page as Markdown."""
+    found = record.load(record.RESULTS / page.results)
+    results, cell = report.groups(found["results"])[page.group], time if page.times else speed
+    parts = [
+        f"# {page.title}",
+        wrapped(
+            "`python -m benchmarks.pages` writes this page from "
+            f"[{page.results}](../../benchmarks/results/{page.results}). "
+            "[Methodology](methodology.md) says how speeds are measured, and what the names of rivals "
+            "and shapes mean."
+        ),
+        conditions(found),
+    ]
+    for part, title in TITLES.items():
+        summary = report.summary(results, part)
+        parts.append(f"## {title}, {'milliseconds' if page.times else 'TFLOP/s'}")
+        parts.append(wrapped(f"Ours over the best rival in TFLOP/s: {summary}."))
+        parts += [f"![{title}](../figures/{f}.svg)" for f in page.figures if f.endswith(part)]
+        parts.append(table(results, part, cell))
+        if cost := report.cost_of_functions(results, part):
+            parts.append(wrapped(f"{cost[0].upper()}{cost[1:]}."))
+    shares = ", ".join(f"{n} {share:.2f}" for n, share in report.worst_errors(results).items())
+    parts += ["## Errors", wrapped(f"Largest error over the allowed: {shares}.")]
+    if lines := errors(results):
+        parts.append("\n".join(lines))
+    refused = [
+        line for line in report.refusals(results) if line.split(",")[0] not in report.OURS[1:]
+    ]
+    if refused:
+        parts += ["## Without a speed", items(refused)]
+    return "\n\n".join(parts) + "\n"
+
+
+def made() -> dict[pathlib.Path, str]:
+    """Returns every generated page by its path."""
+    pages = {FOLDER / name: text(page) for name, page in PAGES.items()}
+    return {**pages, numerics.PAGE: numerics.page()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check, stale = parser.parse_args(argv).check, []
+    for path, content in made().items():
+        if path.exists() and path.read_text() == content:
+            continue
+        stale.append(path)
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+    print("\n".join(f"{'differs' if check else 'written'}: {path.name}" for path in stale))
+    return check and bool(stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Documentation: links resolve, decisions have a status and are listed, and code on user pages runs."""
+
+import pathlib
+import re
+import runpy
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [*(ROOT / f"{n}.md" for n in ("README", "CONTRIBUTING", "CHANGELOG")), *DOCS.rglob("*.md")]
+DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
+USER = sorted((DOCS / "user").glob("*.md"))
+# What stays in the repository: a source distribution has none of it.
+REPOSITORY_ONLY = DOCS / "figures", ROOT / "benchmarks" / "results"
+
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+STATUS = re.compile(r"accepted|rejected|superseded by \d{4}|historical")
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def links(path):
+    """The relative targets of a page: (path, anchor)."""
+    for target in LINK.findall(CODE.sub("", path.read_text())):
+        if not re.match(r"\w+:", target):
+            file, _, anchor = target.partition("#")
+            yield (path.parent / file).resolve() if file else path, anchor
+
+
+def anchors(path):
+    """The names that GitHub gives to a page's headings."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", h).lower() for h in headings)
+    return {re.sub(r"[^\w\- ]", "", h).strip().replace(" ", "-") for h in plain}
+
+
+def status(path):
+    (found,) = re.findall(r"^Status: (.*)$", path.read_text(), re.MULTILINE)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_resolve(page):
+    for target, anchor in links(page):
+        if any(target.is_relative_to(x) and not x.exists() for x in REPOSITORY_ONLY):
+            continue
+        assert target.exists(), f"{name(page)} links to {target}, which does not exist"
+        if anchor:
+            assert anchor in anchors(target), f"{name(page)}: {target.name} has no #{anchor}"
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=name)
+def test_a_decision_has_a_number_a_status_and_a_verdict(page):
+    text, number = page.read_text(), page.name[:4]
+    assert text.startswith(f"# {number}: "), "the title begins with the page's number"
+    assert STATUS.fullmatch(status(page)), f"Status: {status(page)}"
+    assert "\n## Context" in text and "\n## Verdict\n" in text
+    for other in re.findall(r"superseded by (\d{4})", status(page)):
+        assert list(page.parent.glob(f"{other}-*.md")), f"there is no decision {other}"
+
+
+def test_the_index_lists_each_decision_once_with_its_status():
+    index = (DOCS / "decisions" / "index.md").read_text()
+    items = re.findall(r"^- \[(\d{4})\]\(([^)]*)\) ([^:]*):", index, re.MULTILINE)
+    assert items == [(page.name[:4], page.name, status(page)) for page in DECISIONS]
+    assert [number for number, *_ in items] == [f"{i + 1:04}" for i in range(len(items))]
+
+
+def test_every_page_of_a_folder_is_linked_from_an_index():
+    indices = DOCS / "index.md", DOCS / "decisions" / "index.md"
+    linked = {target for page in indices for target, _ in links(page)}
+    assert set(DOCS.rglob("*.md")) - {DOCS / "index.md"} <= linked
+
+
+@pytest.fixture
+def promotion_as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize("page", USER, ids=lambda page: page.stem)
+def test_the_code_of_a_user_page_runs(page, promotion_as_users_have_it, tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "page.py").write_text("\n".join(blocks))
+    runpy.run_path(str(tmp_path / "page.py"))
