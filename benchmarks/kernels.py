@@ -15,7 +15,7 @@ import jax
 
 from benchmarks import measure, rivals, run
 from benchmarks.shapes import SHAPES
-from pallas_fa2.tuning import launches
+from pallas_fa2.planning.autotune import kernel_times
 
 NAME = 100  # characters of a kernel's; those of templates have a thousand
 
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
             attention = functools.partial(implementation.attention, shape)
             fn = jax.jit(measure.with_gradients(attention))
             try:
-                text = table(name, label, shares(launches(fn, args, options.iterations)))
+                text = table(name, label, shares(kernel_times(fn, args, options.iterations)))
             except Exception as e:  # noqa: BLE001 - what one of them does not take, others may
                 text = f"{name}, {label}: {measure.cause(e, args)}"
             print(text, flush=True)

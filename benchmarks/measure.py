@@ -16,7 +16,7 @@ import numpy as np
 import pallas_fa2 as fa
 from benchmarks.rivals import XLA_SCORES, Implementation, align_of, mask_of, score_of
 from benchmarks.shapes import Shape
-from pallas_fa2.tuning import milliseconds, totals
+from pallas_fa2.planning.autotune import median_ms, total_times
 
 # FlashAttention's own rule: twice the error of dense attention in the same dtype.
 FACTOR = 2.0
@@ -188,7 +188,7 @@ class Program:
 
 def burst(run: Callable, args: tuple, count: int) -> list[float]:
     """Milliseconds of so many launches, in a row after a first; then the GPU rests."""
-    times = totals(run, args, count)
+    times = total_times(run, args, count)
     time.sleep(1e-3 * RESTS * (sum(times) + times[0]))
     return times
 
@@ -294,4 +294,4 @@ def measure(
 def matmul(iterations: int, size: int = 8192) -> float:
     """TFLOP/s of a product of square bfloat16 matrices of random data: the ceiling."""
     a, b = jax.random.normal(jax.random.key(1), (2, size, size), jnp.bfloat16)
-    return 2 * size**3 / milliseconds(jax.jit(jnp.matmul), (a, b), iterations) * 1e-9
+    return 2 * size**3 / median_ms(jax.jit(jnp.matmul), (a, b), iterations) * 1e-9

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import pallas_fa2 as fa
-from pallas_fa2.linen import MultiHeadAttention
+from pallas_fa2.flax.linen import MultiHeadAttention
 
 VOCABULARY = 128  # ASCII
 PEAK = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}  # FLOP/s, dense bfloat16

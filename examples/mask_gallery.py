@@ -32,9 +32,9 @@ import pallas_fa2 as fa
 from benchmarks import jobs
 from benchmarks.measure import Turn, burst, with_gradients
 from examples.masks_and_scores import MASKS, SCORES
-from pallas_fa2 import bounds
-from pallas_fa2.plan import device_of
-from pallas_fa2.spec import Device, describe
+from pallas_fa2.device import Device, device_of
+from pallas_fa2.ir import block_classes
+from pallas_fa2.parse_call import parse_call
 
 HEAD_DIM = 128
 # Whose tiles are drawn on a machine without a Hopper GPU.
@@ -60,14 +60,14 @@ class Tiles(NamedTuple):
 
     @property
     def share(self) -> float:
-        return float((self.classes != bounds.EMPTY).mean())
+        return float((self.classes != block_classes.EMPTY).mean())
 
 
 def tiles_of(query: Any, device: Device, **options: Any) -> Tiles:
     """As the call would run on the device."""
     explained = fa.explain(query, query, query, device=device, **options)
-    spec, operands = describe(query, query, query, **options)
-    classes = np.asarray(bounds.classify_each(spec, operands, *explained.tiles))
+    spec, operands = parse_call(query, query, query, **options)
+    classes = np.asarray(block_classes.block_classes(spec, operands, *explained.tiles))
     return Tiles(classes, dict(explained.plan.passed_over).get("hopper"))
 
 

@@ -11,7 +11,9 @@ from pallas_fa2.api import (
     dot_product_attention,
     flash_attention,
 )
+from pallas_fa2.device import Device
 from pallas_fa2.explanation import Explanation, explain
+from pallas_fa2.ir.tokens import Context, Token
 from pallas_fa2.masks import (
     Causal,
     Chunked,
@@ -25,10 +27,8 @@ from pallas_fa2.masks import (
     Window,
     mask_fn,
 )
+from pallas_fa2.planning.autotune import Tuning, autotune
 from pallas_fa2.scores import Score, alibi, bias, score_fn, soft_cap
-from pallas_fa2.spec import Device
-from pallas_fa2.tokens import Context, Token
-from pallas_fa2.tuning import Tuning, autotune
 
 __version__ = "0.1.0"
 
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> _Any:
     """`linen` and `nnx`, on first use: the rest does without Flax."""
     if name in ("linen", "nnx"):
         try:
-            return _import_module(f"pallas_fa2.{name}")
+            return _import_module(f"pallas_fa2.flax.{name}")
         except ModuleNotFoundError as error:
             if error.name != "flax":
                 raise

@@ -13,13 +13,15 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from pallas_fa2.autodiff import attend
-from pallas_fa2.kernels import FUSED
+from pallas_fa2.backends import FUSED
+from pallas_fa2.device import Device, device_of
+from pallas_fa2.ir.arrays import as_array
+from pallas_fa2.ir.call_spec import CallSpec
 from pallas_fa2.masks import Lengths, Mask, Window, as_mask
-from pallas_fa2.plan import Plan, device_of, make_plan
+from pallas_fa2.parse_call import as_sinks, check_arrays, parse_call
+from pallas_fa2.planning.plan import Plan, make_plan
 from pallas_fa2.scores import Score, as_scores
 from pallas_fa2.scores import bias as add_bias
-from pallas_fa2.spec import Device, Spec, as_sinks, check_arrays, describe
-from pallas_fa2.tokens import as_array
 
 Implementation = Literal["reference", "blockwise", "hopper", "fused"]
 Scores = Score | Callable | tuple[Score | Callable, ...]
@@ -54,7 +56,7 @@ class FallbackWarning(UserWarning):
 _warned: set[str] = set()
 
 
-def _warn_of_fallback(spec: Spec, plan: Plan, device: Device) -> None:
+def _warn_of_fallback(spec: CallSpec, plan: Plan, device: Device) -> None:
     """Once for each reason; as an error, each time."""
     if device.platform != "gpu" or plan.implementation in FUSED or not plan.passed_over:
         return
@@ -191,7 +193,7 @@ def flash_attention(
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     if isinstance(query, Tracer):
         mask, score = _as_run_time_data((None if mask is None else as_mask(mask), as_scores(score)))
-    spec, operands = describe(
+    spec, operands = parse_call(
         query,
         key,
         value,

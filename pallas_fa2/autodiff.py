@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from pallas_fa2.kernels import REGISTRY
-from pallas_fa2.kernels.tile import RowSums, split_floats
-from pallas_fa2.plan import Plan
-from pallas_fa2.spec import Operands, Spec
-from pallas_fa2.tokens import alike
+from pallas_fa2.backends import BACKENDS
+from pallas_fa2.backends.xla.tile import RowSums
+from pallas_fa2.ir.call_spec import CallSpec, Operands, split_floats
+from pallas_fa2.ir.mesh import match_varying_axes
+from pallas_fa2.planning.plan import Plan
 
 Out = tuple[jax.Array, jax.Array]
 Results = tuple[jax.Array, jax.Array, RowSums | None]
@@ -32,15 +32,15 @@ log = logging.getLogger("pallas_fa2")
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def attend(
-    spec: Spec, plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
+    spec: CallSpec, plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
 ) -> Out:
     """`out [*B, T, N, Hv]` and `lse [*B, N, T]`, differentiable in q, k, v and the score data.
 
     `q, k, v` have any number of batch axes, and `operands` one of `spec.batch` entries.
     """
     log.info("%s", plan.said_of(spec))  # when it is traced: once for each kind of call
-    q, k, v, operands = alike((q, k, v, operands))
-    if REGISTRY[plan.implementation].backward is None:
+    q, k, v, operands = match_varying_axes((q, k, v, operands))
+    if BACKENDS[plan.implementation].backward is None:
         operands = operands._replace(mask=jax.lax.stop_gradient(operands.mask))
         out, lse, _ = _run_forward(spec, plan, q, k, v, operands)
     else:
@@ -51,19 +51,19 @@ def attend(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Results:
+def _attend(spec: CallSpec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Results:
     return _run_forward(spec, plan, q, k, v, operands)
 
 
-def _run_forward(spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Results:
-    implementation = REGISTRY[plan.implementation]
+def _run_forward(spec: CallSpec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Results:
+    implementation = BACKENDS[plan.implementation]
 
     def run(arrays: tuple, operands: Operands) -> tuple:
         q, k, v = arrays
         results = implementation.forward(spec, plan.forward, q, k, v, operands)
         out, lse, sums = (*results, None)[:3]
         # a kernel does not say that its results vary over a mesh
-        return _mapped_alike(*alike((out, lse, sums), q)), ()
+        return _mapped_alike(*match_varying_axes((out, lse, sums), q)), ()
 
     *batch, length, heads, _ = jax.typeof(q).sharding.spec
     rows = PartitionSpec(*batch, heads, length)
@@ -76,7 +76,7 @@ def _run_forward(spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Opera
     return run((q, k, v), operands)[0]
 
 
-def _with_any_mesh(spec: Spec, q: Any, fn: Callable, specs: Any) -> Callable:
+def _with_any_mesh(spec: CallSpec, q: Any, fn: Callable, specs: Any) -> Callable:
     """`fn(arrays, operands) -> arrays, rest` for arrays with all of `q`'s batch axes, on a mesh of any kind.
 
     If that has explicit axes, the partitioner divides `fn`, and results lie as `specs` say. Forward and backward
@@ -118,7 +118,7 @@ class Wanted(tuple[bool, ...]):
 
 
 def _forward(
-    spec: Spec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands
+    spec: CallSpec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands
 ) -> tuple[Results, tuple]:
     """Of arrays with `value` and `perturbed`."""
     args = jax.tree.map(_value, (q, k, v, operands), is_leaf=_is_primal)
@@ -140,7 +140,7 @@ def _value(x: Any) -> jax.Array:
     return x.value
 
 
-def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Results) -> tuple:
+def _backward(spec: CallSpec, plan: Plan, residuals: tuple, cotangents: Results) -> tuple:
     q, k, v, out, lse, sums, operands, wanted = residuals
     dout, dlse, dsums = cotangents
     dout = jnp.zeros_like(out) if _is_zero(dout) else dout
@@ -150,14 +150,14 @@ def _backward(spec: Spec, plan: Plan, residuals: tuple, cotangents: Results) -> 
         through_total = dsums.total * sums.total
         dlse = through_total if dlse is None else dlse + through_total
     name, config = plan.backward_for(any(wanted))
-    backward = REGISTRY[name].backward
+    backward = BACKENDS[name].backward
     assert backward is not None, "an implementation that JAX differentiates never comes here"
 
     def run(arrays: tuple, operands: Operands) -> tuple:
         *kept, sums = arrays
         exact = {} if sums is None else {"sums": sums}
         results = backward(spec, config, *kept, operands, wanted, **exact)
-        *gradients, dscores = alike(results, kept[0])
+        *gradients, dscores = match_varying_axes(results, kept[0])
         return tuple(gradients), dscores
 
     arrays = q, k, v, out, lse, dout.astype(q.dtype), dlse, sums

@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_fa2 import bounds
 from pallas_fa2.api import Implementation, flash_attention
-from pallas_fa2.kernels import REGISTRY
-from pallas_fa2.plan import Plan, device_of, make_plan
-from pallas_fa2.spec import Device, Spec, as_sinks, describe
+from pallas_fa2.backends import BACKENDS
+from pallas_fa2.device import Device, device_of
+from pallas_fa2.ir import block_classes
+from pallas_fa2.ir.call_spec import CallSpec
+from pallas_fa2.parse_call import as_sinks, parse_call
+from pallas_fa2.planning.plan import Plan, make_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Explanation:
     runs (the arrays that grow with the call; where `reference` or `blockwise` run, as XLA may lay them out).
     """
 
-    spec: Spec
+    spec: CallSpec
     device: Device
     plan: Plan
     tiles: tuple[int, int]
@@ -96,14 +98,16 @@ def explain(
     described: list = []
 
     def classify(sinks: Any = None, **options: Any) -> None:
-        spec, operands = describe(query, key, value, **options)
+        spec, operands = parse_call(query, key, value, **options)
         if sinks is not None:
             as_sinks(sinks, spec.q_heads)
         plan = make_plan(spec, device, implementation)
-        chosen = REGISTRY[plan.implementation]
+        chosen = BACKENDS[plan.implementation]
         kernels = chosen.describe(spec, plan.forward, plan.backward, operands)
         known = isinstance(spec.q_len, int) and isinstance(spec.kv_len, int)
-        table = bounds.classify(spec, operands, *kernels.tile) if known else None
+        table = (
+            block_classes.block_classes_all_heads(spec, operands, *kernels.tile) if known else None
+        )
         described.extend((spec, plan, kernels, table))
 
     names = "mask", "score", "scale", "sinks", "dropout_rng", "q_positions", "kv_positions"
@@ -124,7 +128,7 @@ def explain(
     backward = kernels.backward
     if plan.of_data is not None:
         backward += f"; {plan.of_data[0]} where gradients of score data are asked for"
-    share = float((table != bounds.EMPTY).mean()) if isinstance(table, np.ndarray) else None
+    share = float((table != block_classes.EMPTY).mean()) if isinstance(table, np.ndarray) else None
     pairs = spec.batch * spec.q_heads * spec.q_len * spec.kv_len
     flops = None if share is None else round(2 * pairs * share * (spec.head_dim + spec.value_dim))
     per_query = spec.q_heads * (spec.head_dim + spec.value_dim)

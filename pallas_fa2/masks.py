@@ -16,26 +16,34 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
-from pallas_fa2.functions import Node, UserFunction, call_with_context, is_static, show
-from pallas_fa2.tokens import K_AXIS, Q_AXIS, Context, Data, Dims, Token, check_align, lift
+from pallas_fa2.ir.arrays import (
+    K_AXIS,
+    Q_AXIS,
+    AuxArrays,
+    CallShape,
+    check_align,
+    vmap_over_leading_axes,
+)
+from pallas_fa2.ir.tokens import Context, Token
+from pallas_fa2.pytree_fn import StaticPytree, UserFn, call_with_context, is_static, short_repr
 
 
-class Mask(Node):
+class Mask(StaticPytree):
     """A boolean function of two tokens, True where the query attends to the key."""
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         """The mask of one pair of tokens, as a scalar."""
         raise NotImplementedError
 
-    def data(self) -> Data:
+    def data(self) -> AuxArrays:
         """The arrays that `visible` reads."""
-        return Data()
+        return AuxArrays()
 
-    def place(self, dims: Dims) -> Any:
+    def place(self, dims: CallShape) -> Any:
         """The arrays of the whole tree, laid out for one call."""
         return self.data().place(repr(self), dims)
 
-    def evaluate(self, q_index: Any, k_index: Any, data: Any, dims: Dims) -> Any:
+    def evaluate(self, q_index: Any, k_index: Any, data: Any, dims: CallShape) -> Any:
         return self.visible(*data.views(q_index, k_index, dims))
 
     def __and__(self, other: "Mask | Callable") -> "Mask":
@@ -88,7 +96,7 @@ class Mask(Node):
                   [1, 1, 0],
                   [0, 1, 1]]], dtype=int32)
         """
-        dims = Dims(batch, q_len, q_len if kv_len is None else kv_len, heads, 1)
+        dims = CallShape(batch, q_len, q_len if kv_len is None else kv_len, heads, 1)
         offset = check_align(align, dims)
         q_positions, k_positions = (
             jax.lax.broadcasted_iota(jnp.int32, [n if i == axis else 1 for i in range(5)], axis)
@@ -98,7 +106,9 @@ class Mask(Node):
         def visible(q_index: Any, k_index: Any, data: Any) -> Any:
             return jnp.asarray(self.evaluate(q_index, k_index, data, dims))
 
-        seen = lift(visible, q_positions + np.int32(offset), k_positions, self.place(dims))
+        seen = vmap_over_leading_axes(
+            visible, q_positions + np.int32(offset), k_positions, self.place(dims)
+        )
         shape = math.prod(batch), heads, 1, dims.q_len, dims.kv_len
         return jnp.broadcast_to(seen, shape).reshape(*batch, heads, dims.q_len, dims.kv_len)
 
@@ -161,7 +171,7 @@ def _take_size(mask: Mask, field: str, cure: str, optional: bool = False) -> Non
     _take_integer(mask, field, 1, optional)
     if not is_static(size := getattr(mask, field)):
         raise TypeError(
-            f"{type(mask).__name__}.{field} must be an integer, but it is {show(size)}; {cure}"
+            f"{type(mask).__name__}.{field} must be an integer, but it is {short_repr(size)}; {cure}"
         )
 
 
@@ -229,9 +239,11 @@ class Window(Mask):
             if is_static(size) and size == -1:
                 object.__setattr__(self, side, None)
 
-    def data(self) -> Data:
+    def data(self) -> AuxArrays:
         sides = {"left": self.left, "right": self.right}
-        return Data(params={n: _unlimited_from(v) for n, v in sides.items() if not is_static(v)})
+        return AuxArrays(
+            params={n: _unlimited_from(v) for n, v in sides.items() if not is_static(v)}
+        )
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         seen: Any = True
@@ -264,8 +276,12 @@ class SlidingWindow(Mask):
     def __post_init__(self) -> None:
         _check_integer(self, "size", least=1)
 
-    def data(self) -> Data:
-        return Data() if is_static(self.size) else Data(params={"size": _as_position(self.size)})
+    def data(self) -> AuxArrays:
+        return (
+            AuxArrays()
+            if is_static(self.size)
+            else AuxArrays(params={"size": _as_position(self.size)})
+        )
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         size = self.size if is_static(self.size) else c.size
@@ -292,9 +308,9 @@ class Segments(Mask):
         if self.kv_ids is self.ids:  # as two leaves, under `jit` they would be two arrays
             object.__setattr__(self, "kv_ids", None)
 
-    def data(self) -> Data:
+    def data(self) -> AuxArrays:
         kv_ids = self.ids if self.kv_ids is None else self.kv_ids
-        return Data(q={"segment": self.ids}, k={"segment": kv_ids})
+        return AuxArrays(q={"segment": self.ids}, k={"segment": kv_ids})
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         same = q.segment == k.segment
@@ -381,9 +397,9 @@ class Documents(Mask):
         _take(self, "ends")
         _take_size(self, "longest", "leave it out where lengths are run-time data", optional=True)
 
-    def data(self) -> Data:
+    def data(self) -> AuxArrays:
         ends = {} if self.ends is None else {"end": _as_position(self.ends)}
-        return Data(q={"start": _as_position(self.starts), **ends})
+        return AuxArrays(q={"start": _as_position(self.starts), **ends})
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         # The same tokens: that each sees itself, `diagonal` finds in the code.
@@ -410,10 +426,10 @@ def _integers(name: str, x: Any) -> Any:
     return np.asarray(x, np.int32) if _is_known(x) else x.astype(jnp.int32)
 
 
-def _per_batch_entry(**numbers: Any) -> Data:
+def _per_batch_entry(**numbers: Any) -> AuxArrays:
     """Of `[*B]` each, where there are any."""
     given = {name: n for name, n in numbers.items() if n is not None}
-    return Data(entries={name: _as_position(n) for name, n in given.items()})
+    return AuxArrays(entries={name: _as_position(n) for name, n in given.items()})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -432,7 +448,7 @@ class Lengths(Mask):
         _take_data(self, "q")
         _take_data(self, "kv")
 
-    def data(self) -> Data:
+    def data(self) -> AuxArrays:
         return _per_batch_entry(q=self.q, kv=self.kv)
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
@@ -457,7 +473,7 @@ class Prefix(Mask):
     def __post_init__(self) -> None:
         _take_data(self, "length")
 
-    def data(self) -> Data:
+    def data(self) -> AuxArrays:
         return _per_batch_entry(length=self.length)
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
@@ -491,10 +507,10 @@ class Dense(Mask):
     def __post_init__(self) -> None:
         _take(self, "array")
 
-    def data(self) -> Data:
-        return Data(pairs={"mask": self.array})
+    def data(self) -> AuxArrays:
+        return AuxArrays(pairs={"mask": self.array})
 
-    def place(self, dims: Dims) -> Any:
+    def place(self, dims: CallShape) -> Any:
         return self.data().place(repr(self), dims, {"mask": "mask"})
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
@@ -502,7 +518,7 @@ class Dense(Mask):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Pair(Mask):
+class BinaryMask(Mask):
     """Two masks joined by an operator."""
 
     left: Mask
@@ -511,10 +527,10 @@ class Pair(Mask):
     symbol: ClassVar[str]
     join: ClassVar[Callable]
 
-    def place(self, dims: Dims) -> Any:
+    def place(self, dims: CallShape) -> Any:
         return self.left.place(dims), self.right.place(dims)
 
-    def evaluate(self, q_index: Any, k_index: Any, data: Any, dims: Dims) -> Any:
+    def evaluate(self, q_index: Any, k_index: Any, data: Any, dims: CallShape) -> Any:
         sides = zip((self.left, self.right), data, strict=True)
         return self.join(*(mask.evaluate(q_index, k_index, d, dims) for mask, d in sides))
 
@@ -522,11 +538,11 @@ class Pair(Mask):
         return f"({self.left} {self.symbol} {self.right})"
 
 
-class And(Pair):
+class And(BinaryMask):
     symbol, join = "&", staticmethod(operator.and_)
 
 
-class Or(Pair):
+class Or(BinaryMask):
     symbol, join = "|", staticmethod(operator.or_)
 
 
@@ -534,17 +550,17 @@ class Or(Pair):
 class Not(Mask):
     mask: Mask
 
-    def place(self, dims: Dims) -> Any:
+    def place(self, dims: CallShape) -> Any:
         return self.mask.place(dims)
 
-    def evaluate(self, q_index: Any, k_index: Any, data: Any, dims: Dims) -> Any:
+    def evaluate(self, q_index: Any, k_index: Any, data: Any, dims: CallShape) -> Any:
         return ~jnp.asarray(self.mask.evaluate(q_index, k_index, data, dims))
 
     def __repr__(self) -> str:
         return f"~{self.mask}"
 
 
-class FunctionMask(UserFunction, Mask):
+class FunctionMask(UserFn, Mask):
     """A user's mask (see `mask_fn`)."""
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
@@ -585,7 +601,7 @@ def as_mask(mask: Any) -> Mask:
                 "score=bias(array) if it is to be added to the scores"
             )
         return Dense(mask)
-    if callable(mask) and not isinstance(mask, UserFunction):
+    if callable(mask) and not isinstance(mask, UserFn):
         return FunctionMask(mask)
     raise TypeError(
         f"mask must be a mask object, a function of two tokens or a boolean array, but it is "

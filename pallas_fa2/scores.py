@@ -12,22 +12,19 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_fa2.functions import UserFunction, call_with_context
-from pallas_fa2.tokens import Context, Data, Dims, Token
-
-# A row in which all scores of score functions are below this sees no key, as if they were -inf: additive masks write
-# -1e9 or -1e10 for it, where float32 holds no score and logsumexp that lie less than 64 or 1024 apart.
-HIDDEN = -(2.0**26)
+from pallas_fa2.ir.arrays import AuxArrays, CallShape
+from pallas_fa2.ir.tokens import Context, Token
+from pallas_fa2.pytree_fn import UserFn, call_with_context
 
 
-class Score(UserFunction):
+class Score(UserFn):
     """A scalar function of a score and its two tokens (see `score_fn`)."""
 
-    def place(self, dims: Dims) -> Data:
+    def place(self, dims: CallShape) -> AuxArrays:
         labels = {"bias": "bias"} if self.fn is _add_bias else {}
         return self.data().place(repr(self), dims, labels)
 
-    def evaluate(self, s: Any, q_index: Any, k_index: Any, data: Data, dims: Dims) -> Any:
+    def evaluate(self, s: Any, q_index: Any, k_index: Any, data: AuxArrays, dims: CallShape) -> Any:
         q, k, c = data.views(q_index, k_index, dims)
         return call_with_context(self.fn, (s, q, k), c)
 

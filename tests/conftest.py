@@ -6,6 +6,9 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
+import jax
+import pytest
+
 # For a product of small matrices NumPy has a thread for each core, which then spins until the next one: a fifth of all
 # CPU time where each core has a worker of its own. A plugin may have imported NumPy before this, but not in xdist's
 # workers, which start with this environment.
@@ -27,9 +30,6 @@ else:
     # The dense truth need not be fast, and choosing its kernels means to compile many.
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-import jax
-import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import bounds, plan
-from pallas_fa2.kernels import answers, token_data, visits
-from pallas_fa2.kernels.hopper import Extras, trim
-from pallas_fa2.kernels.visits import Visits
-from pallas_fa2.spec import describe
+from pallas_fa2.backends.common.causal_trim import causal_trim
+from pallas_fa2.backends.sm90 import aux_inputs, block_mask, configs, mask_bits
+from pallas_fa2.backends.sm90.block_mask import BlockMask
+from pallas_fa2.backends.sm90.compiled_mods import CompiledMods
+from pallas_fa2.ir import block_classes
+from pallas_fa2.parse_call import parse_call
 from tests.contract.rule import assert_as_dense
 from tests.support import compile_gate, interpreter
 from tests.support.hopper import (
@@ -50,12 +51,12 @@ DENSE = fa.Dense(jax.random.bernoulli(jax.random.key(2), 0.3, (B, 1, T, S)))
 def described(mask, q_heads=4, dim=64, keys=S, **options):
     q = jax.ShapeDtypeStruct((B, T, q_heads, dim), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((B, keys, q_heads, dim), jnp.bfloat16)
-    return describe(q, k, k, mask=mask, **options)
+    return parse_call(q, k, k, mask=mask, **options)
 
 
 def extras_of(mask, **options):
     spec, operands = described(mask, **options)
-    return Extras.of(spec, trim(spec), operands, 128, 128)
+    return CompiledMods.of(spec, causal_trim(spec), operands, 128, 128)
 
 
 def problem_of(extras):
@@ -103,15 +104,17 @@ UNREAD = fa.mask_fn(lambda q, k: abs(q.index - k.index) < 100)(pairs={"x": jnp.a
 def test_answers_are_those_of_the_mask(mask, q_axis, tile):
     spec, operands = described(mask)
     problem = problem_of(extras_of(mask))
-    classes = np.array(bounds.classify_each(spec, operands, *tile)[:, 0])
-    seen = Visits.of(classes if q_axis == 0 else visits.from_last(classes.swapaxes(2, 3)))
+    classes = np.array(block_classes.block_classes(spec, operands, *tile)[:, 0])
+    seen = BlockMask.of(
+        classes if q_axis == 0 else block_mask.reversed_classes(classes.swapaxes(2, 3))
+    )
 
     def ask(data, seen):
-        return answers.ask(problem, data, seen, tile, q_axis)
+        return mask_bits.compute_bits(problem, data, seen, tile, q_axis)
 
-    data = token_data.pack(spec, operands, 0)
-    found = interpreter.run(ask, data, Visits(*map(jnp.asarray, seen)))
-    assert np.sum(classes == bounds.PARTIAL) >= 3
+    data = aux_inputs.pack(spec, operands, 0)
+    found = interpreter.run(ask, data, BlockMask(*map(jnp.asarray, seen)))
+    assert np.sum(classes == block_classes.PARTIAL) >= 3
     check(found, mask, classes, tile, q_axis)
 
 
@@ -122,22 +125,22 @@ def test_of_blocks_in_parts_all_are_asked_that_a_tile_visits_as_cut(mask, keys):
     """Also full ones beside others, and such as nobody sees, or that there are not."""
     spec, operands = described(mask, keys=keys)
     problem = dataclasses.replace(problem_of(extras_of(mask, keys=keys)), parts=2)
-    classes = np.array(bounds.classify_each(spec, operands, 128, 64)[:, 0])
-    classes[:, :, 0, 1] = bounds.FULL  # only to be listed so
-    seen = Visits.of(visits.in_whole_blocks(classes, 2), 2)
+    classes = np.array(block_classes.block_classes(spec, operands, 128, 64)[:, 0])
+    classes[:, :, 0, 1] = block_classes.FULL  # only to be listed so
+    seen = BlockMask.of(block_mask.pad_subblocks(classes, 2), 2)
 
     def ask(data, seen):
-        return answers.ask(problem, data, seen, (128, 128), 0)
+        return mask_bits.compute_bits(problem, data, seen, (128, 128), 0)
 
-    data = token_data.pack(spec, operands, 0)
-    found = hidden(interpreter.run(ask, data, Visits(*map(jnp.asarray, seen))))
+    data = aux_inputs.pack(spec, operands, 0)
+    found = hidden(interpreter.run(ask, data, BlockMask(*map(jnp.asarray, seen))))
     sees = dense(mask, keys)
     padding = [(0, 0), (0, -T % 128), (0, -keys % 128)]
     expected = ~np.pad(np.broadcast_to(sees, (len(sees), T, keys)), padding)
-    visited, cut = visits.decode(seen.counts)
+    visited, cut = block_mask.unpack_counts(seen.counts)
     for entry, _, row in np.ndindex(seen.counts.shape):
         one = entry, 0, row
-        asked = visits.block(seen.lists[one])[2 * (visited - cut)[one] : 2 * visited[one]]
+        asked = block_mask.block_id(seen.lists[one])[2 * (visited - cut)[one] : 2 * visited[one]]
         assert len(asked) >= 2
         for part in asked:
             got = found[entry, row, part]
@@ -151,7 +154,7 @@ def check(words, mask, classes, tile, q_axis):
     found, expected = hidden(words), ~dense(mask)
     if q_axis == 1:
         found = found.transpose(0, 2, 1, 4, 3)
-    for entry, _, row, column in zip(*np.nonzero(classes == bounds.PARTIAL), strict=True):
+    for entry, _, row, column in zip(*np.nonzero(classes == block_classes.PARTIAL), strict=True):
         q, k = (np.s_[i * n : (i + 1) * n] for i, n in zip((row, column), tile, strict=True))
         got, want = found[entry, row, column], expected[entry, q, k]
         assert np.array_equal(got[: want.shape[0], : want.shape[1]], want)
@@ -180,16 +183,18 @@ def test_a_mask_of_pairs_is_classified_on_a_gpu(mask, q_axis, tile):
 def check_all(mask, entries, q_axis, tile, run):
     problem = problem_of(extras_of(mask))
     spec, operands = described(mask)
-    data = token_data.pack(spec, operands, 0)
-    words, classes = run(lambda data: answers.ask_all(problem, data, tile, q_axis), data)
+    data = aux_inputs.pack(spec, operands, 0)
+    words, classes = run(
+        lambda data: mask_bits.compute_bits_and_classes(problem, data, tile, q_axis), data
+    )
     assert len(words) == len(classes) == entries
     sees = dense(mask)
     for entry, _, row, column in np.ndindex(classes.shape):
         q, k = (np.s_[i * n : (i + 1) * n] for i, n in zip((row, column), tile, strict=True))
         part = sees[entry, q, k]
-        some = bounds.EMPTY if not part.any() else bounds.PARTIAL
+        some = block_classes.EMPTY if not part.any() else block_classes.PARTIAL
         if part.shape == tile:
-            assert classes[entry, 0, row, column] == (bounds.FULL if part.all() else some)
+            assert classes[entry, 0, row, column] == (block_classes.FULL if part.all() else some)
         else:  # what there is not may be seen or hidden
             assert classes[entry, 0, row, column] >= some
     check(words, mask, np.asarray(classes), tile, q_axis)
@@ -225,15 +230,15 @@ def test_who_can_be_asked(mask, options, asked):
 def test_who_is_worth_asking():
     """By the heads that share a mask, its operations, and the tiles that it cuts."""
     grid, cheap = extras_of(GRID), extras_of(fa.mask_fn(lambda q, k: q.index ^ k.index > 9))
-    cut = np.full((1, 1, 64, 64), bounds.PARTIAL, np.int32)
-    few = np.where(np.arange(64) < 1, cut, bounds.FULL)
+    cut = np.full((1, 1, 64, 64), block_classes.PARTIAL, np.int32)
+    few = np.where(np.arange(64) < 1, cut, block_classes.FULL)
     assert not is_asked(grid) and is_asked(extras_of(DENSE))
     assert is_asked(grid, cut) and is_asked(grid, cut, q_axis=1)
     assert is_asked(cheap, cut) and not is_asked(cheap, cut, q_axis=1)
     assert not is_asked(cheap, few) and not is_asked(cheap, jnp.asarray(cut[:, :, :8]))
     assert is_asked(grid, jnp.asarray(cut))
     assert not is_asked(extras_of(ONE_ENTRY, q_heads=1), cut)
-    (config,) = (t.config for t in plan.hopper_forwards(96, 96) if t.config.warpgroups == 3)
+    (config,) = (t.config for t in configs.forward_configs(96, 96) if t.config.warpgroups == 3)
     assert not grid.asks(problem_of(grid), cut, config.tile, 0)  # its tiles are no squares
 
 
@@ -254,7 +259,7 @@ def test_answers_are_applied_before_products():
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_an_attention_that_reads_answers_reads_no_data_of_the_mask(monkeypatch, drops):
-    monkeypatch.setattr(answers, "ask", lambda *args: "answers")
+    monkeypatch.setattr(mask_bits, "compute_bits", lambda *args: "answers")
     dropout = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)} if drops else {}
     extras = extras_of(GRID, **dropout)
     with asking_first():
@@ -282,26 +287,26 @@ SCATTERED = fa.mask_fn(lambda q, k: (k.index // 64 % 2 == 0) & ((q.index + k.ind
 def test_whose_blocks_of_keys_have_parts(mask, options, tile, parts):
     """Those of a mask that is asked, whose tiles visit fewer so; and of no backward."""
     spec, operands = described(mask, **options)
-    common = spec, trim(spec), operands, *tile
+    common = spec, causal_trim(spec), operands, *tile
     with asking_first():
-        assert Extras.of(*common, may_have_parts=True).parts == parts
-        assert Extras.of(*common).parts == 1
+        assert CompiledMods.of(*common, may_have_parts=True).parts == parts
+        assert CompiledMods.of(*common).parts == 1
 
 
 def test_a_launch_of_few_heads_that_does_not_ask_has_no_parts():
     """As of one device of many. What its tiles visit is known by its blocks then."""
     spec, operands = described(SCATTERED)
-    common = spec, trim(spec), operands, 128, 128
+    common = spec, causal_trim(spec), operands, 128, 128
     with asking_first():
-        extras = Extras.of(*common, may_have_parts=True)
+        extras = CompiledMods.of(*common, may_have_parts=True)
     assert extras.parts == 2
     of_launch = extras.survey(problem_of(extras), extras.traced, (128, 128), 0)
     assert not of_launch.problem.asked and of_launch.problem.parts == 1
     assert of_launch.answers is None and of_launch.data is not None
-    whole = Extras.of(*common)
+    whole = CompiledMods.of(*common)
     classes = whole.classes_of(whole.traced)
     np.testing.assert_array_equal(of_launch.classes, classes)
-    np.testing.assert_array_equal(of_launch.seen.counts, Visits.of(classes).counts)
+    np.testing.assert_array_equal(of_launch.seen.counts, BlockMask.of(classes).counts)
 
 
 def test_answers_take_no_more_memory_than_queries():

@@ -13,7 +13,7 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2 import api
-from pallas_fa2.spec import Device
+from pallas_fa2.device import Device
 
 B, T, S, N, K, H = 2, 13, 10, 4, 2, 16
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)

@@ -14,8 +14,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import REGISTRY, hopper, tile
-from pallas_fa2.spec import Spec
+from pallas_fa2.backends import BACKENDS
+from pallas_fa2.backends.sm90 import support
+from pallas_fa2.backends.xla import tile
+from pallas_fa2.ir.call_spec import CallSpec
 from tests.support.hopper import H200
 from tests.support.tiers import slow_but
 
@@ -252,11 +254,11 @@ def test_an_export_for_any_length_that_is_aligned_at_the_end(options: dict) -> N
 
 
 def test_the_hopper_kernels_leave_a_batch_of_any_size_to_others() -> None:
-    spec = Spec(1, 64, 64, 2, 2, 64, 64, jnp.dtype("bfloat16"), 1.0)
+    spec = CallSpec(1, 64, 64, 2, 2, 64, 64, jnp.dtype("bfloat16"), 1.0)
     (batch,) = jax.export.symbolic_shape("batch")
-    assert hopper.refuses(spec, H200) is None
+    assert support.unsupported_reason(spec, H200) is None
     spec = dataclasses.replace(spec, batch=batch)
-    assert "and here the batch is batch" in str(hopper.refuses(spec, H200))
+    assert "and here the batch is batch" in str(support.unsupported_reason(spec, H200))
 
 
 @pytest.mark.parametrize("mask", [None, CAUSAL, CAUSAL & fa.Window(100)], ids=str)
@@ -318,13 +320,13 @@ def test_gradients_of_score_data(implementation: str) -> None:
 def test_the_backward_knows_which_gradients_are_wanted(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blockwise, asked = REGISTRY["blockwise"], []
+    blockwise, asked = BACKENDS["blockwise"], []
 
     def backward(*args: Any, **sums: Any) -> Any:
         asked.append(args[-1])
         return blockwise.backward(*args, **sums)
 
-    monkeypatch.setitem(REGISTRY, "blockwise", dataclasses.replace(blockwise, backward=backward))
+    monkeypatch.setitem(BACKENDS, "blockwise", dataclasses.replace(blockwise, backward=backward))
 
     def ours(q: Any, slopes: Any, bias: Any) -> Any:
         _, k, v = qkv()

@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
-from pallas_fa2.kernels import fragments
-from pallas_fa2.kernels.backward_config import Config
-from pallas_fa2.kernels.backward_first import ALL_STORED, STORED_BIT, FirstSchedule, Tickets
-from pallas_fa2.kernels.mosaic import Problem
-from pallas_fa2.kernels.tma import WARPS
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.sm90.backward.config import BackwardConfig
+from pallas_fa2.backends.sm90.backward.dq.first_store import (
+    ALL_STORED,
+    STORED_BIT,
+    DqTickets,
+    FirstStoreSchedule,
+)
+from pallas_fa2.backends.sm90.primitives import register_io
+from pallas_fa2.backends.sm90.primitives.tma import WARPS
+from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from tests.contract import suite
 from tests.contract.cases import MASKED, Case
 from tests.contract.rule import assert_as_dense
@@ -48,9 +53,14 @@ def classes(visits: int) -> np.ndarray:
 
 
 def suits(found: Any, dim: int = 128, ordered: bool = False, **options: Any) -> bool:
-    problem = Problem(1, 512, 1024, 16, 16, 1.0, None, **({"mask": "any", "asked": True} | options))
-    config, possible = Config(dim, dim, ordered=ordered), functools.partial(np.asarray, found)
-    return FirstSchedule.suits(problem, config, found, possible)
+    problem = KernelSpec(
+        1, 512, 1024, 16, 16, 1.0, None, **({"mask": "any", "asked": True} | options)
+    )
+    config, possible = (
+        BackwardConfig(dim, dim, ordered=ordered),
+        functools.partial(np.asarray, found),
+    )
+    return FirstStoreSchedule.suits(problem, config, found, possible)
 
 
 def test_few_visits_are_known_when_traced() -> None:
@@ -75,8 +85,10 @@ def test_few_visits_are_known_when_traced() -> None:
 def test_few_visits_are_known_whatever_the_data(
     mask: Callable, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, suits = [], FirstSchedule.suits
-    monkeypatch.setattr(FirstSchedule, "suits", lambda *x: found.append(suits(*x)) or found[-1])
+    found, suits = [], FirstStoreSchedule.suits
+    monkeypatch.setattr(
+        FirstStoreSchedule, "suits", lambda *x: found.append(suits(*x)) or found[-1]
+    )
 
     def attend(q: jax.Array, ids: jax.Array) -> jax.Array:
         out = fa.flash_attention(q, q, q, mask=mask(ids), implementation="hopper")
@@ -135,7 +147,7 @@ def test_who_adds_waits_for_who_stores(
     waited, told_rows = shared.current.added, shared.current.told
     assert_as_dense(got, attend_and_differentiate(mask, "reference"), args, run=interpreter.run)
     visited = np.ones(450, bool) if mask is not UNSEEN else mask.dense(450)[0].any(1)
-    blocks = {row // Config(head_dim, head_dim).block_q for row in np.flatnonzero(visited)}
+    blocks = {row // BackwardConfig(head_dim, head_dim).block_q for row in np.flatnonzero(visited)}
     assert len(told_rows) >= heads[0] * len(blocks)  # tiles that see nothing visit a block too
     assert all(told >> STORED_BIT == 2 * WARPS for _, _, told in waited)
     assert all(ALL_STORED > ticket > 0 for _, ticket, _ in waited)
@@ -148,21 +160,21 @@ def test_all_have_stored_when_each_warp_has() -> None:
 
 
 def test_a_store_that_is_told_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    put = fragments.put_fragments
+    put = register_io.put_fragments
 
     def told_before(target: Any, tile: jax.Array, first: Any) -> None:
         tell(*seen)
         put(target, tile, first)
 
-    def used(tickets: Tickets, t: Any, row: Any) -> Any:
+    def used(tickets: DqTickets, t: Any, row: Any) -> Any:
         seen[:] = tickets, row, use(tickets, t, row)
         return seen[2]
 
     seen: list[Any] = []
-    use, tell = Tickets.use, Tickets.tell
-    monkeypatch.setattr(Tickets, "use", used)
-    monkeypatch.setattr(Tickets, "tell", lambda *_: None)
-    monkeypatch.setattr(fragments, "put_fragments", told_before)
+    use, tell = DqTickets.use, DqTickets.tell
+    monkeypatch.setattr(DqTickets, "use", used)
+    monkeypatch.setattr(DqTickets, "tell", lambda *_: None)
+    monkeypatch.setattr(register_io, "put_fragments", told_before)
     args = packed_inputs(1, (300, 300), (1, 1), 128)[:4]
     with planned_for_h200(cores=3), storing_first(), all_at_once(), pytest.raises(RaceDetected):
         interpreter.run(attend_and_differentiate(WIDE), *args)

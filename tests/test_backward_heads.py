@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
-from pallas_fa2.kernels import visits
-from pallas_fa2.kernels.backward_config import Config
-from pallas_fa2.kernels.backward_heads import HeadSchedule, HeadVisits, Visit
-from pallas_fa2.kernels.backward_schedule import Step
-from pallas_fa2.kernels.mosaic import Problem
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.sm90 import block_mask
+from pallas_fa2.backends.sm90.backward.config import BackwardConfig
+from pallas_fa2.backends.sm90.backward.dq.head_per_cta import (
+    DqVisit,
+    HeadBlockMask,
+    HeadPerCtaSchedule,
+)
+from pallas_fa2.backends.sm90.backward.schedule import Step
+from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from tests.contract import suite
 from tests.contract.cases import MASKED, PLAIN, Case
 from tests.support import compile_gate, interpreter
@@ -30,7 +34,9 @@ from tests.support.tiers import slow, slow_but
 from tests.test_determinism import CALLS, Sizes, differences
 
 SCHEDULES = [
-    HeadSchedule.of(Problem(3, q_len, kv_len, *heads, 1.0, offset), Config(dim, dim, ctas=4))
+    HeadPerCtaSchedule.of(
+        KernelSpec(3, q_len, kv_len, *heads, 1.0, offset), BackwardConfig(dim, dim, ctas=4)
+    )
     for dim, q_len, kv_len, heads, offset in (
         (64, 500, 500, (2, 2), 0),
         (128, 500, 500, (2, 2), 0),
@@ -44,9 +50,9 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("plan", SCHEDULES, ids=str)
-def test_one_cta_has_all_visits_to_a_row(plan: HeadSchedule) -> None:
+def test_one_cta_has_all_visits_to_a_row(plan: HeadPerCtaSchedule) -> None:
     """The first of them begins, and the last ends; between heads, no rows of what is added up are shared."""
-    found: dict[int, list[tuple[int, Visit]]] = collections.defaultdict(list)
+    found: dict[int, list[tuple[int, DqVisit]]] = collections.defaultdict(list)
     table = plan.tiles(None).table
     for cta in range(plan.hands):
         for number in table[cta, :, 0]:
@@ -73,16 +79,16 @@ def test_one_cta_has_all_visits_to_a_row(plan: HeadSchedule) -> None:
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("last", [True, False])
 def test_a_visit_is_one_number(first: bool, last: bool) -> None:
-    visit = Visit(jnp.int32(12345), jnp.bool_(first), jnp.bool_(last))
-    assert Visit.decode(visit.encoded) == visit
+    visit = DqVisit(jnp.int32(12345), jnp.bool_(first), jnp.bool_(last))
+    assert DqVisit.decode(visit.encoded) == visit
 
 
 def suits(
     dim: int, length: int, batch: int, heads: tuple[int, int] = (16, 16), **options: Any
 ) -> bool:
     options = {"scale": 1.0, "offset": 0} | options
-    problem = Problem(batch, length, length, *heads, **options)
-    return HeadSchedule.suits(problem, Config(dim, dim))
+    problem = KernelSpec(batch, length, length, *heads, **options)
+    return HeadPerCtaSchedule.suits(problem, BackwardConfig(dim, dim))
 
 
 def test_short_sequences_of_many_heads_are_taken_whole() -> None:
@@ -105,14 +111,14 @@ def test_who_is_first_and_last_under_a_mask() -> None:
     classes = np.random.default_rng(0).choice([EMPTY, EMPTY, PARTIAL, FULL], (2, 3, 5, 7))
     classes[0, 0, :, 2], classes[0, 1, 3] = EMPTY, EMPTY
     classes = classes.astype(np.int32)
-    seen = HeadVisits.of(classes)
-    on_device = interpreter.run(HeadVisits.of, jnp.asarray(classes))
+    seen = HeadBlockMask.of(classes)
+    on_device = interpreter.run(HeadBlockMask.of, jnp.asarray(classes))
     np.testing.assert_array_equal(on_device.flags, seen.flags)
     for at in np.ndindex(2, 3):
         visited: dict[int, list[int]] = {block: [] for block in range(7)}
         for tile in range(5):
-            count, _ = visits.decode(seen.counts[*at, tile])
-            listed = visits.block_from_last(seen.lists[*at, tile, :count], 7)
+            count, _ = block_mask.unpack_counts(seen.counts[*at, tile])
+            listed = block_mask.reversed_block_id(seen.lists[*at, tile, :count], 7)
             assert set(listed) >= set(np.flatnonzero(classes[*at, tile]))
             for block in listed:
                 visited[int(block)].append(int(seen.flags[*at, tile, block]))
@@ -228,13 +234,17 @@ def test_masks_compile_with_few_spills(head_dim: int, in_loops: int, stores: int
 
 def test_one_visit_needs_no_room() -> None:
     """As in attention to few keys: 132 CTAs would keep 65,536 queries each."""
-    plan = HeadSchedule.of(Problem(1, 1 << 16, 77, 16, 16, 1.0, None), Config(128, 128))
+    plan = HeadPerCtaSchedule.of(
+        KernelSpec(1, 1 << 16, 77, 16, 16, 1.0, None), BackwardConfig(128, 128)
+    )
     assert plan.accumulator_shape == (16, 64 * 128)
 
 
 def test_few_heads_of_keys_are_taken_in_parts() -> None:
     """As by other schedules, where one block of keys is a whole head."""
-    plan = HeadSchedule.of(Problem(2, 2048, 100, 64, 1, 1.0, None), Config(128, 128))
+    plan = HeadPerCtaSchedule.of(
+        KernelSpec(2, 2048, 100, 64, 1, 1.0, None), BackwardConfig(128, 128)
+    )
     assert plan.parts == 64 and plan.hands == 128
 
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
-from pallas_fa2.kernels import backward_order, visits
-from pallas_fa2.kernels.backward_config import Config
-from pallas_fa2.kernels.backward_order import OrderedSchedule, OrderedVisits
-from pallas_fa2.kernels.backward_schedule import Step
-from pallas_fa2.kernels.mosaic import Problem
-from pallas_fa2.kernels.tiles import Claims
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.sm90 import block_mask_kernel
+from pallas_fa2.backends.sm90.backward.config import BackwardConfig
+from pallas_fa2.backends.sm90.backward.dq import ordered
+from pallas_fa2.backends.sm90.backward.dq.ordered import DeterministicSchedule, OrderedBlockMask
+from pallas_fa2.backends.sm90.backward.schedule import Step
+from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler
+from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from tests.contract.rule import assert_as_dense
 from tests.support import compile_gate, interpreter, shared
 from tests.support.hopper import (
@@ -32,9 +33,11 @@ from tests.support.tiers import slow
 
 def schedule(
     head_dim: int, q_len: int, kv_len: int, offset: int | None, heads: tuple[int, int] = (4, 2)
-) -> OrderedSchedule:
-    problem = Problem(2, q_len, kv_len, *heads, scale=1.0, offset=offset)
-    return OrderedSchedule.of(problem, Config(head_dim, head_dim, ctas=6, ordered=True))
+) -> DeterministicSchedule:
+    problem = KernelSpec(2, q_len, kv_len, *heads, scale=1.0, offset=offset)
+    return DeterministicSchedule.of(
+        problem, BackwardConfig(head_dim, head_dim, ctas=6, ordered=True)
+    )
 
 
 SCHEDULES = [
@@ -46,7 +49,7 @@ SCHEDULES = [
 ]
 
 
-def rows_of(plan: OrderedSchedule, tile: Any) -> list[int]:
+def rows_of(plan: DeterministicSchedule, tile: Any) -> list[int]:
     """Of dQ, in the order of the tile's visits; every head of its group, in turn."""
     first = plan.first_q_block(tile.place[2])
     heads = range(plan.group)
@@ -54,7 +57,7 @@ def rows_of(plan: OrderedSchedule, tile: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("plan", SCHEDULES, ids=str)
-def test_a_tile_adds_after_those_before_it_in_the_order(plan: OrderedSchedule) -> None:
+def test_a_tile_adds_after_those_before_it_in_the_order(plan: DeterministicSchedule) -> None:
     added = dict.fromkeys(range(plan.dq_shape[0]), 0)
     for number in range(plan.order.count):
         tile = plan.tile(0, 0, [number, 0])
@@ -64,11 +67,11 @@ def test_a_tile_adds_after_those_before_it_in_the_order(plan: OrderedSchedule) -
 
 
 def test_under_a_mask_each_head_of_a_group_has_tiles() -> None:
-    problem = Problem(1, 9000, 9000, 64, 16, scale=1.0, offset=None)
-    config = Config(128, 128, ordered=True)
-    assert OrderedSchedule.of(problem, config).parts == 1
+    problem = KernelSpec(1, 9000, 9000, 64, 16, scale=1.0, offset=None)
+    config = BackwardConfig(128, 128, ordered=True)
+    assert DeterministicSchedule.of(problem, config).parts == 1
     masked = dataclasses.replace(problem, mask="any")
-    assert OrderedSchedule.of(masked, config).parts == 4
+    assert DeterministicSchedule.of(masked, config).parts == 4
 
 
 def random_classes(*shape: int) -> np.ndarray:
@@ -79,7 +82,7 @@ def random_classes(*shape: int) -> np.ndarray:
 
 def test_lists_go_from_the_first_block_to_the_last_in_runs() -> None:
     classes = random_classes(2, 3, 5, 11)
-    plan, seen = SCHEDULES[0], OrderedVisits.of(classes)
+    plan, seen = SCHEDULES[0], OrderedBlockMask.of(classes)
     added = np.zeros((2, 3, 11), int)
     for tile in reversed(range(5)):
         for at in np.ndindex(2, 3):
@@ -87,13 +90,13 @@ def test_lists_go_from_the_first_block_to_the_last_in_runs() -> None:
             assert seen.counts[*at, tile] == len(expected)
             entries = seen.lists[*at, tile, : len(expected)]
             assert [int(plan.block(jnp.int32(x))) for x in entries] == expected
-            ordinals = entries >> backward_order.ORDINAL_BIT & (backward_order.MOST_TILES - 1)
+            ordinals = entries >> ordered.ORDINAL_BIT & (ordered.MOST_TILES - 1)
             assert ordinals.tolist() == added[*at, expected].tolist()
             added[*at, expected] += 1
             found, place = [], 0
             while place < len(expected):
                 run = int(seen.runs[*at, tile, place])
-                cut, full = run & 0xFFFF, run >> backward_order.FULL_BIT
+                cut, full = run & 0xFFFF, run >> ordered.FULL_BIT
                 assert cut + full > 0
                 found += [PARTIAL] * cut + [FULL] * full
                 place += cut + full
@@ -102,8 +105,8 @@ def test_lists_go_from_the_first_block_to_the_last_in_runs() -> None:
 
 def test_the_device_lists_what_the_host_does() -> None:
     classes = random_classes(1, 2, 6, 17)
-    on_device = jax.jit(OrderedVisits.of)(jnp.asarray(classes))
-    chex.assert_trees_all_equal(tuple(on_device), tuple(OrderedVisits.of(classes)))
+    on_device = jax.jit(OrderedBlockMask.of)(jnp.asarray(classes))
+    chex.assert_trees_all_equal(tuple(on_device), tuple(OrderedBlockMask.of(classes)))
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -113,7 +116,7 @@ def test_the_table_counts_what_each_tile_visits(known: bool) -> None:
     seen = plan.seen(classes if known else jnp.asarray(classes))
     counts = np.broadcast_to(seen.counts, (2, plan.heads, plan.kv_tiles))
     expected = [counts[plan.place(number)] for number in range(plan.order.count)]
-    entries = np.asarray(plan.tiles(seen).table)[Claims.in_front(plan.hands) :]
+    entries = np.asarray(plan.tiles(seen).table)[DynamicTileScheduler.in_front(plan.hands) :]
     assert entries[:-1, 0].tolist() == list(range(plan.order.count))
     assert entries[:-1, 1].tolist() == expected
     assert entries[-1, 0] == plan.order.count
@@ -206,8 +209,8 @@ def test_compiles_without_spills_where_it_multiplies(head_dim: int, name: str) -
 
 
 def test_what_masks_may_list_has_room_in_an_entry() -> None:
-    assert visits.MOST < 1 << (backward_order.EMPTY_BIT - backward_order.BLOCK_BIT)
-    assert -(-visits.MOST * 64 // Config.block_kv) <= backward_order.MOST_TILES
+    assert block_mask_kernel.MAX_BLOCKS < 1 << (ordered.EMPTY_BIT - ordered.BLOCK_BIT)
+    assert -(-block_mask_kernel.MAX_BLOCKS * 64 // BackwardConfig.block_kv) <= ordered.MOST_TILES
 
 
 def test_blockwise_sums_gradients_of_score_data() -> None:

@@ -135,7 +135,7 @@ def cpu(monkeypatch):
         "absent": Implementation(attend("reference"), "no_such_module", "no-such-package"),
     }
     monkeypatch.setattr(rivals, "IMPLEMENTATIONS", implementations)
-    monkeypatch.setattr(measure, "totals", lambda fn, args, n: n * [0.5 * len(args)])
+    monkeypatch.setattr(measure, "total_times", lambda fn, args, n: n * [0.5 * len(args)])
     monkeypatch.setattr(measure, "matmul", lambda n: 800.0)
     monkeypatch.setattr(run, "SHAPES", {"tiny": TINY, "prefill": PREFILL})
 
@@ -225,7 +225,7 @@ def test_bursts_are_short_and_each_is_followed_by_a_rest(cpu, monkeypatch, probl
         made.append(n)
         return n * [ms]
 
-    monkeypatch.setattr(measure, "totals", totals)
+    monkeypatch.setattr(measure, "total_times", totals)
     monkeypatch.setattr(measure.time, "sleep", rests.append)
     attention = functools.partial(attend("blockwise"), problem.shape)
     assert row_of(attention, problem, 10, backward=False)["forward"]["ms"] == ms
@@ -240,7 +240,7 @@ def test_implementations_take_turns_and_the_median_counts(cpu, monkeypatch, prob
         order.append(fn)
         return [next(clock) for _ in range(n)]
 
-    monkeypatch.setattr(measure, "totals", totals)
+    monkeypatch.setattr(measure, "total_times", totals)
     monkeypatch.setattr(measure.time, "sleep", lambda _: None)
     both = {
         name: measure.Programs.of(
@@ -434,7 +434,7 @@ def test_kernels_of_those_who_take_the_shape(cpu, monkeypatch, capsys):
     def launches(fn, args, iterations):
         raise ValueError("only tiny heads")
 
-    monkeypatch.setattr(kernels, "launches", launches)
+    monkeypatch.setattr(kernels, "kernel_times", launches)
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     kernels.main(["tiny"])
     assert capsys.readouterr().out == "tiny, ours: ValueError: only tiny heads\n"
@@ -445,7 +445,7 @@ def test_a_dead_device_ends_the_breakdown_too(cpu, monkeypatch):
         args[0].delete()
         raise ValueError("a fault")
 
-    monkeypatch.setattr(kernels, "launches", launches)
+    monkeypatch.setattr(kernels, "kernel_times", launches)
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     with pytest.raises(RuntimeError, match="deleted"):
         kernels.main(["tiny"])
@@ -457,7 +457,7 @@ def test_time_by_kernels(cpu, monkeypatch, capsys):
         rest = [("tiny", 0.0005), ("attention", 0.05)]
         return [[("attention", 0.1 * i), *rest] for i in range(1, iterations + 1)]
 
-    monkeypatch.setattr(kernels, "launches", launches)
+    monkeypatch.setattr(kernels, "kernel_times", launches)
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     kernels.main(["tiny", "--iterations", "3"])
     assert capsys.readouterr().out.splitlines() == [

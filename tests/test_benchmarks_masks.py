@@ -139,7 +139,7 @@ def cpu(monkeypatch):
         return attend(*args, implementation=at, **options)
 
     monkeypatch.setattr(fa, "flash_attention", anywhere)
-    monkeypatch.setattr(measure, "totals", lambda fn, args, n: n * [2.0])
+    monkeypatch.setattr(measure, "total_times", lambda fn, args, n: n * [2.0])
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),

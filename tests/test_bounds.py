@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.bounds import EMPTY, FULL, PARTIAL, classify, classify_each, possible
+from pallas_fa2.ir.block_classes import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    block_classes,
+    block_classes_all_heads,
+    data_independent_classes,
+)
 from tests.support import compile_gate
 from tests.support.masks import causal_end
 from tests.support.tiles import (
@@ -277,7 +284,7 @@ def test_classes_of_all_batch_entries_and_heads_together():
     lengths = np.array([17, 40], np.int32)
     visible = np.arange(kv_len) < lengths.reshape(B, 1, 1, 1)
     each = exact(visible, sizes)
-    got = classify(*describe_shapes(fa.Prefix(lengths), q_len, kv_len), *blocks)
+    got = block_classes_all_heads(*describe_shapes(fa.Prefix(lengths), q_len, kv_len), *blocks)
     all_full, all_empty = np.all(each == FULL, (0, 1)), np.all(each == EMPTY, (0, 1))
     np.testing.assert_array_equal(
         got, np.where(all_full, FULL, np.where(all_empty, EMPTY, PARTIAL))
@@ -293,7 +300,7 @@ def test_run_time_data_are_classified_under_jit():
 
     @jax.jit
     def classes(mask):
-        return classify_each(*describe_shapes(mask, q_len, kv_len), *blocks)
+        return block_classes(*describe_shapes(mask, q_len, kv_len), *blocks)
 
     for seed in range(2):
         ids = documents(q_len, seed=seed)
@@ -320,12 +327,12 @@ IDS, LENGTHS = np.zeros(48, np.int32), np.zeros(B, np.int32)
 def test_which_tiles_data_may_fill(mask, without_data):
     """Whatever they are: also where they are traced."""
     q_len, kv_len, *blocks = SQUARE
-    expected = classify_each(*describe_shapes(without_data, q_len, kv_len), *blocks) != EMPTY
+    expected = block_classes(*describe_shapes(without_data, q_len, kv_len), *blocks) != EMPTY
     found = []
 
     @jax.jit
     def traced(mask):
-        found.append(possible(describe_shapes(mask, q_len, kv_len)[0], *blocks))
+        found.append(data_independent_classes(describe_shapes(mask, q_len, kv_len)[0], *blocks))
 
     traced(mask)
     np.testing.assert_array_equal(found[0], np.where(expected, PARTIAL, EMPTY))
@@ -333,7 +340,7 @@ def test_which_tiles_data_may_fill(mask, without_data):
 
 def test_positions_that_are_given_may_be_anywhere():
     spec, _ = describe_shapes(fa.Window(3), 48, 48, q_positions=jnp.arange(48))
-    assert np.all(possible(spec, 8, 12) == PARTIAL)
+    assert np.all(data_independent_classes(spec, 8, 12) == PARTIAL)
 
 
 STATIC = [None, fa.Causal(), causal_end & fa.Window(9), fa.Window(3) | fa.Chunked(8),
@@ -346,12 +353,14 @@ def test_a_mask_without_data_is_classified_at_trace_time(mask):
 
     @jax.jit
     def traced(x):
-        tables.append(classify(*describe_shapes(mask, 48, 48), 8, 12))
+        tables.append(block_classes_all_heads(*describe_shapes(mask, 48, 48), 8, 12))
         return x
 
     traced(jnp.ones(()))
     assert isinstance(tables[0], np.ndarray)
-    np.testing.assert_array_equal(tables[0], classify(*describe_shapes(mask, 48, 48), 8, 12))
+    np.testing.assert_array_equal(
+        tables[0], block_classes_all_heads(*describe_shapes(mask, 48, 48), 8, 12)
+    )
 
 
 @pytest.mark.parametrize(
@@ -359,14 +368,14 @@ def test_a_mask_without_data_is_classified_at_trace_time(mask):
 )
 def test_a_mask_without_data_is_classified_while_one_debugs(context):
     call = describe_shapes(STATIC[2], 48, 48)
-    expected = classify(*call, 8, 12)
+    expected = block_classes_all_heads(*call, 8, 12)
     with context():
-        np.testing.assert_array_equal(classify(*call, 8, 12), expected)
+        np.testing.assert_array_equal(block_classes_all_heads(*call, 8, 12), expected)
 
 
 def test_a_mask_of_traced_data_is_classified_at_run_time():
     def traced(lengths):
-        found = classify(*describe_shapes(fa.Lengths(kv=lengths), 48, 48), 8, 12)
+        found = block_classes_all_heads(*describe_shapes(fa.Lengths(kv=lengths), 48, 48), 8, 12)
         assert isinstance(found, jax.core.Tracer)
         return found
 
@@ -381,7 +390,7 @@ def test_classes_on_a_gpu_negate_no_integer():
 
     def classes(row, column):
         mask = fa.mask_fn(apart)(tokens={"row": row, "column": column})
-        return classify(*describe_shapes(mask, 256, 256), 64, 64)
+        return block_classes_all_heads(*describe_shapes(mask, 256, 256), 64, 64)
 
     ids = jax.ShapeDtypeStruct((256,), jnp.int32)
     hlo = compile_gate.hlo_for_h200(classes, ids, ids)

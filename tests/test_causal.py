@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import pallas_fa2 as fa
-from pallas_fa2.spec import describe
+from pallas_fa2.parse_call import parse_call
 from tests.support.masks import causal_end
 
 T, S = 24, 40
@@ -19,7 +19,7 @@ IDS = jnp.zeros((2, T), jnp.int32)
 def aligned(mask, q_len=T, kv_len=T, **options):
     q = jax.ShapeDtypeStruct((2, q_len, 4, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, kv_len, 4, 64), jnp.bfloat16)
-    return describe(q, k, k, mask=mask, **options)[0].causal
+    return parse_call(q, k, k, mask=mask, **options)[0].causal
 
 
 CAUSAL = {

@@ -14,7 +14,7 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.autodiff import attend
-from pallas_fa2.kernels import hopper_backward, hopper_forward
+from pallas_fa2.backends.sm90 import backend
 from tests.support import compile_gate
 from tests.support.hopper import arrays, attend_and_differentiate, planned_for_h200
 from tests.support.masks import causal_end
@@ -97,11 +97,11 @@ def test_fresh_functions_and_new_data_build_no_kernel_again() -> None:
     def trace(seed: int, reach: int = 1) -> None:
         jax.eval_shape(lambda *x: differentiate("hopper", *x, reach=reach), *arrays, data(seed))
 
-    forward, backward = hopper_forward.attention, hopper_backward.gradients
+    forward, backward = backend.attention, backend.gradients
     with (
         planned_for_h200(),
-        mock.patch.object(hopper_forward, "attention", wraps=forward) as forwards,
-        mock.patch.object(hopper_backward, "gradients", wraps=backward) as backwards,
+        mock.patch.object(backend, "attention", wraps=forward) as forwards,
+        mock.patch.object(backend, "gradients", wraps=backward) as backwards,
     ):
         trace(0)
         built = forwards.call_count, backwards.call_count

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from pallas_fa2.plan import Tuned
+from pallas_fa2.backends.sm90.configs import ConfigRule
 from tests.contract import suite
 from tests.contract.cases import GENERAL, MASKED, PLAIN, Case
 from tests.support import interpreter
@@ -46,7 +46,7 @@ def test_contract_of_what_xla_compiles(case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case, tuned", each_variant(PLAIN + MASKED), ids=name)
-def test_contract_of_hopper(case: Case, tuned: Tuned) -> None:
+def test_contract_of_hopper(case: Case, tuned: ConfigRule) -> None:
     gradients = is_first(case, tuned)
     with planned_with(tuned):
         suite.check(case, "hopper", gradients=gradients)

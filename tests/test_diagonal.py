@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 import pallas_fa2 as fa
-from pallas_fa2.diagonal import every_token_takes_part, some_see_not_themselves
-from pallas_fa2.spec import describe
+from pallas_fa2.ir.coverage import batch_entries_without_self_attention, mask_covers_every_token
+from pallas_fa2.parse_call import parse_call
 from tests.support.masks import causal_end
 
 IDS = jnp.zeros((2, 24), jnp.int32)
@@ -22,7 +22,7 @@ def image_text(q, k):
 def says(mask, kv_len=24, **options):
     q = jax.ShapeDtypeStruct((2, 24, 4, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, kv_len, 4, 64), jnp.bfloat16)
-    return every_token_takes_part(describe(q, k, k, mask=mask, **options)[0])
+    return mask_covers_every_token(parse_call(q, k, k, mask=mask, **options)[0])
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,11 @@ def test_other_lengths_by_pairs_that_see_each_other(kv_len):
 def in_doubt(mask, kv_len=24, **options):
     q = jax.ShapeDtypeStruct((2, 24, 4, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, kv_len, 2, 64), jnp.bfloat16)
-    found = jax.jit(lambda mask: some_see_not_themselves(*describe(q, k, k, mask=mask, **options)))
+    found = jax.jit(
+        lambda mask: batch_entries_without_self_attention(
+            *parse_call(q, k, k, mask=mask, **options)
+        )
+    )
     return np.asarray(found(mask)).tolist()
 
 

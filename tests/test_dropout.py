@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import dropout
+from pallas_fa2.backends.common import dropout
 from tests.fuzz import dense
 from tests.fuzz.shapes import Shape
 

@@ -9,8 +9,8 @@ import pytest
 import pallas_fa2 as fa
 from examples import char_gpt, mask_gallery, masks_and_scores
 from examples.masks_and_scores import MASKS, SCORES
-from pallas_fa2 import plan
-from pallas_fa2.spec import describe
+from pallas_fa2.backends.xla import blockwise
+from pallas_fa2.parse_call import parse_call
 from tests.support.hopper import H200
 from tests.support.tiers import slow_but
 from tests.support.tiles import N, assert_sound, exact, table
@@ -82,7 +82,7 @@ NOT_EXACT = {"routing", "natten"}
 def dense(mask, tokens):
     """`[N, T, T]`, by running the mask's code on every pair."""
     x = jax.ShapeDtypeStruct((1, tokens, HEADS, 8), jnp.float32)
-    spec, operands = describe(x, x, x, mask=mask)
+    spec, operands = parse_call(x, x, x, mask=mask)
     index = jnp.arange(tokens, dtype=jnp.int32)
     visible = spec.mask.on_tile(
         index[None, None, None, :, None], index[None, None, None, None], operands.mask
@@ -109,7 +109,7 @@ def test_a_token_of_the_tree_sees_what_its_parent_sees_and_itself():
 @pytest.fixture
 def qkv(monkeypatch):
     """Two query heads a key head, and four tiles."""
-    monkeypatch.setattr(plan, "TILE_BYTES", 0)
+    monkeypatch.setattr(blockwise, "TILE_BYTES", 0)
     return [
         jax.random.normal(jax.random.key(i), (1, TOKENS, heads, 8))
         for i, heads in enumerate((HEADS, HEADS // 2, HEADS // 2))

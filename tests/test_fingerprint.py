@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import spec
+from pallas_fa2 import parse_call
 from pallas_fa2.fingerprint import fingerprint
 
 REACH = 3
@@ -355,7 +355,7 @@ def test_what_a_mask_reads_when_it_is_called_counts(way):
         change(reach)
         expected = (np.subtract.outer(range(16), range(16)) < reach) & np.tri(16, dtype=bool)
         for mask in (fn, whole):
-            described, _ = spec.describe(X, X, X, mask=mask)
+            described, _ = parse_call.parse_call(X, X, X, mask=mask)
             seen = described.mask.on_tile(*tokens(), None if mask is fn else described_data(mask))
             np.testing.assert_array_equal(seen[0, 0, 0], expected)
 
@@ -366,7 +366,7 @@ def tokens():
 
 
 def described_data(mask):
-    return spec.describe(X, X, X, mask=mask)[1].mask
+    return parse_call.parse_call(X, X, X, mask=mask)[1].mask
 
 
 def test_scores_and_values_follow_too():
@@ -449,7 +449,7 @@ def test_functions_of_one_name_that_jax_calls_back_are_told_apart():
         return score
 
     one, zero = scaled_by(1.0), scaled_by(0.0)
-    codes = [spec.describe(X, X, X, score=score)[0].scores[0] for score in (one, zero, one)]
+    codes = [parse_call.parse_call(X, X, X, score=score)[0].scores[0] for score in (one, zero, one)]
     assert codes[0] == codes[2] != codes[1]
 
 
@@ -462,7 +462,7 @@ def test_a_call_described_again_is_cheap():
     times = []
     for _ in range(20):
         start = time.perf_counter()
-        spec.describe(X, X, X, mask=mask, score=score)
+        parse_call.parse_call(X, X, X, mask=mask, score=score)
         times.append(time.perf_counter() - start)
     assert min(times) < 3e-3
 

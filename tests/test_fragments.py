@@ -10,7 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import fragments, mosaic
+from pallas_fa2.backends.sm90.primitives import layouts, register_io
+from pallas_fa2.backends.sm90.primitives.launch import build_kernel
 from tests.support import interpreter
 
 
@@ -20,16 +21,16 @@ def through_registers(dtype: Any, columns: int) -> Any:
 
     def store(refs: tuple, _: Any) -> None:
         tile, numbers = refs
-        found = plgpu.load(tile, layout=mosaic.TILE, optimized=False)
-        fragments.store_fragments(numbers, found)
+        found = plgpu.load(tile, layout=layouts.ACC_LAYOUT, optimized=False)
+        register_io.store_fragments(numbers, found)
 
     def load(refs: tuple, _: Any) -> None:
         numbers, tile = refs
-        tile[...] = fragments.load_fragments(numbers, columns)
+        tile[...] = register_io.load_fragments(numbers, columns)
 
     def launch(run: Any, shape: tuple[int, ...]) -> Any:
         out = jax.ShapeDtypeStruct(shape, dtype)
-        return mosaic.launch("fragments", run, [plgpu.Barrier()], out, {"cta": 1}, 1)
+        return build_kernel("fragments", run, [plgpu.Barrier()], out, {"cta": 1}, 1)
 
     tile = jax.random.normal(jax.random.key(0), shape).astype(dtype)
     stored = launch(store, (64 * columns,))(tile)
@@ -67,18 +68,18 @@ def added_up(first_column: int) -> tuple[jax.Array, ...]:
 
     def run(refs: tuple, _: Any) -> None:
         tile, partial, found, nothing, out = refs
-        values = plgpu.load(tile, layout=mosaic.TILE, optimized=False)
+        values = plgpu.load(tile, layout=layouts.ACC_LAYOUT, optimized=False)
         numbers, yes = values.astype(jnp.float32), lax.axis_index("cta") == 0
-        fragments.put_fragments(partial, numbers, yes)
-        fragments.put_fragments(partial, 0.5 * numbers, ~yes)
-        found[...] = fragments.take_fragments(partial, 64, yes)
-        nothing[...] = fragments.take_fragments(partial, 64, ~yes)
+        register_io.put_fragments(partial, numbers, yes)
+        register_io.put_fragments(partial, 0.5 * numbers, ~yes)
+        found[...] = register_io.take_fragments(partial, 64, yes)
+        nothing[...] = register_io.take_fragments(partial, 64, ~yes)
         place = out.at[1, pl.ds(3, 64), 1]
-        fragments.store_rows(place, values, jnp.int32(first_column), jnp.int32(rows))
+        register_io.store_rows(place, values, jnp.int32(first_column), jnp.int32(rows))
 
     partial, square = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096,), (64, 64)))
     outputs = partial, square, square
-    kernel = mosaic.launch("fragments", run, [plgpu.Barrier()], (), {"cta": 1}, 1)
+    kernel = build_kernel("fragments", run, [plgpu.Barrier()], (), {"cta": 1}, 1)
 
     def written(*arrays: jax.Array) -> tuple:
         return pl.run_state(lambda refs: kernel(tile, *refs))(arrays)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.spec import describe
+from pallas_fa2.parse_call import parse_call
 from tests.test_masks import (
     PAIRS,
     B,
@@ -147,13 +147,13 @@ def test_what_python_cannot_do_in_a_function_names_it_and_the_cure(fn, cure):
 
     x = jax.ShapeDtypeStruct((1, 8, 2, 8), jnp.float32)
     with pytest.raises(TypeError, match=f"attends.*{cure}"):
-        describe(x, x, x, mask=attends)
+        parse_call(x, x, x, mask=attends)
 
     def weighs(s, q, k):
         return fn_of_score(s, q, k)
 
     with pytest.raises(TypeError, match=f"weighs.*{cure}"):
-        describe(x, x, x, score=weighs)
+        parse_call(x, x, x, score=weighs)
 
 
 HOW = [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy, copy.copy]

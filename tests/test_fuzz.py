@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import api, functions, spec
-from pallas_fa2.kernels import blockwise, dropout, tile
+from pallas_fa2 import api, parse_call, pytree_fn
+from pallas_fa2.backends.common import dropout
+from pallas_fa2.backends.xla import blockwise, tile
 from tests.fuzz.case import Case, draw
 from tests.fuzz.check import Wrong, implementations
 from tests.fuzz.decoding import Decoding
@@ -155,7 +156,7 @@ BUGS = {
         Decoding(pieces=(5, 1, 1), mask=Window(2)),
     ),
     "what a function reads": (
-        functions,
+        pytree_fn,
         "fingerprint",
         lambda value: (),
         Case(mask=Reads("cell"), **SMALL),
@@ -182,7 +183,7 @@ def test_a_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forget() -> None:
         jax.clear_caches()
-        spec._cached_mask.cache_clear()
+        parse_call._cached_mask.cache_clear()
 
     forget()
     with monkeypatch.context() as patched:

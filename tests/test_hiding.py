@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pallas_fa2.kernels import hiding, ptx
-from pallas_fa2.kernels.mosaic import ROWS, TILE
+from pallas_fa2.backends.sm90.primitives import masking, thread_values
+from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
 from tests.support.device_arith import ARITH
 from tests.support.inline import INLINE
 
@@ -59,7 +59,7 @@ class Array:
 
     @classmethod
     def of(cls, x: np.ndarray, layout: Any) -> "Array":
-        if layout is ptx.EACH:
+        if layout is thread_values.PER_THREAD:
             return cls(as_objects([[x.view(Word)]], (1,)))
         registers = np.empty(layout.to_mgpu().registers_shape(x.shape), object)
         for at in np.ndindex(registers.shape):
@@ -102,17 +102,19 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    for module in (hiding, ptx):
+    for module in (masking, thread_values):
         monkeypatch.setattr(module, "arith", ARITH)
         monkeypatch.setattr(module, "i32", word)
-    monkeypatch.setattr(hiding, "inline", inline)
-    monkeypatch.setattr(hiding, "llvm", types.SimpleNamespace(inline_asm=inline_asm))
+    monkeypatch.setattr(masking, "inline_op", inline)
+    monkeypatch.setattr(masking, "llvm", types.SimpleNamespace(inline_asm=inline_asm))
     f32 = types.SimpleNamespace(get=lambda: None)
-    monkeypatch.setattr(hiding, "ir", types.SimpleNamespace(F32Type=f32))
-    monkeypatch.setattr(ptx, "each", each)
-    monkeypatch.setattr(ptx, "elements", lambda register: register)
-    monkeypatch.setattr(ptx, "of_each", lambda mine: Array(as_objects([[mine]], (1,))))
-    monkeypatch.setattr(ptx, "thread_number", lambda: word(0) + THREADS.astype(np.int32))
+    monkeypatch.setattr(masking, "ir", types.SimpleNamespace(F32Type=f32))
+    monkeypatch.setattr(thread_values, "map_elements", each)
+    monkeypatch.setattr(thread_values, "elements", lambda register: register)
+    monkeypatch.setattr(
+        thread_values, "from_thread_values", lambda mine: Array(as_objects([[mine]], (1,)))
+    )
+    monkeypatch.setattr(thread_values, "thread_number", lambda: word(0) + THREADS.astype(np.int32))
 
 
 def scores(columns: int) -> np.ndarray:
@@ -141,8 +143,8 @@ LEAST, MOST = np.full(SQUARE, -(2**31)), np.full(SQUARE, 2**31)
 def test_a_bound_of_each_row(columns: int) -> None:
     s = scores(columns)
     for bound in bounds(columns):
-        np.testing.assert_array_equal(hiding.after(s, bound), hidden(s, LEAST, bound))
-        np.testing.assert_array_equal(hiding.before(s, bound), hidden(s, bound, MOST))
+        np.testing.assert_array_equal(masking.mask_after(s, bound), hidden(s, LEAST, bound))
+        np.testing.assert_array_equal(masking.mask_before(s, bound), hidden(s, bound, MOST))
 
 
 @COLUMNS
@@ -150,9 +152,11 @@ def test_a_bit_of_each_column(columns: int) -> None:
     s = scores(columns)
     for bound in bounds(columns):
         other = np.random.default_rng(1).permutation(bound)
-        np.testing.assert_array_equal(hiding.outside(s, bound), hidden(s, bound, MOST))
-        np.testing.assert_array_equal(hiding.outside(s, None, bound), hidden(s, LEAST, bound))
-        np.testing.assert_array_equal(hiding.outside(s, bound, other), hidden(s, bound, other))
+        np.testing.assert_array_equal(masking.mask_outside(s, bound), hidden(s, bound, MOST))
+        np.testing.assert_array_equal(masking.mask_outside(s, None, bound), hidden(s, LEAST, bound))
+        np.testing.assert_array_equal(
+            masking.mask_outside(s, bound, other), hidden(s, bound, other)
+        )
 
 
 @pytest.mark.parametrize("start, columns", [(0, 64), (0, 16), (24, 8), (32, 32), (48, 16)])
@@ -160,26 +164,26 @@ def test_a_bit_of_each_value(start: int, columns: int) -> None:
     """Those of some columns of a square are where those of all have them."""
     square = np.random.default_rng(0).random((SQUARE, SQUARE)) < 0.6
     some = slice(start, start + columns)
-    s, words = scores(columns), hiding.hidden_bits(square)
+    s, words = scores(columns), masking.pack_bits(square)
     expected = np.where(square[:, some], s, -math.inf)
-    np.testing.assert_array_equal(hiding.signed(s, [words], start), expected)
-    part = hiding.hidden_bits(square[:, some], start)
-    np.testing.assert_array_equal(hiding.signed(s, [part], start), expected)
+    np.testing.assert_array_equal(masking.apply_bits(s, [words], start), expected)
+    part = masking.pack_bits(square[:, some], start)
+    np.testing.assert_array_equal(masking.apply_bits(s, [part], start), expected)
     only = np.ones_like(square)
     only[:, some] = square[:, some]
-    np.testing.assert_array_equal(part, hiding.hidden_bits(only))
+    np.testing.assert_array_equal(part, masking.pack_bits(only))
 
 
 def test_squares_lie_side_by_side() -> None:
     seen = np.random.default_rng(1).random((SQUARE, 2 * SQUARE)) < 0.5
-    words = [hiding.hidden_bits(x) for x in np.split(seen, 2, 1)]
+    words = [masking.pack_bits(x) for x in np.split(seen, 2, 1)]
     s = scores(2 * SQUARE)
-    np.testing.assert_array_equal(hiding.signed(s, words), np.where(seen, s, -math.inf))
+    np.testing.assert_array_equal(masking.apply_bits(s, words), np.where(seen, s, -math.inf))
 
 
 def test_values_lie_where_the_tensor_cores_put_them() -> None:
     """By Mosaic's own numbers of threads and registers."""
-    for layout, shape in ((TILE, (SQUARE, 16)), (ROWS, (SQUARE,))):
+    for layout, shape in ((ACC_LAYOUT, (SQUARE, 16)), (ROW_LAYOUT, (SQUARE,))):
         x = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
         lie = Array.of(x, layout)
         assert lie.registers.shape == layout.to_mgpu().registers_shape(shape)

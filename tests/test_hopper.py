@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import hopper
-from pallas_fa2.plan import HOPPER_FORWARD, Tuned
-from pallas_fa2.spec import describe
+from pallas_fa2.backends.common import batching, causal_trim
+from pallas_fa2.backends.sm90 import support
+from pallas_fa2.backends.sm90.configs import FORWARD_CONFIGS, ConfigRule
+from pallas_fa2.parse_call import parse_call
 from tests.contract import suite
 from tests.contract.cases import MASKED, PLAIN, Case
 from tests.support import compile_gate, interpreter
@@ -61,10 +62,10 @@ TOLD_APART = [
     for case in MASKED
     if case.name in LENGTHS
 ]
-FORWARDS = [t for t in HOPPER_FORWARD if not t.general]
+FORWARDS = [t for t in FORWARD_CONFIGS if not t.general]
 
 
-def of_dims(tuned: Tuned) -> str:
+def of_dims(tuned: ConfigRule) -> str:
     return f"h{tuned.config.head_dim}_hv{tuned.config.value_dim}_{name(tuned)}"
 
 
@@ -83,22 +84,22 @@ QUICKLY = [(case, tuned) for case, tuned in INTERPRETED if QUICK.fullmatch(case.
 
 def test_every_forward_is_interpreted_by_make_test() -> None:
     # Those for wide data of pairs differ by their block alone, and in test_hopper_scores there is one of them.
-    general = [t for t in HOPPER_FORWARD if t.general and t.config.head_dim <= 128]
+    general = [t for t in FORWARD_CONFIGS if t.general and t.config.head_dim <= 128]
     wide = {t for t in general if t.config.block_kv == 64}
-    assert {tuned for _, tuned in QUICKLY} >= set(HOPPER_FORWARD) - wide
+    assert {tuned for _, tuned in QUICKLY} >= set(FORWARD_CONFIGS) - wide
 
 
 @pytest.mark.parametrize(
     "case, tuned", [x if x in QUICKLY else slow(*x) for x in INTERPRETED], ids=name
 )
-def test_contract_interpreted(case: Case, tuned: Tuned) -> None:
+def test_contract_interpreted(case: Case, tuned: ConfigRule) -> None:
     gradients = is_first(case, tuned)
     # A CTA takes several tiles; whole heads it takes in test_backward_heads.
     with planned_for_h200(cores=3), planned_with(tuned), whole_heads(False):
         suite.check(case, "hopper", jit=interpreter.jit, gradients=gradients)
 
 
-def compile_forward(tuned: Tuned, mask: str, length: int) -> KernelReport:
+def compile_forward(tuned: ConfigRule, mask: str, length: int) -> KernelReport:
     query_length = 2048 if mask == "end" else length
     dims = tuned.config.head_dim, tuned.config.value_dim
     query, key, value, _ = arrays(query_length, length, dims)
@@ -115,7 +116,7 @@ def compile_forward(tuned: Tuned, mask: str, length: int) -> KernelReport:
 @pytest.mark.parametrize(
     "tuned", slow_but(lambda tuned: tuned.config.head_dim in (64, 128), FORWARDS), ids=of_dims
 )
-def test_every_forward_compiles_clean(tuned: Tuned, mask: str, length: int) -> None:
+def test_every_forward_compiles_clean(tuned: ConfigRule, mask: str, length: int) -> None:
     """Nothing spills or is serialized, and all exponentials come before the wait for P V."""
     report = compile_forward(tuned, mask, length)
     compile_gate.assert_clean(report)
@@ -152,7 +153,7 @@ def assert_clean(forward: KernelReport, backward: KernelReport) -> None:
 
 
 @pytest.mark.parametrize("mask, length", [slow("full", 4000), ("start", 4096), slow("end", 4000)])
-@pytest.mark.parametrize("dims", slow_but(lambda dims: dims == (128, 128), hopper.KERNEL_DIMS))
+@pytest.mark.parametrize("dims", slow_but(lambda dims: dims == (128, 128), support.KERNEL_DIMS))
 def test_every_backward_compiles_clean(dims: Any, mask: str, length: int) -> None:
     args = arrays(2048 if mask == "end" else length, length, dims)
     assert_clean(*compile_both(attend_and_differentiate(MASKS[mask]), *args))
@@ -168,13 +169,13 @@ def test_float16_multi_query_and_one_head_compile_clean(head_dim: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mask, length", [("start", 4097), ("full", 1001)])
 @pytest.mark.parametrize("tuned", FORWARDS, ids=of_dims)
-def test_odd_lengths_compile_clean(tuned: Tuned, mask: str, length: int) -> None:
+def test_odd_lengths_compile_clean(tuned: ConfigRule, mask: str, length: int) -> None:
     compile_gate.assert_clean(compile_forward(tuned, mask, length))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask, length", [("start", 4097), ("full", 1001)])
-@pytest.mark.parametrize("dims", hopper.KERNEL_DIMS)
+@pytest.mark.parametrize("dims", support.KERNEL_DIMS)
 def test_odd_lengths_compile_clean_backward(dims: Any, mask: str, length: int) -> None:
     args = arrays(length, length, dims)
     forward, backward = compile_both(attend_and_differentiate(MASKS[mask]), *args)
@@ -381,7 +382,7 @@ def test_what_a_batch_shares_reaches_every_launch(mapped: int | None, limit: int
         return x + y
 
     x, y = jnp.arange(24.0).reshape(3, 4, 2), jnp.arange(6.0).reshape(3, 1, 2)
-    launches, empty = hopper.over_batch(kernel, limit), jnp.zeros((1, 0, 2))
+    launches, empty = batching.batched(kernel, limit), jnp.zeros((1, 0, 2))
 
     def call(x: jax.Array, y: jax.Array) -> jax.Array:
         return launches(x, y, empty)
@@ -401,7 +402,7 @@ def test_what_a_batch_shares_is_not_copied_for_launches() -> None:
 
     x, shared = jnp.arange(24.0).reshape(12, 2), jnp.array([[2.0, 3.0]])
     expected = x + shared, (x * shared).sum(0, keepdims=True)
-    chex.assert_trees_all_equal(hopper.over_batch(kernel, limit=5)(x, shared), expected)
+    chex.assert_trees_all_equal(batching.batched(kernel, limit=5)(x, shared), expected)
 
 
 @pytest.mark.parametrize("vmapped", [False, True])
@@ -413,7 +414,7 @@ def test_a_large_batch_takes_several_launches(vmapped: bool) -> None:
         return x + y, x * y
 
     x, y = (jnp.arange(24.0).reshape(3, 4, 2) + i for i in range(2))
-    call = hopper.over_batch(kernel, limit=5)
+    call = batching.batched(kernel, limit=5)
     got = jax.vmap(call)(x, y) if vmapped else call(x.reshape(12, 2), y.reshape(12, 2))
     assert launched[-3:] == [5, 5, 2]
     expected = jax.tree.map(lambda z: z if vmapped else z.reshape(12, 2), (x + y, x * y))
@@ -430,8 +431,8 @@ def test_a_large_batch_takes_several_launches(vmapped: bool) -> None:
 )
 def test_the_batch_of_a_launch(shape: tuple, entries: int) -> None:
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    spec, _ = describe(x, x, x)
-    assert hopper.batch_limit(spec) == entries
+    spec, _ = parse_call(x, x, x)
+    assert support.batch_limit(spec) == entries
 
 
 @pytest.mark.parametrize("t, s", [(5, 9), (9, 5), (7, 7)])
@@ -439,8 +440,8 @@ def test_the_batch_of_a_launch(shape: tuple, entries: int) -> None:
 def test_trim_keeps_what_takes_part(align: Any, t: int, s: int) -> None:
     q, k = jax.ShapeDtypeStruct((1, t, 1, 64), jnp.bfloat16), (1, s, 1, 64)
     k = jax.ShapeDtypeStruct(k, jnp.bfloat16)
-    spec, _ = describe(q, k, k, mask=fa.Causal(), align=align)
-    part = hopper.trim(spec)
+    spec, _ = parse_call(q, k, k, mask=fa.Causal(), align=align)
+    part = causal_trim.causal_trim(spec)
     shift = s - t if align == "end" else 0
     seen = [[j <= i + shift for j in range(s)] for i in range(t)]
     queries = [i for i in range(t) if any(seen[i])]

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import mosaic
-from pallas_fa2.kernels.hopper import KERNEL_DIMS
+from pallas_fa2.backends.sm90 import scheduler
+from pallas_fa2.backends.sm90.primitives import launch
+from pallas_fa2.backends.sm90.support import KERNEL_DIMS
 from tests.support import compile_gate
 from tests.support.hopper import (
     arrays,
@@ -101,7 +102,8 @@ def test_kernels_have_arrays_of_their_own(dims: Any, make: Any) -> None:
 def test_kernels_in_slices_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.clear_caches()
     with monkeypatch.context() as patched:
-        patched.setattr(mosaic, "apart", lambda kernel: kernel)
+        for module in (launch, scheduler):
+            patched.setattr(module, "isolate_from_fusion", lambda kernel: kernel)
         assert is_sliced_by_xla((64, 64), lambda _: None)
     jax.clear_caches()
 

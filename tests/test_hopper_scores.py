@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import hopper
+from pallas_fa2.backends.sm90 import support
 from tests.contract.rule import assert_as_dense, assert_within_rule
 from tests.support import compile_gate, interpreter, masks
 from tests.support.hopper import planned_for_h200, rounded_as_in_kernels
@@ -248,7 +248,7 @@ def test_the_gradient_of_a_bias_that_several_launches_share(
     batch: int, limit: int, of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a launch of few entries finds has another form."""
-    monkeypatch.setattr(hopper, "batch_limit", lambda spec: limit)
+    monkeypatch.setattr(support, "batch_limit", lambda spec: limit)
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [jax.random.normal(key, (batch, 33, 2, 64), jnp.bfloat16) for key in keys[:3]]
     bias = jax.random.normal(keys[3], (1, 2, 33, 33), of)

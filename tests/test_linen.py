@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import pallas_fa2 as fa
-from pallas_fa2.linen import MultiHeadAttention, attention_fn
+from pallas_fa2.flax.linen import MultiHeadAttention, attention_fn
 
 KEY = jax.random.key(0)
 LENGTH = 13

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
-from pallas_fa2.kernels import visits
-from pallas_fa2.kernels.visits import Visits
+from pallas_fa2.backends.sm90 import block_mask
+from pallas_fa2.backends.sm90.block_mask import BlockMask
+from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from tests.support import interpreter
 
 # [B | 1, heads | 1, tiles, blocks], from one block to more than a loop's turn of the whole row and of
@@ -21,10 +21,10 @@ SHAPES = [
 
 
 def check_lists(classes, parts=1):
-    counts, lists = interpreter.run(lambda x: Visits.of(x, parts), classes)
-    want = Visits.of(classes, parts)
+    counts, lists = interpreter.run(lambda x: BlockMask.of(x, parts), classes)
+    want = BlockMask.of(classes, parts)
     np.testing.assert_array_equal(counts, want.counts)
-    np.testing.assert_array_equal(visits.block(lists), visits.block(want.lists))
+    np.testing.assert_array_equal(block_mask.block_id(lists), block_mask.block_id(want.lists))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.spec import default_positions, describe
-from pallas_fa2.tokens import K_AXIS, Q_AXIS
+from pallas_fa2.ir.arrays import K_AXIS, Q_AXIS, default_positions
+from pallas_fa2.parse_call import parse_call
 from tests.support.masks import causal_end
 
 B, N, K = 2, 4, 2
@@ -20,7 +20,7 @@ def dense(mask, q_len=T, kv_len=S, **positions):
     """The mask as `[B, N, T, S]`."""
     q = jax.ShapeDtypeStruct((B, q_len, N, 16), jnp.float32)
     k = jax.ShapeDtypeStruct((B, kv_len, K, 16), jnp.float32)
-    spec, operands = describe(q, k, k, mask=mask, **positions)
+    spec, operands = parse_call(q, k, k, mask=mask, **positions)
     index = [
         default_positions(length, axis) if given is None else given
         for length, axis, given in (
@@ -544,4 +544,4 @@ def test_an_array_of_three_axes_that_could_be_heads_or_batch_is_refused():
 )
 def test_numbers_that_are_data_compile_nothing_anew(make):
     x = jnp.ones((1, 4, 1, 8))
-    assert len({describe(x, x, x, mask=make(n))[0] for n in (1, 2, np.int64(3))}) == 1
+    assert len({parse_call(x, x, x, mask=make(n))[0] for n in (1, 2, np.int64(3))}) == 1

@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 import pallas_fa2 as fa
-from pallas_fa2.linen import attention_fn
-from pallas_fa2.nnx import MultiHeadAttention
+from pallas_fa2.flax.linen import attention_fn
+from pallas_fa2.flax.nnx import MultiHeadAttention
 
 LENGTH = 13
 X = np.random.default_rng(1).standard_normal((2, LENGTH, 32), np.float32)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_fa2.kernels import listing, ordering, visits
-from pallas_fa2.kernels.visits import Visits
+from pallas_fa2.backends.sm90 import block_mask, block_mask_kernel, tile_order_kernel
+from pallas_fa2.backends.sm90.block_mask import BlockMask
 from tests.support import arithmetic, compile_gate, interpreter
 from tests.support.tiers import slow_but
 
@@ -28,15 +28,15 @@ ORDERS = [
 def random_counts(shape):
     """As many tiles are as long as others, for shorter ones have more full blocks."""
     visited = np.random.default_rng(0).integers(1, 6, shape).astype(np.int32)
-    return visited + ((6 - visited) << listing.FULL_BIT)
+    return visited + ((6 - visited) << block_mask_kernel.FULL_BIT)
 
 
 @pytest.mark.parametrize("shape, where", ORDERS)
 def test_tiles_are_ordered_as_on_the_host(shape, where):
     *of_what, before = where
     counts = random_counts(shape)
-    got = interpreter.run(lambda x: ordering.in_order(x, *where), counts)
-    entries = visits.in_order(counts, *of_what)
+    got = interpreter.run(lambda x: tile_order_kernel.order_tiles(x, *where), counts)
+    entries = block_mask.order_tiles_host(counts, *of_what)
     rows = [np.full((before, 2), -1), entries, [(len(entries), 0)]]
     np.testing.assert_array_equal(got, np.concatenate(rows))
 
@@ -65,8 +65,10 @@ def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
         monkeypatch.setitem(arithmetic.FUNCTIONS, name, unsigned(name))
     counts = np.random.default_rng(1).integers(1, 60, shape).astype(np.int32)
     counts[..., 3] = 500
-    got = interpreter.run(lambda x: ordering.in_order(x, *where), counts)
-    np.testing.assert_array_equal(got[where[-1] : -1], visits.in_order(counts, *where[:-1]))
+    got = interpreter.run(lambda x: tile_order_kernel.order_tiles(x, *where), counts)
+    np.testing.assert_array_equal(
+        got[where[-1] : -1], block_mask.order_tiles_host(counts, *where[:-1])
+    )
     assert compared
 
 
@@ -84,19 +86,24 @@ def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
 )
 def test_tiles_come_with_their_heads_or_as_early_as_they_must(counts, numbers):
     counts = np.array([counts], np.int32)
-    found = interpreter.run(lambda x: ordering.in_order(x, 1, 3, 2, 0), counts)
+    found = interpreter.run(lambda x: tile_order_kernel.order_tiles(x, 1, 3, 2, 0), counts)
     assert found[:, 0].tolist() == [*numbers, len(numbers)]
 
 
 # A few documents, 131072 tokens, the heads of a group as one row, and the longest there can be.
-SHAPES = (1, 1, 128, 128), (1, 1, 512, 1024), (2, 4, 64, 8192), (1, 1, 1, listing.MOST)
+SHAPES = (
+    (1, 1, 128, 128),
+    (1, 1, 512, 1024),
+    (2, 4, 64, 8192),
+    (1, 1, 1, block_mask_kernel.MAX_BLOCKS),
+)
 
 
 @pytest.mark.parametrize("shape", slow_but(lambda shape: shape == SHAPES[0], SHAPES))
 def test_two_kernels_and_nothing_else(shape):
     def plan(classes):
-        seen = Visits.of(classes)
-        return seen.lists, ordering.in_order(seen.counts, 2, 16, 132, 1000)
+        seen = BlockMask.of(classes)
+        return seen.lists, tile_order_kernel.order_tiles(seen.counts, 2, 16, 132, 1000)
 
     classes = jax.ShapeDtypeStruct(shape, jnp.int32)
     reports = compile_gate.compile_for_h200(plan, classes)

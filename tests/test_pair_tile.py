@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pallas_fa2.kernels import pair_tile
+from pallas_fa2.backends.sm90.primitives import pairwise, thread_values
 from tests.support.device_arith import ARITH
 
 
@@ -32,9 +32,9 @@ def thread(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         shli=lambda x, y: x << y,
         shrui=lambda x, y: x >> y,
     )
-    monkeypatch.setattr(pair_tile, "arith", operations)
-    monkeypatch.setattr(pair_tile, "i32", lambda value: value)
-    monkeypatch.setattr(pair_tile.ptx, "thread_number", lambda: thread.number)
+    monkeypatch.setattr(pairwise, "arith", operations)
+    monkeypatch.setattr(pairwise, "i32", lambda value: value)
+    monkeypatch.setattr(thread_values, "thread_number", lambda: thread.number)
     return thread
 
 
@@ -50,9 +50,9 @@ def test_every_thread_finds_its_values(kind: str, size: int, thread: types.Simpl
     for thread.number in range(128):
         warp, group, column = thread.number // 32, thread.number // 4 % 8, thread.number % 4 * 2
         place = {
-            "straight": lambda: pair_tile._straight(keys, size),
-            "transposed": lambda: pair_tile._transposed(keys, size),
-            "in_order": lambda: pair_tile._in_order(1000 * size, size, False),
+            "straight": lambda: pairwise._straight(keys, size),
+            "transposed": lambda: pairwise._transposed(keys, size),
+            "in_order": lambda: pairwise._in_order(1000 * size, size, False),
         }[kind]()
         for half in (0, 8):
             for eight in range(0, tile.shape[1], 8):
@@ -75,17 +75,17 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
         columns = first[:, None] + np.arange(16)
         return (ref[row[:, None], columns] << np.arange(16)).sum(1).astype(np.uint32)
 
-    monkeypatch.setattr(pair_tile, "arith", ARITH)
-    monkeypatch.setattr(pair_tile, "i32", lambda value: np.uint32(value & 0xFFFFFFFF))
-    monkeypatch.setattr(pair_tile.ptx, "thread_number", lambda: number)
-    monkeypatch.setattr(pair_tile, "_shuffled", shuffled)
-    monkeypatch.setattr(pair_tile, "_bits", bits)
+    monkeypatch.setattr(pairwise, "arith", ARITH)
+    monkeypatch.setattr(pairwise, "i32", lambda value: np.uint32(value & 0xFFFFFFFF))
+    monkeypatch.setattr(thread_values, "thread_number", lambda: number)
+    monkeypatch.setattr(pairwise, "_shuffled", shuffled)
+    monkeypatch.setattr(pairwise, "_bits", bits)
 
 
 @pytest.mark.parametrize("kind", ["straight", "transposed"])
 def test_every_thread_finds_its_booleans(kind: str, threads: None) -> None:
     square = np.random.default_rng(0).integers(0, 2, (64, 64), np.uint32)
-    code = {"straight": pair_tile._straight_bits, "transposed": pair_tile._transposed_bits}[kind]
+    code = {"straight": pairwise._straight_bits, "transposed": pairwise._transposed_bits}[kind]
     words = code(square)
     tile = square if kind == "straight" else square.T
     thread = np.arange(128)

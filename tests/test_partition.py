@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import partition
-from pallas_fa2.kernels.partition import Axes, by_device
+from pallas_fa2.distributed import sharding
+from pallas_fa2.distributed.sharding import Axes, sharded
 from tests.support import compile_gate, interpreter
 from tests.support.hopper import planned_for_h200
 from tests.support.tiers import slow, slow_but
@@ -75,7 +75,7 @@ def test_each_device_has_its_part(layout: str) -> None:
 
     specs = q_spec, k_spec, P()
     given = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
-    got = jax.jit(by_device(looked_at, AXES))(*given)
+    got = jax.jit(sharded(looked_at, AXES))(*given)
     chex.assert_trees_all_close(jax.device_get(got), kernel(*args), rtol=1e-4, atol=1e-2)
     assert seen[-1] == left
     if left != (batch, heads[0]):
@@ -92,7 +92,7 @@ def test_a_mesh_of_explicit_axes(set_it: bool) -> None:
     ]
     out = P("x", "y"), spec, P(), {"bias": P("y")}
     with jax.set_mesh(mesh) if set_it else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        found = jax.jit(jax.sharding.auto_axes(by_device(kernel, AXES), out_sharding=out))
+        found = jax.jit(jax.sharding.auto_axes(sharded(kernel, AXES), out_sharding=out))
         text, got = found.lower(*given).compile().as_text(), found(*given)
     chex.assert_trees_all_close(jax.device_get(got), kernel(*args), rtol=1e-4, atol=1e-2)
     assert "all-gather" not in text
@@ -102,7 +102,7 @@ def test_inside_shard_map_a_kernel_is_called_as_it_is() -> None:
     mesh, args = mesh_of(jax.devices()[:8]), inputs(4, 2)
 
     def local(*args: jax.Array) -> jax.Array:
-        return by_device(kernel, AXES)(*args)[0]
+        return sharded(kernel, AXES)(*args)[0]
 
     specs = (P("x", None, "y"), P("x", None, "y"), P(None, "y"))
     step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("x", "y"))
@@ -190,7 +190,7 @@ def attend(name: str, implementation: str) -> Callable:
 def test_kernels_of_parts_are_the_kernel_of_all(name: str) -> None:
     """What each argument's axes are said to be, they are: a part that met another's data would differ."""
     args = arguments()
-    with planned_for_h200(2), mock.patch.object(partition, "by_device", in_parts):
+    with planned_for_h200(2), mock.patch.object(sharding, "sharded", in_parts):
         got = interpreter.run(attend(name, "hopper"), *args, detect_races=False)
     expected = interpreter.run(attend(name, "reference"), *args)
     for x, y in zip(got, expected, strict=True):

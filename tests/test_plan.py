@@ -9,18 +9,15 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import REGISTRY, hopper_backward
-from pallas_fa2.kernels.hopper import MOST_ROWS
-from pallas_fa2.kernels.token_data import pair_bytes
-from pallas_fa2.plan import (
-    HOPPER_FORWARD,
-    TILE_BYTES,
-    block_sizes,
-    device_of,
-    hopper_forwards,
-    make_plan,
-)
-from pallas_fa2.spec import Device, describe
+from pallas_fa2.backends import BACKENDS
+from pallas_fa2.backends.sm90.aux_inputs import pairwise_bytes
+from pallas_fa2.backends.sm90.backward.config import BackwardConfig
+from pallas_fa2.backends.sm90.configs import FORWARD_CONFIGS, forward_configs
+from pallas_fa2.backends.sm90.support import MAX_TOKEN_ROWS
+from pallas_fa2.backends.xla.blockwise import TILE_BYTES, block_sizes
+from pallas_fa2.device import Device, device_of
+from pallas_fa2.parse_call import parse_call
+from pallas_fa2.planning.plan import make_plan
 from tests.support.masks import causal_end
 
 CPU = Device("cpu", "cpu", "", 1)
@@ -44,7 +41,7 @@ def spec(
             (kv_len, heads[1], dims[1]),
         )
     )
-    return describe(q, k, v, **options)[0]
+    return parse_call(q, k, v, **options)[0]
 
 
 SUPPORTED = {
@@ -162,16 +159,14 @@ def test_hopper_leaves_the_rest_to_blockwise_and_says_why(name):
 
 
 def test_shared_memory_has_room_for_all_data_of_tokens():
-    dims = {(tuned.config.head_dim, tuned.config.value_dim) for tuned in HOPPER_FORWARD}
+    dims = {(tuned.config.head_dim, tuned.config.value_dim) for tuned in FORWARD_CONFIGS}
     for head_dims in dims:
-        kernels, indices = hopper_forwards(*head_dims), 1
-        rooms = [tuned.config.room(MOST_ROWS + indices) for tuned in kernels if tuned.general]
+        kernels, indices = forward_configs(*head_dims), 1
+        rooms = [tuned.config.room(MAX_TOKEN_ROWS + indices) for tuned in kernels if tuned.general]
         assert max(rooms) >= 0, head_dims
     for head_dim in (64, 96, 128):
         of_dropout = 2
-        assert hopper_backward.Config(head_dim, head_dim).room(MOST_ROWS + of_dropout) >= 0, (
-            head_dim
-        )
+        assert BackwardConfig(head_dim, head_dim).room(MAX_TOKEN_ROWS + of_dropout) >= 0, head_dim
 
 
 @pytest.mark.parametrize(
@@ -180,13 +175,13 @@ def test_shared_memory_has_room_for_all_data_of_tokens():
         ((128, 128), 0, 2, 128),
         ((128, 128), 2, 2, 128),
         ((128, 128), 3, 2, 64),
-        ((128, 128), MOST_ROWS + 1, 2, 64),
-        ((192, 192), MOST_ROWS + 1, 2, 96),
+        ((128, 128), MAX_TOKEN_ROWS + 1, 2, 64),
+        ((192, 192), MAX_TOKEN_ROWS + 1, 2, 96),
         ((256, 256), 0, 1, 64),
     ],
 )
 def test_queries_come_ahead_where_there_is_room(dims, rows, buffers, columns):
-    general = next(tuned.config for tuned in hopper_forwards(*dims) if tuned.general)
+    general = next(tuned.config for tuned in forward_configs(*dims) if tuned.general)
     ahead = general.with_queries_ahead(rows)
     assert (ahead.q_buffers, ahead.out_columns) == (buffers, columns)
     assert ahead.room(rows) >= 0
@@ -194,16 +189,16 @@ def test_queries_come_ahead_where_there_is_room(dims, rows, buffers, columns):
     assert in_registers.with_queries_ahead(rows) == in_registers
 
 
-@pytest.mark.parametrize("rows", range(MOST_ROWS + 2))
+@pytest.mark.parametrize("rows", range(MAX_TOKEN_ROWS + 2))
 def test_what_leaves_together_makes_up_an_output(rows):
-    for tuned in HOPPER_FORWARD:
+    for tuned in FORWARD_CONFIGS:
         config = tuned.config.with_queries_ahead(rows)
         columns = [i for x in config.out_pieces for i in range(x.start, x.start + x.size)]
         assert columns == list(range(config.value_dim)), tuned
 
 
 def test_values_that_are_multiplied_at_once_make_up_a_block():
-    for tuned in HOPPER_FORWARD:
+    for tuned in FORWARD_CONFIGS:
         keys = [
             i
             for part in tuned.config.value_parts
@@ -217,7 +212,7 @@ def test_a_mask_alone_takes_larger_tiles_than_a_score(head_dims):
     def planned(**options):
         q, k = (jax.ShapeDtypeStruct((1, 300, 2, head_dims[0]), jnp.bfloat16) for _ in range(2))
         v = jax.ShapeDtypeStruct((1, 300, 2, head_dims[1]), jnp.bfloat16)
-        return make_plan(describe(q, k, v, **options)[0], H200).forward
+        return make_plan(parse_call(q, k, v, **options)[0], H200).forward
 
     window, cap = fa.Window(3), fa.soft_cap(2.0)
     alone, scored = planned(mask=window), planned(score=cap)
@@ -258,7 +253,7 @@ def test_an_array_that_is_asked_about_before_takes_no_room():
     for mask, size, buffers in ((array, 0, 2), (fa.Dense(np.ones((4, 111, 63), bool)), 2, 1)):
         call = spec(mask=mask, dims=(128, 128))
         forward = make_plan(call, H200).forward
-        assert pair_bytes(call) == size
+        assert pairwise_bytes(call) == size
         assert (forward if size else forward.with_queries_ahead(0)).q_buffers == buffers
     call = spec(mask=array, score=fa.soft_cap(3.0), dims=(256, 256))
     assert make_plan(call, H200).implementation == "hopper"
@@ -299,13 +294,13 @@ def test_an_implementation_that_cannot_run_is_refused_with_the_reason_and_the_ca
 
 def test_an_unknown_implementation_is_refused_with_the_known_ones():
     with pytest.raises(
-        ValueError, match=", ".join(REGISTRY) + r", fused or None, but it is 'triton'"
+        ValueError, match=", ".join(BACKENDS) + r", fused or None, but it is 'triton'"
     ):
         make_plan(spec(), CPU, "triton")
 
 
 def test_implementations_are_tried_from_the_fastest():
-    assert list(REGISTRY) == ["hopper", "blockwise", "reference"]
+    assert list(BACKENDS) == ["hopper", "blockwise", "reference"]
 
 
 def test_plans_are_hashable_and_equal_for_equal_calls():

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import hopper
-from pallas_fa2.kernels.mosaic import Ring
-from pallas_fa2.plan import make_plan
-from pallas_fa2.spec import describe
+from pallas_fa2.backends.sm90 import backend
+from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
+from pallas_fa2.parse_call import parse_call
+from pallas_fa2.planning.plan import make_plan
 from tests.support import interpreter
 from tests.support.hopper import H200
 from tests.support.shared import RaceDetected
 
-wait = Ring.wait
+wait = Pipeline.wait
 
 
-def wait_and_release(ring: Ring, step: Any) -> tuple:
+def wait_and_release(ring: Pipeline, step: Any) -> tuple:
     buffers = wait(ring, step)
     plgpu.barrier_arrive(ring.free.at[ring.first_free + ring.slot(step)])
     return buffers
@@ -34,10 +34,10 @@ def nothing(*_: Any) -> None:
 
 
 BUGS: dict[str, list[tuple[Any, str, Callable]]] = {
-    "a slot released early": [(Ring, "wait", wait_and_release), (Ring, "release", nothing)],
-    "a slot filled while it is read": [(Ring, "acquire", Ring.at)],
+    "a slot released early": [(Pipeline, "wait", wait_and_release), (Pipeline, "release", nothing)],
+    "a slot filled while it is read": [(Pipeline, "acquire", Pipeline.at)],
     "a missing fence": [(plgpu, "commit_smem", nothing)],
-    "a skipped wait": [(Ring, "wait", Ring.at)],
+    "a skipped wait": [(Pipeline, "wait", Pipeline.at)],
 }
 
 
@@ -55,7 +55,7 @@ CAUGHT, SAID = (RaceDetected, ValueError), "unordered pair|[Bb]arrier"
 
 def call(head_dim: int, length: int) -> tuple:
     x = jax.random.normal(jax.random.key(0), (1, length, 1, head_dim), jnp.bfloat16)
-    spec, operands = describe(x, x, x)
+    spec, operands = parse_call(x, x, x)
     return x, spec, make_plan(spec, H200._replace(cores=2), "hopper"), operands
 
 
@@ -64,7 +64,7 @@ def call(head_dim: int, length: int) -> tuple:
 def test_a_bug_in_the_forward_is_caught(head_dim: int, length: int) -> None:
     x, spec, plan, operands = call(head_dim, length)
     with pytest.raises(CAUGHT, match=SAID):
-        interpreter.run(lambda x: hopper.forward(spec, plan.forward, x, x, x, operands), x)
+        interpreter.run(lambda x: backend.forward(spec, plan.forward, x, x, x, operands), x)
 
 
 @pytest.mark.usefixtures("planted")
@@ -74,7 +74,7 @@ def test_a_bug_in_the_backward_is_caught(head_dim: int, length: int) -> None:
     rows = jnp.zeros((1, 1, x.shape[1]))
 
     def backward(x: Any) -> Any:
-        return hopper.backward(spec, plan.backward, x, x, x, x, rows, x, None, operands, ())
+        return backend.backward(spec, plan.backward, x, x, x, x, rows, x, None, operands, ())
 
     with pytest.raises(CAUGHT, match=SAID):
         interpreter.run(backward, x)

@@ -9,9 +9,10 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import pointwise, tile_code, token_data
-from pallas_fa2.kernels.values import Value, spread
-from pallas_fa2.spec import describe
+from pallas_fa2.backends.sm90 import aux_inputs, tile_functions
+from pallas_fa2.ir import evaluate
+from pallas_fa2.ir.tile_values import TileValue, broadcast_to_tile
+from pallas_fa2.parse_call import parse_call
 
 ROWS, COLUMNS = 6, 9
 
@@ -61,15 +62,15 @@ def test_a_tile_is_what_the_scalar_function_says_of_each_pair(see):
     mask = fa.mask_fn(see)(q_tokens={"a": a_q}, k_tokens={"a": a_k}, params=params)
     q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, COLUMNS, 2, 64), jnp.bfloat16)
-    spec, operands = describe(q, k, k, mask=mask)
+    spec, operands = parse_call(q, k, k, mask=mask)
     rows, columns = np.arange(ROWS, dtype=np.int32), np.arange(COLUMNS, dtype=np.int32)
-    args = [Value.of_index(jnp.asarray(rows), 0), Value.of_index(jnp.asarray(columns), 1)]
-    args += [Value(jnp.asarray(a_q), (0,)), Value(jnp.asarray(a_k), (1,))]
-    args += [Value(jnp.asarray(params[name])) for name in sorted(params)]
-    (found,) = pointwise.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
+    args = [TileValue.of_index(jnp.asarray(rows), 0), TileValue.of_index(jnp.asarray(columns), 1)]
+    args += [TileValue(jnp.asarray(a_q), (0,)), TileValue(jnp.asarray(a_k), (1,))]
+    args += [TileValue(jnp.asarray(params[name])) for name in sorted(params)]
+    (found,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
     shape = (1, 1, 1, ROWS, 1), (1, 1, 1, 1, COLUMNS)
     expected = spec.mask.on_tile(rows.reshape(shape[0]), columns.reshape(shape[1]), operands.mask)
-    tile = spread(found, (0, 1), (ROWS, COLUMNS))
+    tile = broadcast_to_tile(found, (0, 1), (ROWS, COLUMNS))
     np.testing.assert_array_equal(
         tile, np.broadcast_to(expected, (1, 1, 1, ROWS, COLUMNS))[0, 0, 0]
     )
@@ -78,15 +79,15 @@ def test_a_tile_is_what_the_scalar_function_says_of_each_pair(see):
 def code_of(mask):
     """What a tile computes of its indices."""
     q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
-    spec, _ = describe(q, q, q, mask=mask)
+    spec, _ = parse_call(q, q, q, mask=mask)
 
     def tile(rows, columns):
-        args = [Value.of_index(rows, 0), Value.of_index(columns, 1)]
-        (found,) = pointwise.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
-        return spread(found, (0, 1), (ROWS, COLUMNS))
+        args = [TileValue.of_index(rows, 0), TileValue.of_index(columns, 1)]
+        (found,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
+        return broadcast_to_tile(found, (0, 1), (ROWS, COLUMNS))
 
     indices = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (ROWS, COLUMNS))
-    code, _ = pointwise.lean(jax.make_jaxpr(tile)(*indices))
+    code, _ = evaluate.dce(jax.make_jaxpr(tile)(*indices))
     return code.eqns
 
 
@@ -164,9 +165,9 @@ def test_what_is_rounded_down_may_be_wide_or_known(function):
 
 def test_what_depends_on_one_side_varies_over_it_alone():
     q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
-    spec, _ = describe(q, q, q, mask=lambda q, k: (q.index % 2 == 0) & (q.index < 4))
-    args = [Value(jnp.arange(ROWS), (0,)), Value(jnp.arange(ROWS), (1,))]
-    (found,) = pointwise.evaluate(spec.mask.jaxpr, args, (ROWS, ROWS))
+    spec, _ = parse_call(q, q, q, mask=lambda q, k: (q.index % 2 == 0) & (q.index < 4))
+    args = [TileValue(jnp.arange(ROWS), (0,)), TileValue(jnp.arange(ROWS), (1,))]
+    (found,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, ROWS))
     assert found.axes == (0,)
 
 
@@ -196,30 +197,30 @@ def test_a_score_and_its_slopes_are_those_of_the_scalar_function(score, size):
     q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, COLUMNS, 2, 64), jnp.bfloat16)
     tokens = {"q_tokens": {"a": a_q}, "k_tokens": {"a": a_k}}
-    spec, _ = describe(q, k, k, score=fa.score_fn(score)(params=params, **tokens))
-    assert token_data.refuses(spec) is None
+    spec, _ = parse_call(q, k, k, score=fa.score_fn(score)(params=params, **tokens))
+    assert aux_inputs.unsupported_reason(spec) is None
     rows, columns = np.arange(ROWS, dtype=np.int32), np.arange(COLUMNS, dtype=np.int32)
     s = SCORES * np.float32(size)
     args = [
-        Value(jnp.asarray(s / 0.5), (0, 1), factor=0.5),
-        Value.of_index(jnp.asarray(rows), 0),
-        Value.of_index(jnp.asarray(columns), 1),
-        Value(jnp.asarray(a_q), (0,)),
-        Value(jnp.asarray(a_k), (1,)),
-        *(Value(jnp.asarray(params[name], "float32")) if name != "n" else Value(jnp.int32(4))
+        TileValue(jnp.asarray(s / 0.5), (0, 1), factor=0.5),
+        TileValue.of_index(jnp.asarray(rows), 0),
+        TileValue.of_index(jnp.asarray(columns), 1),
+        TileValue(jnp.asarray(a_q), (0,)),
+        TileValue(jnp.asarray(a_k), (1,)),
+        *(TileValue(jnp.asarray(params[name], "float32")) if name != "n" else TileValue(jnp.int32(4))
           for name in sorted(params)),
     ]  # fmt: skip
     wanted = [jnp.asarray(s), rows[:, None], columns, a_q[:, None], a_k]
     wanted += [params[name] for name in sorted(params)]
-    for code in tile_code.combined(spec.scores):
-        found = pointwise.evaluate(code, args, s.shape)
+    for code in tile_functions.combined_scores(spec.scores):
+        found = evaluate.evaluate(code, args, s.shape)
         pairs = [
             jnp.asarray(np.broadcast_to(x, s.shape).reshape(-1), aval.dtype)
             for x, aval in zip(wanted, code.in_avals, strict=True)
         ]
         each = jax.jit(jax.vmap(jaxpr_as_fun(code)), compiler_options=XLA_AS_IT_IS)
         for x, y in zip(found, each(*pairs), strict=True):
-            tile = spread(x, (0, 1), s.shape)
+            tile = broadcast_to_tile(x, (0, 1), s.shape)
             tolerance = 1e-5 if y.dtype == jnp.float32 else 1e-2
             y = y.astype("float32").reshape(s.shape)
             np.testing.assert_allclose(tile, y, tolerance, 1e-5)
@@ -232,10 +233,10 @@ def test_what_float32_would_round_stays_an_integer():
     def score(s, q, k):
         return s + ((q.index + 2**24 + 1) - 2**24).astype(s.dtype)
 
-    spec, _ = describe(q, q, q, score=score)
-    value, _ = tile_code.combined(spec.scores)
-    rows = Value.of_index(jnp.arange(ROWS, dtype=jnp.int32), 0)
-    args = [Value(jnp.zeros((ROWS, ROWS)), (0, 1)), rows, rows]
-    (found,) = pointwise.evaluate(value, args, (ROWS, ROWS))
-    tile = spread(found, (0, 1), (ROWS, ROWS))
+    spec, _ = parse_call(q, q, q, score=score)
+    value, _ = tile_functions.combined_scores(spec.scores)
+    rows = TileValue.of_index(jnp.arange(ROWS, dtype=jnp.int32), 0)
+    args = [TileValue(jnp.zeros((ROWS, ROWS)), (0, 1)), rows, rows]
+    (found,) = evaluate.evaluate(value, args, (ROWS, ROWS))
+    tile = broadcast_to_tile(found, (0, 1), (ROWS, ROWS))
     np.testing.assert_array_equal(tile, np.broadcast_to(np.arange(ROWS)[:, None] + 1, tile.shape))

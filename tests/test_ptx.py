@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import mosaic, ptx
+from pallas_fa2.backends.sm90.primitives import cluster, launch, pipeline
 from tests.support import interpreter, shared
 
 STEPS, TILE = 3, (64, 64)
@@ -17,9 +17,9 @@ def exchange(bug: str | None = None) -> jax.Array:
     """`[2, STEPS, 64, 64]`: each CTA's tiles, as the other one got them, in one stage."""
 
     def body(x, out, mine, theirs, arrived, full, both) -> None:
-        rank, mail = lax.axis_index("pair"), ptx.Mail(theirs, arrived, jnp.float16)
+        rank, mail = lax.axis_index("pair"), cluster.ClusterCopy(theirs, arrived, jnp.float16)
         mail.open()
-        mosaic.meet(both)
+        pipeline.arrive_and_wait(both)
         for i in range(STEPS):
             step = jnp.int32(i)
             plgpu.copy_gmem_to_smem(x.at[rank, i], mine, full)
@@ -31,15 +31,15 @@ def exchange(bug: str | None = None) -> jax.Array:
             plgpu.wait_smem_to_gmem(0)
             if bug != "sent before the other has read":
                 plgpu.commit_smem()  # one thread arrives for all
-                mosaic.meet(both)
+                pipeline.arrive_and_wait(both)
 
     tiles = jnp.arange(2 * STEPS * 64 * 64).reshape(2, STEPS, *TILE) % 1999
-    kernel = mosaic.launch(
+    kernel = launch.build_kernel(
         "exchange",
         lambda refs, memory: body(*refs, *memory),
         [
-            mosaic.operand(*TILE, dtype=jnp.float16),
-            mosaic.operand(1, *TILE, dtype=jnp.float16),
+            pipeline.swizzled_smem(*TILE, dtype=jnp.float16),
+            pipeline.swizzled_smem(1, *TILE, dtype=jnp.float16),
             plgpu.SMEM((1, 2), jnp.uint32),
             plgpu.Barrier(),
             plgpu.ClusterBarrier(collective_axes=("pair",)),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.bounds import PARTIAL
+from pallas_fa2.ir.block_classes import PARTIAL
 from tests.support.tiers import slow_but
 from tests.support.tiles import (
     EDGE,

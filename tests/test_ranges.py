@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import token_data
-from pallas_fa2.spec import describe
+from pallas_fa2.backends.sm90 import aux_inputs
+from pallas_fa2.parse_call import parse_call
 from tests.contract.rule import assert_within_rule
 from tests.support import compile_gate, interpreter
 from tests.support.hopper import planned_for_h200
@@ -81,8 +81,8 @@ def check(mask: fa.Mask, found: tuple, args: list[jax.Array]) -> None:
 @pytest.mark.parametrize("name", [*RANGES, *OTHERS])
 def test_which_are_ranges(name: str) -> None:
     q, k, v = arrays(64)
-    spec, _ = describe(q, k, v, mask=(RANGES | OTHERS)[name]())
-    described = token_data.describe_mask(spec)
+    spec, _ = parse_call(q, k, v, mask=(RANGES | OTHERS)[name]())
+    described = aux_inputs.compile_mask(spec)
     assert described is not None and described.sees_a_range == (name in RANGES)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import hopper_backward
-from pallas_fa2.kernels.hopper import MAX_COUNT
+from pallas_fa2.backends.sm90.backward import config
+from pallas_fa2.backends.sm90.support import MAX_COUNT
 from tests.contract import suite
 from tests.contract.cases import Case
 from tests.contract.dense import Truth
@@ -141,7 +141,7 @@ def test_large_is_what_is_said() -> None:
 
     assert size(ELEMENTS, ELEMENTS.case.q_len) > 2**31
     head_dim = WORKSPACE.case.head_dim
-    block = hopper_backward.Config(head_dim, head_dim).block_q
+    block = config.BackwardConfig(head_dim, head_dim).block_q
     assert size(WORKSPACE, WORKSPACE.case.q_len) < 2**31 < size(WORKSPACE, block)
     assert GRID[0].times * GRID[0].case.batch > MAX_COUNT
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import plan
+from pallas_fa2.backends.xla import blockwise
 
 B, T, S, N, K, H = 2, 20, 13, 4, 2, 8
 I, J = np.arange(T)[:, None], np.arange(S)[None]
@@ -176,7 +176,7 @@ IMPLEMENTATIONS = ["reference", "blockwise"]
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_gradients_flow_to_floating_point_data_of_every_kind(implementation, monkeypatch):
     """Blockwise on ragged tiles, whose parts of a gradient must add up."""
-    monkeypatch.setattr(plan, "block_sizes", lambda spec: (8, 8))
+    monkeypatch.setattr(blockwise, "block_sizes", lambda spec: (8, 8))
     data = ALL_KINDS
     chex.assert_trees_all_close(
         attend(with_all_kinds(data), implementation=implementation),
@@ -190,7 +190,7 @@ def test_gradients_flow_to_floating_point_data_of_every_kind(implementation, mon
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_padding_of_a_tile_is_no_place_where_a_score_is_infinite(implementation, monkeypatch):
     """Neither a score of 0 nor data of 0 may stand for a token beyond the end."""
-    monkeypatch.setattr(plan, "block_sizes", lambda spec: (8, 8))
+    monkeypatch.setattr(blockwise, "block_sizes", lambda spec: (8, 8))
 
     @fa.score_fn
     def tempered(s, q, k, c):
@@ -224,7 +224,7 @@ def test_a_masked_pair_is_no_place_where_a_score_is_infinite(implementation):
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_data_that_no_visible_pair_reads_reach_no_gradient(implementation, poison, monkeypatch):
-    monkeypatch.setattr(plan, "block_sizes", lambda spec: (8, 8))
+    monkeypatch.setattr(blockwise, "block_sizes", lambda spec: (8, 8))
     data = {"bias": BIAS, "cap": np.float32(3), "heat": 1 + abs(normal(T, seed=20))}
     # The first queries see no key, and no query sees the keys above the diagonal.
     mask = fa.Causal() & (lambda q, k: q.index > 1)
@@ -252,7 +252,7 @@ def test_data_that_no_visible_pair_reads_reach_no_gradient(implementation, poiso
 
 def test_the_gradient_of_16_bit_data_is_summed_in_float32(monkeypatch):
     """Tile by tile in bfloat16 a sum of 256 would stand still long before its end."""
-    monkeypatch.setattr(plan, "block_sizes", lambda spec: (8, 8))
+    monkeypatch.setattr(blockwise, "block_sizes", lambda spec: (8, 8))
     q, k, v = normal(1, 256, N, H), normal(1, 256, K, H, seed=1), normal(1, 256, K, H, seed=2)
 
     def loss(slopes, implementation):

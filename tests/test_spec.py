@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.spec import describe
+from pallas_fa2.parse_call import parse_call
 from tests.support.masks import causal_end
 
 B, T, S, N, K, H = 2, 6, 5, 4, 2, 16
@@ -325,7 +325,7 @@ def test_explain_takes_what_flash_attention_takes():
 
 
 def spec(**options):
-    return describe(**arrays(**options))[0]
+    return parse_call(**arrays(**options))[0]
 
 
 def options():
@@ -403,20 +403,20 @@ def test_causal_says_that_the_mask_is_nothing_else(mask, causal):
 
 
 def test_batch_axes_are_merged():
-    merged = describe(array(2, 3, T, N, H), array(2, 3, S, K, H), array(2, 3, S, K, 8))[0]
+    merged = parse_call(array(2, 3, T, N, H), array(2, 3, S, K, H), array(2, 3, S, K, 8))[0]
     assert (merged.batch, merged.value_dim, merged.group) == (6, 8, 2)
-    assert describe(array(T, N, H), array(S, K, H), array(S, K, H))[0].batch == 1
+    assert parse_call(array(T, N, H), array(S, K, H), array(S, K, H))[0].batch == 1
 
 
 def test_raw_and_typed_keys_are_one():
-    typed = describe(**arrays(dropout_rate=0.1, dropout_rng=key(3)))[1].seed
-    raw = describe(**arrays(dropout_rate=0.1, dropout_rng=jax.random.PRNGKey(3)))[1].seed
+    typed = parse_call(**arrays(dropout_rate=0.1, dropout_rng=key(3)))[1].seed
+    raw = parse_call(**arrays(dropout_rate=0.1, dropout_rng=jax.random.PRNGKey(3)))[1].seed
     np.testing.assert_array_equal(typed, raw)
 
 
 def test_a_key_of_another_generator_serves():
     given = jax.random.key(3, impl="rbg")
-    seed = describe(**arrays(dropout_rate=0.1, dropout_rng=given))[1].seed
+    seed = parse_call(**arrays(dropout_rate=0.1, dropout_rng=given))[1].seed
     assert seed.shape == (2,) and seed.dtype == jnp.uint32
 
 
@@ -424,7 +424,7 @@ def test_the_seed_is_of_both_words_of_a_key():
     """Keys made of small numbers differ in the second one alone."""
 
     def seed(rng):
-        return describe(**arrays(dropout_rate=0.1, dropout_rng=rng))[1].seed.tolist()
+        return parse_call(**arrays(dropout_rate=0.1, dropout_rng=rng))[1].seed.tolist()
 
     assert seed(key(3)) == [0, 3] and seed(jnp.array([5, 9], jnp.uint32)) == [5, 9]
     words = jax.random.key_data(jax.random.key(3, impl="rbg"))

@@ -1,6 +1,7 @@
 """Imports run one way, Pallas and Flax stay where they belong, and the public names exist."""
 
 import ast
+import graphlib
 import inspect
 import pathlib
 import re
@@ -15,10 +16,24 @@ import pallas_fa2 as fa
 from pallas_fa2 import api
 
 PACKAGE = pathlib.Path(fa.__file__).parent
-ORDER = ["fingerprint", "tokens", "causal", "functions", "masks", "scores", "spec", "bounds", "diagonal", "kernels", "plan", "autodiff",
-         "api", "explanation", "tuning", "linen", "nnx"]  # fmt: skip
-ENTRIES = {"__init__", "__main__"}  # of the package: they may import all of it
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+# Modules of sm90 that its forward and its backward share.
+SHARED = [
+    *("scheduler", "block_mask_kernel", "tile_order_kernel", "block_mask", "nonfinite", "tile_functions"),
+    *("aux_inputs", "mask_bits"),
+]  # fmt: skip
+# A module imports those before it in this list: of its own entry too, of a later one never. The first entry that a
+# module's name begins with is its own.
+ORDER = [
+    *("arithmetic", "control_flow", "device", "fingerprint"),
+    *("ir", "pytree_fn", "masks", "scores", "parse_call", "schedule", "distributed.sharding"),
+    *("backends.protocol", "backends.common", "backends.xla", "backends.reference"),
+    "backends.sm90.primitives",
+    *(f"backends.sm90.{name}" for name in SHARED),
+    *("backends.sm90.forward", "backends.sm90.backward", "backends.sm90"),
+    *("backends", "planning.plan", "autodiff", "api", "explanation", "planning", "flax", "distributed"),
+    *("__init__", "__main__"),
+]  # fmt: skip
 
 PUBLIC = ["flash_attention", "dot_product_attention", "explain", "linen", "nnx", "Causal", "Window",
           "Segments", "Documents", "Lengths", "Prefix", "Chunked", "Dense", "mask_fn", "score_fn", "soft_cap",
@@ -35,46 +50,70 @@ def imports(file):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def part(file):
-    """The entry of ORDER that a file belongs to."""
-    return pathlib.PurePath(file).with_suffix("").parts[0]
+def module(file):
+    name = ".".join(pathlib.PurePath(file).with_suffix("").parts)
+    return name.removesuffix(".__init__") if "." in name else name
 
 
-def imported_parts(file):
+def entry(name):
+    """The number of the entry of ORDER that a module belongs to."""
+    return next(i for i, x in enumerate(ORDER) if f"{name}.".startswith(f"{x}."))
+
+
+def imported_modules(file):
+    """Modules of the package."""
+    known = {module(f) for f in FILES}
     for name in imports(file):
         package, _, rest = name.partition(".")
         if package == "pallas_fa2":
-            yield rest.partition(".")[0]
+            yield (rest if rest in known else rest.rpartition(".")[0]) or "__init__"
 
 
 def imports_package(file, package):
     return any(f"{name}.".startswith(f"{package}.") for name in imports(file))
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if part(file) not in ENTRIES])
+@pytest.mark.parametrize("file", FILES)
 def test_imports_run_one_way(file):
-    mine = ORDER.index(part(file))
-    for other in imported_parts(file):
-        assert other in ORDER, f"{file} imports {other}, which has no place in the order"
-        allowed = ORDER.index(other) < mine or (other == part(file) == "kernels")
-        assert allowed, f"{file} imports {other}, which comes after it"
+    for other in imported_modules(file):
+        assert entry(other) <= entry(module(file)), f"{file} imports {other}, which comes after it"
 
 
-def test_every_file_has_a_place_in_the_order():
-    assert {part(file) for file in FILES} - ENTRIES == set(ORDER)
+def test_no_modules_import_each_other():
+    imported = {module(f): set(imported_modules(f)) - {"__init__"} for f in FILES}
+    graphlib.TopologicalSorter(imported).prepare()
+
+
+def test_every_entry_of_the_order_is_there():
+    assert {entry(module(file)) for file in FILES} == set(range(len(ORDER)))
+
+
+def test_forward_and_backward_and_architectures_do_not_import_each_other():
+    """Nor does what is of one architecture come into what all share."""
+    apart = ["backends.sm90.forward", "backends.sm90.backward"]
+    for file in FILES:
+        for other in imported_modules(file):
+            mine, theirs = (
+                next((x for x in apart if n.startswith(x)), None) for n in (module(file), other)
+            )
+            assert mine is None or theirs in (None, mine), f"{file} imports {other}"
+            architectures = (re.match(r"backends\.sm\d+", n) for n in (module(file), other))
+            mine, theirs = (m and m[0] for m in architectures)
+            assert mine is None or theirs in (None, mine), f"{file} imports {other}"
 
 
 def test_the_package_imports_the_core_alone():
-    assert not {"linen", "nnx"} & set(imported_parts("__init__.py"))
+    assert not any(name.startswith("flax") for name in imported_modules("__init__.py"))
 
 
 @pytest.mark.parametrize(
-    "package, parts",
-    [("jax.experimental.pallas", {"kernels"}), ("flax", {"linen", "nnx"})],
+    "package, where",
+    [("jax.experimental.pallas", "backends/"), ("flax", "flax/")],
     ids=["pallas", "flax"],
 )
-def test_who_imports_pallas_and_flax(package, parts):
-    assert {part(file) for file in FILES if imports_package(file, package)} == parts
+def test_who_imports_pallas_and_flax(package, where):
+    files = [file for file in FILES if imports_package(file, package)]
+    assert files and all(file.startswith(where) for file in files)
 
 
 @pytest.mark.parametrize("package", ["chex", "optax", "numpy.testing", "pytest", "jax._src"])
@@ -83,7 +122,7 @@ def test_nothing_imports_tools_of_tests_or_internals_of_jax(package):
 
 
 def test_kernels_branch_in_the_form_that_lowers_fast():
-    kernels = {file for file in FILES if part(file) == "kernels"} - {"kernels/branches.py"}
+    kernels = [file for file in FILES if file.startswith(("backends/", "ir/"))]
     slow = [f for f in kernels if re.search(r"lax\.cond\(|pl\.when\(", (PACKAGE / f).read_text())]
     assert slow == []
 
@@ -99,8 +138,8 @@ def test_the_public_names_have_documentation(name):
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="'pallas_fa2' has no attribute 'flax'"):
-        _ = fa.flax
+    with pytest.raises(AttributeError, match="'pallas_fa2' has no attribute 'haiku'"):
+        _ = fa.haiku
 
 
 def run(code):
@@ -158,7 +197,7 @@ def test_the_integrations_are_imported_on_first_use():
         assert "flax" not in sys.modules
         assert callable(fa.linen.attention_fn)
         assert callable(fa.nnx.MultiHeadAttention)
-        assert fa.linen is sys.modules["pallas_fa2.linen"]
+        assert fa.linen is sys.modules["pallas_fa2.flax.linen"]
     """)
 
 

@@ -12,9 +12,14 @@ import pytest
 from jax import lax
 
 import pallas_fa2 as fa
-from pallas_fa2.kernels import hopper_backward, mosaic, passes, token_data
-from pallas_fa2.kernels.tamed import Copies, Part
-from pallas_fa2.spec import describe
+from pallas_fa2 import arithmetic
+from pallas_fa2.backends.common import kernel_spec
+from pallas_fa2.backends.sm90 import aux_inputs
+from pallas_fa2.backends.sm90.backward import preprocess
+from pallas_fa2.backends.sm90.backward.config import BackwardConfig
+from pallas_fa2.backends.sm90.nonfinite import ArrayToSanitize, SanitizePass
+from pallas_fa2.backends.sm90.primitives import launch, pipeline
+from pallas_fa2.parse_call import parse_call
 from tests.support import interpreter
 from tests.support.hopper import planned_for_h200
 
@@ -43,14 +48,17 @@ def tamed(block: int, kernel_dims: tuple[int, int]) -> Any:
     """A kernel of these copies alone."""
 
     def call(x: jax.Array, y: jax.Array) -> list[Any]:
-        copies = Copies((Part(x, kernel_dims[0], 0.0), Part(y, kernel_dims[1], math.nan)), block)
+        copies = SanitizePass(
+            (ArrayToSanitize(x, kernel_dims[0], 0.0), ArrayToSanitize(y, kernel_dims[1], math.nan)),
+            block,
+        )
 
         def run(refs: tuple, memory: list[Any]) -> None:
             *tiles, arrived = memory
             copies.write_as_the_first(refs[:2], refs[2:], lax.axis_index("cta"), tiles, arrived)
 
-        memory, grid = [*copies.buffers, mosaic.barriers(1)], {"cta": math.prod(copies.grid)}
-        return copies.tamed(mosaic.launch("tame", run, memory, copies.outputs, grid, 1)(x, y))
+        memory, grid = [*copies.buffers, pipeline.barriers(1)], {"cta": math.prod(copies.grid)}
+        return copies.tamed(launch.build_kernel("tame", run, memory, copies.outputs, grid, 1)(x, y))
 
     return call
 
@@ -101,19 +109,21 @@ def test_they_are_looked_for_where_tokens_may_take_part_in_nothing(side: str) ->
     """By the mask's data, in entries of a batch that its code says nothing of; among queries, under a score."""
     x, _ = arrays(139, (64, 64))
     score = fa.soft_cap(2.0) if side == "q" else None
-    spec, _ = describe(x, x, x, mask=fa.Lengths(jnp.array([5, 5])), score=score)
+    spec, _ = parse_call(x, x, x, mask=fa.Lengths(jnp.array([5, 5])), score=score)
     sizes = {"batch": BATCH, "q_len": 139, "kv_len": 139, "q_heads": HEADS, "kv_heads": HEADS}
-    mask, config = token_data.describe_mask(spec), hopper_backward.Config(64, 64)
-    of_score = token_data.describe_score(spec, ())
-    problem = mosaic.Problem(**sizes, scale=1.0, offset=None, mask=mask, score=of_score)
+    mask, config = aux_inputs.compile_mask(spec), BackwardConfig(64, 64)
+    of_score = aux_inputs.compile_score(spec, ())
+    problem = kernel_spec.KernelSpec(**sizes, scale=1.0, offset=None, mask=mask, score=of_score)
 
     def wild(x: jax.Array, in_doubt: jax.Array) -> jax.Array:
         ones, lse = (
             jnp.ones_like(x),
-            jnp.zeros((BATCH, HEADS, mosaic.round_up(139, config.block_q))),
+            jnp.zeros((BATCH, HEADS, arithmetic.round_up(139, config.block_q))),
         )
-        factors = passes.Factors(ones, ones, ones, ones)._replace(**{side: x})
-        tamed, _, _ = passes.prepare(problem, config, factors, ones, lse, True, in_doubt)
+        factors = preprocess.BackwardOperands(ones, ones, ones, ones)._replace(**{side: x})
+        tamed, _, _ = preprocess.backward_preprocess(
+            problem, config, factors, ones, lse, True, in_doubt
+        )
         return getattr(tamed, side).wild
 
     everywhere, first, nowhere = (

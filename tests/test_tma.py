@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.kernels import mosaic, tma
-from pallas_fa2.kernels.tma import Rows
+from pallas_fa2.backends.sm90.primitives import launch, pipeline, tma
+from pallas_fa2.backends.sm90.primitives.tma import HeadRows
 from tests.support import compile_gate, interpreter
 from tests.support.tiers import slow_but
 
@@ -39,16 +39,16 @@ def through_shared_memory(
         place, tile = jnp.divmod(lax.axis_index("cta"), jnp.int32(tiles))
         entry, head = jnp.divmod(place, jnp.int32(heads))
         rows = pl.ds(tile * TILE, TILE)
-        Rows(source, entry, rows, head).load(buffer, barriers, 1)
+        HeadRows(source, entry, rows, head).load(buffer, barriers, 1)
         plgpu.barrier_wait(barriers.at[1])
-        Rows(target, entry, rows, head).store(buffer)
+        HeadRows(target, entry, rows, head).store(buffer)
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0)
 
     panel = panel or tma.panel_width(columns, dim, x.dtype)
-    memory = mosaic.operand(TILE, columns, dtype=x.dtype, panel=panel), mosaic.barriers(3)
+    memory = pipeline.swizzled_smem(TILE, columns, dtype=x.dtype, panel=panel), pipeline.barriers(3)
     shape = jax.ShapeDtypeStruct((batch, length, heads, dim), x.dtype)
-    return mosaic.launch("copy", run, memory, shape, {"cta": batch * heads * tiles}, 1)(x)
+    return launch.build_kernel("copy", run, memory, shape, {"cta": batch * heads * tiles}, 1)(x)
 
 
 def check(length: int, dim: int, call: Any) -> None:
@@ -109,18 +109,21 @@ def together(x: jax.Array, tiles: jax.Array) -> jax.Array:
     def run(refs: tuple, memory: tuple) -> None:
         (source, tiles, target), (buffer, barriers) = refs, memory
         pair = lax.axis_index("cta")
-        parts = [Rows(source, 0, pl.ds(tiles[pair, i] * TILE, TILE), 0) for i in range(2)]
-        tma.Together(parts).load(buffer, barriers, 1)
+        parts = [HeadRows(source, 0, pl.ds(tiles[pair, i] * TILE, TILE), 0) for i in range(2)]
+        tma.GatheredRows(parts).load(buffer, barriers, 1)
         plgpu.barrier_wait(barriers.at[1])
-        Rows(target, pair, pl.ds(0, 2 * TILE), 0).store(buffer)
+        HeadRows(target, pair, pl.ds(0, 2 * TILE), 0).store(buffer)
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0)
 
     columns = 64 * -(-dim // 64)
     panel = tma.panel_width(columns, dim, x.dtype)
-    memory = mosaic.operand(2 * TILE, columns, dtype=x.dtype, panel=panel), mosaic.barriers(3)
+    memory = (
+        pipeline.swizzled_smem(2 * TILE, columns, dtype=x.dtype, panel=panel),
+        pipeline.barriers(3),
+    )
     shape = jax.ShapeDtypeStruct((len(tiles), 2 * TILE, 1, dim), x.dtype)
-    copy = mosaic.launch("copy", run, memory, shape, {"cta": len(tiles)}, 1)
+    copy = launch.build_kernel("copy", run, memory, shape, {"cta": len(tiles)}, 1)
     return copy(x[None, :, None], tiles)[:, :, 0]
 
 
@@ -154,11 +157,11 @@ def test_an_array_of_barriers_must_be_the_only_one_of_its_kind() -> None:
     def copy(x: jax.Array) -> jax.Array:
         def run(refs: tuple, memory: tuple) -> None:
             buffer, barriers, _ = memory
-            Rows(refs[0], 0, pl.ds(0, TILE), 0).load(buffer, barriers, 0)
+            HeadRows(refs[0], 0, pl.ds(0, TILE), 0).load(buffer, barriers, 0)
 
-        barriers = mosaic.barriers(3), mosaic.barriers(3)
-        memory = mosaic.operand(TILE, 128, dtype=x.dtype), *barriers
-        return mosaic.launch("copy", run, memory, x, {"cta": 1}, 1)(x)
+        barriers = pipeline.barriers(3), pipeline.barriers(3)
+        memory = pipeline.swizzled_smem(TILE, 128, dtype=x.dtype), *barriers
+        return launch.build_kernel("copy", run, memory, x, {"cta": 1}, 1)(x)
 
     x = jax.ShapeDtypeStruct((1, 70, 1, 128), jnp.bfloat16)
     with pytest.raises(ValueError, match="2 arrays of barriers look like"):
@@ -178,4 +181,4 @@ def test_panels(columns: int, dim: int, width: int, if_whole: int) -> None:
     """They divide rows in shared memory; and in device memory, unless they would be of 32 bytes."""
     assert tma.panel_width(columns, dim, jnp.bfloat16) == width
     assert tma.panel_width(columns, dim, jnp.bfloat16, whole=True) == if_whole
-    assert tma.cut_narrow(columns, dim) == (dim in (72, 136) and width == 32)
+    assert tma.has_narrow_partial_panel(columns, dim) == (dim in (72, 136) and width == 32)

@@ -6,17 +6,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_fa2.tokens import LEADING, Data, Dims, cut, cut_into, lift, trace
+from pallas_fa2.ir.arrays import (
+    NUM_LEADING_AXES,
+    AuxArrays,
+    CallShape,
+    add_to_tile,
+    slice_tile,
+    vmap_over_leading_axes,
+)
+from pallas_fa2.ir.trace import trace
 
 T, S, K, G = 5, 7, 2, 3
 N = K * G
 BATCHES = [(), (2,), (2, 3)]
-INT = jax.ShapeDtypeStruct((1,) * LEADING, jnp.int32)
-FLOAT = jax.ShapeDtypeStruct((1,) * LEADING, jnp.float32)
+INT = jax.ShapeDtypeStruct((1,) * NUM_LEADING_AXES, jnp.int32)
+FLOAT = jax.ShapeDtypeStruct((1,) * NUM_LEADING_AXES, jnp.float32)
 
 
 def dims(batch=(2,)):
-    return Dims(batch, T, S, K, G)
+    return CallShape(batch, T, S, K, G)
 
 
 def numbers(*shape, seed=0):
@@ -24,7 +32,7 @@ def numbers(*shape, seed=0):
 
 
 def place(kind, x, batch=(2,)):
-    (placed,) = jax.tree.leaves(Data(**{kind: {"x": x}}).place("owner", dims(batch)))
+    (placed,) = jax.tree.leaves(AuxArrays(**{kind: {"x": x}}).place("owner", dims(batch)))
     return placed
 
 
@@ -87,7 +95,7 @@ def test_pair_data_without_heads_broadcast(shape):
     ids=str,
 )
 def test_pair_data_belong_to_what_they_vary_with(shape, kind):
-    data = Data(pairs={"x": numbers(*shape)}).place("owner", dims())
+    data = AuxArrays(pairs={"x": numbers(*shape)}).place("owner", dims())
     assert list(getattr(data, kind)) == ["x"] and len(jax.tree.leaves(data)) == 1
     assert data.views(0, 0, dims())[2].x is getattr(data, kind)["x"]
 
@@ -102,7 +110,7 @@ def test_head_data_belong_to_query_heads_in_order(trailing):
 @pytest.mark.parametrize("shape", [(), (4,), (4, 2)], ids=str)
 def test_params_keep_their_shape_behind_the_leading_axes(shape):
     x = numbers(*shape)
-    chex.assert_trees_all_equal(place("params", x), x.reshape((1,) * LEADING + shape))
+    chex.assert_trees_all_equal(place("params", x), x.reshape((1,) * NUM_LEADING_AXES + shape))
 
 
 def test_data_without_batch_are_not_repeated():
@@ -143,7 +151,7 @@ def test_a_wrong_shape_is_told_its_cure(kind, shape):
 def test_token_data_cannot_take_the_name_of_a_position(kind, name):
     """They would be hidden by the attribute of the name, without a word."""
     with pytest.raises(ValueError, match=name):
-        Data(**{kind: {name: numbers(1)}}).place("owner", dims())
+        AuxArrays(**{kind: {name: numbers(1)}}).place("owner", dims())
 
 
 @pytest.mark.parametrize("kinds", [("heads", "params"), ("params", "pairs"), ("heads", "pairs")])
@@ -151,7 +159,7 @@ def test_one_name_in_two_kinds_is_refused(kinds):
     """`c.x` could mean either."""
     arrays = {"heads": numbers(N), "params": numbers(), "pairs": numbers(T, S)}
     with pytest.raises(ValueError, match="'x'"):
-        Data(**{kind: {"x": arrays[kind]} for kind in kinds}).place("owner", dims())
+        AuxArrays(**{kind: {"x": arrays[kind]} for kind in kinds}).place("owner", dims())
 
 
 FUNCTIONS = {
@@ -246,7 +254,9 @@ SHAPES = [
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_lift_broadcasts_as_arrays_do(shapes):
     a, b = (numbers(*shape, seed=i) for i, shape in enumerate(shapes))
-    chex.assert_trees_all_close(lift(lambda x, y: x * y + x, a, b), a * b + a, rtol=1e-6)
+    chex.assert_trees_all_close(
+        vmap_over_leading_axes(lambda x, y: x * y + x, a, b), a * b + a, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
@@ -255,7 +265,7 @@ def test_lift_sums_gradients_over_broadcast_axes(shapes):
     weight = numbers(*np.broadcast_shapes(*shapes), seed=2)
 
     def loss(a, b):
-        return jnp.sum(lift(lambda x, y: x * y, a, b) * weight)
+        return jnp.sum(vmap_over_leading_axes(lambda x, y: x * y, a, b) * weight)
 
     def reduced(x, shape):
         axes = tuple(i for i, size in enumerate(shape) if size == 1)
@@ -268,13 +278,13 @@ def test_lift_sums_gradients_over_broadcast_axes(shapes):
 def test_lift_gives_the_function_what_lies_behind_the_leading_axes():
     table = numbers(1, K, G, 1, 1, 4)
     index = np.array([3, 0, 0, 2, 1], np.int32)
-    got = lift(lambda row, i: row[i], table, index.reshape(1, 1, 1, T, 1))
+    got = vmap_over_leading_axes(lambda row, i: row[i], table, index.reshape(1, 1, 1, T, 1))
     chex.assert_trees_all_equal(got[0, ..., 0], table[0, :, :, 0, 0][..., index])
 
 
 def test_lift_keeps_trees_together():
     a = numbers(2, 1, 1, T, 1)
-    got = lift(lambda data, y: data["x"] - data["y"] + y, {"y": a, "x": 2 * a}, a)
+    got = vmap_over_leading_axes(lambda data, y: data["x"] - data["y"] + y, {"y": a, "x": 2 * a}, a)
     chex.assert_trees_all_close(got, 2 * a, rtol=1e-6)
 
 
@@ -286,15 +296,15 @@ def test_cut_is_a_slice_of_the_axes_that_vary(shape):
     x = numbers(*shape)
     rows = slice(2, 5) if shape[3] > 1 else slice(None)
     columns = slice(4, 6) if shape[4] > 1 else slice(None)
-    chex.assert_trees_all_equal(cut(x, 2, 3, 4, 2), x[:, :, :, rows, columns])
+    chex.assert_trees_all_equal(slice_tile(x, 2, 3, 4, 2), x[:, :, :, rows, columns])
 
 
 @pytest.mark.parametrize("shape", TILED, ids=str)
 def test_cut_into_is_the_transpose_of_cut(shape):
     x, total = numbers(*shape), numbers(*shape, seed=1)
-    part = cut(x, 2, 3, 4, 2)
+    part = slice_tile(x, 2, 3, 4, 2)
     weight = numbers(*part.shape, seed=2)
-    spread = cut_into(jnp.zeros(shape), weight, 2, 4)
+    spread = add_to_tile(jnp.zeros(shape), weight, 2, 4)
     chex.assert_trees_all_close(jnp.sum(part * weight), jnp.sum(x * spread), rtol=1e-5)
-    added = cut_into(jnp.asarray(total), weight, jnp.int32(2), jnp.int32(4))
+    added = add_to_tile(jnp.asarray(total), weight, jnp.int32(2), jnp.int32(4))
     chex.assert_trees_all_close(added, total + spread, rtol=1e-6)

@@ -18,8 +18,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_fa2 as fa
-from pallas_fa2 import api, plan
-from pallas_fa2.spec import Device, describe
+from pallas_fa2 import api
+from pallas_fa2.backends.xla import blockwise
+from pallas_fa2.device import Device
+from pallas_fa2.parse_call import parse_call
 from tests.fuzz.case import Case
 from tests.fuzz.check import check
 from tests.fuzz.masks import And, Causal, Dense, Lengths
@@ -35,7 +37,7 @@ H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "block_sizes", lambda spec: (8, 8))
+    monkeypatch.setattr(blockwise, "block_sizes", lambda spec: (8, 8))
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -372,7 +374,7 @@ def test_a_function_traced_with_x64_is_traced_again_without() -> None:
     assert_same(call(), expected)
     for enabled in (True, False, True):
         with jax.enable_x64(enabled):
-            code = describe(Q, KEY, V, mask=mask)[0].mask
+            code = parse_call(Q, KEY, V, mask=mask)[0].mask
             assert code is not None and ("f64" in str(code.jaxpr)) == enabled
 
 

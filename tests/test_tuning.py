@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import plan, tuning
-from pallas_fa2.spec import describe
+from pallas_fa2.parse_call import parse_call
+from pallas_fa2.planning import autotune, plan
 from tests.support.hopper import H200
 
 
@@ -14,9 +14,9 @@ from tests.support.hopper import H200
 def measured(monkeypatch):
     """Kernels of an H200, of which later ones are faster; nothing runs."""
     times = iter(range(100, 0, -1))
-    monkeypatch.setattr(plan, "TUNED", {})
-    monkeypatch.setattr(plan, "device_of", lambda array: H200)
-    monkeypatch.setattr(tuning, "milliseconds", lambda fn, args, n: float(next(times)))
+    monkeypatch.setattr(plan, "AUTOTUNE_CACHE", {})
+    monkeypatch.setattr(autotune, "device_of", lambda array: H200)
+    monkeypatch.setattr(autotune, "median_ms", lambda fn, args, n: float(next(times)))
 
 
 def inputs(head_dim, length=256):
@@ -24,7 +24,7 @@ def inputs(head_dim, length=256):
 
 
 def planned(x, **options):
-    spec, _ = describe(x, x, x, **options)
+    spec, _ = parse_call(x, x, x, **options)
     return plan.make_plan(spec, H200).forward
 
 
@@ -35,7 +35,7 @@ def test_the_fastest_serves_the_same_call_from_then_on(measured, head_dim, kerne
     other, *_ = inputs(head_dim, 128)
     default, of_other = planned(x, mask=mask), planned(other, mask=mask)
     found = fa.autotune(x, x, x, mask=mask)
-    assert len(found.times) == kernels * (1 if mask is None else len(tuning.SECTIONS))
+    assert len(found.times) == kernels * (1 if mask is None else len(autotune.L2_BUDGETS))
     assert default in dict(found.times)
     assert [ms for _, ms in found.times] == sorted(ms for _, ms in found.times)
     assert planned(x, mask=mask) == found.best == found.times[0][0]
@@ -47,7 +47,7 @@ def test_the_order_of_gradients_makes_no_other_call(measured):
     default = planned(x, deterministic_gradients=True)
     found = fa.autotune(x, x, x)
     assert planned(x, deterministic_gradients=True) == found.best != default
-    plan.TUNED.clear()
+    plan.AUTOTUNE_CACHE.clear()
     found = fa.autotune(x, x, x, deterministic_gradients=True)
     assert planned(x) == found.best != default
     assert planned(x, scale=0.5) == default
@@ -82,7 +82,7 @@ def test_it_takes_every_argument_of_the_call(measured):
 def test_the_table_says_what_was_measured(measured):
     text = str(fa.autotune(*inputs(64), mask=fa.Causal()))
     assert "NVIDIA H200" in text and "bfloat16" in text
-    assert text.count(" ms  Config(") == 2 * len(tuning.SECTIONS)
+    assert text.count(" ms  ForwardConfig(") == 2 * len(autotune.L2_BUDGETS)
 
 
 def test_a_call_without_hopper_kernels_is_refused():
@@ -94,14 +94,16 @@ def test_a_call_without_hopper_kernels_is_refused():
 @pytest.mark.parametrize("dtype, blocks", [(jnp.float32, [64]), (jnp.bfloat16, [128, 64])])
 def test_candidates_have_room_for_pairs(dtype, blocks):
     x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
-    call, _ = describe(x, x, x, score=fa.bias(jnp.zeros((256, 256), dtype)))
-    assert [config.block_kv for config in tuning.candidates(call, H200)] == blocks
+    call, _ = parse_call(x, x, x, score=fa.bias(jnp.zeros((256, 256), dtype)))
+    assert [config.block_kv for config in autotune.candidates(call, H200)] == blocks
 
 
 def test_a_mask_alone_may_take_the_kernels_without_one():
     x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
     kernels = {
-        name: [config.warpgroups for config in tuning.candidates(describe(x, x, x, **o)[0], H200)]
+        name: [
+            config.warpgroups for config in autotune.candidates(parse_call(x, x, x, **o)[0], H200)
+        ]
         for name, o in {
             "mask": {"mask": fa.Window(3)},
             "array": {"mask": fa.Dense(jnp.ones((256, 256), bool))},
@@ -119,7 +121,7 @@ def test_a_mask_alone_may_take_the_kernels_without_one():
 
 @pytest.mark.gpu
 def test_every_candidate_runs(monkeypatch):
-    monkeypatch.setattr(plan, "TUNED", {})
+    monkeypatch.setattr(plan, "AUTOTUNE_CACHE", {})
     x = jax.random.normal(jax.random.key(0), (2, 512, 4, 64), jnp.bfloat16)
     found = fa.autotune(x, x, x, mask=fa.Causal(), iterations=3)
     assert all(ms > 0 for _, ms in found.times)
@@ -135,4 +137,4 @@ def test_times_are_those_of_all_kernels(monkeypatch, iterations):
 
     monkeypatch.setattr(profiler, "measure", measure)
     expected = {1: 0.75, 3: 1.25}[iterations]
-    assert tuning.milliseconds(lambda x: x, (1,), iterations) == expected
+    assert autotune.median_ms(lambda x: x, (1,), iterations) == expected

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from benchmarks.shapes import DOCUMENTS
-from pallas_fa2.bounds import EMPTY, FULL, PARTIAL
-from pallas_fa2.kernels import ordering, tiles, visits
-from pallas_fa2.kernels.backward_config import Config
-from pallas_fa2.kernels.backward_schedule import Schedule
-from pallas_fa2.kernels.mosaic import Problem
-from pallas_fa2.kernels.tiles import Claims, Dealt
-from pallas_fa2.kernels.visits import Visits
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.sm90 import block_mask, block_mask_kernel, tile_order_kernel
+from pallas_fa2.backends.sm90.backward.config import BackwardConfig
+from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
+from pallas_fa2.backends.sm90.block_mask import BlockMask
+from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
+from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
+from pallas_fa2.schedule import raster
 from tests.support import interpreter
 from tests.support.tiers import slow_but
 
@@ -25,52 +26,54 @@ def random_classes(*shape):
 
 def test_full_blocks_come_first_then_those_that_are_cut():
     classes = np.array([[[[PARTIAL, EMPTY, FULL, PARTIAL, FULL]]]], np.int32)
-    seen = Visits.of(classes)
-    visited, cut = visits.decode(seen.counts)
+    seen = BlockMask.of(classes)
+    visited, cut = block_mask.unpack_counts(seen.counts)
     assert (visited.item(), cut.item()) == (4, 2)
-    assert visits.block(seen.lists[0, 0, 0, :4]).tolist() == [2, 4, 0, 3]
+    assert block_mask.block_id(seen.lists[0, 0, 0, :4]).tolist() == [2, 4, 0, 3]
 
 
 def test_a_tile_that_sees_nothing_visits_one_block_that_is_cut():
-    seen = Visits.of(np.full((1, 1, 2, 3), EMPTY, np.int32))
-    visited, cut = visits.decode(seen.counts)
+    seen = BlockMask.of(np.full((1, 1, 2, 3), EMPTY, np.int32))
+    visited, cut = block_mask.unpack_counts(seen.counts)
     assert visited.tolist() == cut.tolist() == [[[1, 1]]]
 
 
 def test_parts_that_follow_each_other_are_a_block():
     """It is full if both are; the last one here has a part that nobody sees."""
     classes = np.array([FULL, PARTIAL, FULL, EMPTY, FULL, PARTIAL, EMPTY, EMPTY], np.int32)
-    seen = Visits.of(classes[None, None, None], 2)
-    visited, cut = visits.decode(seen.counts)
+    seen = BlockMask.of(classes[None, None, None], 2)
+    visited, cut = block_mask.unpack_counts(seen.counts)
     assert (visited.item(), cut.item()) == (3, 2)
-    assert visits.block(seen.lists).ravel().tolist() == [0, 2, 4, 1, 5, 3, 6, 7]
+    assert block_mask.block_id(seen.lists).ravel().tolist() == [0, 2, 4, 1, 5, 3, 6, 7]
 
 
 def test_parts_are_fewer_where_they_need_not_be_neighbours():
     classes = np.array([FULL, EMPTY] * 3, np.int32)[None, None, None]
     whole = np.full((1, 1, 1, 3), PARTIAL, np.int32)
-    assert visits.are_fewer(visits.in_whole_blocks(classes, 2), whole, 2)
-    assert not visits.are_fewer(np.full_like(classes, PARTIAL), whole, 2)
-    assert visits.are_fewer(jnp.asarray(classes), jnp.asarray(whole), 2)
-    assert not visits.are_fewer(jnp.asarray(classes[..., :2]), jnp.asarray(whole[..., :1]), 2)
+    assert block_mask.subblocks_pay_off(block_mask.pad_subblocks(classes, 2), whole, 2)
+    assert not block_mask.subblocks_pay_off(np.full_like(classes, PARTIAL), whole, 2)
+    assert block_mask.subblocks_pay_off(jnp.asarray(classes), jnp.asarray(whole), 2)
+    assert not block_mask.subblocks_pay_off(
+        jnp.asarray(classes[..., :2]), jnp.asarray(whole[..., :1]), 2
+    )
 
 
 def test_as_many_parts_as_a_list_may_have():
-    blocks = visits.MOST // 2 + 1  # of two parts, one more than it may have
+    blocks = block_mask_kernel.MAX_BLOCKS // 2 + 1  # of two parts, one more than it may have
     of_parts, whole = (jax.ShapeDtypeStruct((1, 1, 1, n), jnp.int32) for n in (2 * blocks, blocks))
-    assert not visits.are_fewer(of_parts, whole, 2)
+    assert not block_mask.subblocks_pay_off(of_parts, whole, 2)
 
 
 @pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
 def test_a_block_is_as_its_parts_are_if_these_are_alike(convert):
     classes = [EMPTY, EMPTY, FULL, FULL, PARTIAL, PARTIAL, EMPTY, FULL, FULL, PARTIAL]
-    found = visits.joined(convert(np.array([[classes]], np.int32)), 2)
+    found = block_mask.merge_subblocks(convert(np.array([[classes]], np.int32)), 2)
     assert found.ravel().tolist() == [EMPTY, FULL, PARTIAL, PARTIAL, PARTIAL]
 
 
 def test_missing_parts_are_empty():
     classes = np.array([FULL, EMPTY] * 3, np.int32)[None, None, None]
-    np.testing.assert_array_equal(visits.in_whole_blocks(classes[..., :5], 2), classes)
+    np.testing.assert_array_equal(block_mask.pad_subblocks(classes[..., :5], 2), classes)
 
 
 @pytest.mark.parametrize("each, heads", [(1, 6), (6, 6)])
@@ -80,17 +83,17 @@ def test_every_tile_is_taken_once_with_its_counts(
     each, heads, hands, on_device, compares, monkeypatch
 ):
     if not compares:
-        monkeypatch.setattr(ordering, "MOST_COMPARED", 0)
+        monkeypatch.setattr(tile_order_kernel, "MOST_COMPARED", 0)
     batch, tiles = 2, 7
     classes = random_classes(batch, each, tiles, 4)
 
     def table(classes):
-        return Visits.of(classes).deal(batch, heads, 2, hands).table
+        return BlockMask.of(classes).deal(batch, heads, 2, hands).table
 
     found = np.asarray(interpreter.run(table, classes) if on_device else table(classes))
-    all_tiles, counts = batch * heads * tiles, Visits.of(classes).counts
+    all_tiles, counts = batch * heads * tiles, BlockMask.of(classes).counts
     hands = min(hands, all_tiles)
-    front = Claims.in_front(hands) if on_device else 0
+    front = DynamicTileScheduler.in_front(hands) if on_device else 0
     assert on_device or len(found) == hands
     assert (found[:front] == -1).all()
     entries = found[front:].reshape(-1, 2).tolist()
@@ -105,23 +108,23 @@ def test_every_tile_is_taken_once_with_its_counts(
 
 def test_known_tiles_are_claimed_in_the_order_of_others():
     classes = random_classes(2, 1, 9, 4)
-    found = interpreter.run(lambda x: Visits.of(x).claim(2, 6, 5).table, classes)
-    np.testing.assert_array_equal(Visits.of(classes).claim(2, 6, 5).table, found)
+    found = interpreter.run(lambda x: BlockMask.of(x).claim(2, 6, 5).table, classes)
+    np.testing.assert_array_equal(BlockMask.of(classes).claim(2, 6, 5).table, found)
 
 
-@pytest.mark.parametrize("kv_heads, taken", [(4, Claims), (1, Dealt)])
+@pytest.mark.parametrize("kv_heads, taken", [(4, DynamicTileScheduler), (1, StaticTileScheduler)])
 def test_of_grouped_heads_known_tiles_are_dealt(kv_heads, taken):
-    problem = Problem(2, 512, 512, 4, kv_heads, scale=1.0, offset=None)
+    problem = KernelSpec(2, 512, 512, 4, kv_heads, scale=1.0, offset=None)
     classes = random_classes(1, 1, 8, 4)
-    schedule = Schedule.of(problem, Config(128, 128), classes)
+    schedule = BackwardSchedule.of(problem, BackwardConfig(128, 128), classes)
     assert isinstance(schedule.tiles(schedule.seen(classes)), taken)
 
 
 def test_on_the_host_the_longest_hand_has_little_more_than_the_mean():
     classes = np.tril(np.full((64, 64), FULL, np.int32))[None, None]
-    dealt = Visits.of(classes).deal(2, 16, 2, 132)
+    dealt = BlockMask.of(classes).deal(2, 16, 2, 132)
     there = dealt.table[..., 0] < dealt.count
-    loads = np.sum(visits.costs(dealt.table[..., 1]), 1, where=there)
+    loads = np.sum(block_mask.tile_costs(dealt.table[..., 1]), 1, where=there)
     assert loads.max() < 1.05 * loads.mean()
 
 
@@ -129,14 +132,14 @@ def test_on_the_host_tiles_that_are_long_come_before_all_sections():
     """Windows, and keys that all queries see: a tile of them is as long as half of a CTA's."""
     near = np.tril(np.triu(np.ones((64, 64), np.int32), -8))
     classes = np.where(np.arange(64)[:, None] == 0, np.int32(PARTIAL), PARTIAL * near)
-    loads = Visits.of(classes[None, None]).deal(1, 32, 4, 132).loads
+    loads = BlockMask.of(classes[None, None]).deal(1, 32, 4, 132).loads
     assert max(loads) < 1.05 * np.mean(loads)
 
 
 def last_beside_mean(entries):
     """When the last of 132 CTAs is done, that take these tiles as they become free."""
-    costs = visits.costs(entries[:, 1])
-    _, loads = tiles.share(costs, 132)
+    costs = block_mask.tile_costs(entries[:, 1])
+    _, loads = raster.list_schedule(costs, 132)
     return max(loads) * 132 / sum(costs)
 
 
@@ -145,8 +148,8 @@ def test_on_the_device_long_tiles_come_early():
     near = np.tril(np.triu(np.ones((64, 64), np.int32), -6))
     heads = np.arange(16)[:, None, None] % 8 == 7
     classes = np.where(heads, FULL * np.tril(np.ones((64, 64))), FULL * near).astype(np.int32)
-    found = interpreter.run(lambda x: Visits.of(x).deal(1, 16, 16, 132).table, classes[None])
-    entries = np.asarray(found)[Claims.in_front(132) : -1]
+    found = interpreter.run(lambda x: BlockMask.of(x).deal(1, 16, 16, 132).table, classes[None])
+    entries = np.asarray(found)[DynamicTileScheduler.in_front(132) : -1]
     assert last_beside_mean(entries) < 1.05
 
 
@@ -161,8 +164,8 @@ def test_on_the_device_too(name, block_q):
     first_key = np.arange(len(k)) * 128
     classes = np.where(seen & (first_key <= last_query), np.int32(FULL), np.int32(EMPTY))
     classes = (classes if block_q == 128 else classes.T)[None, None]
-    found = interpreter.run(lambda x: Visits.of(x).claim(1, 16, 132).table, classes)
-    assert last_beside_mean(np.asarray(found)[Claims.in_front(132) : -1]) < 1.02
+    found = interpreter.run(lambda x: BlockMask.of(x).claim(1, 16, 132).table, classes)
+    assert last_beside_mean(np.asarray(found)[DynamicTileScheduler.in_front(132) : -1]) < 1.02
 
 
 def test_a_few_long_tiles_among_many_come_early():
@@ -171,7 +174,7 @@ def test_a_few_long_tiles_among_many_come_early():
     near = np.tril(np.triu(np.ones((256, 256), np.int32), -16), 16)
     sees_all = np.arange(256)[:, None] % 85 == 0
     classes = np.where(sees_all | sees_all.T, PARTIAL, FULL * near).astype(np.int32)
-    entries = visits.in_order(Visits.of(classes[None, None]).counts, 1, 16, 132)
+    entries = block_mask.order_tiles_host(BlockMask.of(classes[None, None]).counts, 1, 16, 132)
     assert last_beside_mean(entries) < 1.02
 
 
@@ -180,7 +183,7 @@ def test_of_two_tiles_a_cta_the_longest_come_first(each, late):
     """Four documents of 512 tokens, 16 heads: long ones first, but one head after another, they end 33 % late."""
     documents = np.kron(np.eye(4), np.tril(np.ones((4, 4)))).astype(np.int32)
     classes = np.broadcast_to(FULL * documents, (1, each, 16, 16))
-    entries = visits.in_order(Visits.of(classes).counts, 1, 16, 132)
+    entries = block_mask.order_tiles_host(BlockMask.of(classes).counts, 1, 16, 132)
     assert last_beside_mean(entries) < late
 
 
@@ -188,7 +191,7 @@ def test_tiles_of_heads_that_are_alike_stay_with_their_heads_while_they_can():
     """One of a head's tiles takes a third of what a CTA does: it waits for half of the heads at most."""
     classes = np.eye(64, dtype=np.int32)[None, None] * FULL
     classes[..., 5, :12] = PARTIAL
-    entries = visits.in_order(Visits.of(classes).counts, 1, 64, 132)
+    entries = block_mask.order_tiles_host(BlockMask.of(classes).counts, 1, 64, 132)
     places = np.empty(64 * 64, int)
     places[entries[:, 0]] = np.arange(64 * 64)
     of_head = places.reshape(64, 64)[:, 5] // 64
@@ -196,18 +199,18 @@ def test_tiles_of_heads_that_are_alike_stay_with_their_heads_while_they_can():
 
 
 def test_what_reaches_past_the_end_is_cut():
-    classes = visits.cut_last(np.array([[FULL, FULL], [FULL, EMPTY]], np.int32))
+    classes = block_mask.mark_last_partial(np.array([[FULL, FULL], [FULL, EMPTY]], np.int32))
     assert classes.tolist() == [[FULL, PARTIAL], [FULL, EMPTY]]
 
 
 def test_a_known_mask_divides_groups_as_a_causal_call_does():
     """Multi-query heads: 128 tiles for 132 CTAs, the longest of them twice the mean."""
-    causal = Problem(4, 4096, 4096, 16, 1, scale=1.0, offset=0)
+    causal = KernelSpec(4, 4096, 4096, 16, 1, scale=1.0, offset=0)
     masked = dataclasses.replace(causal, offset=None, mask="q.index >= k.index")
-    config = Config(128, 128)
+    config = BackwardConfig(128, 128)
     first_query, first_key = 64 * np.arange(64)[:, None], 128 * np.arange(32)
     seen = np.where(first_query >= first_key + 127, FULL, PARTIAL)
     classes = np.where(first_key > first_query + 63, EMPTY, seen).astype(np.int32)[None, None]
-    parts = Schedule.of(causal, config).parts
-    assert parts > 1 and Schedule.of(masked, config, classes).parts == parts
-    assert Schedule.of(masked, config, np.full_like(classes, FULL)).parts == 1
+    parts = BackwardSchedule.of(causal, config).parts
+    assert parts > 1 and BackwardSchedule.of(masked, config, classes).parts == parts
+    assert BackwardSchedule.of(masked, config, np.full_like(classes, FULL)).parts == 1

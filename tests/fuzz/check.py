@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_fa2 as fa
-from pallas_fa2 import api, plan
+from pallas_fa2 import api
+from pallas_fa2.backends.xla import blockwise
+from pallas_fa2.planning import plan
 from tests.contract.rule import FACTOR, FLOOR
 from tests.fuzz import dense, masks
 from tests.fuzz.case import Arguments, Case, Cotangents
@@ -257,7 +259,7 @@ def check(case: Case, *names: str | None, draws: int = 1) -> Checked:
     shares = []
     with (
         warnings.catch_warnings(action="ignore", category=fa.FallbackWarning),
-        mock.patch.object(plan, "block_sizes", lambda spec: case.blocks),
+        mock.patch.object(blockwise, "block_sizes", lambda spec: case.blocks),
         mock.patch.object(api, "make_plan", planned),
         jax.enable_x64(case.dtype == "float64"),
         asking_first() if case.asks_first else contextlib.nullcontext(),

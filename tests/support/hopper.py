@@ -11,9 +11,13 @@ import jax
 import jax.numpy as jnp
 
 import pallas_fa2 as fa
-from pallas_fa2 import plan
-from pallas_fa2.kernels import answers, hopper_backward, mosaic, tile
-from pallas_fa2.spec import Device, describe
+from pallas_fa2.backends.sm90 import configs, mask_bits, scheduler
+from pallas_fa2.backends.sm90.backward.config import BackwardConfig
+from pallas_fa2.backends.sm90.primitives.launch import build_kernel
+from pallas_fa2.backends.xla import tile
+from pallas_fa2.device import Device
+from pallas_fa2.parse_call import parse_call
+from pallas_fa2.planning import plan
 from tests.contract.cases import Case
 
 Two = tuple[int, int]
@@ -56,37 +60,39 @@ def rounded_as_in_kernels() -> Iterator[None]:
 
 
 @functools.cache
-def _forwards(case: Case) -> list[plan.Tuned]:
+def _forwards(case: Case) -> list[configs.ConfigRule]:
     """All for a plain call; otherwise the first, as later ones have smaller tiles of the same."""
     mask, score = (of and of(case)[0] for of in (case.mask, case.score))
     q, k, v, _ = (jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes)
-    spec, _ = describe(q, k, v, mask=mask, score=score)
-    kernels = plan.hopper_forwards(case.head_dim, case.value_dim or case.head_dim)
+    spec, _ = parse_call(q, k, v, mask=mask, score=score)
+    kernels = configs.forward_configs(case.head_dim, case.value_dim or case.head_dim)
     found = [t for t in kernels if t.takes(spec) and t.longest[spec.causal is None] > 0]
     return found if spec.plain else found[:1]
 
 
-def is_first(case: Case, tuned: plan.Tuned) -> bool:
+def is_first(case: Case, tuned: configs.ConfigRule) -> bool:
     """Of the forward kernels of a case: with all of them, the backward is the same."""
     return tuned == _forwards(case)[0]
 
 
-def each_variant(cases: list[Case]) -> list[tuple[Case, plan.Tuned]]:
+def each_variant(cases: list[Case]) -> list[tuple[Case, configs.ConfigRule]]:
     """Every case with every forward kernel that may serve it, of its head dim or the next size up."""
     return [(case, tuned) for case in cases for tuned in _forwards(case)]
 
 
 @contextlib.contextmanager
-def planned_with(tuned: plan.Tuned) -> Iterator[None]:
+def planned_with(tuned: configs.ConfigRule) -> Iterator[None]:
     """What is traced inside takes this forward kernel, however long it is."""
-    with mock.patch.object(plan, "HOPPER_FORWARD", (tuned._replace(longest=plan.ANY_LENGTH),)):
+    with mock.patch.object(
+        configs, "FORWARD_CONFIGS", (tuned._replace(longest=configs.ANY_LENGTH),)
+    ):
         yield
 
 
 @contextlib.contextmanager
 def asking_first() -> Iterator[None]:
     """What is traced inside asks a mask before the attention, however little that saves."""
-    with mock.patch.multiple(answers, WORTH_ASKING=-math.inf, COSTLY_BACKWARD=0):
+    with mock.patch.multiple(mask_bits, MIN_OPS_SAVED=-math.inf, MIN_OPS_BACKWARD=0):
         yield
 
 
@@ -106,11 +112,11 @@ def storing_first(stored: bool = True) -> Iterator[None]:
 
 
 def _configured(**fields: bool) -> Any:
-    config = functools.partial(hopper_backward.Config, **fields)
-    return mock.patch.object(hopper_backward, "Config", config)
+    config = functools.partial(BackwardConfig, **fields)
+    return mock.patch.object(plan, "BackwardConfig", config)
 
 
-def name(value: Case | plan.Tuned) -> str:
+def name(value: Case | configs.ConfigRule) -> str:
     return str(value) if isinstance(value, Case) else f"{value.config.warpgroups}wg"
 
 
@@ -127,7 +133,7 @@ def packed_inputs(batch: int, lengths: Two, heads: Two, head_dim: int) -> list[j
 def all_at_once(kernel: str = "attention_gradients") -> Iterator[None]:
     """Interpreted CTAs of a kernel run side by side, which otherwise run one after another: as one
     cluster."""
-    launch = mosaic.launch
+    launch = build_kernel
 
     def as_cluster(
         name: str, run: Any, memory: Any, out: Any, grid: Any, groups: int, cluster: Any = ()
@@ -136,7 +142,7 @@ def all_at_once(kernel: str = "attention_gradients") -> Iterator[None]:
             grid, cluster = {"all": 1}, {**grid, **dict(cluster)}
         return launch(name, run, memory, out, grid, groups, dict(cluster))
 
-    with mock.patch.object(mosaic, "launch", as_cluster):
+    with mock.patch.object(scheduler, "build_kernel", as_cluster):
         yield
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from pallas_fa2.kernels import dropout, lanes
+from pallas_fa2.backends.common import dropout
+from pallas_fa2.backends.sm90.primitives import thread_ops, tma
 from tests.support import programs
 
 
@@ -108,7 +109,7 @@ def _hide_outside(s, *bounds_and_names):
 
 
 def _by_warps(x):
-    return x.reshape(-1, lanes.LANES)
+    return x.reshape(-1, thread_ops.LANES)
 
 
 def _sum_of_lanes_before(x):
@@ -132,8 +133,8 @@ INLINE: dict[str, Callable[..., Any]] = {
     "_turn_sync": lambda _: None,
     "_turn_arrive": lambda _: None,
     "column_numbers": lambda start, count: start + np.arange(int(count), dtype="int32"),
-    "_thread_numbers": lambda: np.arange(lanes.THREADS, dtype="int32"),
-    "_sum_of_lanes": lambda x: np.repeat(_by_warps(x).sum(1, x.dtype), lanes.LANES),
+    "_thread_numbers": lambda: np.arange(tma.THREADS, dtype="int32"),
+    "_sum_of_lanes": lambda x: np.repeat(_by_warps(x).sum(1, x.dtype), thread_ops.LANES),
     "_sum_of_lanes_before": _sum_of_lanes_before,
     "negate_dropped": _negate_dropped,
     "hidden_bits": _hidden_bits,

@@ -10,7 +10,7 @@ import functools
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from pallas_fa2.kernels import backward_first
+from pallas_fa2.backends.sm90.backward.dq import first_store
 from tests.support import shared
 from tests.support.shared import row_of, the_memory
 
@@ -67,8 +67,8 @@ def _use(thread, row, slot, *, source_info):
         gpu_callbacks.get_races().check_read(thread, clock, *slot, source_info)
     if ticket == 0:
         return [np.int32(1)]
-    if ticket < backward_first.ALL_STORED:
-        memory.turns.wait_for(lambda: told() >= backward_first.ALL_STORED)
+    if ticket < first_store.ALL_STORED:
+        memory.turns.wait_for(lambda: told() >= first_store.ALL_STORED)
         shared.current.added.append((row_of(row), int(ticket), told()))
     with memory.lock:
         for clock in memory.turns.stored[row_of(row)]:
@@ -80,7 +80,7 @@ def _tell(thread, place, first, **_):
     memory = the_memory()
 
     def add() -> None:
-        _fetch_and_add(place, 4 << backward_first.STORED_BIT, thread)
+        _fetch_and_add(place, 4 << first_store.STORED_BIT, thread)
         if memory.detect_races:
             memory.turns.stored[row_of(place)].append(memory.incr_clock(thread).copy())
             shared.current.told[row_of(place)] = gpu_callbacks.get_races().cluster

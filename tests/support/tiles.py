@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_fa2.bounds import EMPTY, FULL, PARTIAL, classify_each
-from pallas_fa2.spec import describe
+from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL, block_classes
+from pallas_fa2.parse_call import parse_call
 
 B, N, K = 2, 4, 2
 RAGGED = (45, 61, 8, 16)  # T, S, and those of a tile
@@ -19,13 +19,13 @@ def describe_shapes(mask, q_len, kv_len, **options):
         jax.ShapeDtypeStruct((B, n, heads, 8), jnp.float32)
         for n, heads in ((q_len, N), (kv_len, K))
     )
-    return describe(q, k, k, mask=mask, **options)
+    return parse_call(q, k, k, mask=mask, **options)
 
 
 def table(mask, sizes, **options):
     """Classes as `[B, N, T tiles, S tiles]`."""
     q_len, kv_len, *blocks = sizes
-    each = classify_each(*describe_shapes(mask, q_len, kv_len, **options), *blocks)
+    each = block_classes(*describe_shapes(mask, q_len, kv_len, **options), *blocks)
     each = np.broadcast_to(each, (B, K, N // K, *each.shape[-2:]))
     return each.reshape(B, N, *each.shape[-2:])
 

@@ -1,0 +1,67 @@
+"""A kernel for any batch size, under `vmap`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from pallas_fa2.distributed import sharding
+from pallas_fa2.distributed.sharding import Axes
+
+
+def batched(kernel: Callable, limit: int, axes: Axes | None = None) -> Callable:
+    """A kernel for any batch, the first axis of every array, and under vmap, which adds to it.
+
+    A launch takes up to `limit` batch entries. An array that they share has a first axis of 1, and so may its
+    gradient have. With `axes`, each device takes a part.
+    """
+
+    def launches(*args: Any) -> Any:
+        batch = jax.tree.leaves(args)[0].shape[0]
+        if batch <= limit:
+            return kernel(*args)
+
+        def launch(part: slice) -> Any:
+            return kernel(*jax.tree.map(lambda x: x if len(x) == 1 else x[part], args))
+
+        def join(*x: jax.Array) -> jax.Array:
+            if sum(map(len, x)) == batch:
+                return jnp.concatenate(x)
+            totals = [y.sum(0, dtype=jnp.float32, keepdims=True) for y in x]
+            return functools.reduce(jnp.add, totals)
+
+        parts = [slice(i, i + limit) for i in range(0, batch, limit)]
+        return jax.tree.map(join, *map(launch, parts))
+
+    call = custom_vmap(launches if axes is None else sharding.sharded(launches, axes))
+
+    @call.def_vmap
+    def _(size: int, batched: Any, *args: Any) -> Any:
+        batched = tuple(batched)
+        entries = jax.tree.leaves(jax.tree.map(lambda x, mapped: x.shape[mapped], args, batched))
+        batch = entries[0]
+
+        def join(x: jax.Array, mapped: bool) -> jax.Array:
+            x = x if mapped else x[None]
+            x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+            return x.reshape(size * batch, *x.shape[2:])
+
+        def singly(*args: Any) -> Any:
+            return launches(*jax.tree.map(lambda x, mapped: x[0] if mapped else x, args, batched))
+
+        def add_up(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+            if x.shape[1] == like.shape[0]:
+                return x
+            return x.sum(1, dtype=jnp.float32, keepdims=True).astype(like.dtype)
+
+        out = call(*jax.tree.map(join, args, batched))
+        out = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), out)
+        if min(entries) < batch:
+            # Of what a batch shares each entry has a copy here, and a gradient.
+            out = jax.tree.map(add_up, out, jax.eval_shape(singly, *args))
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call

@@ -1,0 +1,165 @@
+"""The Hopper kernels as an implementation: what they refuse, and the arrays in their form."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.arithmetic import LOG2E, round_up
+from pallas_fa2.backends.common.batching import batched
+from pallas_fa2.backends.common.causal_trim import causal_trim
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.protocol import KernelDescription
+from pallas_fa2.backends.sm90 import support
+from pallas_fa2.backends.sm90.aux_inputs import AuxGrads
+from pallas_fa2.backends.sm90.backward import aux_gradients, preprocess
+from pallas_fa2.backends.sm90.backward.config import BackwardConfig
+from pallas_fa2.backends.sm90.backward.kernel import gradients, schedule_of
+from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
+from pallas_fa2.backends.sm90.compiled_mods import CompiledMods, RuntimeAux
+from pallas_fa2.backends.sm90.forward.config import ForwardConfig
+from pallas_fa2.backends.sm90.forward.kernel import attention
+from pallas_fa2.ir import block_classes, coverage
+from pallas_fa2.ir.call_spec import CallSpec, Operands, split_floats
+
+
+def _backward_schedule(
+    extras: CompiledMods,
+    problem: KernelSpec,
+    config: BackwardConfig,
+    traced: RuntimeAux,
+    classes: Any,
+) -> BackwardSchedule:
+    """The schedule of the backward of a problem whose mask has been surveyed."""
+    possible = functools.partial(block_classes.data_independent_classes, extras.spec, *config.tile)
+    # Whole heads visit blocks that nobody sees.
+    answered = not problem.asked or extras.classes_of(traced) is None
+    return schedule_of(problem, config, classes, possible, answered)
+
+
+def describe(
+    spec: CallSpec,
+    forward: ForwardConfig,
+    backward: BackwardConfig,
+    operands: Operands,
+) -> KernelDescription:
+    """Describes the forward and the backward of a call, of which nothing runs."""
+    trimmed = causal_trim(spec)
+    schedules = []
+
+    def plan_backward(operands: Operands) -> None:
+        extras = CompiledMods.of(spec, trimmed, trimmed.operands(operands), *backward.tile)
+        problem = extras.problem(spec.batch, spec.q_heads, spec.kv_heads)
+        problem, _, classes, *_ = extras.survey(problem, extras.traced, backward.tile, q_axis=1)
+        schedules.append(_backward_schedule(extras, problem, backward, extras.traced, classes))
+
+    jax.eval_shape(plan_backward, operands)
+    (schedule,) = schedules
+    q_stages, do_stages = backward.stages
+    tiles = "tiles from lists of those that are seen" if spec.masked else "tiles in order"
+    pairs = ", in pairs" if backward.paired else ""
+    return KernelDescription(
+        forward.tile,
+        f"{forward.block_q} queries x {forward.block_kv} keys, {forward.stages} stages, {forward.warpgroups} "
+        f"warpgroups multiply, {forward.ctas} persistent CTAs, {tiles}",
+        f"{backward.block_kv} keys x {backward.block_q} queries, {q_stages} stages of Q, {do_stages} of dO, "
+        f"{backward.ctas} persistent CTAs{pairs}, {tiles}; {schedule.DQ_ACCUMULATION}",
+        schedule.workspace_bytes,
+    )
+
+
+@jax.custom_jvp
+def _forbid_second_order(arrays: tuple) -> tuple:
+    return arrays
+
+
+@_forbid_second_order.defjvp
+def _(*_: Any) -> Any:
+    raise NotImplementedError(
+        "the gradients of the hopper kernels cannot be differentiated again; ask for "
+        "implementation='blockwise' where second derivatives are needed"
+    )
+
+
+def forward(
+    spec: CallSpec,
+    config: ForwardConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    operands: Operands,
+) -> tuple[jax.Array, jax.Array]:
+    """`out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
+    part = causal_trim(spec)
+    extras = CompiledMods.of(spec, part, part.operands(operands), *config.tile, may_have_parts=True)
+
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, traced: RuntimeAux) -> tuple:
+        problem = extras.problem(q.shape[0], q.shape[2], k.shape[2])
+        problem, data, _, seen, found = extras.survey(problem, traced, config.tile, q_axis=0)
+        return attention(problem, config, q, k, v, seen, data, found)
+
+    axes = extras.axes(("b.n.", "b.k.", "b.k."), ("b.n.", "bn."))
+    out, lse = batched(kernel, support.batch_limit(spec), axes)(
+        part.queries(q), part.keys(k), part.keys(v), extras.traced
+    )
+    return part.restore_queries(out), part.restore_queries(lse, -jnp.inf, axis=2)
+
+
+def backward(
+    spec: CallSpec,
+    config: BackwardConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    operands: Operands,
+    wanted: tuple[bool, ...],
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
+    """Gradients of q, k, v and of the data of scores; 0 for those that are not wanted."""
+    part = causal_trim(spec)
+    part_operands = part.operands(operands)
+    extras = CompiledMods.of(spec, part, part_operands, *config.tile, wanted)
+    if extras.problem(spec.batch, spec.q_heads, spec.kv_heads).tames:
+        in_doubt = coverage.batch_entries_without_self_attention(extras.spec, part_operands)
+        extras = extras._replace(traced=extras.traced._replace(in_doubt=in_doubt))
+    q, k, v, out, lse, dout, dlse = _forbid_second_order((q, k, v, out, lse, dout, dlse))
+
+    def kernel(*args: Any) -> tuple:
+        q, k, v, out, dout, lse, dlse, traced = args
+        problem = extras.problem(q.shape[0], q.shape[2], k.shape[2])
+        factors = preprocess.BackwardOperands(q, k, v, dout)
+        problem, data, classes, _, found = extras.survey(problem, traced, config.tile, q_axis=1)
+        schedule = _backward_schedule(extras, problem, config, traced, classes)
+        factors, delta, zeros = preprocess.backward_preprocess(
+            problem, config, factors, out, lse, schedule.NEEDS_ZEROS, traced.in_doubt
+        )
+        delta = delta if dlse is None else delta + dlse
+        return gradients(schedule, factors, lse, delta, zeros, classes, data, found)
+
+    def rows(x: jax.Array, fill: float) -> jax.Array:
+        extra = round_up(part.q_len, config.block_q) - part.q_len
+        return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
+
+    arguments = ("b.n.", "b.k.", "b.k.", "b.n.", "b.n.", "bn.", None if dlse is None else "bn.")
+    axes = extras.axes(arguments, ("b.n.", "b.k.", "b.k.", AuxGrads.axes(extras.score)))
+    dq, dk, dv, sums = batched(kernel, support.batch_limit(spec), axes)(
+        part.queries(q),
+        part.keys(k),
+        part.keys(v),
+        part.queries(out),
+        part.queries(dout),
+        rows(jnp.where(lse == -jnp.inf, -jnp.inf, lse * -LOG2E), -jnp.inf),
+        None if dlse is None else rows(dlse, 0.0),
+        extras.traced,
+    )
+    dq = part.restore_queries(dq)
+    dk = part.restore_keys(dk, spec.kv_len)
+    dv = part.restore_keys(dv, spec.kv_len)
+    floats, part_floats = (split_floats(x.scores)[0] for x in (operands, part_operands))
+    dscores = aux_gradients.aux_gradients(extras.spec, extras.score, sums, part_floats)
+    dscores = [part.restore_data(dx, x) for dx, x in zip(dscores, floats, strict=True)]
+    return dq, dk, dv, tuple(dscores)

@@ -1,0 +1,51 @@
+"""Gradients of the arrays that scores read, in their shapes and dtypes."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.backends.sm90.aux_inputs import AuxGrads, float_sources
+from pallas_fa2.backends.sm90.backward import postprocess
+from pallas_fa2.backends.sm90.tile_functions import ArgSource, TileScore
+from pallas_fa2.ir.arrays import K_AXIS, NUM_LEADING_AXES, Q_AXIS
+from pallas_fa2.ir.call_spec import CallSpec
+
+
+def aux_gradients(
+    spec: CallSpec, score: TileScore | None, sums: AuxGrads | None, floats: list[jax.Array]
+) -> list[jax.Array]:
+    """Of the floats that scores read, in the shapes and dtypes that they have."""
+
+    def of(source: ArgSource, x: jax.Array) -> jax.Array:
+        if sums is None or score is None or source not in score.floats:
+            return jnp.zeros(x.shape, x.dtype)
+        total = _not_shared(spec, score, sums, source, x)
+        shared = tuple(i for i in range(NUM_LEADING_AXES) if x.shape[i] == 1)
+        return total.sum(shared, keepdims=True).astype(x.dtype)
+
+    return [of(source, x) for source, x in zip(float_sources(spec), floats, strict=True)]
+
+
+def _not_shared(
+    spec: CallSpec, score: TileScore, sums: AuxGrads, source: ArgSource, x: jax.Array
+) -> jax.Array:
+    """With the axes `[B, K, G, T, S]`, before what is shared is added up, but for batch entries that share
+    pairs."""
+    if source.side == "pair":
+        return _of_pairs(spec, sums.of_pairs(score, source), x)
+    array, field = sums.place(score, source)
+    if source.side == "real":
+        return array[:, field].sum(-1).reshape(spec.batch, spec.kv_heads, spec.group, 1, 1)
+    axis, length = (Q_AXIS, spec.q_len) if source.side == "q" else (K_AXIS, spec.kv_len)
+    shape = [spec.batch, 1, 1, 1, 1]
+    shape[axis] = length
+    return array[:, field, :length].reshape(shape)
+
+
+def _of_pairs(spec: CallSpec, pieces: jax.Array, x: jax.Array) -> jax.Array:
+    heads = pieces.shape[1]
+    split = (spec.kv_heads, spec.group) if heads > 1 else (1, 1)
+    # where groups or their heads share it, there is more to add up
+    dtype = x.dtype if x.shape[1:3] == split else jnp.dtype("float32")
+    total = postprocess.finalize_pairwise_grad(pieces, min(len(pieces), x.shape[0]), dtype)
+    total = total[..., : spec.q_len, : spec.kv_len]
+    return total.reshape(-1, *split, spec.q_len, spec.kv_len)

@@ -1,0 +1,1 @@
+"""How dQ is summed over the blocks of keys."""

@@ -1,0 +1,1 @@
+"""Algorithm 1 on sm90."""

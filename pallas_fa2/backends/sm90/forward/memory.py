@@ -1,0 +1,116 @@
+"""What the warpgroups of the Hopper forward share."""
+
+from typing import Any, NamedTuple
+
+from pallas_fa2.backends.sm90 import block_mask
+from pallas_fa2.backends.sm90.forward.schedule import QueryTile
+from pallas_fa2.backends.sm90.primitives import layouts
+from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
+from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
+
+
+class SharedStorage(NamedTuple):
+    """Shared memory and barriers of a CTA."""
+
+    q: Any  # [warpgroups, q_buffers, 64, H]
+    k: Any  # [stages, block_kv, H]
+    v: Any  # [stages, block_kv, Hv]
+    out: Any  # [warpgroups, 64, columns of a piece]
+    key_data: Any  # [stages, rows, block_kv], if masks or scores read any
+    full: Any  # all that complete by one arrival: each array costs a register for its phases
+    q_free: Any
+    kv_free: Any
+    done: list[Any]
+    pairs: list[Any]  # [warpgroups, pair_stages, 64, block_kv] of each array of pairs
+
+    @property
+    def warpgroups(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def stages(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def q_slots(self) -> int:
+        return self.warpgroups * self.q.shape[1]
+
+    @property
+    def keys(self) -> Pipeline:
+        return Pipeline((self.k,), self.full, self.kv_free, self.q_slots)
+
+    @property
+    def values(self) -> Pipeline:
+        first = self.q_slots + self.stages
+        return Pipeline((self.v,), self.full, self.kv_free, first, self.stages)
+
+    @property
+    def data_of_keys(self) -> Pipeline:
+        """Of those blocks whose data somebody reads."""
+        first = self.q_slots + 2 * self.stages
+        return Pipeline((self.key_data,), self.full, self.kv_free, first, 2 * self.stages)
+
+    @property
+    def rings(self) -> list[Pipeline]:
+        """Of the keys and what belongs to them."""
+        return [self.keys, self.values, *([] if self.key_data is None else [self.data_of_keys])]
+
+    def pairs_of(self, warpgroup: Any) -> list[Pipeline]:
+        """Of the blocks that come with data: those of this warpgroup's rows."""
+
+        def ring(i: int, array: Any) -> Pipeline:
+            stages = array.shape[1]
+            place = (i * self.warpgroups + warpgroup) * stages
+            first = self.q_slots + len(self.rings) * self.stages
+            free = self.q_slots + place
+            return Pipeline((array.at[warpgroup],), self.full, self.q_free, first + place, free)
+
+        return [ring(i, array) for i, array in enumerate(self.pairs)]
+
+    def repeat_full(self, warpgroup: Any) -> Any:
+        """Where in `full`."""
+        return self.full.shape[0] - 2 * self.warpgroups + warpgroup
+
+    def repeat_met(self, warpgroup: Any) -> Any:
+        """Where the warps of one warpgroup wait for each other."""
+        return self.full.at[self.full.shape[0] - self.warpgroups + warpgroup]
+
+    def queries(self, warpgroup: Any) -> Pipeline:
+        first = warpgroup * self.q.shape[1]
+        return Pipeline((self.q.at[warpgroup],), self.full, self.q_free, first, first)
+
+
+class Inputs(NamedTuple):
+    """In device memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    lists: Any = None  # under a mask
+    data: Any = None  # of masks and scores
+    answers: Any = None  # of a mask that has been asked (`answers`)
+
+
+class Outputs(NamedTuple):
+    out: Any
+    lse: Any
+
+
+class Arrays(NamedTuple):
+    """In device memory."""
+
+    tiles: StaticTileScheduler | DynamicTileScheduler
+    inputs: Inputs
+    outputs: Outputs
+
+    def part(self, tile: QueryTile, t: Any, i: Any) -> Any:
+        """Which keys the tile visits as the i-th part of its t-th block."""
+        place = tile.place_of(t)
+        if self.inputs.lists is None:
+            return place
+        place = place * tile.schedule.problem.parts + i
+        return block_mask.block_id(layouts.index_broadcast(self.inputs.lists, *tile.place)[place])
+
+    def block(self, tile: QueryTile, t: Any) -> list[Any]:
+        """All parts of a block, mostly one."""
+        return [self.part(tile, t, i) for i in range(tile.schedule.problem.parts)]

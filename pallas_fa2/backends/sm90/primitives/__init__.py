@@ -1,0 +1,1 @@
+"""Layouts, pipelines, copies and inline PTX of the sm90 kernels."""

@@ -1,0 +1,67 @@
+"""Builds a Mosaic GPU kernel."""
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa2.backends.common.module_name import fix_module_name
+
+
+def isolate_from_fusion(kernel: Callable) -> Callable:
+    """The kernel, on arrays that have memory of their own.
+
+    XLA would fuse it with slices around it, as in a scan, and has it read and write in the middle of
+    larger arrays. Mosaic wants arrays aligned to 256 bytes, and what a kernel adds to (`pl.run_state`) is
+    no longer what it was before.
+    """
+    barrier = lax.optimization_barrier
+    return lambda *arrays: barrier(kernel(*barrier(arrays)))
+
+
+def build_kernel(
+    name: str,
+    run: Callable,
+    memory: Any,
+    out_type: Any,
+    grid: dict[str, int],
+    warpgroups: int,
+    cluster: Mapping[str, int] = types.MappingProxyType({}),
+) -> Callable[..., Any]:
+    """A kernel: run(arrays in device memory, memory) in every warpgroup of every CTA. Without
+    `out_type` it writes to references, and what makes these is to be `apart`.
+
+    Profiles show its name. `memory` is a pytree of what a CTA allocates; `grid` counts clusters.
+    """
+    flat, tree = jax.tree.flatten(memory)
+
+    def body(*refs: Any) -> None:
+        fix_module_name()
+        arrays = len(refs) - len(flat)
+        run(refs[:arrays], jax.tree.unflatten(tree, refs[arrays:]))
+
+    body.__name__ = name
+    params = plgpu.CompilerParams(
+        approx_math=True,
+        unsafe_no_auto_barriers=True,
+        reduction_scratch_bytes=0,
+        # The kernels name their layouts. Pallas's default infers them, for longer than all else takes.
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+    )
+    kernel = plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=flat,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        cluster=tuple(cluster.values()),
+        cluster_names=tuple(cluster),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=params,
+    )
+    writes_references = not jax.tree.leaves(out_type)
+    return kernel if writes_references else isolate_from_fusion(kernel)

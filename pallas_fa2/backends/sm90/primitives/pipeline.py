@@ -1,0 +1,105 @@
+"""Shared memory, barriers, and pipelines of buffers between a producer and consumers.
+
+Memory is ordered by mbarriers alone, through the functions below, so that JAX's interpreter can run
+every kernel and look for races."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.sm90.primitives import tma
+
+SHARED_MEMORY_BYTES = 232_448  # of one CTA on sm_90
+
+
+def swizzled_smem(*shape: int, dtype: Any, panel: int | None = None) -> Any:
+    """Shared memory that TMA fills and WGMMA reads, in panels of so many columns: the operands of a product
+    have the same. The widest if None."""
+    width = panel or tma.panel_width(shape[-1], shape[-1], dtype)
+    assert width is not None, shape
+    return plgpu.SMEM(shape, dtype, transforms=tma.tiles(width, dtype))
+
+
+def accumulator(rows: int, columns: int) -> Any:
+    """Registers for a warpgroup's products, to allocate with `run_scoped`."""
+    return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def barriers(count: int, arrivals: int = 1) -> Any:
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Slots of shared memory that one producer fills, by TMA or itself, and consumers read.
+
+    Every slot starts free: consumers release each once before the loop (`open`), and the producer
+    waits for the last releases after it (`drain`), so that no barrier is left half-way.
+    """
+
+    buffers: tuple[Any, ...]  # [stages, ...] each; filled and released together
+    full: Any  # completed by TMA, one arrival a buffer, or by `publish`
+    free: Any  # completed by the consumers
+    first_full: Any = 0  # where this ring's barriers begin in `full`
+    first_free: Any = 0
+
+    @property
+    def stages(self) -> int:
+        return self.buffers[0].shape[0]
+
+    def slot(self, step: Any) -> Any:
+        return lax.rem(jnp.asarray(step, I32), I32(self.stages))
+
+    def full_at(self, step: Any) -> Any:
+        return self.full.at[self.first_full + self.slot(step)]
+
+    def open(self) -> None:
+        for s in range(self.stages):
+            plgpu.barrier_arrive(self.free.at[self.first_free + s])
+
+    def drain(self) -> None:
+        for s in range(self.stages):
+            plgpu.barrier_wait(self.free.at[self.first_free + s])
+
+    def acquire(self, step: Any) -> tuple[Any, ...]:
+        """The buffers of a step, once they may be written."""
+        plgpu.barrier_wait(self.free.at[self.first_free + self.slot(step)])
+        return self.at(step)
+
+    def publish(self, step: Any) -> None:
+        """What a warpgroup (not TMA) has written may be read."""
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.full_at(step))
+
+    def fill(self, step: Any, *sources: Any) -> None:
+        self.acquire(step)
+        s = self.slot(step)
+        for source, buffer in zip(sources, self.buffers, strict=True):
+            full = self.first_full + s
+            if isinstance(source, tma.HeadRows | tma.GatheredRows):
+                source.load(buffer.at[s], self.full, full)
+            else:
+                plgpu.copy_gmem_to_smem(source, buffer.at[s], self.full.at[full])
+
+    def at(self, step: Any) -> tuple[Any, ...]:
+        # LLVM would keep descriptors of the one slot in registers, through all loops.
+        s = self.slot(step) if self.stages > 1 else lax.optimization_barrier(I32(0))
+        return tuple(buffer.at[s] for buffer in self.buffers)
+
+    def wait(self, step: Any) -> tuple[Any, ...]:
+        """The buffers of a step, once they have landed."""
+        plgpu.barrier_wait(self.full_at(step))
+        return self.at(step)
+
+    def release(self, step: Any) -> None:
+        plgpu.barrier_arrive(self.free.at[self.first_free + self.slot(step)])
+
+
+def arrive_and_wait(barrier: Any) -> None:
+    """The warpgroups that share the barrier wait for each other."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)

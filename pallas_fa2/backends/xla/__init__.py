@@ -1,0 +1,1 @@
+"""FlashAttention-2's tiles in XLA operations, for every device."""

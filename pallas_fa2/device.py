@@ -1,0 +1,40 @@
+"""The device on which a call runs."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+
+
+class Device(NamedTuple):
+    """Where a call runs. `capability` is CUDA's, as "9.0"; `cores` are streaming multiprocessors."""
+
+    platform: str = "cpu"
+    kind: str = "cpu"
+    capability: str = ""
+    cores: int = 1
+
+    @property
+    def hopper(self) -> bool:
+        return self.platform == "gpu" and self.capability == "9.0"
+
+
+def device_of(array: Any) -> Device:
+    """Where a call on this array will run: its own device, or else JAX's default one."""
+    if isinstance(array, jax.Array) and not isinstance(array, Tracer):
+        return _describe(next(iter(array.devices())))
+    default = jax.config.jax_default_device
+    if isinstance(default, jax.Device):
+        return _describe(default)
+    return _describe(jax.devices(default)[0])
+
+
+@functools.lru_cache
+def _describe(device: Any) -> Device:
+    return Device(
+        device.platform,
+        device.device_kind,
+        str(getattr(device, "compute_capability", "")),
+        int(getattr(device, "core_count", 1)),
+    )

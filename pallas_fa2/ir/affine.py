@@ -1,0 +1,87 @@
+"""Whether a mask is causal, by its code: kernels then need not evaluate it, whoever wrote it."""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from jax.core import ShapedArray
+
+from pallas_fa2.ir.interpret import inner_jaxpr, interpret_jaxpr
+from pallas_fa2.ir.trace import TracedFn
+
+# Up to this, sums of an index, another and a number are int32.
+MAX_SAFE_INT = 2**29
+
+
+class AffineForm(NamedTuple):
+    """`q * q.index + k * k.index + shift`, an integer; of a boolean, it is true where this is 0 or more."""
+
+    q: int
+    k: int
+    shift: int
+
+    def __neg__(self) -> "AffineForm":
+        return AffineForm(-self.q, -self.k, -self.shift)
+
+
+@functools.lru_cache(maxsize=512)
+def causal_offset(mask: TracedFn) -> int | None:
+    """n, if the code says that query i sees keys 0 to i + n and no others."""
+    others = len(mask.jaxpr.in_avals) - 2
+    args = [AffineForm(1, 0, 0), AffineForm(0, 1, 0), *[None] * others]
+    (seen,) = interpret_jaxpr(mask.jaxpr.jaxpr, mask.jaxpr.consts, args, _constant, _apply)
+    return seen.shift if seen is not None and (seen.q, seen.k) == (1, -1) else None
+
+
+def _constant(x: Any) -> AffineForm | None:
+    x = np.asarray(x)
+    return _small(AffineForm(0, 0, int(x))) if x.shape == () and x.dtype == np.int32 else None
+
+
+def _small(x: AffineForm) -> AffineForm | None:
+    return x if abs(x.q) <= 1 and abs(x.k) <= 1 and abs(x.shift) <= MAX_SAFE_INT else None
+
+
+def _sum(x: AffineForm, y: AffineForm) -> AffineForm:
+    return AffineForm(*map(operator.add, x, y))
+
+
+def _at_least(x: AffineForm, y: AffineForm, by: int = 0) -> AffineForm:
+    return AffineForm(x.q - y.q, x.k - y.k, x.shift - y.shift - by)
+
+
+def _same_slope(pick: Callable) -> Callable:
+    def of(x: AffineForm, y: AffineForm) -> AffineForm | None:
+        return x._replace(shift=pick(x.shift, y.shift)) if x[:2] == y[:2] else None
+
+    return of
+
+
+_OF_INTEGERS: dict[str, Callable] = {
+    "add": _sum,
+    "sub": lambda x, y: _sum(x, -y),
+    "neg": operator.neg,
+    "ge": _at_least,
+    "gt": lambda x, y: _at_least(x, y, 1),
+    "le": lambda x, y: _at_least(y, x),
+    "lt": lambda x, y: _at_least(y, x, 1),
+}
+_OF_BOOLEANS: dict[str, Callable] = {
+    "and": _same_slope(min),
+    "or": _same_slope(max),
+    "not": lambda x: (-x)._replace(shift=-x.shift - 1),
+}
+
+
+def _apply(eqn: Any, ins: list[AffineForm | None]) -> list[AffineForm | None]:
+    if (inner := inner_jaxpr(eqn)) is not None:
+        return interpret_jaxpr(*inner, ins, _constant, _apply)
+    dtypes = {cast(ShapedArray, x.aval).dtype for x in eqn.invars}
+    rules = {np.dtype(np.int32): _OF_INTEGERS, np.dtype(bool): _OF_BOOLEANS}
+    rule = rules.get(dtypes.pop(), {}).get(eqn.primitive.name) if len(dtypes) == 1 else None
+    if rule is None or any(x is None for x in ins):
+        return [None] * len(eqn.outvars)
+    found = rule(*ins)
+    return [found and _small(found)]

@@ -1,0 +1,129 @@
+"""CallSpec: the frozen, hashable, printable description of one call; and its operands."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_fa2.ir.arrays import slice_tile
+from pallas_fa2.ir.trace import TracedFn
+
+
+def split_floats(data: tuple) -> tuple[list, Any]:
+    """The floating-point leaves of a pytree, and how to put them back among the others."""
+    leaves, tree = jax.tree.flatten(data)
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+
+    def rebuild(floats: list) -> tuple:
+        it = iter(floats)
+        merged = [next(it) if f else x for x, f in zip(leaves, is_float, strict=True)]
+        return jax.tree.unflatten(tree, merged)
+
+    return [x for x, f in zip(leaves, is_float, strict=True) if f], rebuild
+
+
+# A row in which all scores of score functions are below this sees no key, as if they were -inf: additive masks write
+# -1e9 or -1e10 for it, where float32 holds no score and logsumexp that lie less than 64 or 1024 apart.
+MASKED_SCORE_THRESHOLD = -(2.0**26)
+
+
+class Operands(NamedTuple):
+    """Arrays beside query, key and value, each with the leading axes `[B, K, G, T, S]`."""
+
+    mask: Any = None
+    scores: tuple = ()
+    q_index: jax.Array | None = None
+    k_index: jax.Array | None = None
+    seed: jax.Array | None = None  # uint32[2], for dropout
+
+    def cut(self, q_start: Any, q_size: int, k_start: Any, k_size: int) -> "Operands":
+        """Of some queries and keys."""
+        of_tokens = self._replace(seed=None)
+        part = jax.tree.map(lambda x: slice_tile(x, q_start, q_size, k_start, k_size), of_tokens)
+        return part._replace(seed=self.seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSpec:
+    """One call, after its batch axes are merged.
+
+    `causal` says that the mask is exactly causal over the positions 0, 1, 2, ...: a kernel can then
+    do without evaluating `mask`.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: np.dtype
+    scale: float
+    mask: TracedFn | None = None
+    mask_by_head: bool = False  # heads have masks of their own
+    scores: tuple[TracedFn, ...] = ()
+    causal: Literal["start", "end"] | None = None
+    positions: bool = False  # token positions are given as data
+    dropout_rate: float = 0.0
+    deterministic: bool = False  # gradients are bitwise the same in every run
+    first_position: int = 0  # of query 0, where positions are not given
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @property
+    def masked(self) -> bool:
+        """Whether there is a mask, other than one that is known to be causal."""
+        return self.mask is not None and self.causal is None
+
+    @property
+    def plain(self) -> bool:
+        """No mask but a causal one, no score function, no dropout."""
+        return not (self.masked or self.scores or self.dropout_rate)
+
+    @property
+    def only_masked(self) -> bool:
+        """A mask that is not causal, and nothing else."""
+        return self.masked and not (self.scores or self.dropout_rate)
+
+    @property
+    def accumulator(self) -> np.dtype:
+        """The dtype of scores, softmax statistics and accumulators."""
+        return np.promote_types(self.dtype, np.float32) if self.dtype.kind == "f" else FLOAT32
+
+    def __str__(self) -> str:
+        parts = [
+            (
+                f"{self.dtype.name} [B {self.batch}, T {self.q_len}, S {self.kv_len}, "
+                f"N {self.q_heads}, K {self.kv_heads}, H {self.head_dim}, Hv {self.value_dim}]"
+            ),
+            f"scale {self.scale:g}",
+        ]
+        if self.mask is not None:
+            parts.append(f"mask {self.mask}")
+        if self.scores:
+            parts.append("score " + ", ".join(map(str, self.scores)))
+        if self.dropout_rate:
+            parts.append(f"dropout {self.dropout_rate:g}")
+        if self.deterministic:
+            parts.append("deterministic")
+        return ", ".join(parts)
+
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def reads_query_positions(spec: CallSpec) -> bool:
+    """Whether the code of the mask or of a score reads `q.index`."""
+    # a mask's code takes (q.index, k.index, data), a score's (s, q.index, k.index, data)
+    codes = [(spec.mask, 0), *((score, 1) for score in spec.scores)]
+    return any(code is not None and _reads(code.jaxpr.jaxpr, number) for code, number in codes)
+
+
+def _reads(jaxpr: Any, number: int) -> bool:
+    read = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
+    return any(v is jaxpr.invars[number] for v in read)

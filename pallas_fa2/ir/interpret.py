@@ -1,0 +1,36 @@
+"""Interpretation of a jaxpr on what stands for its values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+# Equations that do no more than call their jaxpr. (A loop has one too.)
+CALL_PRIMITIVES = {"pjit", "jit", "closed_call", "custom_jvp_call", "remat2", "checkpoint"}
+
+
+def inner_jaxpr(eqn: Any) -> tuple[Any, Any] | None:
+    """The jaxpr that an equation calls, and its constants."""
+    if eqn.primitive.name not in CALL_PRIMITIVES:
+        return None
+    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+
+
+def interpret_jaxpr(
+    jaxpr: Any, consts: Any, args: list, constant: Callable, apply: Callable
+) -> list:
+    """Runs a jaxpr on what stands for its values: constant(array), and apply(eqn, ins) of an equation."""
+    env: dict[Any, Any] = {}
+
+    def read(v: Any) -> Any:
+        aval = v.aval
+        return constant(np.asarray(v.val, aval.dtype)) if isinstance(v, Literal) else env[v]
+
+    env.update(zip(jaxpr.constvars, map(constant, consts), strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.eqns:
+        ins = [read(v) for v in eqn.invars]
+        env.update(zip(eqn.outvars, apply(eqn, ins), strict=True))
+    return [read(v) for v in jaxpr.outvars]

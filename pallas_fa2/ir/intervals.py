@@ -1,0 +1,315 @@
+"""Interval arithmetic on the jaxpr of a mask.
+
+The fields of a tile's tokens are replaced by their range over the tile; the mask's scalar code then
+runs on intervals. A boolean is an interval too: its lower bound says "true everywhere in the tile",
+its upper bound "true somewhere". Every rule is sound: where nothing is known, the interval is the
+whole range of its dtype. The cost is one evaluation a tile; no [T, S] array is ever built."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_fa2.ir.arrays import NUM_LEADING_AXES
+from pallas_fa2.ir.interpret import inner_jaxpr, interpret_jaxpr
+from pallas_fa2.ir.mesh import match_varying_axes
+from pallas_fa2.ir.ptxas_safe import abs_ptxas_safe, neg_ptxas_safe
+from pallas_fa2.ir.trace import make_jaxpr_off_mesh
+
+
+class Interval(NamedTuple):
+    """Element-wise bounds. A bound that is NaN bounds nothing; comparisons respect that."""
+
+    lo: jax.Array
+    hi: jax.Array
+
+
+Rule = Callable[..., Interval]
+
+
+def top(shape: tuple[int, ...], dtype: Any) -> Interval:
+    if dtype == jnp.bool_:
+        return Interval(jnp.zeros(shape, bool), jnp.ones(shape, bool))
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return Interval(jnp.full(shape, info.min, dtype), jnp.full(shape, info.max, dtype))
+    return Interval(jnp.full(shape, jnp.nan, dtype), jnp.full(shape, jnp.nan, dtype))
+
+
+def _where_valid(bad: jax.Array, x: Interval) -> Interval:
+    """`x` where it can be trusted, the whole range of its dtype where `bad`."""
+    unknown = top(bad.shape, x.lo.dtype)
+    return Interval(jnp.where(bad, unknown.lo, x.lo), jnp.where(bad, unknown.hi, x.hi))
+
+
+def _monotone(f: Callable) -> Rule:
+    return lambda *args: Interval(f(*(a.lo for a in args)), f(*(a.hi for a in args)))
+
+
+def _exact_in_range(f: Callable, *bounds: tuple) -> tuple[Interval, jax.Array]:
+    """`f` at each combination of bounds: the extremes, and whether an integer wrapped around."""
+    lows_and_highs = [f(*c) for c in bounds]
+    lo = _reduce(jnp.minimum, lows_and_highs)
+    hi = _reduce(jnp.maximum, lows_and_highs)
+    dtype = lo.dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        # Infinities inside the tile may give NaN (inf - inf, 0 * inf).
+        finite = _reduce(jnp.logical_and, [jnp.isfinite(x) for c in bounds for x in c])
+        return Interval(lo, hi), ~jnp.broadcast_to(finite, lo.shape)
+    # float32 holds 24 bits: stay four units of its last place below the dtype's limits
+    margin = 1.0 - 2.0**-22
+    limit = jnp.float32(float(jnp.iinfo(dtype).max) * margin)
+    floor = jnp.float32(float(jnp.iinfo(dtype).min) * margin)
+    rough = [f(*(x.astype(jnp.float32) for x in c)) for c in bounds]
+    wrapped = _reduce(jnp.logical_or, [(x > limit) | (x < floor) for x in rough])
+    return Interval(lo, hi), wrapped
+
+
+def _reduce(op: Callable, xs: list) -> Any:
+    out = xs[0]
+    for x in xs[1:]:
+        out = op(out, x)
+    return out
+
+
+def _add(a: Interval, b: Interval) -> Interval:
+    x, bad = _exact_in_range(jnp.add, (a.lo, b.lo), (a.hi, b.hi))
+    return _where_valid(bad, x)
+
+
+def _sub(a: Interval, b: Interval) -> Interval:
+    x, bad = _exact_in_range(jnp.subtract, (a.lo, b.hi), (a.hi, b.lo))
+    return _where_valid(bad, x)
+
+
+def _mul(a: Interval, b: Interval) -> Interval:
+    corners = ((a.lo, b.lo), (a.lo, b.hi), (a.hi, b.lo), (a.hi, b.hi))
+    x, bad = _exact_in_range(jnp.multiply, *corners)
+    return _where_valid(bad, x)
+
+
+def _neg(a: Interval) -> Interval:
+    if jnp.issubdtype(a.lo.dtype, jnp.unsignedinteger):  # wraps
+        return top(a.lo.shape, a.lo.dtype)
+    return _where_valid(
+        _has_no_opposite(a.lo), Interval(neg_ptxas_safe(a.hi), neg_ptxas_safe(a.lo))
+    )
+
+
+def _abs(a: Interval) -> Interval:
+    if jnp.issubdtype(a.lo.dtype, jnp.unsignedinteger):
+        return a
+    of_lo, of_hi = map(abs_ptxas_safe, a)
+    lo = jnp.where((a.lo < 0) & (a.hi > 0), 0, jnp.minimum(of_lo, of_hi))
+    return _where_valid(_has_no_opposite(a.lo), Interval(lo, jnp.maximum(of_lo, of_hi)))
+
+
+def _has_no_opposite(x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.zeros(x.shape, bool)
+    return x == jnp.iinfo(x.dtype).min
+
+
+def _positive_constant(b: Interval) -> jax.Array:
+    return (b.lo == b.hi) & (b.lo > 0)
+
+
+def _div(a: Interval, b: Interval) -> Interval:
+    """Truncating for integers; known for a positive constant divisor."""
+    if not jnp.issubdtype(a.lo.dtype, jnp.integer):
+        ok = _positive_constant(b)
+        return _where_valid(~ok, Interval(a.lo / b.lo, a.hi / b.hi))
+    ok = _positive_constant(b)
+    n = jnp.where(ok, b.lo, 1)
+    quotients = (lax.div(*match_varying_axes(jnp.broadcast_arrays(x, n))) for x in (a.lo, a.hi))
+    return _where_valid(~ok, Interval(*quotients))
+
+
+def _floor_divide(a: Interval, b: Interval) -> Interval:
+    ok = _positive_constant(b)
+    n = jnp.where(ok, b.lo, 1)
+    return _where_valid(~ok, Interval(a.lo // n, a.hi // n))
+
+
+def _remainder(a: Interval, b: Interval) -> Interval:
+    """Python's remainder: exact while the tile stays inside one period of a positive constant."""
+    ok = _positive_constant(b)
+    n = jnp.where(ok, b.lo, 1)
+    same = a.lo // n == a.hi // n
+    x = Interval(jnp.where(same, a.lo % n, 0), jnp.where(same, a.hi % n, n - 1))
+    return _where_valid(~ok, x)
+
+
+def _rem(a: Interval, b: Interval) -> Interval:
+    """C's remainder, with the dividend's sign."""
+    ok = _positive_constant(b) & (a.lo >= 0)
+    return _where_valid(~ok, _remainder(a, b))
+
+
+def _integers_only(rule: Rule) -> Rule:
+    def checked(a: Interval, b: Interval) -> Interval:
+        if not jnp.issubdtype(a.lo.dtype, jnp.integer):
+            return top(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
+        return rule(a, b)
+
+    return checked
+
+
+# A comparison is "somewhere true" unless its opposite holds for sure: a NaN bound then says nothing.
+def _lt(a: Interval, b: Interval) -> Interval:
+    return Interval(a.hi < b.lo, ~(a.lo >= b.hi))
+
+
+def _le(a: Interval, b: Interval) -> Interval:
+    return Interval(a.hi <= b.lo, ~(a.lo > b.hi))
+
+
+def _eq(a: Interval, b: Interval) -> Interval:
+    if a.lo.dtype == jnp.bool_:
+        return _not(_ne(a, b))
+    point = (a.lo == a.hi) & (b.lo == b.hi) & (a.lo == b.lo)
+    return Interval(point, ~((a.hi < b.lo) | (b.hi < a.lo)))
+
+
+def _ne(a: Interval, b: Interval) -> Interval:
+    if a.lo.dtype == jnp.bool_:
+        known = (a.lo == a.hi) & (b.lo == b.hi)
+        return _where_valid(~known, Interval(a.lo != b.lo, a.lo != b.lo))
+    return _not(_eq(a, b))
+
+
+def _and(a: Interval, b: Interval) -> Interval:
+    if a.lo.dtype != jnp.bool_:
+        return top(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
+    return Interval(a.lo & b.lo, a.hi & b.hi)
+
+
+def _or(a: Interval, b: Interval) -> Interval:
+    if a.lo.dtype != jnp.bool_:
+        return top(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
+    return Interval(a.lo | b.lo, a.hi | b.hi)
+
+
+def _not(a: Interval) -> Interval:
+    if a.lo.dtype != jnp.bool_:
+        return top(a.lo.shape, a.lo.dtype)
+    return Interval(~a.hi, ~a.lo)
+
+
+def _select(which: Interval, *cases: Interval) -> Interval:
+    if which.lo.dtype != jnp.bool_ or len(cases) != 2:
+        return top(which.lo.shape, cases[0].lo.dtype)
+    on_false, on_true = cases
+
+    def either(f: Callable, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(which.lo, y, jnp.where(~which.hi, x, f(x, y)))
+
+    smaller, larger = (
+        (jnp.logical_and, jnp.logical_or)
+        if on_false.lo.dtype == jnp.bool_
+        else (jnp.minimum, jnp.maximum)
+    )
+    return Interval(
+        either(smaller, on_false.lo, on_true.lo), either(larger, on_false.hi, on_true.hi)
+    )
+
+
+def _clamp(lo: Interval, x: Interval, hi: Interval) -> Interval:
+    return _monotone(jnp.minimum)(_monotone(jnp.maximum)(x, lo), hi)
+
+
+RULES: dict[str, Rule] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "neg": _neg,
+    "abs": _abs,
+    "div": _div,
+    "rem": _integers_only(_rem),
+    "max": _monotone(jnp.maximum),
+    "min": _monotone(jnp.minimum),
+    "sign": _monotone(jnp.sign),
+    "floor": _monotone(jnp.floor),
+    "ceil": _monotone(jnp.ceil),
+    "clamp": _clamp,
+    "lt": _lt,
+    "le": _le,
+    "gt": lambda a, b: _lt(b, a),
+    "ge": lambda a, b: _le(b, a),
+    "eq": _eq,
+    "ne": _ne,
+    "and": _and,
+    "or": _or,
+    "not": _not,
+    "select_n": _select,
+    "stop_gradient": lambda a: a,
+    "copy": lambda a: a,
+}
+
+# Functions of jax.numpy whose jaxprs lose precision step by step.
+NAMED_RULES: dict[str, Rule] = {
+    "floor_divide": _integers_only(_floor_divide),
+    "remainder": _integers_only(_remainder),
+}
+
+
+def _convert(a: Interval, dtype: Any) -> Interval:
+    old = a.lo.dtype
+    if old == dtype:
+        return a
+    if old == jnp.bool_:
+        return Interval(a.lo.astype(dtype), a.hi.astype(dtype))
+    if dtype == jnp.bool_:
+        return _ne(a, Interval(jnp.zeros_like(a.lo), jnp.zeros_like(a.hi)))
+    widening = jnp.issubdtype(dtype, jnp.floating) or (
+        jnp.issubdtype(old, jnp.integer)
+        and jnp.iinfo(dtype).min <= jnp.iinfo(old).min
+        and jnp.iinfo(dtype).max >= jnp.iinfo(old).max
+    )
+    if widening:  # rounding is monotone
+        return Interval(a.lo.astype(dtype), a.hi.astype(dtype))
+    return top(a.lo.shape, dtype)
+
+
+def evaluate(jaxpr: Any, consts: Any, args: list[Interval]) -> list[Interval]:
+    """Runs a jaxpr of scalars on intervals whose arrays broadcast against each other."""
+
+    def point(x: Any) -> Interval:
+        x = jnp.asarray(x)
+        x = x.reshape((1,) * NUM_LEADING_AXES) if x.ndim == 0 else x
+        return Interval(x, x)
+
+    return interpret_jaxpr(jaxpr, consts, args, point, apply_rule)
+
+
+def is_jnp_call(eqn: Any) -> bool:
+    """Whether the call is really to jax.numpy's function: a user's may have the same name."""
+    name = eqn.params.get("name")
+    if name not in NAMED_RULES:
+        return False
+    avals = [v.aval for v in eqn.invars]
+    if len(avals) != 2 or avals[0].dtype != avals[1].dtype:
+        return False
+    # A Python number is weakly typed, and the code then converts it.
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
+    theirs = make_jaxpr_off_mesh(getattr(jnp, name), *avals).eqns[0]
+    return str(theirs.params.get("jaxpr")) == str(eqn.params["jaxpr"])
+
+
+def apply_rule(eqn: Any, ins: list[Interval]) -> list[Interval]:
+    name = eqn.primitive.name
+    scalar = all(v.aval.shape == () for v in (*eqn.invars, *eqn.outvars))
+    if scalar and name in ("pjit", "jit") and is_jnp_call(eqn):
+        return [NAMED_RULES[eqn.params["name"]](*ins)]
+    if scalar and (inner := inner_jaxpr(eqn)) is not None:
+        return evaluate(*inner, ins)
+    if scalar and name == "convert_element_type":
+        return [_convert(ins[0], eqn.params["new_dtype"])]
+    if scalar and name in RULES:
+        return [RULES[name](*ins)]
+    shape = jnp.broadcast_shapes(
+        *(x.lo.shape[:NUM_LEADING_AXES] for x in ins), (1,) * NUM_LEADING_AXES
+    )
+    return [top(shape, v.aval.dtype) for v in eqn.outvars]

@@ -1,0 +1,1 @@
+"""Which backend and which configuration run a call."""

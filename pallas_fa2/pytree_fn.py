@@ -1,0 +1,216 @@
+"""What masks and scores are: pytrees of code and arrays, and among them a user's functions of two tokens."""
+
+import dataclasses
+import importlib
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.fingerprint import fingerprint
+from pallas_fa2.ir.arrays import AuxArrays
+from pallas_fa2.ir.tokens import Arrays, Context, Token, TokenMisuse
+
+
+def is_static(value: Any) -> bool:
+    if isinstance(value, StaticPytree):
+        return False
+    return value is None or isinstance(value, int | float | str) or callable(value)
+
+
+def short_repr(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {short_repr(v)}" for k, v in value.items()) + "}"
+    if hasattr(value, "shape"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return getattr(value, "__name__", repr(value))
+
+
+class StaticPytree:
+    """A frozen dataclass as a pytree: numbers, strings and functions are static, the rest leaves.
+
+    Two are equal if they have the same code and the very same leaves: as a static argument of `jit` or a field
+    of a Flax module, one made again is not traced again.
+    """
+
+    def __init_subclass__(cls) -> None:
+        jax.tree_util.register_pytree_node(cls, cls._flatten, cls._unflatten)  # pyright: ignore[reportArgumentType]
+
+    def _flatten(self) -> tuple[list, tuple]:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        # What was a leaf stays one, whatever a transformation has put there (an axis, None).
+        leaves = getattr(self, "_leaves", None)
+        names = (
+            tuple(n for n, v in fields.items() if not is_static(v)) if leaves is None else leaves
+        )
+        static = tuple((n, v) for n, v in fields.items() if n not in names)
+        return [fields[n] for n in names], (names, static)
+
+    @classmethod
+    def _unflatten(cls, aux: tuple, children: Any) -> "StaticPytree":
+        names, static = aux
+        node = object.__new__(cls)
+        object.__setattr__(node, "_leaves", names)
+        for name, value in (*zip(names, children, strict=True), *static):
+            object.__setattr__(node, name, value)
+        return node
+
+    def fingerprint(self) -> Hashable | None:
+        """A key of what its code reads beside its arguments; None where there is none (`fingerprint.py`)."""
+        if type(self).__module__.split(".")[0] != __package__:
+            return None  # a class of the user's
+        keys = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, StaticPytree):
+                keys.append(value.fingerprint())
+            elif callable(value):
+                keys.append(fingerprint(value))
+        return None if None in keys else tuple(keys)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StaticPytree):
+            return NotImplemented
+        (mine, tree), (others, other_tree) = jax.tree.flatten(self), jax.tree.flatten(other)
+        return tree == other_tree and all(map(operator.is_, mine, others))
+
+    def __hash__(self) -> int:
+        leaves, tree = jax.tree.flatten(self)
+        return hash((tree, *map(id, leaves)))
+
+    def __repr__(self) -> str:
+        fields = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        shown = (
+            f"{n}={short_repr(v)}"
+            for n, v in fields
+            if not (v is None or (isinstance(v, dict) and not v))
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class UserFn(StaticPytree):
+    """A user's function and its data, by kind. Calling it returns a copy with more data."""
+
+    fn: Callable
+    # Of queries and keys: one leaf, or a transformed function would not see that they are the same.
+    tokens: Arrays = dataclasses.field(default_factory=dict)
+    q_tokens: Arrays = dataclasses.field(default_factory=dict)
+    k_tokens: Arrays = dataclasses.field(default_factory=dict)
+    heads: Arrays = dataclasses.field(default_factory=dict)
+    params: Arrays = dataclasses.field(default_factory=dict)
+    pairs: Arrays = dataclasses.field(default_factory=dict)
+    entries: Arrays = dataclasses.field(default_factory=dict)
+
+    def __call__(
+        self,
+        *,
+        tokens: Arrays | None = None,
+        q_tokens: Arrays | None = None,
+        k_tokens: Arrays | None = None,
+        heads: Arrays | None = None,
+        params: Arrays | None = None,
+        pairs: Arrays | None = None,
+        entries: Arrays | None = None,
+    ) -> Self:
+        new = {
+            "tokens": tokens or {},
+            "q_tokens": q_tokens or {},
+            "k_tokens": k_tokens or {},
+            "heads": heads or {},
+            "params": params or {},
+            "pairs": pairs or {},
+            "entries": entries or {},
+        }
+        before = {kind: getattr(self, kind) for kind in new}
+        for side in ("q_tokens", "k_tokens"):
+            kept = before[side].items()
+            before[side] = {n: x for n, x in kept if n not in new["tokens"]}
+        arrays = {
+            kind: {n: x if hasattr(x, "shape") else jnp.asarray(x) for n, x in of_kind.items()}
+            for kind, of_kind in new.items()
+        }
+        return dataclasses.replace(self, **{kind: before[kind] | arrays[kind] for kind in new})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickled function is its name, under which a decorator has put an object like this one instead."""
+        name = getattr(self.fn, "__module__", None), getattr(self.fn, "__qualname__", None)
+        decorated = _found(*name)
+        if not isinstance(decorated, UserFn) or decorated.fn is not self.fn:
+            return super().__reduce_ex__(protocol)
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del fields["fn"]
+        return _of_decorated, (type(self), *name, fields)
+
+    def data(self) -> AuxArrays:
+        q, k = ({**self.tokens, **side} for side in (self.q_tokens, self.k_tokens))
+        return AuxArrays(q, k, self.heads, self.params, self.pairs, self.entries)
+
+
+def _found(module: str | None, name: str | None) -> Any:
+    """What a module that has been imported calls so, or None."""
+    found: Any = sys.modules.get(module or "")
+    for part in (name or "").split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _of_decorated(cls: type, module: str, name: str, fields: dict[str, Any]) -> Any:
+    importlib.import_module(module)
+    return cls(_found(module, name).fn, **fields)
+
+
+def call_with_context(fn: Callable, args: tuple, c: Context) -> Any:
+    """Calls `fn(*args, c)`, or `fn(*args)` where it requires no further argument."""
+    signature = inspect.signature(fn)
+    for given in (args, (*args, c)):
+        try:
+            signature.bind(*given)
+        except TypeError:
+            continue
+        return _called(fn, given)
+    names = "q, k" if len(args) == 2 else "s, q, k"
+    raise TypeError(
+        f"a function of two tokens must take ({names}) or ({names}, c), but {short_repr(fn)} takes "
+        f"{signature}; positions are q.index and k.index, and the number of a head is data: "
+        "heads={'head': jnp.arange(N)}"
+    )
+
+
+def _called(fn: Callable, args: tuple) -> Any:
+    """Calls a user's function; what Python itself cannot do with tokens and traced values names it and the cure."""
+    try:
+        result = fn(*args)
+    except jax.errors.TracerBoolConversionError as e:
+        raise TypeError(
+            f"{short_repr(fn)} takes the truth of a traced value, by if, and, or, not, a chain of comparisons or a "
+            "loop, but it is one program for all pairs of tokens; write &, | and ~ (with brackets around "
+            "comparisons), and jnp.where(condition, a, b) for if"
+        ) from e
+    except (*NEEDS_VALUES, jax.errors.ConcretizationTypeError) as e:
+        raise TypeError(
+            f"{short_repr(fn)} needs the value of a traced one, by int(), float(), range(), an index into a list or a "
+            "function of NumPy, but it is one program for all pairs of tokens; compute with jax.numpy, and cast by "
+            ".astype(...)"
+        ) from e
+    except TokenMisuse as e:
+        raise TypeError(f"{short_repr(fn)}: {e}") from None
+    except TypeError as e:
+        if f"{Token.__module__}.{Token.__name__}" not in str(e):
+            raise
+        # jax.numpy says so of an argument that is no array.
+        raise TypeError(
+            f"{short_repr(fn)}: a token has no value of its own; write q.index or k.index"
+        ) from e
+    if result is None:
+        raise TypeError(
+            f"{short_repr(fn)} must return its result, but it returns None; write return"
+        )
+    return result
+
+
+NEEDS_VALUES = jax.errors.TracerIntegerConversionError, jax.errors.TracerArrayConversionError
