@@ -68,7 +68,7 @@ def tiles_of(query: Any, device: Device, **options: Any) -> Tiles:
     explained = fa.explain(query, query, query, device=device, **options)
     spec, operands = parse_call(query, query, query, **options)
     classes = np.asarray(block_classes.block_classes(spec, operands, *explained.tiles))
-    return Tiles(classes, dict(explained.plan.passed_over).get("hopper"))
+    return Tiles(classes, dict(explained.plan.rejected).get("hopper"))
 
 
 def draw(found: dict[str, Tiles], title: str) -> Figure:
@@ -195,9 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shape = (1, args.length, args.heads, HEAD_DIM)
     query = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     here = device_of(query)
-    device = here if here.hopper else H200
+    device = here if here.is_sm90 else H200
     title = f"{args.length} tokens, {args.heads} heads of {HEAD_DIM}, bfloat16, {device.kind}"
-    print(title + ("" if here.hopper else ", which is not here: no times"))
+    print(title + ("" if here.is_sm90 else ", which is not here: no times"))
 
     def chosen(known: dict[str, Callable]) -> dict[str, Any]:
         names = [name for name in known if not args.names or name in args.names]
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     of_masks = {n: tiles_of(query, device, mask=x) for n, x in masks.items()}
     of_scores = {n: tiles_of(query, device, mask=fa.Causal(), score=x) for n, x in scores.items()}
     found: dict[str, Measured] = {}
-    if here.hopper:
+    if here.is_sm90:
         function = functools.partial(measured, length=args.length, heads=args.heads)
         run = [name for name, tiles in {**of_masks, **of_scores}.items() if not tiles.refused]
         wanted = list(dict.fromkeys(("causal", *run)))
@@ -222,13 +222,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if masks:
         columns = f"{'ms':>9}{'bound':>9}{'of full':>9}{'of causal':>11}"
-        show("mask", columns, of_masks, cells_of_mask if here.hopper else None)
+        show("mask", columns, of_masks, cells_of_mask if here.is_sm90 else None)
         args.out.mkdir(parents=True, exist_ok=True)
         draw(of_masks, title).savefig(args.out / "mask_gallery.png", dpi=150)
         print(f"tiles in {args.out}/mask_gallery.png")
     if scores:
         columns = f"{'ms':>9}{'of causal':>11}"
-        show("score, causal", columns, of_scores, cells_of_score if here.hopper else None)
+        show("score, causal", columns, of_scores, cells_of_score if here.is_sm90 else None)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from pallas_fa2.autodiff import attend
+from pallas_fa2.autodiff import attention
 from pallas_fa2.backends import FUSED
 from pallas_fa2.device import Device, device_of
 from pallas_fa2.ir.arrays import as_array
@@ -58,14 +58,14 @@ _warned: set[str] = set()
 
 def _warn_of_fallback(spec: CallSpec, plan: Plan, device: Device) -> None:
     """Once for each reason; as an error, each time."""
-    if device.platform != "gpu" or plan.implementation in FUSED or not plan.passed_over:
+    if device.platform != "gpu" or plan.implementation in FUSED or not plan.rejected:
         return
-    reason = plan.passed_over[0][1]
+    reason = plan.rejected[0][1]
     if reason in _warned:
         return
     cure = (
         "cast query, key and value to bfloat16 (a Flax layer does with dtype=jnp.bfloat16)"
-        if spec.dtype.itemsize > 2 and device.hopper
+        if spec.dtype.itemsize > 2 and device.is_sm90
         else "see explain(...) and the table in README"
     )
     warnings.warn(
@@ -218,7 +218,7 @@ def flash_attention(
         lse = jnp.zeros((*query.shape[:-3], spec.q_heads, spec.q_len), spec.accumulator)
     else:
         try:
-            out, lse = attend(spec, plan, query, key, value, operands)
+            out, lse = attention(spec, plan, query, key, value, operands)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise

@@ -25,33 +25,37 @@ Out = tuple[jax.Array, jax.Array]
 Results = tuple[jax.Array, jax.Array, RowSums | None]
 
 # For policies of `jax.checkpoint`: what the backward reads and only the forward can make.
-SAVED = ("attention_out", "attention_lse")
+CHECKPOINT_NAMES = ("attention_out", "attention_lse")
 
 log = logging.getLogger("pallas_fa2")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def attend(
+def attention(
     spec: CallSpec, plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
 ) -> Out:
     """`out [*B, T, N, Hv]` and `lse [*B, N, T]`, differentiable in q, k, v and the score data.
 
     `q, k, v` have any number of batch axes, and `operands` one of `spec.batch` entries.
     """
-    log.info("%s", plan.said_of(spec))  # when it is traced: once for each kind of call
+    log.info("%s", plan.summary(spec))  # when it is traced: once for each kind of call
     q, k, v, operands = match_varying_axes((q, k, v, operands))
     if BACKENDS[plan.implementation].backward is None:
         operands = operands._replace(mask=jax.lax.stop_gradient(operands.mask))
         out, lse, _ = _run_forward(spec, plan, q, k, v, operands)
     else:
         # JAX's error about forward mode under `jit` is raised later and shows this line, with its cure.
-        results = _attend(spec, plan, q, k, v, operands)  # forward mode: implementation="reference"
+        results = _attention_vjp(
+            spec, plan, q, k, v, operands
+        )  # forward mode: implementation="reference"
         out, lse, _ = cast(Results, results)
     return out.astype(spec.dtype), lse
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(spec: CallSpec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Results:
+def _attention_vjp(
+    spec: CallSpec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands
+) -> Results:
     return _run_forward(spec, plan, q, k, v, operands)
 
 
@@ -113,7 +117,7 @@ def _mapped_alike(out: jax.Array, lse: jax.Array, sums: RowSums | None) -> Resul
 
 
 @jax.tree_util.register_static
-class Wanted(tuple[bool, ...]):
+class NeedsGrad(tuple[bool, ...]):
     """Of each float that scores read, whether its gradient is asked for."""
 
 
@@ -123,10 +127,10 @@ def _forward(
     """Of arrays with `value` and `perturbed`."""
     args = jax.tree.map(_value, (q, k, v, operands), is_leaf=_is_primal)
     scores = jax.tree.leaves(operands.scores, is_leaf=_is_primal)
-    wanted = Wanted(x.perturbed for x in scores if jnp.issubdtype(x.value.dtype, jnp.floating))
-    out, *rows = cast(Results, _attend(spec, plan, *args))
-    out = checkpoint_name(out, SAVED[0])
-    lse, sums = jax.tree.map(lambda x: checkpoint_name(x, SAVED[1]), rows)
+    wanted = NeedsGrad(x.perturbed for x in scores if jnp.issubdtype(x.value.dtype, jnp.floating))
+    out, *rows = cast(Results, _attention_vjp(spec, plan, *args))
+    out = checkpoint_name(out, CHECKPOINT_NAMES[0])
+    lse, sums = jax.tree.map(lambda x: checkpoint_name(x, CHECKPOINT_NAMES[1]), rows)
     *qkv, operands = args
     rows = (lse, None) if sums is None else (None, sums)
     return (out, lse, sums), (*qkv, out, *rows, operands, wanted)
@@ -179,4 +183,4 @@ def _cotangents(operands: Operands, dscores: tuple) -> Operands:
     return Operands(scores=jax.tree.unflatten(tree, scores))
 
 
-_attend.defvjp(_forward, _backward, symbolic_zeros=True)
+_attention_vjp.defvjp(_forward, _backward, symbolic_zeros=True)

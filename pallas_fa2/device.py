@@ -13,10 +13,10 @@ class Device(NamedTuple):
     platform: str = "cpu"
     kind: str = "cpu"
     capability: str = ""
-    cores: int = 1
+    num_sms: int = 1
 
     @property
-    def hopper(self) -> bool:
+    def is_sm90(self) -> bool:
         return self.platform == "gpu" and self.capability == "9.0"
 
 

@@ -58,7 +58,7 @@ class Explanation:
         lines = [
             f"{s}",
             f"implementation  {self.plan.implementation} on {self.device.kind}",
-            *(f"  not {name}: {reason}" for name, reason in self.plan.passed_over),
+            *(f"  not {name}: {reason}" for name, reason in self.plan.rejected),
             f"forward         {self.forward}",
             f"backward        {self.backward}",
             f"computed        {share}",
@@ -126,8 +126,8 @@ def explain(
         classify_with({})
     spec, plan, kernels, table = described
     backward = kernels.backward
-    if plan.of_data is not None:
-        backward += f"; {plan.of_data[0]} where gradients of score data are asked for"
+    if plan.score_grad_fallback is not None:
+        backward += f"; {plan.score_grad_fallback[0]} where gradients of score data are asked for"
     share = float((table != block_classes.EMPTY).mean()) if isinstance(table, np.ndarray) else None
     pairs = spec.batch * spec.q_heads * spec.q_len * spec.kv_len
     flops = None if share is None else round(2 * pairs * share * (spec.head_dim + spec.value_dim))

@@ -63,7 +63,7 @@ class _Reader:
 
     def __init__(self, names: set[str]):
         self.names = names
-        self.visited: dict[int, int] = {}
+        self.num_kv_blocks: dict[int, int] = {}
 
     def key(self, value: Any) -> Hashable:
         kind = type(value)
@@ -75,9 +75,9 @@ class _Reader:
             return kind, value.tobytes()
         if _is_stateless(value):
             return value
-        if id(value) in self.visited:
-            return "again", self.visited[id(value)]
-        self.visited[id(value)] = len(self.visited)
+        if id(value) in self.num_kv_blocks:
+            return "again", self.num_kv_blocks[id(value)]
+        self.num_kv_blocks[id(value)] = len(self.num_kv_blocks)
         if kind in (tuple, list, dict):
             return kind, self._elements(value)
         if kind in (staticmethod, classmethod):

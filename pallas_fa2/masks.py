@@ -41,7 +41,7 @@ class Mask(StaticPytree):
 
     def place(self, dims: CallShape) -> Any:
         """The arrays of the whole tree, laid out for one call."""
-        return self.data().place(repr(self), dims)
+        return self.data().to_leading_axes(repr(self), dims)
 
     def evaluate(self, q_index: Any, k_index: Any, data: Any, dims: CallShape) -> Any:
         return self.visible(*data.views(q_index, k_index, dims))
@@ -310,7 +310,7 @@ class Segments(Mask):
 
     def data(self) -> AuxArrays:
         kv_ids = self.ids if self.kv_ids is None else self.kv_ids
-        return AuxArrays(q={"segment": self.ids}, k={"segment": kv_ids})
+        return AuxArrays(q_tokens={"segment": self.ids}, k_tokens={"segment": kv_ids})
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         same = q.segment == k.segment
@@ -399,7 +399,7 @@ class Documents(Mask):
 
     def data(self) -> AuxArrays:
         ends = {} if self.ends is None else {"end": _as_position(self.ends)}
-        return AuxArrays(q={"start": _as_position(self.starts), **ends})
+        return AuxArrays(q_tokens={"start": _as_position(self.starts), **ends})
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         # The same tokens: that each sees itself, `diagonal` finds in the code.
@@ -429,7 +429,7 @@ def _integers(name: str, x: Any) -> Any:
 def _per_batch_entry(**numbers: Any) -> AuxArrays:
     """Of `[*B]` each, where there are any."""
     given = {name: n for name, n in numbers.items() if n is not None}
-    return AuxArrays(entries={name: _as_position(n) for name, n in given.items()})
+    return AuxArrays(per_batch={name: _as_position(n) for name, n in given.items()})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -508,10 +508,10 @@ class Dense(Mask):
         _take(self, "array")
 
     def data(self) -> AuxArrays:
-        return AuxArrays(pairs={"mask": self.array})
+        return AuxArrays(pairwise={"mask": self.array})
 
     def place(self, dims: CallShape) -> Any:
-        return self.data().place(repr(self), dims, {"mask": "mask"})
+        return self.data().to_leading_axes(repr(self), dims, {"mask": "mask"})
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         return c.mask

@@ -90,7 +90,7 @@ def parse_call(
         value_dim=value.shape[-1],
         dtype=dtype,
         scale=scale,
-        positions=positions,
+        has_explicit_positions=positions,
         dropout_rate=float(dropout_rate),
         deterministic=bool(deterministic_gradients),
         first_position=first_position if dropout_rate else 0,  # else it is in the code alone
@@ -102,7 +102,7 @@ def parse_call(
     spec = dataclasses.replace(
         spec,
         mask=code,
-        mask_by_head=any(x.shape[1:3] != (1, 1) for x in jax.tree.leaves(mask_data)),
+        mask_varies_by_head=any(x.shape[1:3] != (1, 1) for x in jax.tree.leaves(mask_data)),
         causal=None if code is None or positions else _causal(code, dims),
         scores=tuple(
             _trace_score(s, data, dims, first_position, accumulator)

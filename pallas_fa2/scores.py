@@ -22,7 +22,7 @@ class Score(UserFn):
 
     def place(self, dims: CallShape) -> AuxArrays:
         labels = {"bias": "bias"} if self.fn is _add_bias else {}
-        return self.data().place(repr(self), dims, labels)
+        return self.data().to_leading_axes(repr(self), dims, labels)
 
     def evaluate(self, s: Any, q_index: Any, k_index: Any, data: AuxArrays, dims: CallShape) -> Any:
         q, k, c = data.views(q_index, k_index, dims)

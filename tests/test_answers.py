@@ -56,17 +56,17 @@ def described(mask, q_heads=4, dim=64, keys=S, **options):
 
 def extras_of(mask, **options):
     spec, operands = described(mask, **options)
-    return CompiledMods.of(spec, causal_trim(spec), operands, 128, 128)
+    return CompiledMods.compile(spec, causal_trim(spec), operands, 128, 128)
 
 
 def problem_of(extras):
-    return extras.problem(B, extras.spec.q_heads, extras.spec.q_heads)
+    return extras.kernel_spec(B, extras.spec.q_heads, extras.spec.q_heads)
 
 
 def dense(mask, keys=S):
     spec, operands = described(mask, keys=keys)
     index = jnp.arange(T).reshape(1, 1, 1, T, 1), jnp.arange(keys).reshape(1, 1, 1, 1, keys)
-    return np.asarray(spec.mask.on_tile(*index, operands.mask))[:, 0, 0]
+    return np.asarray(spec.mask.on_leading_axes(*index, operands.mask))[:, 0, 0]
 
 
 def hidden(words):
@@ -105,7 +105,7 @@ def test_answers_are_those_of_the_mask(mask, q_axis, tile):
     spec, operands = described(mask)
     problem = problem_of(extras_of(mask))
     classes = np.array(block_classes.block_classes(spec, operands, *tile)[:, 0])
-    seen = BlockMask.of(
+    seen = BlockMask.from_classes(
         classes if q_axis == 0 else block_mask.reversed_classes(classes.swapaxes(2, 3))
     )
 
@@ -124,10 +124,10 @@ def test_answers_are_those_of_the_mask(mask, q_axis, tile):
 def test_of_blocks_in_parts_all_are_asked_that_a_tile_visits_as_cut(mask, keys):
     """Also full ones beside others, and such as nobody sees, or that there are not."""
     spec, operands = described(mask, keys=keys)
-    problem = dataclasses.replace(problem_of(extras_of(mask, keys=keys)), parts=2)
+    problem = dataclasses.replace(problem_of(extras_of(mask, keys=keys)), kv_subblocks=2)
     classes = np.array(block_classes.block_classes(spec, operands, 128, 64)[:, 0])
     classes[:, :, 0, 1] = block_classes.FULL  # only to be listed so
-    seen = BlockMask.of(block_mask.pad_subblocks(classes, 2), 2)
+    seen = BlockMask.from_classes(block_mask.pad_subblocks(classes, 2), 2)
 
     def ask(data, seen):
         return mask_bits.compute_bits(problem, data, seen, (128, 128), 0)
@@ -137,10 +137,12 @@ def test_of_blocks_in_parts_all_are_asked_that_a_tile_visits_as_cut(mask, keys):
     sees = dense(mask, keys)
     padding = [(0, 0), (0, -T % 128), (0, -keys % 128)]
     expected = ~np.pad(np.broadcast_to(sees, (len(sees), T, keys)), padding)
-    visited, cut = block_mask.unpack_counts(seen.counts)
-    for entry, _, row in np.ndindex(seen.counts.shape):
+    visited, cut = block_mask.unpack_counts(seen.num_blocks)
+    for entry, _, row in np.ndindex(seen.num_blocks.shape):
         one = entry, 0, row
-        asked = block_mask.block_id(seen.lists[one])[2 * (visited - cut)[one] : 2 * visited[one]]
+        asked = block_mask.block_id(seen.block_indices[one])[
+            2 * (visited - cut)[one] : 2 * visited[one]
+        ]
         assert len(asked) >= 2
         for part in asked:
             got = found[entry, row, part]
@@ -207,8 +209,8 @@ PER_HEAD = fa.mask_fn(
 
 
 def is_asked(extras, classes=None, q_axis=0):
-    classes = extras.classes_of(extras.traced) if classes is None else classes
-    return extras.asks(problem_of(extras), classes, (128, 128), q_axis)
+    classes = extras.classes_of(extras.runtime) if classes is None else classes
+    return extras.wants_mask_bits(problem_of(extras), classes, (128, 128), q_axis)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,9 @@ def test_who_is_worth_asking():
     assert is_asked(grid, jnp.asarray(cut))
     assert not is_asked(extras_of(ONE_ENTRY, q_heads=1), cut)
     (config,) = (t.config for t in configs.forward_configs(96, 96) if t.config.warpgroups == 3)
-    assert not grid.asks(problem_of(grid), cut, config.tile, 0)  # its tiles are no squares
+    assert not grid.wants_mask_bits(
+        problem_of(grid), cut, config.tile, 0
+    )  # its tiles are no squares
 
 
 @pytest.mark.slow
@@ -263,9 +267,15 @@ def test_an_attention_that_reads_answers_reads_no_data_of_the_mask(monkeypatch, 
     dropout = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)} if drops else {}
     extras = extras_of(GRID, **dropout)
     with asking_first():
-        problem, data, *_, found = extras.survey(problem_of(extras), extras.traced, (128, 64), 0)
-    assert found == "answers" and problem.asked and (data is None) == (not drops)
-    assert not problem.reads_keys() and not problem.pairs() and not problem.rows("q", masked=True)
+        problem, data, *_, found = extras.plan_mask(
+            problem_of(extras), extras.runtime, (128, 64), 0
+        )
+    assert found == "answers" and problem.uses_mask_bits and (data is None) == (not drops)
+    assert (
+        not problem.loads_key_aux()
+        and not problem.pairwise_inputs()
+        and not problem.token_inputs("q", masked=True)
+    )
     assert problem.reads_index("k", masked=True) == drops
 
 
@@ -289,8 +299,8 @@ def test_whose_blocks_of_keys_have_parts(mask, options, tile, parts):
     spec, operands = described(mask, **options)
     common = spec, causal_trim(spec), operands, *tile
     with asking_first():
-        assert CompiledMods.of(*common, may_have_parts=True).parts == parts
-        assert CompiledMods.of(*common).parts == 1
+        assert CompiledMods.compile(*common, may_have_parts=True).kv_subblocks == parts
+        assert CompiledMods.compile(*common).kv_subblocks == 1
 
 
 def test_a_launch_of_few_heads_that_does_not_ask_has_no_parts():
@@ -298,15 +308,17 @@ def test_a_launch_of_few_heads_that_does_not_ask_has_no_parts():
     spec, operands = described(SCATTERED)
     common = spec, causal_trim(spec), operands, 128, 128
     with asking_first():
-        extras = CompiledMods.of(*common, may_have_parts=True)
-    assert extras.parts == 2
-    of_launch = extras.survey(problem_of(extras), extras.traced, (128, 128), 0)
-    assert not of_launch.problem.asked and of_launch.problem.parts == 1
-    assert of_launch.answers is None and of_launch.data is not None
-    whole = CompiledMods.of(*common)
-    classes = whole.classes_of(whole.traced)
+        extras = CompiledMods.compile(*common, may_have_parts=True)
+    assert extras.kv_subblocks == 2
+    of_launch = extras.plan_mask(problem_of(extras), extras.runtime, (128, 128), 0)
+    assert not of_launch.kernel_spec.uses_mask_bits and of_launch.kernel_spec.kv_subblocks == 1
+    assert of_launch.mask_bits is None and of_launch.data is not None
+    whole = CompiledMods.compile(*common)
+    classes = whole.classes_of(whole.runtime)
     np.testing.assert_array_equal(of_launch.classes, classes)
-    np.testing.assert_array_equal(of_launch.seen.counts, BlockMask.of(classes).counts)
+    np.testing.assert_array_equal(
+        of_launch.block_mask.num_blocks, BlockMask.from_classes(classes).num_blocks
+    )
 
 
 def test_answers_take_no_more_memory_than_queries():
@@ -407,9 +419,9 @@ def test_who_is_asked_about_all_tiles(mask, options, asked):
     found = []
     jax.make_jaxpr(lambda mask: found.append(extras_of(mask, **options)))(mask)
     (extras,) = found
-    assert (extras.classes_of(extras.traced) is None) == asked
+    assert (extras.classes_of(extras.runtime) is None) == asked
     known = extras_of(mask, **options)
-    assert known.classes_of(known.traced) is not None
+    assert known.classes_of(known.runtime) is not None
 
 
 @pytest.mark.parametrize("known", [slow(True), False])

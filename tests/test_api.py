@@ -425,7 +425,7 @@ def test_a_log_line_for_each_kind_of_call(caplog):
         for _ in range(2):
             layers(*QKV)
     found = fa.explain(*QKV, scale=0.7)
-    ((_, reason),) = found.plan.passed_over
+    ((_, reason),) = found.plan.rejected
     assert [record.getMessage() for record in caplog.records] == [
         f"blockwise runs {found.spec}; not hopper: {reason}",
         f"reference runs {found.spec}",
@@ -433,7 +433,7 @@ def test_a_log_line_for_each_kind_of_call(caplog):
 
 
 def test_explain_computes_nothing(monkeypatch):
-    monkeypatch.setattr("pallas_fa2.api.attend", None)
+    monkeypatch.setattr("pallas_fa2.api.attention", None)
     assert fa.explain(*QKV, mask=fa.Causal(), return_lse=True).implementation == "blockwise"
 
 

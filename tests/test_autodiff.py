@@ -272,7 +272,7 @@ def test_no_buffer_of_all_pairs(mask: Any) -> None:
 
 
 def test_a_fresh_lambda_does_not_compile_again() -> None:
-    from pallas_fa2.autodiff import attend
+    from pallas_fa2.autodiff import attention
 
     q, k, v = qkv()
 
@@ -281,10 +281,10 @@ def test_a_fresh_lambda_does_not_compile_again() -> None:
         return fa.flash_attention(q, k, v, mask=mask, score=fa.score_fn(lambda s, q, k: s * 0.5))
 
     call(jnp.zeros((T,), jnp.int32))
-    before = attend._cache_size()
+    before = attention._cache_size()
     for i in range(3):
         call(jnp.full((T,), i, jnp.int32))
-    assert attend._cache_size() == before
+    assert attention._cache_size() == before
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])

@@ -54,10 +54,10 @@ def classes(visits: int) -> np.ndarray:
 
 def suits(found: Any, dim: int = 128, ordered: bool = False, **options: Any) -> bool:
     problem = KernelSpec(
-        1, 512, 1024, 16, 16, 1.0, None, **({"mask": "any", "asked": True} | options)
+        1, 512, 1024, 16, 16, 1.0, None, **({"mask": "any", "uses_mask_bits": True} | options)
     )
     config, possible = (
-        BackwardConfig(dim, dim, ordered=ordered),
+        BackwardConfig(dim, dim, deterministic=ordered),
         functools.partial(np.asarray, found),
     )
     return FirstStoreSchedule.suits(problem, config, found, possible)
@@ -171,9 +171,9 @@ def test_a_store_that_is_told_too_early_is_caught(monkeypatch: pytest.MonkeyPatc
         return seen[2]
 
     seen: list[Any] = []
-    use, tell = DqTickets.use, DqTickets.tell
-    monkeypatch.setattr(DqTickets, "use", used)
-    monkeypatch.setattr(DqTickets, "tell", lambda *_: None)
+    use, tell = DqTickets.resolve, DqTickets.signal
+    monkeypatch.setattr(DqTickets, "resolve", used)
+    monkeypatch.setattr(DqTickets, "signal", lambda *_: None)
     monkeypatch.setattr(register_io, "put_fragments", told_before)
     args = packed_inputs(1, (300, 300), (1, 1), 128)[:4]
     with planned_for_h200(cores=3), storing_first(), all_at_once(), pytest.raises(RaceDetected):

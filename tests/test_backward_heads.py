@@ -34,8 +34,8 @@ from tests.support.tiers import slow, slow_but
 from tests.test_determinism import CALLS, Sizes, differences
 
 SCHEDULES = [
-    HeadPerCtaSchedule.of(
-        KernelSpec(3, q_len, kv_len, *heads, 1.0, offset), BackwardConfig(dim, dim, ctas=4)
+    HeadPerCtaSchedule.choose(
+        KernelSpec(3, q_len, kv_len, *heads, 1.0, offset), BackwardConfig(dim, dim, num_ctas=4)
     )
     for dim, q_len, kv_len, heads, offset in (
         (64, 500, 500, (2, 2), 0),
@@ -53,13 +53,13 @@ SCHEDULES = [
 def test_one_cta_has_all_visits_to_a_row(plan: HeadPerCtaSchedule) -> None:
     """The first of them begins, and the last ends; between heads, no rows of what is added up are shared."""
     found: dict[int, list[tuple[int, DqVisit]]] = collections.defaultdict(list)
-    table = plan.tiles(None).table
-    for cta in range(plan.hands):
+    table = plan.tile_scheduler(None).table
+    for cta in range(plan.num_workers):
         for number in table[cta, :, 0]:
             if number == plan.order.count:
                 break
             tile = plan.tile(0, 0, [number])
-            heads, first = range(plan.group), plan.first_q_block(tile.place[2])
+            heads, first = range(plan.group), plan.first_q_block(tile.coordinates[2])
             for t, (head, block) in enumerate(
                 (h, m) for h in heads for m in range(first, plan.q_blocks)
             ):
@@ -86,7 +86,7 @@ def test_a_visit_is_one_number(first: bool, last: bool) -> None:
 def suits(
     dim: int, length: int, batch: int, heads: tuple[int, int] = (16, 16), **options: Any
 ) -> bool:
-    options = {"scale": 1.0, "offset": 0} | options
+    options = {"scale": 1.0, "causal_offset": 0} | options
     problem = KernelSpec(batch, length, length, *heads, **options)
     return HeadPerCtaSchedule.suits(problem, BackwardConfig(dim, dim))
 
@@ -94,17 +94,21 @@ def suits(
 def test_short_sequences_of_many_heads_are_taken_whole() -> None:
     """As measured (docs/decisions/0027-head-per-cta.md)."""
     assert suits(128, 512, 32) and suits(64, 512, 32, (32, 32)) and suits(64, 1024, 16, (32, 32))
-    assert suits(128, 256, 64, offset=None) and suits(64, 512, 32, (32, 32), offset=None)
-    assert suits(128, 197, 83, offset=None) and suits(128, 384, 42)
-    assert not suits(128, 1024, 16) and not suits(128, 512, 32, offset=None)
-    assert not suits(128, 384, 42, offset=None)  # some CTAs would have 6 heads, and most have 5
+    assert suits(128, 256, 64, causal_offset=None) and suits(
+        64, 512, 32, (32, 32), causal_offset=None
+    )
+    assert suits(128, 197, 83, causal_offset=None) and suits(128, 384, 42)
+    assert not suits(128, 1024, 16) and not suits(128, 512, 32, causal_offset=None)
+    assert not suits(
+        128, 384, 42, causal_offset=None
+    )  # some CTAs would have 6 heads, and most have 5
     assert not suits(128, 512, 4) and not suits(128, 256, 9)  # heads for some CTAs alone
     assert not suits(256, 256, 64)
 
 
 def test_under_a_mask_some_heads_may_be_longer() -> None:
-    assert suits(128, 256, 64, mask="any", offset=None)
-    assert not suits(128, 256, 16, mask="any", offset=None)
+    assert suits(128, 256, 64, mask="any", causal_offset=None)
+    assert not suits(128, 256, 16, mask="any", causal_offset=None)
 
 
 def test_who_is_first_and_last_under_a_mask() -> None:
@@ -117,8 +121,8 @@ def test_who_is_first_and_last_under_a_mask() -> None:
     for at in np.ndindex(2, 3):
         visited: dict[int, list[int]] = {block: [] for block in range(7)}
         for tile in range(5):
-            count, _ = block_mask.unpack_counts(seen.counts[*at, tile])
-            listed = block_mask.reversed_block_id(seen.lists[*at, tile, :count], 7)
+            count, _ = block_mask.unpack_counts(seen.num_blocks[*at, tile])
+            listed = block_mask.reversed_block_id(seen.block_indices[*at, tile, :count], 7)
             assert set(listed) >= set(np.flatnonzero(classes[*at, tile]))
             for block in listed:
                 visited[int(block)].append(int(seen.flags[*at, tile, block]))
@@ -129,7 +133,7 @@ def test_who_is_first_and_last_under_a_mask() -> None:
 
 @pytest.mark.parametrize("batch, heads", [(1, (1, 1)), (5, (16, 4)), (200, (16, 16))])
 def test_one_block_of_keys_is_a_whole_head(batch: int, heads: tuple[int, int]) -> None:
-    assert suits(128, 128, batch, heads) and suits(64, 100, batch, heads, offset=None)
+    assert suits(128, 128, batch, heads) and suits(64, 100, batch, heads, causal_offset=None)
 
 
 OTHER = re.compile(r".*(h136|h192|h256|hv_larger|rising).*")
@@ -234,7 +238,7 @@ def test_masks_compile_with_few_spills(head_dim: int, in_loops: int, stores: int
 
 def test_one_visit_needs_no_room() -> None:
     """As in attention to few keys: 132 CTAs would keep 65,536 queries each."""
-    plan = HeadPerCtaSchedule.of(
+    plan = HeadPerCtaSchedule.choose(
         KernelSpec(1, 1 << 16, 77, 16, 16, 1.0, None), BackwardConfig(128, 128)
     )
     assert plan.accumulator_shape == (16, 64 * 128)
@@ -242,10 +246,10 @@ def test_one_visit_needs_no_room() -> None:
 
 def test_few_heads_of_keys_are_taken_in_parts() -> None:
     """As by other schedules, where one block of keys is a whole head."""
-    plan = HeadPerCtaSchedule.of(
+    plan = HeadPerCtaSchedule.choose(
         KernelSpec(2, 2048, 100, 64, 1, 1.0, None), BackwardConfig(128, 128)
     )
-    assert plan.parts == 64 and plan.hands == 128
+    assert plan.group_splits == 64 and plan.num_workers == 128
 
 
 def test_what_is_added_up_has_room_for_a_head_of_each_cta() -> None:

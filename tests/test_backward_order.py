@@ -34,9 +34,9 @@ from tests.support.tiers import slow
 def schedule(
     head_dim: int, q_len: int, kv_len: int, offset: int | None, heads: tuple[int, int] = (4, 2)
 ) -> DeterministicSchedule:
-    problem = KernelSpec(2, q_len, kv_len, *heads, scale=1.0, offset=offset)
-    return DeterministicSchedule.of(
-        problem, BackwardConfig(head_dim, head_dim, ctas=6, ordered=True)
+    problem = KernelSpec(2, q_len, kv_len, *heads, scale=1.0, causal_offset=offset)
+    return DeterministicSchedule.choose(
+        problem, BackwardConfig(head_dim, head_dim, num_ctas=6, deterministic=True)
     )
 
 
@@ -51,7 +51,7 @@ SCHEDULES = [
 
 def rows_of(plan: DeterministicSchedule, tile: Any) -> list[int]:
     """Of dQ, in the order of the tile's visits; every head of its group, in turn."""
-    first = plan.first_q_block(tile.place[2])
+    first = plan.first_q_block(tile.coordinates[2])
     heads = range(plan.group)
     return [tile._row_of(h, m) for h in heads for m in range(first, plan.q_blocks)]
 
@@ -62,16 +62,16 @@ def test_a_tile_adds_after_those_before_it_in_the_order(plan: DeterministicSched
     for number in range(plan.order.count):
         tile = plan.tile(0, 0, [number, 0])
         for row in rows_of(plan, tile):
-            assert plan.ordinal(Step(tile, 0, row, masked=False)) == added[row]
+            assert plan.dq_rank(Step(tile, 0, row, masked=False)) == added[row]
             added[row] += 1
 
 
 def test_under_a_mask_each_head_of_a_group_has_tiles() -> None:
-    problem = KernelSpec(1, 9000, 9000, 64, 16, scale=1.0, offset=None)
-    config = BackwardConfig(128, 128, ordered=True)
-    assert DeterministicSchedule.of(problem, config).parts == 1
+    problem = KernelSpec(1, 9000, 9000, 64, 16, scale=1.0, causal_offset=None)
+    config = BackwardConfig(128, 128, deterministic=True)
+    assert DeterministicSchedule.choose(problem, config).group_splits == 1
     masked = dataclasses.replace(problem, mask="any")
-    assert DeterministicSchedule.of(masked, config).parts == 4
+    assert DeterministicSchedule.choose(masked, config).group_splits == 4
 
 
 def random_classes(*shape: int) -> np.ndarray:
@@ -87,15 +87,15 @@ def test_lists_go_from_the_first_block_to_the_last_in_runs() -> None:
     for tile in reversed(range(5)):
         for at in np.ndindex(2, 3):
             expected = [m for m in range(11) if classes[*at, tile, m] != EMPTY] or [10]
-            assert seen.counts[*at, tile] == len(expected)
-            entries = seen.lists[*at, tile, : len(expected)]
+            assert seen.num_blocks[*at, tile] == len(expected)
+            entries = seen.block_indices[*at, tile, : len(expected)]
             assert [int(plan.block(jnp.int32(x))) for x in entries] == expected
             ordinals = entries >> ordered.ORDINAL_BIT & (ordered.MOST_TILES - 1)
             assert ordinals.tolist() == added[*at, expected].tolist()
             added[*at, expected] += 1
             found, place = [], 0
             while place < len(expected):
-                run = int(seen.runs[*at, tile, place])
+                run = int(seen.run_lengths[*at, tile, place])
                 cut, full = run & 0xFFFF, run >> ordered.FULL_BIT
                 assert cut + full > 0
                 found += [PARTIAL] * cut + [FULL] * full
@@ -111,12 +111,14 @@ def test_the_device_lists_what_the_host_does() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_the_table_counts_what_each_tile_visits(known: bool) -> None:
-    plan = dataclasses.replace(SCHEDULES[1], problem=SCHEDULES[4].problem)
+    plan = dataclasses.replace(SCHEDULES[1], spec=SCHEDULES[4].spec)
     classes = random_classes(2, 4, plan.q_blocks, plan.kv_tiles)
-    seen = plan.seen(classes if known else jnp.asarray(classes))
-    counts = np.broadcast_to(seen.counts, (2, plan.heads, plan.kv_tiles))
-    expected = [counts[plan.place(number)] for number in range(plan.order.count)]
-    entries = np.asarray(plan.tiles(seen).table)[DynamicTileScheduler.in_front(plan.hands) :]
+    seen = plan.block_mask(classes if known else jnp.asarray(classes))
+    counts = np.broadcast_to(seen.num_blocks, (2, plan.heads, plan.kv_tiles))
+    expected = [counts[plan.coordinates(number)] for number in range(plan.order.count)]
+    entries = np.asarray(plan.tile_scheduler(seen).table)[
+        DynamicTileScheduler.header_rows(plan.num_workers) :
+    ]
     assert entries[:-1, 0].tolist() == list(range(plan.order.count))
     assert entries[:-1, 1].tolist() == expected
     assert entries[-1, 0] == plan.order.count

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.autodiff import attend
+from pallas_fa2.autodiff import attention
 from pallas_fa2.backends.sm90 import backend
 from tests.support import compile_gate
 from tests.support.hopper import arrays, attend_and_differentiate, planned_for_h200
@@ -227,7 +227,7 @@ def test_a_fresh_function_does_not_compile_again() -> None:
             mask=lambda q, k: q.index + shift >= k.index,
             score=(lambda s, q, k: s * cap, fa.soft_cap(cap)),
         )  # fmt: skip
-        return attend._cache_size()
+        return attention._cache_size()
 
     first = call(2.0, 1)
     assert call(2.0, 1) == first

@@ -84,7 +84,7 @@ def dense(mask, tokens):
     x = jax.ShapeDtypeStruct((1, tokens, HEADS, 8), jnp.float32)
     spec, operands = parse_call(x, x, x, mask=mask)
     index = jnp.arange(tokens, dtype=jnp.int32)
-    visible = spec.mask.on_tile(
+    visible = spec.mask.on_leading_axes(
         index[None, None, None, :, None], index[None, None, None, None], operands.mask
     )
     return np.broadcast_to(visible, (1, HEADS, 1, tokens, tokens))[0, :, 0]

@@ -356,7 +356,9 @@ def test_what_a_mask_reads_when_it_is_called_counts(way):
         expected = (np.subtract.outer(range(16), range(16)) < reach) & np.tri(16, dtype=bool)
         for mask in (fn, whole):
             described, _ = parse_call.parse_call(X, X, X, mask=mask)
-            seen = described.mask.on_tile(*tokens(), None if mask is fn else described_data(mask))
+            seen = described.mask.on_leading_axes(
+                *tokens(), None if mask is fn else described_data(mask)
+            )
             np.testing.assert_array_equal(seen[0, 0, 0], expected)
 
 

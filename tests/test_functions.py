@@ -56,7 +56,7 @@ def test_data_may_be_added_in_steps_to_copies():
     check(half(q_tokens={"x": x[:T]}), (x[:T, None] == x[None]) & (J < 5))
     check(half(q_tokens={"x": x[:T]}, params={"n": jnp.int32(7)}), (x[:T, None] == x) & (J < 7))
     of_both = half(q_tokens={"x": x[:T] + 1})(tokens={"x": x})
-    assert of_both.data().q["x"] is of_both.data().k["x"]
+    assert of_both.data().q_tokens["x"] is of_both.data().k_tokens["x"]
     with pytest.raises(AttributeError, match="no such token data"):
         dense(plain)
 

@@ -62,7 +62,7 @@ TOLD_APART = [
     for case in MASKED
     if case.name in LENGTHS
 ]
-FORWARDS = [t for t in FORWARD_CONFIGS if not t.general]
+FORWARDS = [t for t in FORWARD_CONFIGS if not t.for_mods]
 
 
 def of_dims(tuned: ConfigRule) -> str:
@@ -84,7 +84,7 @@ QUICKLY = [(case, tuned) for case, tuned in INTERPRETED if QUICK.fullmatch(case.
 
 def test_every_forward_is_interpreted_by_make_test() -> None:
     # Those for wide data of pairs differ by their block alone, and in test_hopper_scores there is one of them.
-    general = [t for t in FORWARD_CONFIGS if t.general and t.config.head_dim <= 128]
+    general = [t for t in FORWARD_CONFIGS if t.for_mods and t.config.head_dim <= 128]
     wide = {t for t in general if t.config.block_kv == 64}
     assert {tuned for _, tuned in QUICKLY} >= set(FORWARD_CONFIGS) - wide
 

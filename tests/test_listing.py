@@ -21,10 +21,12 @@ SHAPES = [
 
 
 def check_lists(classes, parts=1):
-    counts, lists = interpreter.run(lambda x: BlockMask.of(x, parts), classes)
-    want = BlockMask.of(classes, parts)
-    np.testing.assert_array_equal(counts, want.counts)
-    np.testing.assert_array_equal(block_mask.block_id(lists), block_mask.block_id(want.lists))
+    counts, lists = interpreter.run(lambda x: BlockMask.from_classes(x, parts), classes)
+    want = BlockMask.from_classes(classes, parts)
+    np.testing.assert_array_equal(counts, want.num_blocks)
+    np.testing.assert_array_equal(
+        block_mask.block_id(lists), block_mask.block_id(want.block_indices)
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)

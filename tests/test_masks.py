@@ -28,7 +28,7 @@ def dense(mask, q_len=T, kv_len=S, **positions):
             (kv_len, K_AXIS, operands.k_index),
         )
     ]
-    visible = spec.mask.on_tile(*index, operands.mask)
+    visible = spec.mask.on_leading_axes(*index, operands.mask)
     return jnp.broadcast_to(visible, (B, K, N // K, q_len, kv_len)).reshape(B, N, q_len, kv_len)
 
 

@@ -102,8 +102,8 @@ SHAPES = (
 @pytest.mark.parametrize("shape", slow_but(lambda shape: shape == SHAPES[0], SHAPES))
 def test_two_kernels_and_nothing_else(shape):
     def plan(classes):
-        seen = BlockMask.of(classes)
-        return seen.lists, tile_order_kernel.order_tiles(seen.counts, 2, 16, 132, 1000)
+        seen = BlockMask.from_classes(classes)
+        return seen.block_indices, tile_order_kernel.order_tiles(seen.num_blocks, 2, 16, 132, 1000)
 
     classes = jax.ShapeDtypeStruct(shape, jnp.int32)
     reports = compile_gate.compile_for_h200(plan, classes)

@@ -76,7 +76,7 @@ SUPPORTED = {
 def test_hopper_runs_what_it_supports(name):
     plan = make_plan(spec(**SUPPORTED[name]), H200)
     assert plan.implementation == "hopper"
-    assert plan.passed_over == ()
+    assert plan.rejected == ()
 
 
 def _sum_of_13(s, q, k):
@@ -153,7 +153,7 @@ def test_hopper_leaves_the_rest_to_blockwise_and_says_why(name):
     options, reason = REFUSED[name]
     plan = make_plan(spec(**options), H200)
     assert plan.implementation == "blockwise"
-    ((passed_over, why),) = plan.passed_over
+    ((passed_over, why),) = plan.rejected
     assert passed_over == "hopper"
     assert re.search(reason, why), why
 
@@ -162,11 +162,15 @@ def test_shared_memory_has_room_for_all_data_of_tokens():
     dims = {(tuned.config.head_dim, tuned.config.value_dim) for tuned in FORWARD_CONFIGS}
     for head_dims in dims:
         kernels, indices = forward_configs(*head_dims), 1
-        rooms = [tuned.config.room(MAX_TOKEN_ROWS + indices) for tuned in kernels if tuned.general]
+        rooms = [
+            tuned.config.free_smem(MAX_TOKEN_ROWS + indices) for tuned in kernels if tuned.for_mods
+        ]
         assert max(rooms) >= 0, head_dims
     for head_dim in (64, 96, 128):
         of_dropout = 2
-        assert BackwardConfig(head_dim, head_dim).room(MAX_TOKEN_ROWS + of_dropout) >= 0, head_dim
+        assert BackwardConfig(head_dim, head_dim).free_smem(MAX_TOKEN_ROWS + of_dropout) >= 0, (
+            head_dim
+        )
 
 
 @pytest.mark.parametrize(
@@ -181,28 +185,26 @@ def test_shared_memory_has_room_for_all_data_of_tokens():
     ],
 )
 def test_queries_come_ahead_where_there_is_room(dims, rows, buffers, columns):
-    general = next(tuned.config for tuned in forward_configs(*dims) if tuned.general)
-    ahead = general.with_queries_ahead(rows)
-    assert (ahead.q_buffers, ahead.out_columns) == (buffers, columns)
-    assert ahead.room(rows) >= 0
+    general = next(tuned.config for tuned in forward_configs(*dims) if tuned.for_mods)
+    ahead = general.with_double_buffered_q(rows)
+    assert (ahead.q_stages, ahead.epilogue_columns) == (buffers, columns)
+    assert ahead.free_smem(rows) >= 0
     in_registers = dataclasses.replace(general, q_in_registers=True)
-    assert in_registers.with_queries_ahead(rows) == in_registers
+    assert in_registers.with_double_buffered_q(rows) == in_registers
 
 
 @pytest.mark.parametrize("rows", range(MAX_TOKEN_ROWS + 2))
 def test_what_leaves_together_makes_up_an_output(rows):
     for tuned in FORWARD_CONFIGS:
-        config = tuned.config.with_queries_ahead(rows)
-        columns = [i for x in config.out_pieces for i in range(x.start, x.start + x.size)]
+        config = tuned.config.with_double_buffered_q(rows)
+        columns = [i for x in config.epilogue_pieces for i in range(x.start, x.start + x.size)]
         assert columns == list(range(config.value_dim)), tuned
 
 
 def test_values_that_are_multiplied_at_once_make_up_a_block():
     for tuned in FORWARD_CONFIGS:
         keys = [
-            i
-            for part in tuned.config.value_parts
-            for i in range(part.start, part.start + part.size)
+            i for part in tuned.config.pv_pieces for i in range(part.start, part.start + part.size)
         ]
         assert keys == list(range(tuned.config.block_kv)), tuned
 
@@ -254,7 +256,7 @@ def test_an_array_that_is_asked_about_before_takes_no_room():
         call = spec(mask=mask, dims=(128, 128))
         forward = make_plan(call, H200).forward
         assert pairwise_bytes(call) == size
-        assert (forward if size else forward.with_queries_ahead(0)).q_buffers == buffers
+        assert (forward if size else forward.with_double_buffered_q(0)).q_stages == buffers
     call = spec(mask=array, score=fa.soft_cap(3.0), dims=(256, 256))
     assert make_plan(call, H200).implementation == "hopper"
 
@@ -263,7 +265,7 @@ def test_an_array_that_is_asked_about_before_takes_no_room():
 def test_other_devices_run_blockwise(device):
     plan = make_plan(spec(), device)
     assert plan.implementation == "blockwise"
-    ((_, why),) = plan.passed_over
+    ((_, why),) = plan.rejected
     assert "compute capability 9.0" in why and device.kind in why
 
 
@@ -271,7 +273,7 @@ def test_other_devices_run_blockwise(device):
 def test_an_implementation_that_is_asked_for_is_taken(name):
     plan = make_plan(spec(), H200, name)
     assert plan.implementation == name
-    assert plan.passed_over == ()
+    assert plan.rejected == ()
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise"])
@@ -381,7 +383,7 @@ def test_a_default_device_that_is_set_is_used(default):
 @pytest.mark.parametrize("device, hopper", [(H200, True), *((device, False) for device in OTHERS)],
                          ids=lambda x: getattr(x, "kind", x))  # fmt: skip
 def test_hopper_is_compute_capability_9_on_a_gpu(device, hopper):
-    assert device.hopper == hopper
+    assert device.is_sm90 == hopper
 
 
 @pytest.mark.parametrize(
@@ -397,7 +399,7 @@ def test_hopper_is_compute_capability_9_on_a_gpu(device, hopper):
 def test_short_calls_take_smaller_tiles(options, warpgroups):
     forward = make_plan(spec(**options), H200).forward
     assert forward.warpgroups == warpgroups
-    assert forward.ctas == H200.cores
+    assert forward.num_ctas == H200.num_sms
 
 
 def test_gradients_of_score_data_are_summed_in_one_order_where_that_is_asked_for():
@@ -410,7 +412,7 @@ def test_gradients_of_score_data_are_summed_in_one_order_where_that_is_asked_for
     assert one_order.backward_for(False) == ("hopper", one_order.backward)
     name, config = one_order.backward_for(True)
     assert (name, config) == ("blockwise", block_sizes(spec(**call)))
-    assert (any_order.backward.ordered, one_order.backward.ordered) == (False, True)
+    assert (any_order.backward.deterministic, one_order.backward.deterministic) == (False, True)
     assert any_order.forward == one_order.forward
 
 

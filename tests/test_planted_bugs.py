@@ -20,12 +20,12 @@ from tests.support import interpreter
 from tests.support.hopper import H200
 from tests.support.shared import RaceDetected
 
-wait = Pipeline.wait
+wait = Pipeline.consumer_wait
 
 
 def wait_and_release(ring: Pipeline, step: Any) -> tuple:
     buffers = wait(ring, step)
-    plgpu.barrier_arrive(ring.free.at[ring.first_free + ring.slot(step)])
+    plgpu.barrier_arrive(ring.empty.at[ring.empty_offset + ring.stage(step)])
     return buffers
 
 
@@ -34,10 +34,13 @@ def nothing(*_: Any) -> None:
 
 
 BUGS: dict[str, list[tuple[Any, str, Callable]]] = {
-    "a slot released early": [(Pipeline, "wait", wait_and_release), (Pipeline, "release", nothing)],
-    "a slot filled while it is read": [(Pipeline, "acquire", Pipeline.at)],
+    "a slot released early": [
+        (Pipeline, "consumer_wait", wait_and_release),
+        (Pipeline, "consumer_release", nothing),
+    ],
+    "a slot filled while it is read": [(Pipeline, "producer_acquire", Pipeline.buffers_at)],
     "a missing fence": [(plgpu, "commit_smem", nothing)],
-    "a skipped wait": [(Pipeline, "wait", Pipeline.at)],
+    "a skipped wait": [(Pipeline, "consumer_wait", Pipeline.buffers_at)],
 }
 
 
@@ -56,7 +59,7 @@ CAUGHT, SAID = (RaceDetected, ValueError), "unordered pair|[Bb]arrier"
 def call(head_dim: int, length: int) -> tuple:
     x = jax.random.normal(jax.random.key(0), (1, length, 1, head_dim), jnp.bfloat16)
     spec, operands = parse_call(x, x, x)
-    return x, spec, make_plan(spec, H200._replace(cores=2), "hopper"), operands
+    return x, spec, make_plan(spec, H200._replace(num_sms=2), "hopper"), operands
 
 
 @pytest.mark.usefixtures("planted")

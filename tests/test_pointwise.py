@@ -69,7 +69,9 @@ def test_a_tile_is_what_the_scalar_function_says_of_each_pair(see):
     args += [TileValue(jnp.asarray(params[name])) for name in sorted(params)]
     (found,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
     shape = (1, 1, 1, ROWS, 1), (1, 1, 1, 1, COLUMNS)
-    expected = spec.mask.on_tile(rows.reshape(shape[0]), columns.reshape(shape[1]), operands.mask)
+    expected = spec.mask.on_leading_axes(
+        rows.reshape(shape[0]), columns.reshape(shape[1]), operands.mask
+    )
     tile = broadcast_to_tile(found, (0, 1), (ROWS, COLUMNS))
     np.testing.assert_array_equal(
         tile, np.broadcast_to(expected, (1, 1, 1, ROWS, COLUMNS))[0, 0, 0]

@@ -18,13 +18,13 @@ def exchange(bug: str | None = None) -> jax.Array:
 
     def body(x, out, mine, theirs, arrived, full, both) -> None:
         rank, mail = lax.axis_index("pair"), cluster.ClusterCopy(theirs, arrived, jnp.float16)
-        mail.open()
+        mail.init()
         pipeline.arrive_and_wait(both)
         for i in range(STEPS):
             step = jnp.int32(i)
             plgpu.copy_gmem_to_smem(x.at[rank, i], mine, full)
             plgpu.barrier_wait(full)
-            mail.expect(step)
+            mail.expect_tx(step)
             mail.send(step, mine, 1 - rank)
             tile = theirs.at[0] if bug == "read before it came" else mail.wait(step)
             plgpu.copy_smem_to_gmem(tile, out.at[rank, i])

@@ -83,7 +83,7 @@ def test_which_are_ranges(name: str) -> None:
     q, k, v = arrays(64)
     spec, _ = parse_call(q, k, v, mask=(RANGES | OTHERS)[name]())
     described = aux_inputs.compile_mask(spec)
-    assert described is not None and described.sees_a_range == (name in RANGES)
+    assert described is not None and described.is_key_interval == (name in RANGES)
 
 
 @pytest.mark.parametrize("name", slow_but(lambda name: name in list(RANGES)[:4], RANGES))

@@ -55,10 +55,12 @@ def tamed(block: int, kernel_dims: tuple[int, int]) -> Any:
 
         def run(refs: tuple, memory: list[Any]) -> None:
             *tiles, arrived = memory
-            copies.write_as_the_first(refs[:2], refs[2:], lax.axis_index("cta"), tiles, arrived)
+            copies.sanitize_with_first(refs[:2], refs[2:], lax.axis_index("cta"), tiles, arrived)
 
         memory, grid = [*copies.buffers, pipeline.barriers(1)], {"cta": math.prod(copies.grid)}
-        return copies.tamed(launch.build_kernel("tame", run, memory, copies.outputs, grid, 1)(x, y))
+        return copies.sanitized_arrays(
+            launch.build_kernel("tame", run, memory, copies.outputs, grid, 1)(x, y)
+        )
 
     return call
 
@@ -66,10 +68,10 @@ def tamed(block: int, kernel_dims: tuple[int, int]) -> Any:
 def check(found: list[Any], x: jax.Array, y: jax.Array, block: int) -> None:
     rows = ~np.isfinite(np.asarray(x, np.float32)).all(-1)
     for array, value, tamed in ((x, 0.0, found[0]), (y, math.nan, found[1])):
-        assert tamed.wild.shape == (BATCH, HEADS, -(-x.shape[1] // block))
+        assert tamed.is_nonfinite_block.shape == (BATCH, HEADS, -(-x.shape[1] // block))
         expected = np.where(rows[..., None], value, np.asarray(array, np.float32))
-        instead = np.asarray(tamed.instead, np.float32)
-        for (batch, head, number), wild in np.ndenumerate(np.asarray(tamed.wild)):
+        instead = np.asarray(tamed.sanitized, np.float32)
+        for (batch, head, number), wild in np.ndenumerate(np.asarray(tamed.is_nonfinite_block)):
             part = batch, slice(number * block, (number + 1) * block), head
             # A block may be named for what is just past it, in the same 64 rows.
             assert wild == 1 or not rows[part].any()
@@ -113,7 +115,9 @@ def test_they_are_looked_for_where_tokens_may_take_part_in_nothing(side: str) ->
     sizes = {"batch": BATCH, "q_len": 139, "kv_len": 139, "q_heads": HEADS, "kv_heads": HEADS}
     mask, config = aux_inputs.compile_mask(spec), BackwardConfig(64, 64)
     of_score = aux_inputs.compile_score(spec, ())
-    problem = kernel_spec.KernelSpec(**sizes, scale=1.0, offset=None, mask=mask, score=of_score)
+    problem = kernel_spec.KernelSpec(
+        **sizes, scale=1.0, causal_offset=None, mask=mask, score=of_score
+    )
 
     def wild(x: jax.Array, in_doubt: jax.Array) -> jax.Array:
         ones, lse = (
@@ -124,7 +128,7 @@ def test_they_are_looked_for_where_tokens_may_take_part_in_nothing(side: str) ->
         tamed, _, _ = preprocess.backward_preprocess(
             problem, config, factors, ones, lse, True, in_doubt
         )
-        return getattr(tamed, side).wild
+        return getattr(tamed, side).is_nonfinite_block
 
     everywhere, first, nowhere = (
         np.asarray(interpreter.run(wild, x, jnp.array(entries, jnp.int32)))

@@ -21,22 +21,22 @@ from tests.support.tiers import slow
 
 def test_tiles_go_to_the_cta_that_is_free_first():
     entries = np.arange(5, dtype=np.int32)[:, None]
-    dealt = StaticTileScheduler.of(entries, [3.0, 1.0, 1.0, 1.0, 1.0], 2)
+    dealt = StaticTileScheduler.deal(entries, [3.0, 1.0, 1.0, 1.0, 1.0], 2)
     assert dealt.table[..., 0].tolist() == [[0, 4, 5, 5], [1, 2, 3, 5]]
 
 
 def test_tiles_that_belong_together_go_to_one_cta():
     entries = np.arange(6, dtype=np.int32)[:, None]
-    dealt = StaticTileScheduler.of(entries, [1.0, 1.0, 1.0], 2, together=2)
+    dealt = StaticTileScheduler.deal(entries, [1.0, 1.0, 1.0], 2, together=2)
     assert dealt.table[..., 0].tolist() == [[0, 1, 4, 5, 6], [2, 3, 6, 6, 6]]
-    assert sorted(dealt.loads) == [1.0, 2.0]
+    assert sorted(dealt.worker_costs) == [1.0, 2.0]
 
 
 def test_claims_come_before_the_tiles():
     numbers = np.arange(4, dtype=np.int32)
-    claims = DynamicTileScheduler.of(numbers, 10 * numbers, hands=3)
+    claims = DynamicTileScheduler.build(numbers, 10 * numbers, hands=3)
     front = 3 * scheduler.CLAIM_SLOTS + 1
-    assert (claims.table[:front] == -1).all() and claims.count == 4
+    assert (claims.table[:front] == -1).all() and claims.num_tiles == 4
     assert claims.table[front:].tolist() == [[0, 0], [1, 10], [2, 20], [3, 30], [4, 0]]
 
 
@@ -49,8 +49,10 @@ def test_long_tiles_that_do_not_come_out_even_are_claimed(
     length: int, heads: int, causal: bool, claims: bool
 ) -> None:
     """4224 tokens are 33 tiles a head, and with four entries 16 for each of 132 CTAs."""
-    problem = KernelSpec(4, length, length, heads, heads, scale=1.0, offset=0 if causal else None)
-    found = BackwardSchedule.of(problem, BackwardConfig(128, 128)).tiles(None)
+    problem = KernelSpec(
+        4, length, length, heads, heads, scale=1.0, causal_offset=0 if causal else None
+    )
+    found = BackwardSchedule.choose(problem, BackwardConfig(128, 128)).tile_scheduler(None)
     assert isinstance(found, DynamicTileScheduler) == claims
 
 
@@ -91,7 +93,7 @@ def test_ctas_claim_tiles_side_by_side(
             return lambda q, k, v, dout, ids: attend(q, k, v, ids)
         return gradients
 
-    claims = mock.patch.object(BackwardSchedule, "claims", True)
+    claims = mock.patch.object(BackwardSchedule, "uses_dynamic", True)
     with planned_for_h200(cores=ctas), all_at_once(kernel), claims, whole_heads(whole):
         got = interpreter.run(run("hopper"), *args)
     assert_as_dense(got, run("reference"), args, run=interpreter.run)

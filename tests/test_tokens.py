@@ -32,7 +32,7 @@ def numbers(*shape, seed=0):
 
 
 def place(kind, x, batch=(2,)):
-    (placed,) = jax.tree.leaves(AuxArrays(**{kind: {"x": x}}).place("owner", dims(batch)))
+    (placed,) = jax.tree.leaves(AuxArrays(**{kind: {"x": x}}).to_leading_axes("owner", dims(batch)))
     return placed
 
 
@@ -59,7 +59,7 @@ def batch_shapes(batch):
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
-@pytest.mark.parametrize("kind, size, axis", [("q", T, 2), ("k", S, 3)])
+@pytest.mark.parametrize("kind, size, axis", [("q_tokens", T, 2), ("k_tokens", S, 3)])
 def test_token_data_vary_along_their_own_axis(kind, size, axis, batch):
     for have in batch_shapes(batch):
         for own in (size, 1):
@@ -72,30 +72,30 @@ def test_pair_data_broadcast_to_heads_queries_and_keys(batch):
     for have in batch_shapes(batch):
         for own in [(N, T, S), (1, T, S), (N, 1, S), (1, 1, S), (N, T, 1), (1, 1, 1)]:
             x = numbers(*have, *own)
-            check_placed(place("pairs", x, batch), everywhere(x, batch, 1, 2, 3))
+            check_placed(place("pairwise", x, batch), everywhere(x, batch, 1, 2, 3))
 
 
 @pytest.mark.parametrize("shape", [(T, S), (1, S), (T, 1), (S,), ()], ids=str)
 def test_pair_data_without_heads_broadcast(shape):
     x = numbers(*shape)
     expected = np.broadcast_to(x, (2, N, T, S))
-    check_placed(place("pairs", x), expected)
+    check_placed(place("pairwise", x), expected)
 
 
 @pytest.mark.parametrize(
     "shape, kind",
     [
-        ((1, T, S), "pairs"),
-        ((N, 1, S), "pairs"),
-        ((2, 1, 1, S), "of_k"),
-        ((T, 1), "of_q"),
-        ((2, N, 1, 1), "heads"),
-        ((), "heads"),
+        ((1, T, S), "pairwise"),
+        ((N, 1, S), "pairwise"),
+        ((2, 1, 1, S), "pairwise_k"),
+        ((T, 1), "pairwise_q"),
+        ((2, N, 1, 1), "per_head"),
+        ((), "per_head"),
     ],
     ids=str,
 )
 def test_pair_data_belong_to_what_they_vary_with(shape, kind):
-    data = AuxArrays(pairs={"x": numbers(*shape)}).place("owner", dims())
+    data = AuxArrays(pairwise={"x": numbers(*shape)}).to_leading_axes("owner", dims())
     assert list(getattr(data, kind)) == ["x"] and len(jax.tree.leaves(data)) == 1
     assert data.views(0, 0, dims())[2].x is getattr(data, kind)["x"]
 
@@ -104,7 +104,7 @@ def test_pair_data_belong_to_what_they_vary_with(shape, kind):
 def test_head_data_belong_to_query_heads_in_order(trailing):
     x = numbers(N, *trailing)
     expected = np.broadcast_to(x[None, :, None, None], (6, N, T, S, *trailing))
-    check_placed(place("heads", x, (2, 3)), expected, trailing)
+    check_placed(place("per_head", x, (2, 3)), expected, trailing)
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (4, 2)], ids=str)
@@ -114,22 +114,38 @@ def test_params_keep_their_shape_behind_the_leading_axes(shape):
 
 
 def test_data_without_batch_are_not_repeated():
-    assert place("q", numbers(T), (2, 3)).shape == (1, 1, 1, T, 1)
-    assert place("pairs", numbers(1, T, S), (2, 3)).shape == (1, 1, 1, T, S)
-    assert place("pairs", numbers(1, 1, N, T, S), (2, 3)).shape == (1, K, G, T, S)
+    assert place("q_tokens", numbers(T), (2, 3)).shape == (1, 1, 1, T, 1)
+    assert place("pairwise", numbers(1, T, S), (2, 3)).shape == (1, 1, 1, T, S)
+    assert place("pairwise", numbers(1, 1, N, T, S), (2, 3)).shape == (1, K, G, T, S)
 
 
 BAD_SHAPES = [
-    ("q", (T + 1,), r"q_tokens\['x'\] must have shape \[\*B, T\] with T = 5.*has shape \(6,\)"),
-    ("q", (), r"q_tokens\['x'\] must have shape \[\*B, T\] with T = 5.*has shape \(\)"),
-    ("q", (3, T), r"q_tokens\['x'\] must have .* broadcast to \(2,\).*has shape \(3, 5\)"),
-    ("q", (1, 2, T), r"q_tokens\['x'\] must have .* broadcast to \(2,\).*has shape \(1, 2, 5\)"),
-    ("k", (2, T), r"k_tokens\['x'\] must have shape \[\*B, S\] with S = 7.*has shape \(2, 5\)"),
-    ("heads", (K,), r"heads\['x'\] must have shape \[N, \.\.\.\] with N = 6.*has shape \(2,\)"),
-    ("heads", (), r"heads\['x'\] must have shape \[N, \.\.\.\] with N = 6.*has shape \(\)"),
-    ("pairs", (K, T, S), r"pairs\['x'\] must have .*N = 6, T = 5, S = 7.*has shape \(2, 5, 7\)"),
-    ("pairs", (S, T), r"pairs\['x'\] must have .*N = 6, T = 5, S = 7.*has shape \(7, 5\)"),
-    ("pairs", (3, N, T, S), r"pairs\['x'\] must .*broadcast to \(2,\).*has shape \(3, 6, 5, 7\)"),
+    (
+        "q_tokens",
+        (T + 1,),
+        r"q_tokens\['x'\] must have shape \[\*B, T\] with T = 5.*has shape \(6,\)",
+    ),
+    ("q_tokens", (), r"q_tokens\['x'\] must have shape \[\*B, T\] with T = 5.*has shape \(\)"),
+    ("q_tokens", (3, T), r"q_tokens\['x'\] must have .* broadcast to \(2,\).*has shape \(3, 5\)"),
+    (
+        "q_tokens",
+        (1, 2, T),
+        r"q_tokens\['x'\] must have .* broadcast to \(2,\).*has shape \(1, 2, 5\)",
+    ),
+    (
+        "k_tokens",
+        (2, T),
+        r"k_tokens\['x'\] must have shape \[\*B, S\] with S = 7.*has shape \(2, 5\)",
+    ),
+    ("per_head", (K,), r"heads\['x'\] must have shape \[N, \.\.\.\] with N = 6.*has shape \(2,\)"),
+    ("per_head", (), r"heads\['x'\] must have shape \[N, \.\.\.\] with N = 6.*has shape \(\)"),
+    ("pairwise", (K, T, S), r"pairs\['x'\] must have .*N = 6, T = 5, S = 7.*has shape \(2, 5, 7\)"),
+    ("pairwise", (S, T), r"pairs\['x'\] must have .*N = 6, T = 5, S = 7.*has shape \(7, 5\)"),
+    (
+        "pairwise",
+        (3, N, T, S),
+        r"pairs\['x'\] must .*broadcast to \(2,\).*has shape \(3, 6, 5, 7\)",
+    ),
 ]
 BAD_IDS = [f"{kind}-{shape}" for kind, shape, _ in BAD_SHAPES]
 
@@ -147,19 +163,21 @@ def test_a_wrong_shape_is_told_its_cure(kind, shape):
 
 
 @pytest.mark.parametrize("name", ["index", "length"])
-@pytest.mark.parametrize("kind", ["q", "k"])
+@pytest.mark.parametrize("kind", ["q_tokens", "k_tokens"])
 def test_token_data_cannot_take_the_name_of_a_position(kind, name):
     """They would be hidden by the attribute of the name, without a word."""
     with pytest.raises(ValueError, match=name):
-        AuxArrays(**{kind: {name: numbers(1)}}).place("owner", dims())
+        AuxArrays(**{kind: {name: numbers(1)}}).to_leading_axes("owner", dims())
 
 
-@pytest.mark.parametrize("kinds", [("heads", "params"), ("params", "pairs"), ("heads", "pairs")])
+@pytest.mark.parametrize(
+    "kinds", [("per_head", "params"), ("params", "pairwise"), ("per_head", "pairwise")]
+)
 def test_one_name_in_two_kinds_is_refused(kinds):
     """`c.x` could mean either."""
-    arrays = {"heads": numbers(N), "params": numbers(), "pairs": numbers(T, S)}
+    arrays = {"per_head": numbers(N), "params": numbers(), "pairwise": numbers(T, S)}
     with pytest.raises(ValueError, match="'x'"):
-        AuxArrays(**{kind: {"x": arrays[kind]} for kind in kinds}).place("owner", dims())
+        AuxArrays(**{kind: {"x": arrays[kind]} for kind in kinds}).to_leading_axes("owner", dims())
 
 
 FUNCTIONS = {

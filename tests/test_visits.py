@@ -26,25 +26,25 @@ def random_classes(*shape):
 
 def test_full_blocks_come_first_then_those_that_are_cut():
     classes = np.array([[[[PARTIAL, EMPTY, FULL, PARTIAL, FULL]]]], np.int32)
-    seen = BlockMask.of(classes)
-    visited, cut = block_mask.unpack_counts(seen.counts)
+    seen = BlockMask.from_classes(classes)
+    visited, cut = block_mask.unpack_counts(seen.num_blocks)
     assert (visited.item(), cut.item()) == (4, 2)
-    assert block_mask.block_id(seen.lists[0, 0, 0, :4]).tolist() == [2, 4, 0, 3]
+    assert block_mask.block_id(seen.block_indices[0, 0, 0, :4]).tolist() == [2, 4, 0, 3]
 
 
 def test_a_tile_that_sees_nothing_visits_one_block_that_is_cut():
-    seen = BlockMask.of(np.full((1, 1, 2, 3), EMPTY, np.int32))
-    visited, cut = block_mask.unpack_counts(seen.counts)
+    seen = BlockMask.from_classes(np.full((1, 1, 2, 3), EMPTY, np.int32))
+    visited, cut = block_mask.unpack_counts(seen.num_blocks)
     assert visited.tolist() == cut.tolist() == [[[1, 1]]]
 
 
 def test_parts_that_follow_each_other_are_a_block():
     """It is full if both are; the last one here has a part that nobody sees."""
     classes = np.array([FULL, PARTIAL, FULL, EMPTY, FULL, PARTIAL, EMPTY, EMPTY], np.int32)
-    seen = BlockMask.of(classes[None, None, None], 2)
-    visited, cut = block_mask.unpack_counts(seen.counts)
+    seen = BlockMask.from_classes(classes[None, None, None], 2)
+    visited, cut = block_mask.unpack_counts(seen.num_blocks)
     assert (visited.item(), cut.item()) == (3, 2)
-    assert block_mask.block_id(seen.lists).ravel().tolist() == [0, 2, 4, 1, 5, 3, 6, 7]
+    assert block_mask.block_id(seen.block_indices).ravel().tolist() == [0, 2, 4, 1, 5, 3, 6, 7]
 
 
 def test_parts_are_fewer_where_they_need_not_be_neighbours():
@@ -88,12 +88,12 @@ def test_every_tile_is_taken_once_with_its_counts(
     classes = random_classes(batch, each, tiles, 4)
 
     def table(classes):
-        return BlockMask.of(classes).deal(batch, heads, 2, hands).table
+        return BlockMask.from_classes(classes).static_schedule(batch, heads, 2, hands).table
 
     found = np.asarray(interpreter.run(table, classes) if on_device else table(classes))
-    all_tiles, counts = batch * heads * tiles, BlockMask.of(classes).counts
+    all_tiles, counts = batch * heads * tiles, BlockMask.from_classes(classes).num_blocks
     hands = min(hands, all_tiles)
-    front = DynamicTileScheduler.in_front(hands) if on_device else 0
+    front = DynamicTileScheduler.header_rows(hands) if on_device else 0
     assert on_device or len(found) == hands
     assert (found[:front] == -1).all()
     entries = found[front:].reshape(-1, 2).tolist()
@@ -108,22 +108,26 @@ def test_every_tile_is_taken_once_with_its_counts(
 
 def test_known_tiles_are_claimed_in_the_order_of_others():
     classes = random_classes(2, 1, 9, 4)
-    found = interpreter.run(lambda x: BlockMask.of(x).claim(2, 6, 5).table, classes)
-    np.testing.assert_array_equal(BlockMask.of(classes).claim(2, 6, 5).table, found)
+    found = interpreter.run(
+        lambda x: BlockMask.from_classes(x).dynamic_schedule(2, 6, 5).table, classes
+    )
+    np.testing.assert_array_equal(
+        BlockMask.from_classes(classes).dynamic_schedule(2, 6, 5).table, found
+    )
 
 
 @pytest.mark.parametrize("kv_heads, taken", [(4, DynamicTileScheduler), (1, StaticTileScheduler)])
 def test_of_grouped_heads_known_tiles_are_dealt(kv_heads, taken):
-    problem = KernelSpec(2, 512, 512, 4, kv_heads, scale=1.0, offset=None)
+    problem = KernelSpec(2, 512, 512, 4, kv_heads, scale=1.0, causal_offset=None)
     classes = random_classes(1, 1, 8, 4)
-    schedule = BackwardSchedule.of(problem, BackwardConfig(128, 128), classes)
-    assert isinstance(schedule.tiles(schedule.seen(classes)), taken)
+    schedule = BackwardSchedule.choose(problem, BackwardConfig(128, 128), classes)
+    assert isinstance(schedule.tile_scheduler(schedule.block_mask(classes)), taken)
 
 
 def test_on_the_host_the_longest_hand_has_little_more_than_the_mean():
     classes = np.tril(np.full((64, 64), FULL, np.int32))[None, None]
-    dealt = BlockMask.of(classes).deal(2, 16, 2, 132)
-    there = dealt.table[..., 0] < dealt.count
+    dealt = BlockMask.from_classes(classes).static_schedule(2, 16, 2, 132)
+    there = dealt.table[..., 0] < dealt.num_tiles
     loads = np.sum(block_mask.tile_costs(dealt.table[..., 1]), 1, where=there)
     assert loads.max() < 1.05 * loads.mean()
 
@@ -132,7 +136,7 @@ def test_on_the_host_tiles_that_are_long_come_before_all_sections():
     """Windows, and keys that all queries see: a tile of them is as long as half of a CTA's."""
     near = np.tril(np.triu(np.ones((64, 64), np.int32), -8))
     classes = np.where(np.arange(64)[:, None] == 0, np.int32(PARTIAL), PARTIAL * near)
-    loads = BlockMask.of(classes[None, None]).deal(1, 32, 4, 132).loads
+    loads = BlockMask.from_classes(classes[None, None]).static_schedule(1, 32, 4, 132).worker_costs
     assert max(loads) < 1.05 * np.mean(loads)
 
 
@@ -148,8 +152,10 @@ def test_on_the_device_long_tiles_come_early():
     near = np.tril(np.triu(np.ones((64, 64), np.int32), -6))
     heads = np.arange(16)[:, None, None] % 8 == 7
     classes = np.where(heads, FULL * np.tril(np.ones((64, 64))), FULL * near).astype(np.int32)
-    found = interpreter.run(lambda x: BlockMask.of(x).deal(1, 16, 16, 132).table, classes[None])
-    entries = np.asarray(found)[DynamicTileScheduler.in_front(132) : -1]
+    found = interpreter.run(
+        lambda x: BlockMask.from_classes(x).static_schedule(1, 16, 16, 132).table, classes[None]
+    )
+    entries = np.asarray(found)[DynamicTileScheduler.header_rows(132) : -1]
     assert last_beside_mean(entries) < 1.05
 
 
@@ -164,8 +170,10 @@ def test_on_the_device_too(name, block_q):
     first_key = np.arange(len(k)) * 128
     classes = np.where(seen & (first_key <= last_query), np.int32(FULL), np.int32(EMPTY))
     classes = (classes if block_q == 128 else classes.T)[None, None]
-    found = interpreter.run(lambda x: BlockMask.of(x).claim(1, 16, 132).table, classes)
-    assert last_beside_mean(np.asarray(found)[DynamicTileScheduler.in_front(132) : -1]) < 1.02
+    found = interpreter.run(
+        lambda x: BlockMask.from_classes(x).dynamic_schedule(1, 16, 132).table, classes
+    )
+    assert last_beside_mean(np.asarray(found)[DynamicTileScheduler.header_rows(132) : -1]) < 1.02
 
 
 def test_a_few_long_tiles_among_many_come_early():
@@ -174,7 +182,9 @@ def test_a_few_long_tiles_among_many_come_early():
     near = np.tril(np.triu(np.ones((256, 256), np.int32), -16), 16)
     sees_all = np.arange(256)[:, None] % 85 == 0
     classes = np.where(sees_all | sees_all.T, PARTIAL, FULL * near).astype(np.int32)
-    entries = block_mask.order_tiles_host(BlockMask.of(classes[None, None]).counts, 1, 16, 132)
+    entries = block_mask.order_tiles_host(
+        BlockMask.from_classes(classes[None, None]).num_blocks, 1, 16, 132
+    )
     assert last_beside_mean(entries) < 1.02
 
 
@@ -183,7 +193,7 @@ def test_of_two_tiles_a_cta_the_longest_come_first(each, late):
     """Four documents of 512 tokens, 16 heads: long ones first, but one head after another, they end 33 % late."""
     documents = np.kron(np.eye(4), np.tril(np.ones((4, 4)))).astype(np.int32)
     classes = np.broadcast_to(FULL * documents, (1, each, 16, 16))
-    entries = block_mask.order_tiles_host(BlockMask.of(classes).counts, 1, 16, 132)
+    entries = block_mask.order_tiles_host(BlockMask.from_classes(classes).num_blocks, 1, 16, 132)
     assert last_beside_mean(entries) < late
 
 
@@ -191,7 +201,7 @@ def test_tiles_of_heads_that_are_alike_stay_with_their_heads_while_they_can():
     """One of a head's tiles takes a third of what a CTA does: it waits for half of the heads at most."""
     classes = np.eye(64, dtype=np.int32)[None, None] * FULL
     classes[..., 5, :12] = PARTIAL
-    entries = block_mask.order_tiles_host(BlockMask.of(classes).counts, 1, 64, 132)
+    entries = block_mask.order_tiles_host(BlockMask.from_classes(classes).num_blocks, 1, 64, 132)
     places = np.empty(64 * 64, int)
     places[entries[:, 0]] = np.arange(64 * 64)
     of_head = places.reshape(64, 64)[:, 5] // 64
@@ -205,12 +215,12 @@ def test_what_reaches_past_the_end_is_cut():
 
 def test_a_known_mask_divides_groups_as_a_causal_call_does():
     """Multi-query heads: 128 tiles for 132 CTAs, the longest of them twice the mean."""
-    causal = KernelSpec(4, 4096, 4096, 16, 1, scale=1.0, offset=0)
-    masked = dataclasses.replace(causal, offset=None, mask="q.index >= k.index")
+    causal = KernelSpec(4, 4096, 4096, 16, 1, scale=1.0, causal_offset=0)
+    masked = dataclasses.replace(causal, causal_offset=None, mask="q.index >= k.index")
     config = BackwardConfig(128, 128)
     first_query, first_key = 64 * np.arange(64)[:, None], 128 * np.arange(32)
     seen = np.where(first_query >= first_key + 127, FULL, PARTIAL)
     classes = np.where(first_key > first_query + 63, EMPTY, seen).astype(np.int32)[None, None]
-    parts = BackwardSchedule.of(causal, config).parts
-    assert parts > 1 and BackwardSchedule.of(masked, config, classes).parts == parts
-    assert BackwardSchedule.of(masked, config, np.full_like(classes, FULL)).parts == 1
+    parts = BackwardSchedule.choose(causal, config).group_splits
+    assert parts > 1 and BackwardSchedule.choose(masked, config, classes).group_splits == parts
+    assert BackwardSchedule.choose(masked, config, np.full_like(classes, FULL)).group_splits == 1

@@ -34,7 +34,7 @@ class Backend:
     """
 
     name: str
-    refuses: Callable[[CallSpec, Device], str | None]
+    unsupported_reason: Callable[[CallSpec, Device], str | None]
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
     describe: Callable[..., KernelDescription]

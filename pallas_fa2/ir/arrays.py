@@ -58,38 +58,46 @@ class AuxArrays:
     `shared` names the token data that were one array for queries and keys when they were placed.
     """
 
-    q: Arrays = dataclasses.field(default_factory=dict)
-    k: Arrays = dataclasses.field(default_factory=dict)
-    heads: Arrays = dataclasses.field(default_factory=dict)
+    q_tokens: Arrays = dataclasses.field(default_factory=dict)
+    k_tokens: Arrays = dataclasses.field(default_factory=dict)
+    per_head: Arrays = dataclasses.field(default_factory=dict)
     params: Arrays = dataclasses.field(default_factory=dict)
-    pairs: Arrays = dataclasses.field(default_factory=dict)
-    entries: Arrays = dataclasses.field(default_factory=dict)
-    of_q: Arrays = dataclasses.field(default_factory=dict)
-    of_k: Arrays = dataclasses.field(default_factory=dict)
+    pairwise: Arrays = dataclasses.field(default_factory=dict)
+    per_batch: Arrays = dataclasses.field(default_factory=dict)
+    pairwise_q: Arrays = dataclasses.field(default_factory=dict)
+    pairwise_k: Arrays = dataclasses.field(default_factory=dict)
     shared: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def views(self, q_index: Any, k_index: Any, dims: CallShape) -> tuple[Token, Token, Context]:
         """The scalar views that a mask or score function receives."""
         return (
-            Token("q", q_index, dims.q_len, self.q),
-            Token("k", k_index, dims.kv_len, self.k),
-            Context({**self.heads, **self.params, **self.pairs, **self.of_q, **self.of_k}),
+            Token("q", q_index, dims.q_len, self.q_tokens),
+            Token("k", k_index, dims.kv_len, self.k_tokens),
+            Context(
+                {
+                    **self.per_head,
+                    **self.params,
+                    **self.pairwise,
+                    **self.pairwise_q,
+                    **self.pairwise_k,
+                }
+            ),
         )
 
     def _check_names(self, owner: str) -> None:
-        for name in {"index", "length"} & {*self.q, *self.k}:
+        for name in {"index", "length"} & {*self.q_tokens, *self.k_tokens}:
             raise ValueError(
                 f"{owner}: token data may not be named {name!r}, which every token has already; "
                 "rename it, or pass q_positions= and kv_positions= for other positions"
             )
-        names = [*self.heads, *self.params, *self.pairs, *self.entries]
+        names = [*self.per_head, *self.params, *self.pairwise, *self.per_batch]
         for name in {n for n in names if names.count(n) > 1}:
             raise ValueError(
                 f"{owner}: heads=, params=, pairs= and entries= share one context, but {name!r} is in "
                 "two of them; rename one"
             )
 
-    def place(
+    def to_leading_axes(
         self, owner: str, dims: CallShape, labels: Mapping[str, str] | None = None
     ) -> "AuxArrays":
         """The same arrays with the five leading axes; raises if a shape does not fit the call.
@@ -103,24 +111,28 @@ class AuxArrays:
             named = {n: (label(n) or f"{owner}: {kind}[{n!r}]", x) for n, x in arrays.items()}
             return {n: put(name, as_array(name, x)) for n, (name, x) in named.items()}
 
-        pairs = each(self.pairs, "pairs", lambda n, x: _normalize_pairwise(n, x, dims))
+        pairs = each(self.pairwise, "pairs", lambda n, x: _normalize_pairwise(n, x, dims))
 
         def of_kind(kind: str) -> dict[str, jax.Array]:
             return {n: x for n, x in pairs.items() if _pairwise_kind(x) == kind}
 
         return AuxArrays(
-            q=each(self.q, "q_tokens", lambda n, x: normalize_tokens(n, x, dims, Q_AXIS)),
-            k=each(self.k, "k_tokens", lambda n, x: normalize_tokens(n, x, dims, K_AXIS)),
-            heads=each(self.heads, "heads", lambda n, x: _normalize_heads(n, x, dims))
-            | each(self.entries, "entries", lambda n, x: _normalize_entries(n, x, dims))
+            q_tokens=each(
+                self.q_tokens, "q_tokens", lambda n, x: normalize_tokens(n, x, dims, Q_AXIS)
+            ),
+            k_tokens=each(
+                self.k_tokens, "k_tokens", lambda n, x: normalize_tokens(n, x, dims, K_AXIS)
+            ),
+            per_head=each(self.per_head, "heads", lambda n, x: _normalize_heads(n, x, dims))
+            | each(self.per_batch, "entries", lambda n, x: _normalize_entries(n, x, dims))
             | of_kind("heads"),
             params=each(
                 self.params, "params", lambda _, x: x.reshape((1,) * NUM_LEADING_AXES + x.shape)
             ),
-            pairs=of_kind("pairs"),
-            of_q=of_kind("of_q"),
-            of_k=of_kind("of_k"),
-            shared=tuple(n for n, x in self.q.items() if self.k.get(n) is x),
+            pairwise=of_kind("pairs"),
+            pairwise_q=of_kind("of_q"),
+            pairwise_k=of_kind("of_k"),
+            shared=tuple(n for n, x in self.q_tokens.items() if self.k_tokens.get(n) is x),
         )
 
 

@@ -91,7 +91,7 @@ def block_classes(
         def over_tiles(x: Any) -> Interval:
             return _tile_range(x, block_q, block_kv)
 
-        index = (over_tiles(q_given), over_tiles(k_given)) if spec.positions else None
+        index = (over_tiles(q_given), over_tiles(k_given)) if spec.has_explicit_positions else None
         ranges = [over_tiles(x) for x in jax.tree.leaves(data)]
         return _classes(spec, block_q, block_kv, index, ranges)
 
@@ -130,7 +130,11 @@ DISTANCES = "sub", "div", "rem", "shift_right_arithmetic", "shift_right_logical"
 def data_independent_classes(spec: CallSpec, block_q: int, block_kv: int) -> np.ndarray:
     """PARTIAL for every tile of which something may be seen, whatever the mask's data, else EMPTY: int32
     `[1, 1, 1, T tiles, S tiles]`, at trace time."""
-    if spec.mask is None or spec.positions or not _names(spec.mask.jaxpr.jaxpr) & {*DISTANCES}:
+    if (
+        spec.mask is None
+        or spec.has_explicit_positions
+        or not _names(spec.mask.jaxpr.jaxpr) & {*DISTANCES}
+    ):
         return np.full(_shape(spec, block_q, block_kv), PARTIAL, np.int32)
     avals = cast(list[ShapedArray], spec.mask.jaxpr.in_avals[2:])
 

@@ -38,7 +38,7 @@ class Operands(NamedTuple):
     k_index: jax.Array | None = None
     seed: jax.Array | None = None  # uint32[2], for dropout
 
-    def cut(self, q_start: Any, q_size: int, k_start: Any, k_size: int) -> "Operands":
+    def slice_tile(self, q_start: Any, q_size: int, k_start: Any, k_size: int) -> "Operands":
         """Of some queries and keys."""
         of_tokens = self._replace(seed=None)
         part = jax.tree.map(lambda x: slice_tile(x, q_start, q_size, k_start, k_size), of_tokens)
@@ -63,10 +63,10 @@ class CallSpec:
     dtype: np.dtype
     scale: float
     mask: TracedFn | None = None
-    mask_by_head: bool = False  # heads have masks of their own
+    mask_varies_by_head: bool = False  # heads have masks of their own
     scores: tuple[TracedFn, ...] = ()
     causal: Literal["start", "end"] | None = None
-    positions: bool = False  # token positions are given as data
+    has_explicit_positions: bool = False  # token positions are given as data
     dropout_rate: float = 0.0
     deterministic: bool = False  # gradients are bitwise the same in every run
     first_position: int = 0  # of query 0, where positions are not given
@@ -76,19 +76,19 @@ class CallSpec:
         return self.q_heads // self.kv_heads
 
     @property
-    def masked(self) -> bool:
+    def has_general_mask(self) -> bool:
         """Whether there is a mask, other than one that is known to be causal."""
         return self.mask is not None and self.causal is None
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """No mask but a causal one, no score function, no dropout."""
-        return not (self.masked or self.scores or self.dropout_rate)
+        return not (self.has_general_mask or self.scores or self.dropout_rate)
 
     @property
-    def only_masked(self) -> bool:
+    def has_only_mask(self) -> bool:
         """A mask that is not causal, and nothing else."""
-        return self.masked and not (self.scores or self.dropout_rate)
+        return self.has_general_mask and not (self.scores or self.dropout_rate)
 
     @property
     def accumulator(self) -> np.dtype:

@@ -36,7 +36,7 @@ class NumberedValue(NamedTuple):
 @functools.lru_cache(maxsize=512)
 def mask_covers_every_token(spec: CallSpec) -> bool:
     """False where the code does not say so."""
-    if spec.mask is None or spec.positions or not (spec.q_len and spec.kv_len):
+    if spec.mask is None or spec.has_explicit_positions or not (spec.q_len and spec.kv_len):
         return False
     if spec.q_len == spec.kv_len and _every_token_sees_itself(spec):
         return True
@@ -50,21 +50,23 @@ def batch_entries_without_self_attention(spec: CallSpec, operands: Operands) -> 
     """
     assert spec.mask is not None
     nodes = jax.tree.leaves(operands.mask, is_leaf=_is_data)
-    if spec.q_len != spec.kv_len or any(node.pairs for node in nodes):
+    if spec.q_len != spec.kv_len or any(node.pairwise for node in nodes):
         return jnp.ones(spec.batch, jnp.int32)
 
     def of_queries(arrays: Any) -> Any:
         return jax.tree.map(lambda x: x.swapaxes(Q_AXIS, K_AXIS), arrays)
 
     def same_token(node: AuxArrays) -> AuxArrays:
-        return dataclasses.replace(node, k=of_queries(node.k), of_k=of_queries(node.of_k))
+        return dataclasses.replace(
+            node, k_tokens=of_queries(node.k_tokens), pairwise_k=of_queries(node.pairwise_k)
+        )
 
     data = jax.tree.map(same_token, operands.mask, is_leaf=_is_data)
     if operands.q_index is None:
         q_index = k_index = default_positions(spec.q_len, Q_AXIS)
     else:
         q_index, k_index = operands.q_index, of_queries(operands.k_index)
-    sees = jnp.all(spec.mask.on_tile(q_index, k_index, data), range(1, NUM_LEADING_AXES))
+    sees = jnp.all(spec.mask.on_leading_axes(q_index, k_index, data), range(1, NUM_LEADING_AXES))
     return jnp.broadcast_to(~sees, spec.batch).astype(jnp.int32)
 
 
@@ -113,7 +115,7 @@ def _argument_names(spec: CallSpec) -> list[int]:
     q_index, k_index, data = jax.tree.unflatten(structure, range(structure.num_leaves))
     same = {k_index: q_index}
     for node in jax.tree.leaves(data, is_leaf=_is_data):
-        same |= {node.k[name]: node.q[name] for name in node.shared}
+        same |= {node.k_tokens[name]: node.q_tokens[name] for name in node.shared}
     return [same.get(i, i) for i in range(structure.num_leaves)]
 
 

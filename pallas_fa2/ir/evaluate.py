@@ -46,8 +46,8 @@ def evaluate(
         axes = tuple(sorted({axis for x in ins for axis in x.axes}))
         dtypes = {v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)}
         rule = _RULES.get(eqn.primitive.name) if dtypes <= {"float32", *NARROW} else None
-        if ins[0].real is not None and _becomes_real(eqn):
-            return [ins[0].real]
+        if ins[0].as_float is not None and _becomes_real(eqn):
+            return [ins[0].as_float]
         if rule is not None:
             found = rule(_RuleContext(shape, axes, functions), *ins, **eqn.params)
             return [found if isinstance(found, TileValue) else TileValue(found, axes)]
@@ -77,31 +77,31 @@ def _simplify_comparison(
     """A comparison of integers, or several, in fewer instructions than one at a time."""
     name, dtype = eqn.primitive.name, eqn.invars[0].aval.dtype
     if name in FLIPPED and dtype == jnp.int32:
-        return comparisons.of(name, *ins)
+        return comparisons.compare(name, *ins)
     if name == "and" and dtype == jnp.bool_:
-        return comparisons.both(*ins)
-    return comparisons.either(*ins) if name == "or" else None
+        return comparisons.and_(*ins)
+    return comparisons.or_(*ins) if name == "or" else None
 
 
 def _track_bounds(
     found: TileValue, primitive: Any, tile: "_RuleContext", ins: list[TileValue]
 ) -> TileValue:
     """With the float as well, if it is exact, and what a sum consists of."""
-    most = sum(x.most for x in ins)
+    most = sum(x.max_abs for x in ins)
     if primitive.name not in ("add", "sub", "neg", "abs") or most > EXACT_INTEGERS:
         return found
-    reals = [tile.times(x.real) for x in ins if x.real is not None]
+    reals = [tile.materialize(x.as_float) for x in ins if x.as_float is not None]
     if len(reals) < len(ins):
         return found
-    found = found._replace(real=TileValue(primitive.bind(*reals), found.axes), most=most)
-    if primitive.name == "abs" and ins[0].sum is not None:
-        return found._replace(size_of=ins[0])
+    found = found._replace(as_float=TileValue(primitive.bind(*reals), found.axes), max_abs=most)
+    if primitive.name == "abs" and ins[0].affine is not None:
+        return found._replace(abs_of=ins[0])
     return with_sum(found, primitive.name, *ins) if primitive.name in ("add", "sub") else found
 
 
 def _constant(x: np.ndarray) -> TileValue:
     if x.dtype == np.int32:
-        return TileValue(x, real=TileValue(x.astype(np.float32)), most=abs(float(x)))
+        return TileValue(x, as_float=TileValue(x.astype(np.float32)), max_abs=abs(float(x)))
     return TileValue(x.astype(np.float32) if x.dtype.name in NARROW else x)
 
 
@@ -110,15 +110,15 @@ class _RuleContext(NamedTuple):
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
-    functions: TargetOps
+    ops: TargetOps
 
-    def times(self, x: TileValue, factor: float = 1.0) -> Any:
+    def materialize(self, x: TileValue, factor: float = 1.0) -> Any:
         factor *= x.factor
-        array = broadcast_to_tile(x._replace(factor=1.0), self.axes, self.shape, self.functions)
+        array = broadcast_to_tile(x._replace(factor=1.0), self.axes, self.shape, self.ops)
         return array if factor == 1.0 else array * factor
 
     def invert(self, array: Any) -> Any:
-        return self.functions.reciprocal(array) if self.axes == (0, 1) else 1 / array
+        return self.ops.reciprocal(array) if self.axes == (0, 1) else 1 / array
 
     def mul(self, x: TileValue, y: TileValue) -> TileValue:
         for constant, other in ((x, y), (y, x)):
@@ -127,13 +127,13 @@ class _RuleContext(NamedTuple):
                 return other._replace(factor=other.factor * factor)
         factor = x.factor * y.factor
         x, y = x._replace(factor=1.0), y._replace(factor=1.0)
-        return TileValue(self.times(x) * self.times(y), self.axes, factor)
+        return TileValue(self.materialize(x) * self.materialize(y), self.axes, factor)
 
     def div(self, x: TileValue, y: TileValue) -> TileValue:
         if y.axes == () and isinstance(y.array, np.ndarray):
             return self.mul(x, TileValue(np.float32(1.0) / (y.array * np.float32(y.factor))))
         of_y = self._replace(axes=y.axes)
-        return self.mul(x, TileValue(of_y.invert(of_y.times(y)), y.axes))
+        return self.mul(x, TileValue(of_y.invert(of_y.materialize(y)), y.axes))
 
     def tanh(self, x: TileValue, scale: float = 1.0) -> Any:
         """tanh(scale x). tanh.approx.f32 is off by 5e-4, which a cap of 50 makes 2.5 % of a probability.
@@ -145,37 +145,37 @@ class _RuleContext(NamedTuple):
         def by_exponential(array: Any, factor: float) -> Any:
             return 1 - 2 * self.invert(1 + jnp.exp2(array * (factor * 2 * LOG2E)))
 
-        if self.axes != (0, 1) or self.functions.any_from_two is None:
-            return by_exponential(self.times(x, scale), 1.0)
-        array = self.times(x, scale * 2 / TANH_POLY_LIMIT)
+        if self.axes != (0, 1) or self.ops.any_abs_ge_2 is None:
+            return by_exponential(self.materialize(x, scale), 1.0)
+        array = self.materialize(x, scale * 2 / TANH_POLY_LIMIT)
 
         def by_polynomial() -> Any:
             square = array * array
             powers = [c * (TANH_POLY_LIMIT / 2) ** (2 * i + 1) for i, c in enumerate(TANH_POLY)]
             return array * functools.reduce(lambda sum, c: sum * square + c, reversed(powers))
 
-        far = self.functions.any_from_two(array)
+        far = self.ops.any_abs_ge_2(array)
         return cond(far, lambda: by_exponential(array, TANH_POLY_LIMIT / 2), by_polynomial)
 
     def logistic(self, x: TileValue) -> Any:
         return 0.5 + 0.5 * self.tanh(x, 0.5)
 
     def exp(self, x: TileValue) -> Any:
-        return jnp.exp2(self.times(x, LOG2E))
+        return jnp.exp2(self.materialize(x, LOG2E))
 
     def integer_pow(self, x: TileValue, y: int) -> Any:
-        powers, array, n = [], self.times(x), abs(y)
+        powers, array, n = [], self.materialize(x), abs(y)
         while n:
             powers += [array] if n % 2 else []
             array, n = array * array, n // 2
         result = functools.reduce(operator.mul, powers) if powers else jnp.ones_like(array)
         return self.invert(result) if y < 0 else result
 
-    def turned(self, x: TileValue, function: Callable) -> Any:
+    def range_reduced(self, x: TileValue, function: Callable) -> Any:
         """Of an angle near 0, as sin.approx.f32 wants it; 2 pi in two parts (Cody and Waite)."""
         high = 6.28125  # of 8 bits: its product with a number of turns up to 65,536 is exact
         low = 2 * math.pi - high
-        angle = self.times(x)
+        angle = self.materialize(x)
         turns = lax.round(angle * (0.5 / math.pi), lax.RoundingMethod.TO_NEAREST_EVEN)
         return function(angle - turns * high - turns * low)
 
@@ -192,15 +192,15 @@ _RULES: dict[str, Callable] = {
     "tanh": lambda tile, x, **_: tile.tanh(x),
     "logistic": lambda tile, x, **_: tile.logistic(x),
     "exp": lambda tile, x, **_: tile.exp(x),
-    "exp2": lambda tile, x, **_: jnp.exp2(tile.times(x)),
+    "exp2": lambda tile, x, **_: jnp.exp2(tile.materialize(x)),
     "expm1": lambda tile, x, **_: tile.exp(x) - 1,
-    "log1p": lambda tile, x, **_: jnp.log(1 + tile.times(x)),
-    "sin": lambda tile, x, **_: tile.turned(x, lax.sin),
-    "cos": lambda tile, x, **_: tile.turned(x, lax.cos),
+    "log1p": lambda tile, x, **_: jnp.log(1 + tile.materialize(x)),
+    "sin": lambda tile, x, **_: tile.range_reduced(x, lax.sin),
+    "cos": lambda tile, x, **_: tile.range_reduced(x, lax.cos),
     "square": lambda tile, x, **_: tile.integer_pow(x, 2),
     "one_minus_square": lambda tile, x, **_: 1 - tile.integer_pow(x, 2),
     "integer_pow": lambda tile, x, y, **_: tile.integer_pow(x, y),
-    "add_any": lambda tile, x, y, **_: tile.times(x) + tile.times(y),
+    "add_any": lambda tile, x, y, **_: tile.materialize(x) + tile.materialize(y),
     "convert_element_type": lambda tile, x, **_: x,
     "stop_gradient": lambda tile, x, **_: x,
     "copy": lambda tile, x, **_: x,

@@ -36,13 +36,13 @@ def simplify_floor_division(
     if divisor.bit_count() == 1:  # whatever the sign
         primitive = lax.shift_right_arithmetic_p if divides else lax.and_p
         number = divisor.bit_length() - 1 if divides else divisor - 1
-    elif x.natural:  # towards 0
+    elif x.nonnegative:  # towards 0
         primitive, number = lax.div_p if divides else lax.rem_p, divisor
     else:
         return None
     # No bound of it: what compares sums of bounded numbers takes more predicates than there are.
     found = bind(primitive, [x, TileValue(np.int32(number))], shape, functions)
-    return found._replace(natural=x.natural or not divides)
+    return found._replace(nonnegative=x.nonnegative or not divides)
 
 
 def _is_jnp_call(name: str, eqn: Any) -> bool:

@@ -16,20 +16,20 @@ class TileValue(NamedTuple):
     array: Any
     axes: tuple[int, ...] = ()  # of the tile, that it varies over
     factor: float = 1.0  # of it all: multiplications by constants are put off, and done at once
-    most: float = math.inf  # that the size of an integer can be
-    natural: bool = False  # an integer that is known to be 0 or more
+    max_abs: float = math.inf  # that the size of an integer can be
+    nonnegative: bool = False  # an integer that is known to be 0 or more
     # An integer as a float: rows and columns are converted, rather than all elements.
-    real: "TileValue | None" = None
+    as_float: "TileValue | None" = None
     # An integer, or a truth, in a form that takes fewer instructions where it is compared or joined.
-    sum: "RowPlusColumn | None" = None
-    size_of: "TileValue | None" = None  # the sum of which it is the absolute value
-    limits: "tuple[ColumnBound, ...]" = ()
+    affine: "RowPlusColumn | None" = None
+    abs_of: "TileValue | None" = None  # the sum of which it is the absolute value
+    bounds: "tuple[ColumnBound, ...]" = ()
 
     @classmethod
     def of_index(cls, array: Any, axis: int) -> "TileValue":
         """Of tokens; no launch has 2^23 of them."""
         real = cls(array.astype(jnp.float32), (axis,))
-        return cls(array, (axis,), real=real, most=2.0**23, natural=True)
+        return cls(array, (axis,), as_float=real, max_abs=2.0**23, nonnegative=True)
 
 
 class RowPlusColumn(NamedTuple):
@@ -45,7 +45,7 @@ class ColumnBound(NamedTuple):
 
     column: TileValue
     kind: Literal["low", "high"]
-    number: TileValue
+    bound: TileValue
 
 
 class TargetOps(NamedTuple):
@@ -53,13 +53,13 @@ class TargetOps(NamedTuple):
 
     reciprocal: Callable = jnp.reciprocal
     # A value of each row or column (axis 0 or 1) as a tile of that shape.
-    over: Callable = lambda array, axis, shape: lax.broadcast_in_dim(array, shape, [axis])
+    broadcast: Callable = lambda array, axis, shape: lax.broadcast_in_dim(array, shape, [axis])
     # Whether some |x| is 2 or more; None where it is not worth asking.
-    any_from_two: Callable | None = lambda tile: jnp.any(~(jnp.abs(tile) < 2))
+    any_abs_ge_2: Callable | None = lambda tile: jnp.any(~(jnp.abs(tile) < 2))
     # A maximum or minimum of integers over some axes, before it meets another one.
-    unfused: Callable = lambda array, axes: array
+    defeat_minmax_fusion: Callable = lambda array, axes: array
     # An integer that a truth over some axes may select.
-    selectable: Callable = lambda array, axes: array
+    materialize_int: Callable = lambda array, axes: array
 
 
 DEFAULT_OPS = TargetOps()
@@ -80,7 +80,7 @@ def broadcast_to_tile(
     if x.axes == axes:
         return array
     if len(x.axes) == 1:
-        return functions.over(array, x.axes[0], shape)
+        return functions.broadcast(array, x.axes[0], shape)
     sizes = tuple(shape[axis] for axis in axes)
     return lax.broadcast_in_dim(array, sizes, ())
 
@@ -97,8 +97,8 @@ def bind(
     arrays = [broadcast_to_tile(x, axes, shape, functions) for x in values]
     if primitive is lax.select_n_p and arrays[1].dtype == jnp.int32:
         truth, *cases = arrays
-        arrays = [truth, *(functions.selectable(x, axes) for x in cases)]
+        arrays = [truth, *(functions.materialize_int(x, axes) for x in cases)]
     array = primitive.bind(*arrays, **params)
     if primitive in (lax.max_p, lax.min_p) and array.dtype == jnp.int32:
-        array = functions.unfused(array, axes)
+        array = functions.defeat_minmax_fusion(array, axes)
     return TileValue(array, axes)

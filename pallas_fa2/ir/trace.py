@@ -41,7 +41,7 @@ class TracedFn:
             return self.fn(*args)
         return jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(args))[0]
 
-    def on_tile(self, *args: Any) -> jax.Array:
+    def on_leading_axes(self, *args: Any) -> jax.Array:
         """On arrays with the five leading axes, which broadcast against each other."""
         return vmap_over_leading_axes(self, *args)
 

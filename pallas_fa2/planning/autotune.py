@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa2.api import Options
-from pallas_fa2.autodiff import attend
+from pallas_fa2.autodiff import attention
 from pallas_fa2.backends.sm90 import aux_inputs, configs
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.device import Device, device_of
@@ -79,7 +79,7 @@ def autotune(
 
     def measure(config: ForwardConfig) -> float:
         chosen = dataclasses.replace(planned, forward=config)
-        run = jax.jit(lambda q, k, v: attend(spec, chosen, q, k, v, operands))
+        run = jax.jit(lambda q, k, v: attention(spec, chosen, q, k, v, operands))
         return median_ms(run, (query, key, value), iterations)
 
     times = [(config, measure(config)) for config in candidates(spec, device)]
@@ -93,16 +93,16 @@ def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:
     choose how many heads share the L2."""
 
     def suits(kernel: configs.ConfigRule) -> bool:
-        plain = spec.only_masked and not kernel.general
+        plain = spec.has_only_mask and not kernel.for_mods
         whole = all(aux_inputs.PAD_MULTIPLE % n == 0 for n in kernel.config.tile)
         plain &= whole or not aux_inputs.mask_reads_pairs(spec)
-        return kernel.takes(spec) or (plain and kernel.fits(spec))
+        return kernel.matches_kind(spec) or (plain and kernel.fits_smem(spec))
 
     return [
-        dataclasses.replace(kernel.config, ctas=device.cores, section_bytes=section)
+        dataclasses.replace(kernel.config, num_ctas=device.num_sms, l2_budget=section)
         for kernel in configs.forward_configs(spec.head_dim, spec.value_dim)
         if suits(kernel)
-        for section in (L2_BUDGETS if spec.causal else (kernel.config.section_bytes,))
+        for section in (L2_BUDGETS if spec.causal else (kernel.config.l2_budget,))
     ]
 
 

@@ -23,18 +23,22 @@ class Plan:
     implementation: str
     forward: Any = None
     backward: Any = None
-    passed_over: tuple[tuple[str, str], ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
     # Where gradients of score data are asked for, and another implementation must form them all: its
     # name and configuration.
-    of_data: tuple[str, Any] | None = None
+    score_grad_fallback: tuple[str, Any] | None = None
 
     def backward_for(self, data: bool) -> tuple[str, Any]:
         """The implementation that forms gradients, and its configuration; `data`: of score data too."""
-        return self.of_data if data and self.of_data else (self.implementation, self.backward)
+        return (
+            self.score_grad_fallback
+            if data and self.score_grad_fallback
+            else (self.implementation, self.backward)
+        )
 
-    def said_of(self, spec: CallSpec) -> str:
+    def summary(self, spec: CallSpec) -> str:
         """In one line, which implementation runs a call and why no faster one does."""
-        reasons = [f"not {name}: {reason}" for name, reason in self.passed_over]
+        reasons = [f"not {name}: {reason}" for name, reason in self.rejected]
         return "; ".join([f"{self.implementation} runs {spec}", *reasons])
 
 
@@ -48,7 +52,7 @@ def make_plan(spec: CallSpec, device: Device, implementation: str | None = None)
         )
     passed_over = []
     for name in names:
-        reason = BACKENDS[name].refuses(spec, device)
+        reason = BACKENDS[name].unsupported_reason(spec, device)
         if reason is None:
             return _configure(name, spec, device, tuple(passed_over))
         passed_over.append((name, reason))
@@ -70,12 +74,12 @@ def _configure(name: str, spec: CallSpec, device: Device, passed_over: tuple) ->
         forward = AUTOTUNE_CACHE.get(tuning_key(spec, device))
         if forward is None:
             kernels = forward_configs(spec.head_dim, spec.value_dim)
-            tuned = next(t for t in kernels if t.serves(spec))
-            forward = dataclasses.replace(tuned.config, ctas=device.cores)
+            tuned = next(t for t in kernels if t.matches(spec))
+            forward = dataclasses.replace(tuned.config, num_ctas=device.num_sms)
         backward = BackwardConfig(
             *support.kernel_dims(spec.head_dim, spec.value_dim),
-            ctas=device.cores,
-            ordered=spec.deterministic,
+            num_ctas=device.num_sms,
+            deterministic=spec.deterministic,
         )
         if spec.deterministic and spec.scores:  # the kernels sum those in any order
             of_data = "blockwise", blockwise.block_sizes(spec)

@@ -22,22 +22,22 @@ class RasterOrder:
     batch: int
     heads: int
     tiles: int
-    section: int  # heads that run together, a divisor of their number
+    l2_head_group: int  # heads that run together, a divisor of their number
     longest_first: bool  # whether the last tile of a head is the longest
 
     @property
     def count(self) -> int:
         return self.batch * self.heads * self.tiles
 
-    def place(self, number: Any) -> tuple[Any, Any, Any]:
+    def coordinates(self, number: Any) -> tuple[Any, Any, Any]:
         """(batch entry, head, tile) of a number: an int, a NumPy array or a traced scalar."""
         if not self.longest_first:
             head, tile = div(number, self.tiles), rem(number, self.tiles)
         else:
-            per_section = self.section * self.tiles
+            per_section = self.l2_head_group * self.tiles
             section, rest = div(number, per_section), rem(number, per_section)
-            tile = self.tiles - 1 - div(rest, self.section)
-            head = section * self.section + rem(rest, self.section)
+            tile = self.tiles - 1 - div(rest, self.l2_head_group)
+            head = section * self.l2_head_group + rem(rest, self.l2_head_group)
         return div(head, self.heads), rem(head, self.heads), tile
 
 

@@ -26,9 +26,9 @@ H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 
 
 @contextlib.contextmanager
-def planned_for_h200(cores: int = H200.cores) -> Iterator[None]:
+def planned_for_h200(cores: int = H200.num_sms) -> Iterator[None]:
     """What is traced inside may be interpreted or compiled, not run."""
-    device = H200._replace(cores=cores)
+    device = H200._replace(num_sms=cores)
     with contextlib.ExitStack() as patches:
         for module in ("api", "explanation"):
             patches.enter_context(
@@ -66,8 +66,8 @@ def _forwards(case: Case) -> list[configs.ConfigRule]:
     q, k, v, _ = (jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes)
     spec, _ = parse_call(q, k, v, mask=mask, score=score)
     kernels = configs.forward_configs(case.head_dim, case.value_dim or case.head_dim)
-    found = [t for t in kernels if t.takes(spec) and t.longest[spec.causal is None] > 0]
-    return found if spec.plain else found[:1]
+    found = [t for t in kernels if t.matches_kind(spec) and t.max_q_len[spec.causal is None] > 0]
+    return found if spec.is_plain else found[:1]
 
 
 def is_first(case: Case, tuned: configs.ConfigRule) -> bool:
@@ -84,7 +84,7 @@ def each_variant(cases: list[Case]) -> list[tuple[Case, configs.ConfigRule]]:
 def planned_with(tuned: configs.ConfigRule) -> Iterator[None]:
     """What is traced inside takes this forward kernel, however long it is."""
     with mock.patch.object(
-        configs, "FORWARD_CONFIGS", (tuned._replace(longest=configs.ANY_LENGTH),)
+        configs, "FORWARD_CONFIGS", (tuned._replace(max_q_len=configs.ANY_LENGTH),)
     ):
         yield
 
@@ -100,14 +100,14 @@ def asking_first() -> Iterator[None]:
 def whole_heads(taken: bool = True) -> Iterator[None]:
     """What is traced inside has a backward whose CTAs take whole heads where it can, however slow that is; or has
     another one."""
-    with _configured(whole_heads=taken):
+    with _configured(head_per_cta=taken):
         yield
 
 
 @contextlib.contextmanager
 def storing_first(stored: bool = True) -> Iterator[None]:
     """Likewise one that takes no whole heads, and stores the first of a row's dQ."""
-    with _configured(whole_heads=False, stores_first=stored):
+    with _configured(head_per_cta=False, first_store=stored):
         yield
 
 

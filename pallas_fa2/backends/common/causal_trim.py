@@ -32,22 +32,22 @@ class CausalTrim:
         return dataclasses.replace(spec, q_len=self.q_len, kv_len=self.kv_len)
 
     def operands(self, operands: Operands) -> Operands:
-        return operands.cut(self.first_query, self.q_len, 0, self.kv_len)
+        return operands.slice_tile(self.first_query, self.q_len, 0, self.kv_len)
 
-    def restore_queries(self, x: jax.Array, fill: float = 0.0, axis: int = 1) -> jax.Array:
+    def untrim_queries(self, x: jax.Array, fill: float = 0.0, axis: int = 1) -> jax.Array:
         """The whole length again, with `fill` for queries that take no part."""
         x = jax.lax.slice_in_dim(x, 0, self.q_len, axis=axis)
         pad = [(0, 0)] * x.ndim
         pad[axis] = (self.first_query, 0)
         return jnp.pad(x, pad, constant_values=fill)
 
-    def restore_data(self, x: jax.Array, like: jax.Array) -> jax.Array:
+    def untrim_aux(self, x: jax.Array, like: jax.Array) -> jax.Array:
         """The gradient of data of scores, `[B, K, G, T, S, ...]`: 0 for what takes no part."""
         missing = [whole - size for whole, size in zip(like.shape, x.shape, strict=True)]
         first = [min(self.first_query, n) if i == Q_AXIS else 0 for i, n in enumerate(missing)]
         return jnp.pad(x, [(a, n - a) for a, n in zip(first, missing, strict=True)])
 
-    def restore_keys(self, x: jax.Array, kv_len: int) -> jax.Array:
+    def untrim_keys(self, x: jax.Array, kv_len: int) -> jax.Array:
         x = x[:, : self.kv_len]
         return jnp.pad(x, ((0, 0), (0, kv_len - self.kv_len), (0, 0), (0, 0)))
 

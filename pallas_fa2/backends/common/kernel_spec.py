@@ -20,14 +20,14 @@ class KernelSpec:
     q_heads: int
     kv_heads: int
     scale: float
-    offset: int | None
+    causal_offset: int | None
     mask: Any = None  # tile_code.TileMask
-    asked: bool = False  # its answers are in memory (`answers`)
+    uses_mask_bits: bool = False  # its answers are in memory (`answers`)
     # How many a block of keys has that are listed each for itself: see `visits.Visits`.
-    parts: int = 1
+    kv_subblocks: int = 1
     score: Any = None  # tile_code.TileScore
     dropout: Any = None  # tile_code.TileDropout
-    first_query: int = 0  # the index of the first row
+    q_index_offset: int = 0  # the index of the first row
 
     @property
     def group(self) -> int:
@@ -35,58 +35,58 @@ class KernelSpec:
 
     @property
     def causal(self) -> bool:
-        return self.offset is not None
+        return self.causal_offset is not None
 
     @property
-    def plain(self) -> bool:
+    def has_no_mods(self) -> bool:
         """No mask but a causal one, and no score function."""
         return self.mask is None and self.score is None
 
     @property
-    def tames(self) -> bool:
+    def guards_nonfinite(self) -> bool:
         """Whether tokens that take part in nothing may be among those that do: they may hold NaN (`tamed`)."""
-        return self.mask is not None and not self.mask.all_take_part
+        return self.mask is not None and not self.mask.covers_every_token
 
     @property
-    def kept_scale(self) -> float:
+    def dropout_scale(self) -> float:
         """Of probabilities that dropout has left."""
         return 1.0 if self.dropout is None else self.dropout.scale
 
     @property
-    def asks(self) -> bool:
+    def evaluates_mask(self) -> bool:
         """Whether the kernel runs a mask's code."""
-        return self.mask is not None and not self.asked
+        return self.mask is not None and not self.uses_mask_bits
 
     def _functions(self, masked: bool) -> list[Any]:
         functions = [] if self.score is None else [self.score.value]
-        return [*functions, self.mask.visible] if masked and self.asks else functions
+        return [*functions, self.mask.visible] if masked and self.evaluates_mask else functions
 
-    def rows(self, side: str, masked: bool) -> set[Any]:
+    def token_inputs(self, side: str, masked: bool) -> set[Any]:
         """What masks and scores read of q's or k's tokens, but for their index; and dropout of k's."""
-        found = {source for f in self._functions(masked) for source in f.rows(side)}
-        if side == "k" and self.dropout is not None and self.dropout.given:
-            found.add(self.dropout.key)
+        found = {source for f in self._functions(masked) for source in f.token_inputs(side)}
+        if side == "k" and self.dropout is not None and self.dropout.explicit_positions:
+            found.add(self.dropout.key_positions)
         return found
 
-    def pairs(self, masked: bool = True) -> list[Any]:
+    def pairwise_inputs(self, masked: bool = True) -> list[Any]:
         """What they read of pairs of tokens."""
-        found = {source for f in self._functions(masked) for source in f.pairs}
-        return sorted(found, key=operator.attrgetter("place"))
+        found = {source for f in self._functions(masked) for source in f.pairwise_inputs}
+        return sorted(found, key=operator.attrgetter("position"))
 
-    def numbers(self, masked: bool) -> set[Any]:
+    def head_inputs(self, masked: bool) -> set[Any]:
         """What they read of what a head's tokens share."""
-        return {source for f in self._functions(masked) for source in f.numbers}
+        return {source for f in self._functions(masked) for source in f.head_inputs}
 
     def reads_index(self, side: str, masked: bool) -> bool:
-        if side == "k" and self.dropout is not None and not self.dropout.given:
+        if side == "k" and self.dropout is not None and not self.dropout.explicit_positions:
             return True
         return any(f.reads_index(side) for f in self._functions(masked))
 
-    def reads_keys(self, masked: bool = True) -> bool:
+    def loads_key_aux(self, masked: bool = True) -> bool:
         """Whether the forward reads data of keys: for a mask, mostly their index as well."""
-        indexed = masked and self.asks and not self.mask.sees_a_range
-        return indexed or bool(self.rows("k", masked))
+        indexed = masked and self.evaluates_mask and not self.mask.is_key_interval
+        return indexed or bool(self.token_inputs("k", masked))
 
-    def reads_block(self, masked: bool = True) -> bool:
+    def loads_kv_aux(self, masked: bool = True) -> bool:
         """Whether the forward reads data that come with a block of keys."""
-        return self.reads_keys(masked) or bool(self.pairs(masked))
+        return self.loads_key_aux(masked) or bool(self.pairwise_inputs(masked))

@@ -45,15 +45,15 @@ class HeadScalars(NamedTuple):
     """What all tokens of a head share, `[B, N, numbers]`, if there is any."""
 
     integers: jax.Array | None  # int32
-    reals: jax.Array | None  # float32
+    floats: jax.Array | None  # float32
 
     def load(
         self, batch: Any, head: Any, sources: Iterable[ArgSource]
     ) -> dict[ArgSource, jax.Array]:
         def number(source: ArgSource) -> jax.Array:
-            array = self.reals if source.side == "real" else self.integers
-            assert array is not None and source.place is not None
-            found = array[batch, head, source.place]
+            array = self.floats if source.side == "real" else self.integers
+            assert array is not None and source.position is not None
+            found = array[batch, head, source.position]
             if source.side == "real":
                 return found
             return found != 0 if source.dtype == "bool" else found.astype(source.dtype)
@@ -66,20 +66,20 @@ class AuxInputs(NamedTuple):
 
     q: jax.Array  # [B, rows, T]
     k: jax.Array  # [B, rows, S]
-    numbers: "HeadScalars"
+    head_scalars: "HeadScalars"
     row_keys: jax.Array | None  # int32 [B, N, 2, T], for dropout
-    pairs: tuple[jax.Array, ...]  # [B | 1, N | 1, T', S'] each, T' and S' whole tiles
+    pairwise: tuple[jax.Array, ...]  # [B | 1, N | 1, T', S'] each, T' and S' whole tiles
     # The same, where booleans are what they are: read without TMA (`answers.ask`).
-    plain: tuple[jax.Array, ...] = ()
+    pairwise_unpacked: tuple[jax.Array, ...] = ()
 
     @classmethod
     def axes(cls) -> Any:
         """As `partition.Axes` has them."""
         return cls("b..", "b..", "bn.", "bn..", "bn..", "bn..")  # pyright: ignore[reportArgumentType]
 
-    def with_places(self, block_q: int, block_kv: int) -> "AuxInputs":
+    def with_index_row(self, block_q: int, block_kv: int) -> "AuxInputs":
         """With the tokens' places as the first row; up to whole tiles, where all other data are 0."""
-        found = self.alone(block_q, block_kv)
+        found = self.padded(block_q, block_kv)
         q, k = (
             jnp.concatenate([_places(x), x], 1) if given.shape[1] else x
             for given, x in ((self.q, found.q), (self.k, found.k))
@@ -87,14 +87,14 @@ class AuxInputs(NamedTuple):
         row_keys = None if self.row_keys is None else _pad_last(self.row_keys, block_q)
         return found._replace(q=q, k=k, row_keys=row_keys)
 
-    def alone(self, block_q: int, block_kv: int) -> "AuxInputs":
+    def padded(self, block_q: int, block_kv: int) -> "AuxInputs":
         """Up to whole tiles, without the tokens' places: what is one row is not copied. (Places stand for no
         rows, as an empty array is no memory for a kernel.)"""
         q, k = (
             x if x.shape[1] else _places(x)
             for x in (_pad_last(self.q, block_q), _pad_last(self.k, block_kv))
         )
-        return self._replace(q=q, k=k, row_keys=None, plain=())
+        return self._replace(q=q, k=k, row_keys=None, pairwise_unpacked=())
 
 
 def _places(x: jax.Array) -> Any:
@@ -111,29 +111,29 @@ class AuxGrads(NamedTuple):
 
     q: jax.Array  # [B, fields, T']
     k: jax.Array  # [B, fields, S']
-    numbers: jax.Array  # [B, fields, N, 64]
+    per_head: jax.Array  # [B, fields, N, 64]
     # Of each array of pairs, [B | 1, N | 1, T' / 16, S' / 64, 1024]: a piece of a tile as it lies in
     # registers. In the inputs' dtype, as the operand of dQ and dK is, where nothing is added to it.
-    pairs: tuple[jax.Array, ...]
+    pairwise: tuple[jax.Array, ...]
 
     @classmethod
     def axes(cls, score: TileScore | None) -> Any:
         """As `partition.Axes` has them, without pairs, of what `start` gives."""
-        if score is None or not score.floats:
+        if score is None or not score.diff_inputs:
             return None
         return cls("b..", "b..", "b.n.", ())  # pyright: ignore[reportArgumentType]
 
     @classmethod
-    def start(
+    def zeros(
         cls, problem: KernelSpec, dtype: Any, lengths: tuple[int, int], data: AuxInputs
     ) -> "AuxGrads | None":
         """None where nothing has a gradient."""
         score, batch, heads = problem.score, problem.batch, problem.q_heads
-        if not score.floats:
+        if not score.diff_inputs:
             return None
 
         def of_pairs(source: ArgSource) -> jax.Array:
-            x = data.pairs[cast(int, source.place)]
+            x = data.pairwise[cast(int, source.position)]
             pieces = x.shape[2] // PIECE_COLUMNS, x.shape[3] // 64, PIECE_COLUMNS * 64
             narrow = source.dtype in legality.NARROW
             if not narrow or x.shape[1] < heads or x.shape[0] * MAX_ENTRIES_STORED < batch:
@@ -141,19 +141,19 @@ class AuxGrads(NamedTuple):
             everywhere = problem.mask is None and not problem.causal
             return (lax.empty if everywhere else jnp.zeros)((batch, heads, *pieces), dtype)
 
-        q, k, numbers = (len(score.floats_of(side)) for side in ("q", "k", "real"))
+        q, k, numbers = (len(score.diff_inputs_of(side)) for side in ("q", "k", "real"))
         shapes = (batch, q, lengths[0]), (batch, k, lengths[1]), (batch, numbers, heads, 64)
         # An empty array is no memory for a kernel.
         arrays = [jnp.zeros([max(n, 1) for n in shape], jnp.float32) for shape in shapes]
-        return cls(*arrays, pairs=tuple(map(of_pairs, score.floats_of("pair"))))
+        return cls(*arrays, pairwise=tuple(map(of_pairs, score.diff_inputs_of("pair"))))
 
-    def of_pairs(self, score: TileScore, source: ArgSource) -> Any:
-        return self.pairs[score.floats_of("pair").index(source)]
+    def pairwise_of(self, score: TileScore, source: ArgSource) -> Any:
+        return self.pairwise[score.diff_inputs_of("pair").index(source)]
 
-    def place(self, score: TileScore, source: ArgSource) -> tuple[Any, int]:
+    def field_of(self, score: TileScore, source: ArgSource) -> tuple[Any, int]:
         """The array, and the field."""
-        arrays = {"q": self.q, "k": self.k, "real": self.numbers}
-        return arrays[source.side], score.floats_of(source.side).index(source)
+        arrays = {"q": self.q, "k": self.k, "real": self.per_head}
+        return arrays[source.side], score.diff_inputs_of(source.side).index(source)
 
 
 def unsupported_reason(spec: CallSpec) -> str | None:
@@ -166,7 +166,7 @@ def unsupported_reason(spec: CallSpec) -> str | None:
             if aval.dtype.name not in known:
                 return f"its {owner} read {', '.join(known)}, not {aval.dtype.name}"
     codes = []
-    if spec.masked:
+    if spec.has_general_mask:
         assert spec.mask is not None
         codes.append((spec.mask.jaxpr, legality.MASK, "its masks"))
     if spec.scores:
@@ -178,7 +178,7 @@ def unsupported_reason(spec: CallSpec) -> str | None:
 
 
 def _functions(spec: CallSpec) -> Iterator[tuple[str, TracedFn]]:
-    if spec.masked:
+    if spec.has_general_mask:
         yield "masks", cast(TracedFn, spec.mask)
     for score in spec.scores:
         yield "scores", score
@@ -193,7 +193,13 @@ def _data(code: TracedFn) -> list[tuple[str, ShapedArray]]:
     return [(path[-2].name, aval) for (path, _), aval in zip(paths, avals, strict=True)]
 
 
-_SIDES: dict[str, Any] = {"q": "q", "of_q": "q", "k": "k", "of_k": "k", "pairs": "pair"}
+_SIDES: dict[str, Any] = {
+    "q_tokens": "q",
+    "pairwise_q": "q",
+    "k_tokens": "k",
+    "pairwise_k": "k",
+    "pairwise": "pair",
+}
 
 
 class _Sources(NamedTuple):
@@ -215,7 +221,7 @@ def _sources(spec: CallSpec) -> _Sources:
 
     int32 = jnp.dtype("int32")
     q, k = (
-        next_of(side, int32) if spec.positions else ArgSource(side, None, "int32")
+        next_of(f"{side}_tokens", int32) if spec.has_explicit_positions else ArgSource(side, None, "int32")
         for side in ("q", "k")
     )
     found = {"masks": [], "scores": []}
@@ -225,11 +231,11 @@ def _sources(spec: CallSpec) -> _Sources:
 
 
 def compile_mask(spec: CallSpec) -> TileMask | None:
-    if not spec.masked:
+    if not spec.has_general_mask:
         return None
     assert spec.mask is not None
     sources = _sources(spec)
-    visible = TileFunction.of(spec.mask.jaxpr, [sources.q, sources.k, *sources.mask])
+    visible = TileFunction.compile(spec.mask.jaxpr, [sources.q, sources.k, *sources.mask])
     return TileMask(visible, coverage.mask_covers_every_token(spec))
 
 
@@ -246,7 +252,9 @@ def compile_score(spec: CallSpec, wanted: tuple[bool, ...]) -> TileScore | None:
     outvars = [slope, *(v for v, _ in kept)]
     derivative = derivative.replace(jaxpr=derivative.jaxpr.replace(outvars=outvars))
     return TileScore(
-        TileFunction.of(value, args), TileFunction.of(derivative, args), tuple(s for _, s in kept)
+        TileFunction.compile(value, args),
+        TileFunction.compile(derivative, args),
+        tuple(s for _, s in kept),
     )
 
 
@@ -264,11 +272,11 @@ def pack(spec: CallSpec, operands: Operands, first_query: int) -> AuxInputs:
     found: dict[str, list] = {side: [] for side in sides}
     sources = _sources(spec)
     given = [(sources.q, operands.q_index), (sources.k, operands.k_index)]
-    if spec.masked:
+    if spec.has_general_mask:
         given += zip(sources.mask, jax.tree.leaves(operands.mask), strict=True)
     given += zip(sources.scores, jax.tree.leaves(operands.scores), strict=True)
     for source, leaf in given:
-        if source.place is None:
+        if source.position is None:
             continue
         assert leaf is not None
         if source.side == "pair":
@@ -323,21 +331,21 @@ def needs_mask_bits(spec: CallSpec) -> bool:
         return False
     if max(spec.head_dim, spec.value_dim) > MAX_DIM_WITH_PAIRWISE:
         return True
-    shared = spec.q_heads > 1 and not spec.mask_by_head and not spec.scores
+    shared = spec.q_heads > 1 and not spec.mask_varies_by_head and not spec.scores
     return shared and spec.kv_len // 8 <= 2 * spec.q_heads * spec.head_dim
 
 
 @functools.lru_cache(maxsize=512)
 def mask_reads_pairs(spec: CallSpec) -> bool:
     mask = compile_mask(spec)
-    return mask is not None and bool(mask.visible.pairs)
+    return mask is not None and bool(mask.visible.pairwise_inputs)
 
 
 def num_token_rows(spec: CallSpec, side: str) -> int:
     """How many rows of data queries or keys have."""
     sources = _sources(spec)
     of_all = (sources.q, sources.k, *sources.mask, *sources.scores)
-    return sum(s.side == side and s.place is not None for s in of_all)
+    return sum(s.side == side and s.position is not None for s in of_all)
 
 
 def _whole_tiles(spec: CallSpec, x: jax.Array, dtype: Any) -> jax.Array:

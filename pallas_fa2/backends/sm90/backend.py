@@ -34,7 +34,7 @@ def _backward_schedule(
     """The schedule of the backward of a problem whose mask has been surveyed."""
     possible = functools.partial(block_classes.data_independent_classes, extras.spec, *config.tile)
     # Whole heads visit blocks that nobody sees.
-    answered = not problem.asked or extras.classes_of(traced) is None
+    answered = not problem.uses_mask_bits or extras.classes_of(traced) is None
     return schedule_of(problem, config, classes, possible, answered)
 
 
@@ -49,22 +49,22 @@ def describe(
     schedules = []
 
     def plan_backward(operands: Operands) -> None:
-        extras = CompiledMods.of(spec, trimmed, trimmed.operands(operands), *backward.tile)
-        problem = extras.problem(spec.batch, spec.q_heads, spec.kv_heads)
-        problem, _, classes, *_ = extras.survey(problem, extras.traced, backward.tile, q_axis=1)
-        schedules.append(_backward_schedule(extras, problem, backward, extras.traced, classes))
+        extras = CompiledMods.compile(spec, trimmed, trimmed.operands(operands), *backward.tile)
+        problem = extras.kernel_spec(spec.batch, spec.q_heads, spec.kv_heads)
+        problem, _, classes, *_ = extras.plan_mask(problem, extras.runtime, backward.tile, q_axis=1)
+        schedules.append(_backward_schedule(extras, problem, backward, extras.runtime, classes))
 
     jax.eval_shape(plan_backward, operands)
     (schedule,) = schedules
     q_stages, do_stages = backward.stages
-    tiles = "tiles from lists of those that are seen" if spec.masked else "tiles in order"
-    pairs = ", in pairs" if backward.paired else ""
+    tiles = "tiles from lists of those that are seen" if spec.has_general_mask else "tiles in order"
+    pairs = ", in pairs" if backward.two_cta else ""
     return KernelDescription(
         forward.tile,
         f"{forward.block_q} queries x {forward.block_kv} keys, {forward.stages} stages, {forward.warpgroups} "
-        f"warpgroups multiply, {forward.ctas} persistent CTAs, {tiles}",
+        f"warpgroups multiply, {forward.num_ctas} persistent CTAs, {tiles}",
         f"{backward.block_kv} keys x {backward.block_q} queries, {q_stages} stages of Q, {do_stages} of dO, "
-        f"{backward.ctas} persistent CTAs{pairs}, {tiles}; {schedule.DQ_ACCUMULATION}",
+        f"{backward.num_ctas} persistent CTAs{pairs}, {tiles}; {schedule.DQ_ACCUMULATION}",
         schedule.workspace_bytes,
     )
 
@@ -92,18 +92,20 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """`out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
     part = causal_trim(spec)
-    extras = CompiledMods.of(spec, part, part.operands(operands), *config.tile, may_have_parts=True)
+    extras = CompiledMods.compile(
+        spec, part, part.operands(operands), *config.tile, may_have_parts=True
+    )
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, traced: RuntimeAux) -> tuple:
-        problem = extras.problem(q.shape[0], q.shape[2], k.shape[2])
-        problem, data, _, seen, found = extras.survey(problem, traced, config.tile, q_axis=0)
+        problem = extras.kernel_spec(q.shape[0], q.shape[2], k.shape[2])
+        problem, data, _, seen, found = extras.plan_mask(problem, traced, config.tile, q_axis=0)
         return attention(problem, config, q, k, v, seen, data, found)
 
-    axes = extras.axes(("b.n.", "b.k.", "b.k."), ("b.n.", "bn."))
+    axes = extras.sharded_axes(("b.n.", "b.k.", "b.k."), ("b.n.", "bn."))
     out, lse = batched(kernel, support.batch_limit(spec), axes)(
-        part.queries(q), part.keys(k), part.keys(v), extras.traced
+        part.queries(q), part.keys(k), part.keys(v), extras.runtime
     )
-    return part.restore_queries(out), part.restore_queries(lse, -jnp.inf, axis=2)
+    return part.untrim_queries(out), part.untrim_queries(lse, -jnp.inf, axis=2)
 
 
 def backward(
@@ -122,20 +124,20 @@ def backward(
     """Gradients of q, k, v and of the data of scores; 0 for those that are not wanted."""
     part = causal_trim(spec)
     part_operands = part.operands(operands)
-    extras = CompiledMods.of(spec, part, part_operands, *config.tile, wanted)
-    if extras.problem(spec.batch, spec.q_heads, spec.kv_heads).tames:
+    extras = CompiledMods.compile(spec, part, part_operands, *config.tile, wanted)
+    if extras.kernel_spec(spec.batch, spec.q_heads, spec.kv_heads).guards_nonfinite:
         in_doubt = coverage.batch_entries_without_self_attention(extras.spec, part_operands)
-        extras = extras._replace(traced=extras.traced._replace(in_doubt=in_doubt))
+        extras = extras._replace(runtime=extras.runtime._replace(may_have_unattended=in_doubt))
     q, k, v, out, lse, dout, dlse = _forbid_second_order((q, k, v, out, lse, dout, dlse))
 
     def kernel(*args: Any) -> tuple:
         q, k, v, out, dout, lse, dlse, traced = args
-        problem = extras.problem(q.shape[0], q.shape[2], k.shape[2])
+        problem = extras.kernel_spec(q.shape[0], q.shape[2], k.shape[2])
         factors = preprocess.BackwardOperands(q, k, v, dout)
-        problem, data, classes, _, found = extras.survey(problem, traced, config.tile, q_axis=1)
+        problem, data, classes, _, found = extras.plan_mask(problem, traced, config.tile, q_axis=1)
         schedule = _backward_schedule(extras, problem, config, traced, classes)
         factors, delta, zeros = preprocess.backward_preprocess(
-            problem, config, factors, out, lse, schedule.NEEDS_ZEROS, traced.in_doubt
+            problem, config, factors, out, lse, schedule.NEEDS_ZEROS, traced.may_have_unattended
         )
         delta = delta if dlse is None else delta + dlse
         return gradients(schedule, factors, lse, delta, zeros, classes, data, found)
@@ -145,7 +147,7 @@ def backward(
         return jnp.pad(part.queries(x, 2), ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
     arguments = ("b.n.", "b.k.", "b.k.", "b.n.", "b.n.", "bn.", None if dlse is None else "bn.")
-    axes = extras.axes(arguments, ("b.n.", "b.k.", "b.k.", AuxGrads.axes(extras.score)))
+    axes = extras.sharded_axes(arguments, ("b.n.", "b.k.", "b.k.", AuxGrads.axes(extras.score)))
     dq, dk, dv, sums = batched(kernel, support.batch_limit(spec), axes)(
         part.queries(q),
         part.keys(k),
@@ -154,12 +156,12 @@ def backward(
         part.queries(dout),
         rows(jnp.where(lse == -jnp.inf, -jnp.inf, lse * -LOG2E), -jnp.inf),
         None if dlse is None else rows(dlse, 0.0),
-        extras.traced,
+        extras.runtime,
     )
-    dq = part.restore_queries(dq)
-    dk = part.restore_keys(dk, spec.kv_len)
-    dv = part.restore_keys(dv, spec.kv_len)
+    dq = part.untrim_queries(dq)
+    dk = part.untrim_keys(dk, spec.kv_len)
+    dv = part.untrim_keys(dv, spec.kv_len)
     floats, part_floats = (split_floats(x.scores)[0] for x in (operands, part_operands))
     dscores = aux_gradients.aux_gradients(extras.spec, extras.score, sums, part_floats)
-    dscores = [part.restore_data(dx, x) for dx, x in zip(dscores, floats, strict=True)]
+    dscores = [part.untrim_aux(dx, x) for dx, x in zip(dscores, floats, strict=True)]
     return dq, dk, dv, tuple(dscores)

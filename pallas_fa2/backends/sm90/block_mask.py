@@ -55,11 +55,11 @@ class BlockMask(NamedTuple):
     it is full if all its parts are, and the last that a tile visits may have some that it does not see.
     """
 
-    counts: Any  # int32 [B | 1, heads | 1, tiles]: blocks, and full ones from `FULL_BIT` on
-    lists: Any  # int32 [B | 1, heads | 1, tiles, blocks parts], which: see `block`
+    num_blocks: Any  # int32 [B | 1, heads | 1, tiles]: blocks, and full ones from `FULL_BIT` on
+    block_indices: Any  # int32 [B | 1, heads | 1, tiles, blocks parts], which: see `block`
 
     @classmethod
-    def of(cls, classes: Any, parts: int = 1) -> "BlockMask":
+    def from_classes(cls, classes: Any, parts: int = 1) -> "BlockMask":
         """From the classes of tiles, `[B | 1, heads | 1, tiles, blocks parts]`."""
         assert classes.shape[-1] % parts == 0
         if array_namespace(classes) is jnp:
@@ -72,28 +72,31 @@ class BlockMask(NamedTuple):
         visited = (visited + np.int32(parts - 1)) // np.int32(parts)
         return cls(visited + full // np.int32(parts) * np.int32(1 << FULL_BIT), lists)
 
-    def claim(self, batch: int, heads: int, hands: int) -> DynamicTileScheduler:
+    def dynamic_schedule(self, batch: int, heads: int, hands: int) -> DynamicTileScheduler:
         """Tile t of head h of batch entry b has the number (b heads + h) tiles + t.
 
         Heads follow each other, and their tiles, as neighbours share data; but long ones and those of the last
         heads come sooner, so that all CTAs are done together: see `ordering.Order`. (On the device, more than
         `MOST_COMPARED` stay where they are.)
         """
-        tiles = self.counts.shape[-1]
+        tiles = self.num_blocks.shape[-1]
         hands = min(hands, batch * heads * tiles)
-        if isinstance(self.counts, np.ndarray):
-            entries = order_tiles_host(self.counts, batch, heads, hands)
-            return DynamicTileScheduler.of(entries[:, 0], entries[:, 1], hands)
-        if tile_order_kernel.of_entries(self.counts, batch).size > tile_order_kernel.MOST_COMPARED:
+        if isinstance(self.num_blocks, np.ndarray):
+            entries = order_tiles_host(self.num_blocks, batch, heads, hands)
+            return DynamicTileScheduler.build(entries[:, 0], entries[:, 1], hands)
+        if (
+            tile_order_kernel.of_entries(self.num_blocks, batch).size
+            > tile_order_kernel.MOST_COMPARED
+        ):
             numbers = np.arange(batch * heads * tiles, dtype=np.int32)
-            counts = jnp.broadcast_to(self.counts, (batch, heads, tiles))
-            return DynamicTileScheduler.of(numbers, counts.reshape(-1), hands)
-        front = DynamicTileScheduler.in_front(hands)
+            counts = jnp.broadcast_to(self.num_blocks, (batch, heads, tiles))
+            return DynamicTileScheduler.build(numbers, counts.reshape(-1), hands)
+        front = DynamicTileScheduler.header_rows(hands)
         return DynamicTileScheduler(
-            tile_order_kernel.order_tiles(self.counts, batch, heads, hands, front), hands
+            tile_order_kernel.order_tiles(self.num_blocks, batch, heads, hands, front), hands
         )
 
-    def deal(
+    def static_schedule(
         self, batch: int, heads: int, section: int, hands: int
     ) -> StaticTileScheduler | DynamicTileScheduler:
         """As `claim`; but known tiles are dealt.
@@ -102,22 +105,22 @@ class BlockMask(NamedTuple):
         their tiles go from the longest to the shortest, and if all are done earlier so, those that are `LONG`
         come before all sections.
         """
-        if not isinstance(self.counts, np.ndarray):
-            return self.claim(batch, heads, hands)
-        hands = min(hands, batch * heads * self.counts.shape[-1])
+        if not isinstance(self.num_blocks, np.ndarray):
+            return self.dynamic_schedule(batch, heads, hands)
+        hands = min(hands, batch * heads * self.num_blocks.shape[-1])
         entries = self._in_sections(batch, heads, section)
         dealt = [
-            StaticTileScheduler.of(x, tile_costs(x[:, 1]), hands) for x in _orders(entries, hands)
+            StaticTileScheduler.deal(x, tile_costs(x[:, 1]), hands) for x in _orders(entries, hands)
         ]
-        return min(dealt, key=lambda x: max(x.loads))
+        return min(dealt, key=lambda x: max(x.worker_costs))
 
     def _in_sections(self, batch: int, heads: int, section: int) -> np.ndarray:
         """int32 `[all tiles, 2]`: numbers and counts."""
-        tiles = self.counts.shape[-1]
-        visited, _ = block_mask_kernel.unpack_counts(self.counts)
+        tiles = self.num_blocks.shape[-1]
+        visited, _ = block_mask_kernel.unpack_counts(self.num_blocks)
         order = np.argsort(-visited, -1, kind="stable").astype(np.int32)
         head = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads, 1)
-        found = head * np.int32(tiles) + order, np.take_along_axis(self.counts, order, -1)
+        found = head * np.int32(tiles) + order, np.take_along_axis(self.num_blocks, order, -1)
         shape = batch, heads, tiles
         each = (np.broadcast_to(x, shape).reshape(-1, section, tiles) for x in found)
         return np.stack([x.swapaxes(1, 2).reshape(-1) for x in each], -1)
@@ -131,7 +134,7 @@ def order_tiles_host(counts: np.ndarray, batch: int, heads: int, hands: int) -> 
     known = np.broadcast_to(np.arange(counts.size).reshape(counts.shape), shape).reshape(-1)
     numbers, counts = np.arange(known.size), counts.reshape(-1)
     visited, _ = block_mask_kernel.unpack_counts(counts)
-    waits = order.waits_for(visited, np.float32(visited.sum()))[known]
+    waits = order.heads_before(visited, np.float32(visited.sum()))[known]
     head = numbers // order.tiles
     early = waits <= head
     by_length = np.where(early, known, 0), np.where(early, -visited[known], 0)
@@ -177,7 +180,8 @@ def subblocks_pay_off(of_parts: Any, classes: Any, parts: int) -> bool:
     if array_namespace(classes) is jnp:
         return True
     by_parts, whole = (
-        np.sum(unpack_counts(BlockMask.of(*x).counts)[0]) for x in ((of_parts, parts), (classes, 1))
+        np.sum(unpack_counts(BlockMask.from_classes(*x).num_blocks)[0])
+        for x in ((of_parts, parts), (classes, 1))
     )
     return bool(by_parts < WORTH_PARTS * whole)
 

@@ -14,32 +14,32 @@ class ConfigRule(NamedTuple):
     """A kernel's configuration, and the calls that it serves."""
 
     config: Any
-    longest: tuple[float, float] = ANY_LENGTH  # up to so many queries; causal, full
-    general: bool = False  # under masks other than a causal one, and with score functions
-    masks: bool = False  # under a mask alone that reads no pairs as well, of any length
+    max_q_len: tuple[float, float] = ANY_LENGTH  # up to so many queries; causal, full
+    for_mods: bool = False  # under masks other than a causal one, and with score functions
+    for_mask_only: bool = False  # under a mask alone that reads no pairs as well, of any length
 
-    def takes(self, spec: CallSpec) -> bool:
+    def matches_kind(self, spec: CallSpec) -> bool:
         """Whether it is made for such calls, of some length."""
-        if spec.plain:
-            return not self.general
-        alone = spec.only_masked and not aux_inputs.pairwise_bytes(spec)
-        return (self.general or (self.masks and alone)) and self.fits(spec)
+        if spec.is_plain:
+            return not self.for_mods
+        alone = spec.has_only_mask and not aux_inputs.pairwise_bytes(spec)
+        return (self.for_mods or (self.for_mask_only and alone)) and self.fits_smem(spec)
 
-    def serves(self, spec: CallSpec) -> bool:
-        long = spec.plain and spec.q_len > self.longest[spec.causal is None]
-        return self.takes(spec) and not long
+    def matches(self, spec: CallSpec) -> bool:
+        long = spec.is_plain and spec.q_len > self.max_q_len[spec.causal is None]
+        return self.matches_kind(spec) and not long
 
-    def fits(self, spec: CallSpec) -> bool:
+    def fits_smem(self, spec: CallSpec) -> bool:
         """Whether shared memory has room for data of tokens and pairs. (A row more of keys is their places.)"""
         size, rows = aux_inputs.pairwise_bytes(spec), aux_inputs.num_token_rows(spec, "k") + 1
         if size == 0:
-            return self.config.room(rows) >= 0
-        return self.config.pair_stages(size, rows) >= 1
+            return self.config.free_smem(rows) >= 0
+        return self.config.pairwise_stages(size, rows) >= 1
 
 
 # Of a head dim, the first that serves a call, as measured on an H200 (docs/decisions/0009, 0012, 0018, 0019). Registers:
 # 128 * (2 * 240 + 24) or 128 * (3 * 160 + 32) of 65,536. A kernel takes a second buffer of Q where there is
-# room (`Config.with_queries_ahead`): 1 % for long sequences and 5 to 13 % for 512 tokens. At H = 64 three
+# room (`Config.with_double_buffered_q`): 1 % for long sequences and 5 to 13 % for 512 tokens. At H = 64 three
 # warpgroups are 10 to 20 % faster than two, unless most of their larger tiles lies beyond the diagonal, or a tile is most of a sequence
 # (256 and 197 tokens 1.6 times as fast with two); at H = 96 from 2048 queries
 # on (2 to 4 %; 9 to 19 % at H = 80, whose panels of 16 columns TMA loads slowly); at H = 256 an
@@ -49,8 +49,8 @@ class ConfigRule(NamedTuple):
 FORWARD_CONFIGS = (
     *(
         ConfigRule(
-            ForwardConfig(64, 64, warpgroups, 128, 3, registers, q_buffers=2, values_at_once=64),
-            longest=longest,
+            ForwardConfig(64, 64, warpgroups, 128, 3, registers, q_stages=2, pv_chunk=64),
+            max_q_len=longest,
         )
         for warpgroups, registers, longest in (
             (2, (240, 24), (1024, 320)),
@@ -62,28 +62,30 @@ FORWARD_CONFIGS = (
             ForwardConfig(
                 dim, dim, 2, block_kv=128, stages=2, registers=(240, 24), q_in_registers=True
             ),
-            longest=longest,
-            masks=masks,
+            max_q_len=longest,
+            for_mask_only=masks,
         )
         for dim, longest, masks in ((96, (1024, 1024), True), (128, ANY_LENGTH, False))
     ),
     # More keys would spill.
-    ConfigRule(ForwardConfig(96, 96, 3, block_kv=96, stages=3, registers=(160, 32), q_buffers=2)),
+    ConfigRule(ForwardConfig(96, 96, 3, block_kv=96, stages=3, registers=(160, 32), q_stages=2)),
     ConfigRule(
-        ForwardConfig(192, 128, 2, block_kv=128, stages=2, registers=(240, 24), out_columns=64),
-        masks=True,
+        ForwardConfig(
+            192, 128, 2, block_kv=128, stages=2, registers=(240, 24), epilogue_columns=64
+        ),
+        for_mask_only=True,
     ),
     ConfigRule(
-        ForwardConfig(192, 192, 2, block_kv=64, stages=2, registers=(240, 24), out_columns=96)
+        ForwardConfig(192, 192, 2, block_kv=64, stages=2, registers=(240, 24), epilogue_columns=96)
     ),
     ConfigRule(ForwardConfig(256, 256, 2, block_kv=64, stages=2, registers=(240, 24))),
     # Functions take registers: for Q, or of a third warpgroup. (Two buffers of Q beside data of pairs as well.)
     *(
         ConfigRule(
             ForwardConfig(
-                dim, dim, 2, 128, stages, (240, 24), q_buffers=q_buffers, values_at_once=at_once
+                dim, dim, 2, 128, stages, (240, 24), q_stages=q_buffers, pv_chunk=at_once
             ),
-            general=True,
+            for_mods=True,
         )
         for dim, stages, q_buffers, at_once in (
             (64, 3, 2, 64),
@@ -95,9 +97,9 @@ FORWARD_CONFIGS = (
     *(
         ConfigRule(
             ForwardConfig(
-                *dims, 2, block_kv=64, stages=2, registers=(240, 24), out_columns=out_columns
+                *dims, 2, block_kv=64, stages=2, registers=(240, 24), epilogue_columns=out_columns
             ),
-            general=True,
+            for_mods=True,
         )
         for dims, out_columns in (((192, 128), 64), ((192, 192), 96), ((256, 256), 64))
     ),
@@ -105,7 +107,7 @@ FORWARD_CONFIGS = (
     *(
         ConfigRule(
             ForwardConfig(dim, dim, 2, block_kv=64, stages=2, registers=(240, 24)),
-            general=True,
+            for_mods=True,
         )
         for dim in (64, 96, 128)
     ),

@@ -57,12 +57,12 @@ def precompute_pays_off(
     size = len(classes) * problem.q_len * problem.kv_len // 8
     if size > 2 * problem.batch * problem.q_len * problem.q_heads * head_dim:
         return False  # more memory than queries have
-    if q_axis == 0 and problem.mask.sees_a_range:
+    if q_axis == 0 and problem.mask.is_key_interval:
         return False  # a few operations a row, and none a pair
     visible, heads = problem.mask.visible, problem.q_heads * (problem.batch // len(classes))
     known = isinstance(classes, np.ndarray)
     cut = np.sum(classes == PARTIAL) if known else classes.size / ASSUMED_PARTIAL_1_IN
-    operations = visible.operations("k" if q_axis == 0 else "q")
+    operations = visible.op_cost("k" if q_axis == 0 else "q")
     saved = (heads - PRECOMPUTE_COST_IN_HEADS) * cut * math.prod(tile) * operations
     return saved >= MIN_OPS_SAVED and (q_axis == 0 or operations >= MIN_OPS_BACKWARD)
 
@@ -76,13 +76,15 @@ def compute_bits(
     is 0, else a key. `seen` is what each row of tiles visits; where they are keys, its lists are
     `visits.from_last`. Where the problem's blocks of keys have parts, each of these is one here.
     """
-    batch, _, tiles, blocks = seen.lists.shape
+    batch, _, tiles, blocks = seen.block_indices.shape
     asking = _BitsKernel(problem, data, tile, q_axis, (batch, tiles, blocks))
 
     def run(refs: tuple, _: Any) -> None:
         counts, lists, data, answers = jax.tree.unflatten(tree, refs)
         entry, row, _ = asking.axes
-        visited, cut = (x * problem.parts for x in block_mask.unpack_counts(counts[entry, 0, row]))
+        visited, cut = (
+            x * problem.kv_subblocks for x in block_mask.unpack_counts(counts[entry, 0, row])
+        )
 
         def number(place: Any) -> Any:
             # A share may have no block; it reads an entry nevertheless.
@@ -95,7 +97,7 @@ def compute_bits(
 
         asking.each(cut, number, functools.partial(asking.write, answers, data))
 
-    inputs = jnp.asarray(seen.counts), jnp.asarray(seen.lists), asking.data
+    inputs = jnp.asarray(seen.num_blocks), jnp.asarray(seen.block_indices), asking.data
     tree = jax.tree.structure((*inputs, asking.answers))
     return asking.launch(run, asking.answers)(*jax.tree.leaves(inputs))
 
@@ -151,9 +153,12 @@ HIDDEN, SEEN = 1, 2 * LANES
 def _entries(problem: KernelSpec, data: AuxInputs) -> int:
     """How many batch entries differ in what a mask reads."""
     visible = problem.mask.visible
-    if visible.rows("q") or visible.rows("k") or visible.numbers:
+    if visible.token_inputs("q") or visible.token_inputs("k") or visible.head_inputs:
         return problem.batch
-    return max(data.plain[cast(int, source.place)].shape[0] for source in visible.pairs)
+    return max(
+        data.pairwise_unpacked[cast(int, source.position)].shape[0]
+        for source in visible.pairwise_inputs
+    )
 
 
 def _rows_first(of_both: tuple[Any, Any], q_axis: int) -> tuple[Any, Any]:
@@ -175,7 +180,7 @@ class _BitsKernel:
     @property
     def squares(self) -> tuple[int, int]:
         rows, columns = _rows_first(self.tile, self.q_axis)
-        return rows // FRAGMENT, columns // (FRAGMENT * self.problem.parts)
+        return rows // FRAGMENT, columns // (FRAGMENT * self.problem.kv_subblocks)
 
     @property
     def shares(self) -> int:
@@ -184,7 +189,7 @@ class _BitsKernel:
 
     @functools.cached_property
     def data(self) -> AuxInputs:
-        return self.given._replace(pairs=self.given.plain).alone(*self.tile)
+        return self.given._replace(pairwise=self.given.pairwise_unpacked).padded(*self.tile)
 
     @property
     def answers(self) -> jax.ShapeDtypeStruct:
@@ -250,29 +255,31 @@ def _hidden(
     q_axis: int,
     k_end: int | None,
 ) -> jax.Array:
-    """Which pairs of a square are hidden: `hiding.hidden_bits`."""
+    """Which pairs of a square are hidden: `hiding.pack_bits`."""
     visible, shape = problem.mask.visible, (FRAGMENT, FRAGMENT)
     first_query, first_key = first[q_axis], first[1 - q_axis]
-    numbers = data.numbers.load(entry, 0, visible.numbers)
+    numbers = data.head_scalars.load(entry, 0, visible.head_inputs)
     square = pl.ds(first_query, FRAGMENT), pl.ds(first_key, FRAGMENT)
 
     def pairs_of(source: ArgSource) -> PairwiseTile | BoolTile:
-        found = layouts.index_broadcast(data.pairs[cast(int, source.place)], entry, 0, *square)
+        found = layouts.index_broadcast(
+            data.pairwise[cast(int, source.position)], entry, 0, *square
+        )
         if source.dtype == "bool":
-            return BoolTile.of(found, keys_are_rows=q_axis == 1)
-        return PairwiseTile(found, in_panels=False, keys_are_rows=q_axis == 1)
+            return BoolTile.load_packed(found, keys_are_rows=q_axis == 1)
+        return PairwiseTile(found, is_swizzled=False, transposed=q_axis == 1)
 
-    of_pairs = {source: pairs_of(source) for source in visible.pairs}
+    of_pairs = {source: pairs_of(source) for source in visible.pairwise_inputs}
 
     def side(name: str, axis: int, start: Any) -> AxisInputs:
         count = FRAGMENT if axis == 0 else PIECE_COLUMNS
         tokens = (data.q if name == "q" else data.k).at[entry, :, pl.ds(start, count)]
-        number = start + (problem.first_query if name == "q" else 0)
+        number = start + (problem.q_index_offset if name == "q" else 0)
         if axis == 0:
             index = layouts.index(shape, 0, number)
         else:
             index = thread_values.column_iota(count, number)
-        return AxisInputs.load(axis, index, tokens, visible.rows(name), first=0)
+        return AxisInputs.load(axis, index, tokens, visible.token_inputs(name), first=0)
 
     names = ("q", "k") if q_axis == 0 else ("k", "q")
     rows = side(names[0], 0, first[0])
@@ -282,4 +289,4 @@ def _hidden(
         pairs = {s: x.load(columns.start, columns.size, s.dtype) for s, x in of_pairs.items()}
         return TileInputs(sides["q"], sides["k"], numbers, pairs)
 
-    return problem.mask.hidden_bits(pair_at, k_end)
+    return problem.mask.pack_bits(pair_at, k_end)

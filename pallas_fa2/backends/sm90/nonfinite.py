@@ -26,7 +26,7 @@ from pallas_fa2.control_flow import when
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["array", "instead", "wild"],
+    data_fields=["array", "sanitized", "is_nonfinite_block"],
     meta_fields=["block"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,10 @@ class SanitizedArray:
     """An array `[B, T, N, H]`, and what takes the place of some of its blocks."""
 
     array: Any
-    instead: Any  # of the same shape; nothing but those blocks
-    wild: Any  # int32 [B, N, blocks of so many tokens]: whether a block is one of them
+    sanitized: Any  # of the same shape; nothing but those blocks
+    is_nonfinite_block: (
+        Any  # int32 [B, N, blocks of so many tokens]: whether a block is one of them
+    )
     block: int
 
     @property
@@ -53,10 +55,10 @@ def sanitized_rows(source: Any, batch: Any, rows: Any, head: Any, **options: Any
         return HeadRows(source, batch, rows, head, **options)
 
     def is_wild() -> Any:
-        return source.wild[batch, head, arithmetic.div(rows.start, source.block)]
+        return source.is_nonfinite_block[batch, head, arithmetic.div(rows.start, source.block)]
 
     # By pieces, of a length that needs it, or both copies would be there twice: ptxas spills.
-    options |= {"instead": AlternateSource(source.instead, is_wild), "by_pieces": True}
+    options |= {"alternate": AlternateSource(source.sanitized, is_wild), "in_row_groups": True}
     return HeadRows(source.array, batch, rows, head, **options)
 
 
@@ -76,64 +78,64 @@ class ArrayToSanitize(NamedTuple):
 class SanitizePass:
     """What a kernel, a CTA for each block of rows of a head, writes of those with something not finite."""
 
-    parts: Sequence[ArrayToSanitize]
+    arrays: Sequence[ArrayToSanitize]
     block: int
     multiple: int = 1  # of rows: who reads them asks for blocks up to there
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        entries, length, heads, _ = self.parts[0].array.shape
+        entries, length, heads, _ = self.arrays[0].array.shape
         return entries, heads, -(-arithmetic.round_up(length, self.multiple) // self.block)
 
     @property
-    def squares(self) -> list[Any]:
+    def fragments(self) -> list[Any]:
         """64 rows each. The last may reach past the block."""
         return [pl.ds(x, ROWS_PER_WARPGROUP) for x in range(0, self.block, ROWS_PER_WARPGROUP)]
 
     @property
     def buffers(self) -> list[Any]:
-        return [part.buffer(len(self.squares) * ROWS_PER_WARPGROUP) for part in self.parts]
+        return [part.buffer(len(self.fragments) * ROWS_PER_WARPGROUP) for part in self.arrays]
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:
-        copies = (jax.ShapeDtypeStruct(x.array.shape, x.array.dtype) for x in self.parts)
+        copies = (jax.ShapeDtypeStruct(x.array.shape, x.array.dtype) for x in self.arrays)
         return [*copies, jax.ShapeDtypeStruct((math.prod(self.grid),), I32)]
 
-    def part(self, array: Any, cta: Any, tile: Any) -> HeadRows:
+    def rows_of(self, array: Any, cta: Any, tile: Any) -> HeadRows:
         """A CTA's, as many rows as the tile has."""
         batch, head, number = arithmetic.unravel(cta, self.grid)
         return HeadRows(array, batch, pl.ds(number * self.block, tile.shape[0]), head)
 
-    def look(self, tiles: Sequence[Any]) -> list[jax.Array]:
+    def find(self, tiles: Sequence[Any]) -> list[jax.Array]:
         """`nothing` of each square of all tiles together."""
         return [
             functools.reduce(jnp.add, (row_nonfiniteness(tile.at[x]) for tile in tiles))
-            for x in self.squares
+            for x in self.fragments
         ]
 
-    def tell(self, outputs: Sequence[Any], cta: Any, wild: Any) -> None:
+    def record(self, outputs: Sequence[Any], cta: Any, wild: Any) -> None:
         thread = thread_ops.thread_numbers()
         place = jnp.where(thread == 0, cta, math.prod(self.grid))
         thread_ops.scatter(outputs[-1], place, 0 * thread + wild)
 
     def write(self, outputs: Sequence[Any], cta: Any, tiles: Sequence[Any], found: Any) -> None:
-        for tile, part in zip(tiles, self.parts, strict=True):
-            for square, of_square in zip(self.squares, found, strict=True):
+        for tile, part in zip(tiles, self.arrays, strict=True):
+            for square, of_square in zip(self.fragments, found, strict=True):
                 overwrite_rows(tile.at[square], of_square, part.value)
         plgpu.commit_smem()
         for target, tile in zip(outputs[:-1], tiles, strict=True):
             block = tile.at[pl.ds(0, self.block)]
-            self.part(target, cta, block).store(block)
+            self.rows_of(target, cta, block).store(block)
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def tamed(self, outputs: Sequence[jax.Array]) -> list[SanitizedArray]:
+    def sanitized_arrays(self, outputs: Sequence[jax.Array]) -> list[SanitizedArray]:
         *copies, wild = outputs
         wild = wild.reshape(self.grid)
-        arrays = (part.array for part in self.parts)
+        arrays = (part.array for part in self.arrays)
         return [SanitizedArray(x, y, wild, self.block) for x, y in zip(arrays, copies, strict=True)]
 
-    def write_as_the_first(
+    def sanitize_with_first(
         self,
         arrays: Sequence[Any],
         outputs: Sequence[Any],
@@ -144,13 +146,13 @@ class SanitizePass:
         """Where the first array is not finite, which alone is read elsewhere."""
 
         def load(i: int) -> None:
-            self.part(arrays[i], cta, tiles[i]).load(tiles[i], arrived, I32(0))
+            self.rows_of(arrays[i], cta, tiles[i]).load(tiles[i], arrived, I32(0))
             plgpu.barrier_wait(arrived.at[0])
 
         load(0)
-        found = self.look(tiles[:1])
+        found = self.find(tiles[:1])
         wild = any_row_nonfinite(found)
-        self.tell(outputs, cta, wild)
+        self.record(outputs, cta, wild)
 
         @when(wild != 0)
         def _() -> None:

@@ -33,11 +33,11 @@ class StaticTileScheduler:
     """A list of each CTA's tiles."""
 
     table: Any  # int32 [hands, 1 + most, 1 or 2]; what follows a CTA's last entry is no tile
-    count: int  # of tiles
-    loads: list[float]  # of each CTA
+    num_tiles: int  # of tiles
+    worker_costs: list[float]  # of each CTA
 
     @classmethod
-    def of(
+    def deal(
         cls,
         entries: np.ndarray,
         costs: Sequence[float] | np.ndarray,
@@ -55,25 +55,25 @@ class StaticTileScheduler:
         return cls(table, count, loads)
 
     @property
-    def hands(self) -> int:
+    def num_workers(self) -> int:
         return self.table.shape[0]
 
-    def first(self) -> list[Any]:
-        return self.look(I32(0), [])
+    def initial_work(self) -> list[Any]:
+        return self.prefetch_next(I32(0), [])
 
-    def look(self, k: Any, before: list[Any]) -> list[Any]:
+    def prefetch_next(self, k: Any, before: list[Any]) -> list[Any]:
         """Begins to read the k-th entry, of those after the first with the one `before` at hand."""
         cta = lax.axis_index("cta")
         return [self.table[cta, k, i] for i in range(self.table.shape[2])]
 
-    def settle(self, k: Any, entry: list[Any]) -> list[Any]:
+    def resolve_next(self, k: Any, entry: list[Any]) -> list[Any]:
         """The k-th entry, of what `look` has seen."""
         return entry
 
-    def open(self) -> None:
+    def prime(self) -> None:
         """By the warpgroup that loads, before the first tile."""
 
-    def claim(self, k: Any, in_time: Any) -> None:
+    def request_next(self, k: Any, in_time: Any) -> None:
         """By that warpgroup: the k-th tile, in time for its loads."""
 
 
@@ -87,18 +87,18 @@ class DynamicTileScheduler:
     """
 
     table: Any  # int32 [hands CLAIMS + 1 + tiles + 1, 2]: see `in_front`; entries; what is no tile
-    hands: int
-    reserved: bool = True
-    together: int = 1
+    num_workers: int
+    static_first_tile: bool = True
+    tiles_per_claim: int = 1
 
     @staticmethod
-    def in_front(hands: int) -> int:
+    def header_rows(hands: int) -> int:
         """How many rows come before the entries, all of them -1 at first: the last claims of each CTA,
         and how many claims there have been, less one."""
         return hands * CLAIM_SLOTS + 1
 
     @classmethod
-    def of(
+    def build(
         cls,
         numbers: np.ndarray,
         counts: Any,
@@ -107,65 +107,68 @@ class DynamicTileScheduler:
         together: int = 1,
     ) -> "DynamicTileScheduler":
         """Tiles in this order."""
-        front = np.full((cls.in_front(hands), 2), -1, np.int32)
+        front = np.full((cls.header_rows(hands), 2), -1, np.int32)
         end = np.array([[len(numbers), 0]], np.int32)
         xp = np if isinstance(counts, np.ndarray) else jnp
         table = xp.concatenate([front, xp.stack([numbers, counts], -1), end])
         return cls(table, hands, reserved, together)
 
     @property
-    def count(self) -> int:
-        return self.table.shape[0] - self.in_front(self.hands) - 1
+    def num_tiles(self) -> int:
+        return self.table.shape[0] - self.header_rows(self.num_workers) - 1
 
     @property
-    def _already(self) -> int:
+    def _num_static_tiles(self) -> int:
         """How many of a CTA's tiles are no claims."""
-        return 1 if self.reserved else 0
+        return 1 if self.static_first_tile else 0
 
     def _claims_before(self, k: Any) -> Any:
         """How many there are before the one that brings the k-th tile."""
-        return div(k, self.together) - self._already
+        return div(k, self.tiles_per_claim) - self._num_static_tiles
 
     def _is_claimed(self, k: Any) -> Any:
         """Whether it is the first of those that belong together."""
-        return rem(k, self.together) == 0
+        return rem(k, self.tiles_per_claim) == 0
 
     def _slot(self, k: Any) -> Any:
         return lax.axis_index("cta") * CLAIM_SLOTS + rem(self._claims_before(k), CLAIM_SLOTS)
 
-    def _round(self, k: Any) -> Any:
+    def _phase(self, k: Any) -> Any:
         """By its last bit a claim is told from the one that it replaces; other entries have none."""
         return jnp.where(self._is_claimed(k), div(self._claims_before(k), CLAIM_SLOTS), 0)
 
-    def first(self) -> list[Any]:
-        if not self.reserved:
-            return self.settle(I32(0), self.look(I32(0), []))
-        place = self.in_front(self.hands) + lax.axis_index("cta") * self.together
+    def initial_work(self) -> list[Any]:
+        if not self.static_first_tile:
+            return self.resolve_next(I32(0), self.prefetch_next(I32(0), []))
+        place = self.header_rows(self.num_workers) + lax.axis_index("cta") * self.tiles_per_claim
         return [self.table[place, i] for i in range(2)]
 
-    def look(self, k: Any, before: list[Any]) -> list[Any]:
+    def prefetch_next(self, k: Any, before: list[Any]) -> list[Any]:
         place = self._slot(k)
-        if self.together > 1:
-            following = before[0] + I32(self.in_front(self.hands) + 1)
+        if self.tiles_per_claim > 1:
+            following = before[0] + I32(self.header_rows(self.num_workers) + 1)
             place = jnp.where(self._is_claimed(k), place, following)
         return list(_look(self.table.at[place]))  # pyright: ignore[reportCallIssue]
 
-    def settle(self, k: Any, entry: list[Any]) -> list[Any]:
+    def resolve_next(self, k: Any, entry: list[Any]) -> list[Any]:
         place = self.table.at[self._slot(k)]
-        return list(_settle(place, *entry, self._round(k)))  # pyright: ignore[reportCallIssue]
+        return list(_settle(place, *entry, self._phase(k)))  # pyright: ignore[reportCallIssue]
 
-    def open(self) -> None:
-        if not self.reserved:
-            self._claim(I32(0))
+    def prime(self) -> None:
+        if not self.static_first_tile:
+            self._send_claim(I32(0))
 
-    def claim(self, k: Any, in_time: Any) -> None:
-        when(in_time & self._is_claimed(k))(lambda: self._claim(k))
+    def request_next(self, k: Any, in_time: Any) -> None:
+        when(in_time & self._is_claimed(k))(lambda: self._send_claim(k))
 
-    def _claim(self, k: Any) -> None:
-        entries = self.in_front(self.hands)
-        already, count = 1 + self._already * self.hands, self.count // self.together
+    def _send_claim(self, k: Any) -> None:
+        entries = self.header_rows(self.num_workers)
+        already, count = (
+            1 + self._num_static_tiles * self.num_workers,
+            self.num_tiles // self.tiles_per_claim,
+        )
         refs = self.table.at[entries - 1], self.table.at[entries], self.table.at[self._slot(k)]
-        numbers = I32(already), I32(count), self._round(k), I32(self.together)
+        numbers = I32(already), I32(count), self._phase(k), I32(self.tiles_per_claim)
         _claim_tile(*refs, *numbers)  # pyright: ignore[reportCallIssue]
 
 
@@ -184,13 +187,13 @@ def for_each_tile(
 
     def visit(state: tuple) -> tuple:
         k, entry, carry = state
-        following = tiles.look(k + 1, entry) if early else None
-        look = (lambda: following) if early else (lambda: tiles.look(k + 1, entry))
+        following = tiles.prefetch_next(k + 1, entry) if early else None
+        look = (lambda: following) if early else (lambda: tiles.prefetch_next(k + 1, entry))
         carry, seen = body(k, entry, carry, look)
-        return k + 1, tiles.settle(k + 1, seen), carry
+        return k + 1, tiles.resolve_next(k + 1, seen), carry
 
-    state = I32(0), tiles.first(), carry
-    k, _, carry = lax.while_loop(lambda state: state[1][0] < tiles.count, visit, state)
+    state = I32(0), tiles.initial_work(), carry
+    k, _, carry = lax.while_loop(lambda state: state[1][0] < tiles.num_tiles, visit, state)
     return k, carry
 
 
@@ -215,7 +218,7 @@ def launch_persistent(
         (table,) = *dealt, *claims
         run(dataclasses.replace(tiles, table=table), inputs, outputs, memory)
 
-    kernel = build_kernel(name, body, memory, (), {"cta": tiles.hands}, warpgroups, cluster)
+    kernel = build_kernel(name, body, memory, (), {"cta": tiles.num_workers}, warpgroups, cluster)
 
     @isolate_from_fusion
     def after(read: list, written: tuple) -> tuple:

@@ -19,7 +19,7 @@ MAX_TOKEN_ROWS = 12
 
 
 def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
-    if not device.hopper:
+    if not device.is_sm90:
         return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
     if not isinstance(spec.batch, int):
         return f"its arrays have sizes that are known, and here the batch is {spec.batch}"
@@ -30,7 +30,7 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
             return f"head dims are multiples of 8 up to {MAX_HEAD_DIM}, but {name} is {dim}"
     if reason := aux_inputs.unsupported_reason(spec) or _unsupported_aux(spec):
         return reason
-    if spec.masked and _max_listed_blocks(spec) > block_mask_kernel.MAX_BLOCKS:
+    if spec.has_general_mask and _max_listed_blocks(spec) > block_mask_kernel.MAX_BLOCKS:
         return f"its masks list {block_mask_kernel.MAX_BLOCKS} blocks at most, and here are {_max_listed_blocks(spec)}"
     if spec.scale <= 0:
         return f"the scale must be positive, but it is {spec.scale:g}"
@@ -52,11 +52,11 @@ def _unsupported_aux(spec: CallSpec) -> str | None:
     if (dim := max(spec.head_dim, spec.value_dim)) > (most := aux_inputs.MAX_DIM_WITH_PAIRWISE):
         if size:
             return f"with scores of data of pairs, head dims are at most {most}, and here is {dim}"
-        if aux_inputs.needs_mask_bits(spec) and spec.mask_by_head:
+        if aux_inputs.needs_mask_bits(spec) and spec.mask_varies_by_head:
             what = "a mask of data of pairs that differs between heads"
             return f"with {what} head dims are at most {most}, and here is {dim}"
     rows = aux_inputs.num_token_rows(spec, "q") + (2 if spec.dropout_rate else 0)
-    if size and config.BackwardConfig(*dims).pair_stages(size, rows) < 1:
+    if size and config.BackwardConfig(*dims).pairwise_stages(size, rows) < 1:
         return f"its data of pairs of tokens are too many for shared memory ({size} bytes a pair)"
     return None
 

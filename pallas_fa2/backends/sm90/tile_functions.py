@@ -33,7 +33,7 @@ TARGET_OPS = TargetOps(
     layouts.materialize_int,
 )
 # Code in branches is not shared by a score and its slope.
-BRANCHLESS_OPS = TARGET_OPS._replace(any_from_two=None)
+BRANCHLESS_OPS = TARGET_OPS._replace(any_abs_ge_2=None)
 # Columns of scores that pass through a function together.
 PIECE_COLUMNS = 16
 PIECE_SHAPE = 64, PIECE_COLUMNS  # rows and columns of a part of a tile
@@ -46,7 +46,7 @@ class ArgSource(NamedTuple):
     or a number."""
 
     side: Literal["score", "q", "k", "pair", "integer", "real"]
-    place: int | None  # among those of its side; None is the score, or the token's index
+    position: int | None  # among those of its side; None is the score, or the token's index
     dtype: str
 
 
@@ -56,7 +56,7 @@ class AxisInputs:
 
     axis: int
     index: jax.Array | None = None  # unless the code reads none
-    rows: Mapping[ArgSource, jax.Array] = types.MappingProxyType({})
+    arrays: Mapping[ArgSource, jax.Array] = types.MappingProxyType({})
 
     @classmethod
     def load(
@@ -70,8 +70,8 @@ class AxisInputs:
         """`data` is `[first + rows, tokens]`, of 32 bits each."""
 
         def row(source: ArgSource) -> jax.Array:
-            assert source.place is not None
-            bits = data.at[first + source.place]
+            assert source.position is not None
+            bits = data.at[first + source.position]
             if source.dtype == "bool":
                 return layouts.load_row(axis, bits, jnp.int32) != 0
             narrow = source.dtype in legality.NARROW
@@ -85,8 +85,8 @@ class TileInputs(NamedTuple):
 
     q: AxisInputs
     k: AxisInputs
-    numbers: Mapping[ArgSource, jax.Array]
-    pairs: Mapping[ArgSource, jax.Array] = types.MappingProxyType({})
+    head_scalars: Mapping[ArgSource, jax.Array]
+    pairwise: Mapping[ArgSource, jax.Array] = types.MappingProxyType({})
 
 
 NO_SCORE = TileValue(None)
@@ -100,24 +100,24 @@ class TileFunction:
     sources: tuple[ArgSource, ...]
 
     @classmethod
-    def of(cls, code: ClosedJaxpr, sources: Sequence[ArgSource]) -> "TileFunction":
+    def compile(cls, code: ClosedJaxpr, sources: Sequence[ArgSource]) -> "TileFunction":
         """Of the arguments, those that it reads."""
         code, read = evaluate.dce(code)
         return cls(code, tuple(itertools.compress(sources, read)))
 
-    def rows(self, side: str) -> list[ArgSource]:
+    def token_inputs(self, side: str) -> list[ArgSource]:
         """What it reads of q's or k's tokens, but for their index."""
-        return [s for s in self.sources if s.side == side and s.place is not None]
+        return [s for s in self.sources if s.side == side and s.position is not None]
 
     @property
-    def pairs(self) -> list[ArgSource]:
+    def pairwise_inputs(self) -> list[ArgSource]:
         return [s for s in self.sources if s.side == "pair"]
 
     @property
-    def numbers(self) -> list[ArgSource]:
+    def head_inputs(self) -> list[ArgSource]:
         return [s for s in self.sources if s.side in ("integer", "real")]
 
-    def operations(self, columns: Literal["q", "k"]) -> float:
+    def op_cost(self, columns: Literal["q", "k"]) -> float:
         """About how many a thread has for each pair of a tile, whose columns are of this side.
 
         Of 64 by 64 pairs it has two rows and 16 columns: what depends on columns alone counts half.
@@ -135,25 +135,27 @@ class TileFunction:
                 )
             return [None] * len(eqn.outvars)
 
-        code = self._trace(lambda pair: [x.array for x in self.on_tile(pair, PIECE_SHAPE)], columns)
+        code = self._trace(
+            lambda pair: [x.array for x in self.evaluate(pair, PIECE_SHAPE)], columns
+        )
         code, read = evaluate.dce(code)
         interpret_jaxpr(code.jaxpr, code.consts, [None] * sum(read), lambda _: None, apply)
         return count
 
-    def sees_a_range(self) -> bool:
+    def is_key_interval(self) -> bool:
         """Whether the keys that a query sees, by this mask, follow each other."""
         found = []
-        self._trace(lambda pair: found.append(self.key_range(pair) is not None), "k")
+        self._trace(lambda pair: found.append(self.key_bounds(pair) is not None), "k")
         return found[0]
 
-    def key_range(self, pair: TileInputs) -> dict[str, jax.Array] | None:
+    def key_bounds(self, pair: TileInputs) -> dict[str, jax.Array] | None:
         """The index of the first key that each query sees, by this mask, and of the last one: "low", "high"
         or both. None if no comparisons with a key's index say what a query sees."""
-        (visible,) = self.on_tile(pair, PIECE_SHAPE)
-        limits = visible.limits
+        (visible,) = self.evaluate(pair, PIECE_SHAPE)
+        limits = visible.bounds
         if not limits or any(x.column.array is not pair.k.index for x in limits):
             return None
-        return {x.kind: broadcast_to_tile(x.number, (0,), PIECE_SHAPE, TARGET_OPS) for x in limits}
+        return {x.kind: broadcast_to_tile(x.bound, (0,), PIECE_SHAPE, TARGET_OPS) for x in limits}
 
     def _trace(
         self, function: Callable[[TileInputs], Any], columns: Literal["q", "k"]
@@ -163,26 +165,27 @@ class TileFunction:
 
         def of_data(indices: list, rows: list, numbers: list) -> Any:
             sources = [
-                dict(zip(self.rows(x), y, strict=True)) for x, y in zip(sides, rows, strict=True)
+                dict(zip(self.token_inputs(x), y, strict=True))
+                for x, y in zip(sides, rows, strict=True)
             ]
             found = {sides[i]: AxisInputs(i, indices[i], sources[i]) for i in (0, 1)}
-            numbers_of = dict(zip(self.numbers, numbers, strict=True))
-            pairs = {s: jnp.zeros(PIECE_SHAPE, s.dtype) for s in self.pairs}
+            numbers_of = dict(zip(self.head_inputs, numbers, strict=True))
+            pairs = {s: jnp.zeros(PIECE_SHAPE, s.dtype) for s in self.pairwise_inputs}
             return function(TileInputs(found["q"], found["k"], numbers_of, pairs))
 
         return jax.make_jaxpr(of_data)(
             [jax.ShapeDtypeStruct((n,), jnp.int32) for n in PIECE_SHAPE],
             [
-                [jax.ShapeDtypeStruct((n,), s.dtype) for s in self.rows(side)]
+                [jax.ShapeDtypeStruct((n,), s.dtype) for s in self.token_inputs(side)]
                 for n, side in zip(PIECE_SHAPE, sides, strict=True)
             ],
-            [jax.ShapeDtypeStruct((), s.dtype) for s in self.numbers],
+            [jax.ShapeDtypeStruct((), s.dtype) for s in self.head_inputs],
         )
 
     def reads_index(self, side: str) -> bool:
-        return any(s.side == side and s.place is None for s in self.sources)
+        return any(s.side == side and s.position is None for s in self.sources)
 
-    def on_tile(
+    def evaluate(
         self,
         pair: TileInputs,
         shape: tuple[int, ...],
@@ -194,15 +197,15 @@ class TileFunction:
         def value(source: ArgSource) -> TileValue:
             if source.side == "score":
                 return score
-            if source.place is None:
+            if source.position is None:
                 side = sides[source.side]
                 return TileValue.of_index(side.index, side.axis)
             if source.side == "pair":
-                return TileValue(pair.pairs[source], (0, 1))
+                return TileValue(pair.pairwise[source], (0, 1))
             if source.side not in sides:
-                return TileValue(pair.numbers[source])
+                return TileValue(pair.head_scalars[source])
             side = sides[source.side]
-            return TileValue(side.rows[source], (side.axis,))
+            return TileValue(side.arrays[source], (side.axis,))
 
         args = [value(s) for s in self.sources]
         return evaluate.evaluate(self.code, args, shape, functions)
@@ -215,18 +218,18 @@ class TileMask:
     visible: TileFunction
     # Whether it is known that every query sees a key and every key is seen. Where it is not, what
     # nobody sees may be NaN.
-    all_take_part: bool
+    covers_every_token: bool
 
     @functools.cached_property
-    def sees_a_range(self) -> bool:
+    def is_key_interval(self) -> bool:
         """Whether it is known that the keys which a query sees follow each other."""
-        return self.visible.sees_a_range()
+        return self.visible.is_key_interval()
 
-    def hide_outside_range(
+    def apply_interval(
         self, s: jax.Array, pair: TileInputs, first_key: Any, k_end: int | None = None
     ) -> jax.Array:
         """As `hide`, where queries see a range, of a tile whose columns are keys."""
-        found = self.visible.key_range(pair)
+        found = self.visible.key_bounds(pair)
         assert found is not None
         low, high = found.get("low"), found.get("high")
         if k_end is not None:
@@ -240,25 +243,25 @@ class TileMask:
 
         return masking.mask_outside(s, within(low), within(high))
 
-    def hide(self, s: jax.Array, pair_at: Callable, k_end: int | None = None) -> jax.Array:
+    def apply(self, s: jax.Array, pair_at: Callable, k_end: int | None = None) -> jax.Array:
         """-inf where a pair is not seen, or a key is the `k_end`-th or a later one."""
 
         def some(piece: jax.Array, pair: TileInputs) -> jax.Array:
-            return jnp.where(self._seen(piece.shape, pair, k_end), piece, -jnp.inf)
+            return jnp.where(self._evaluate(piece.shape, pair, k_end), piece, -jnp.inf)
 
         return by_columns(some, s, pair_at)
 
-    def hidden_bits(self, pair_at: Callable, k_end: int | None = None) -> jax.Array:
-        """`hiding.hidden_bits` of what `hide` hides of a square of 64 rows and columns."""
+    def pack_bits(self, pair_at: Callable, k_end: int | None = None) -> jax.Array:
+        """`hiding.pack_bits` of what `hide` hides of a square of 64 rows and columns."""
 
         def some(start: int) -> jax.Array:
-            seen = self._seen(PIECE_SHAPE, pair_at(pl.ds(start, PIECE_COLUMNS)), k_end)
+            seen = self._evaluate(PIECE_SHAPE, pair_at(pl.ds(start, PIECE_COLUMNS)), k_end)
             return masking.pack_bits(seen, start)
 
         return functools.reduce(jnp.bitwise_or, map(some, range(0, PIECE_SHAPE[0], PIECE_COLUMNS)))
 
-    def _seen(self, shape: tuple[int, ...], pair: TileInputs, k_end: int | None) -> jax.Array:
-        (seen,) = self.visible.on_tile(pair, shape)
+    def _evaluate(self, shape: tuple[int, ...], pair: TileInputs, k_end: int | None) -> jax.Array:
+        (seen,) = self.visible.evaluate(pair, shape)
         seen = broadcast_to_tile(seen, (0, 1), shape, TARGET_OPS)
         if k_end is None:
             return seen
@@ -292,41 +295,41 @@ class TileScore:
     value: TileFunction
     # (d value / d score, and by each of the `floats`)
     derivative: TileFunction
-    floats: tuple[ArgSource, ...]  # the data that have a gradient
+    diff_inputs: tuple[ArgSource, ...]  # the data that have a gradient
 
     def apply(self, s: jax.Array, scale: float, pair_at: Callable) -> tuple[jax.Array, float]:
         """To scores that are not scaled yet; the result, times the positive factor, is in base 2."""
         factors = []
 
         def some(piece: jax.Array, pair: TileInputs) -> jax.Array:
-            (value,) = self.value.on_tile(
+            (value,) = self.value.evaluate(
                 pair, piece.shape, TileValue(piece, (0, 1), scale), TARGET_OPS
             )
             factors.append(value.factor if value.factor > 0 else 1.0)
             value = value._replace(factor=value.factor / factors[-1])
             return broadcast_to_tile(value, (0, 1), piece.shape, TARGET_OPS)
 
-        if self.value.rows("k") or self.value.pairs:
+        if self.value.token_inputs("k") or self.value.pairwise_inputs:
             found = by_columns(some, s, pair_at)
         else:
             found = some(s, pair_at(pl.ds(0, s.shape[1])))
         return found, factors[0] * LOG2E
 
-    def floats_of(self, side: str) -> list[ArgSource]:
-        return [source for source in self.floats if source.side == side]
+    def diff_inputs_of(self, side: str) -> list[ArgSource]:
+        return [source for source in self.diff_inputs if source.side == side]
 
-    def on_tile(self, s: jax.Array, scale: float, pair: TileInputs) -> jax.Array:
+    def evaluate(self, s: jax.Array, scale: float, pair: TileInputs) -> jax.Array:
         """Of scores that are not scaled yet; the result is in base 2."""
-        (value,) = self.value.on_tile(pair, s.shape, TileValue(s, (0, 1), scale))
+        (value,) = self.value.evaluate(pair, s.shape, TileValue(s, (0, 1), scale))
         value = value._replace(factor=value.factor * LOG2E)
         return broadcast_to_tile(value, (0, 1), s.shape, TARGET_OPS)
 
-    def slopes(
+    def derivatives(
         self, s: jax.Array, scale: float, pair: TileInputs
     ) -> tuple[TileValue, dict[ArgSource, TileValue]]:
         """Of the value, by the scaled score and by the data that have a gradient."""
-        found = self.derivative.on_tile(pair, s.shape, TileValue(s, (0, 1), scale))
-        return found[0], dict(zip(self.floats, found[1:], strict=True))
+        found = self.derivative.evaluate(pair, s.shape, TileValue(s, (0, 1), scale))
+        return found[0], dict(zip(self.diff_inputs, found[1:], strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,22 +337,24 @@ class TileDropout:
     """Which probabilities of a tile are dropped."""
 
     threshold: int  # see `dropout`
-    key: ArgSource  # of the keys' positions
+    key_positions: ArgSource  # of the keys' positions
 
     @property
-    def given(self) -> bool:
+    def explicit_positions(self) -> bool:
         """Whether a user gave these positions, of which nothing is then known."""
-        return self.key.place is not None
+        return self.key_positions.position is not None
 
     @property
     def scale(self) -> float:
         """What makes up for it."""
         return dropout.scale(self.threshold)
 
-    def negate(self, p: jax.Array, keys: RowKeys, columns: jax.Array, key_axis: int) -> jax.Array:
+    def mark_dropped(
+        self, p: jax.Array, keys: RowKeys, columns: jax.Array, key_axis: int
+    ) -> jax.Array:
         """-p where it is dropped. `columns` are positions of the tokens on `key_axis`."""
         return dropout_bits.negate_dropped(
-            p, keys, columns, key_axis, self.threshold, not self.given
+            p, keys, columns, key_axis, self.threshold, not self.explicit_positions
         )
 
 

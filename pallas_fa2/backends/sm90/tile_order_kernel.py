@@ -53,8 +53,8 @@ class TileOrder(NamedTuple):
 
     heads: int  # of all batch entries
     tiles: int  # of a head
-    hands: int
-    alike: int  # heads that follow each other and share what their tiles visit; or 1
+    num_workers: int
+    heads_sharing_mask: int  # heads that follow each other and share what their tiles visit; or 1
 
     @classmethod
     def of(cls, counts: Any, batch: int, heads: int, hands: int) -> "TileOrder":
@@ -63,23 +63,23 @@ class TileOrder(NamedTuple):
         return cls(batch * heads, counts.shape[-1], hands, alike)
 
     @property
-    def last(self) -> int:
+    def num_tail_heads(self) -> int:
         """Heads whose tiles are all sorted."""
-        each = SORTED_ALIKE if self.alike > 1 else SORTED
-        return min(-(-each * self.hands // self.tiles), self.heads)
+        each = SORTED_ALIKE if self.heads_sharing_mask > 1 else SORTED
+        return min(-(-each * self.num_workers // self.tiles), self.heads)
 
-    def waits_for(self, visited: Any, total: Any) -> Any:
+    def heads_before(self, visited: Any, total: Any) -> Any:
         """Of a tile that visits so many blocks, the heads that it lets begin before, if they come before its own.
         `total` is what all visit, of heads that are alike counted once, in float32.
 
         (Every warp must find the same: so no sum of a product is rounded, which may become one operation with it
         or not. And nothing is negative: Mosaic compares without a sign what `where` takes of two constants.)
         """
-        unsorted = np.int32(self.heads - self.last)
-        part = total * np.float32(self.alike / self.hands)  # of each CTA
+        unsorted = np.int32(self.heads - self.num_tail_heads)
+        part = total * np.float32(self.heads_sharing_mask / self.num_workers)  # of each CTA
         xp, visited = array_namespace(visited), visited.astype(np.float32)
-        if self.alike == 1:
-            long = part * np.float32(min(LONG, LONG_AT_END * self.last / self.heads))
+        if self.heads_sharing_mask == 1:
+            long = part * np.float32(min(LONG, LONG_AT_END * self.num_tail_heads / self.heads))
             return xp.where(visited > long, np.int32(0), unsorted)
         to_end = (visited * (np.float32(SLACK * self.heads) / part)).astype(np.int32)
         return xp.minimum(np.int32(self.heads) - xp.minimum(to_end, np.int32(self.heads)), unsorted)
@@ -100,7 +100,7 @@ def order_tiles(counts: jax.Array, batch: int, heads: int, hands: int, before: i
     assert counts.size <= MOST_COMPARED and (MAX_BLOCKS + 1) * 2 * MOST_COMPARED <= RANKS
     together = TILES_PER_WARP if order.tiles % TILES_PER_WARP == 0 else 1
     ctas = -(-counts.size // (WARPS * together))
-    shares = min(order.alike, max(1, MAX_CTAS // ctas))
+    shares = min(order.heads_sharing_mask, max(1, MAX_CTAS // ctas))
 
     def run(refs: tuple, _: Any) -> None:
         counts, entries = refs
@@ -117,10 +117,10 @@ def order_tiles(counts: jax.Array, batch: int, heads: int, hands: int, before: i
             write(*warp.places_in_head(share + turn * shares, earlier))
             return earlier
 
-        if order.alike == 1:
+        if order.heads_sharing_mask == 1:
             write(warp.places_by_urgency(), warp.each)
         else:
-            copies = div(order.alike - share + (shares - 1), shares)
+            copies = div(order.heads_sharing_mask - share + (shares - 1), shares)
             lax.fori_loop(I32(0), copies, write_copy, warp.earlier())
 
         def write_rest(rests: list[Any], _: Any) -> None:
@@ -175,7 +175,7 @@ class _Warp(NamedTuple):
         return list(map(self.waits_for, self.lengths))
 
     def waits_for(self, length: Any) -> Any:
-        return self.order.waits_for(length, self.total)
+        return self.order.heads_before(length, self.total)
 
     def rank(self, place: Any, length: Any) -> Any:
         """Larger for longer tiles, then for those before; for what is no tile, smaller than for any."""
@@ -198,7 +198,9 @@ class _Warp(NamedTuple):
         with their heads, and these above those of the last heads."""
         order, rank = self.order, self.rank(place, length)
         in_turn = I32(RANKS) | self.rank(place, 0)
-        in_turn = jnp.where(place < (order.heads - order.last) * order.tiles, in_turn, rank)
+        in_turn = jnp.where(
+            place < (order.heads - order.num_tail_heads) * order.tiles, in_turn, rank
+        )
         return jnp.where(self.waits_for(length) == 0, I32(2 * RANKS) | rank, in_turn)
 
     def places_by_urgency(self) -> list[Any]:
@@ -218,8 +220,14 @@ class _Warp(NamedTuple):
 
         def longer(place: Any, length: Any) -> list[Any]:
             """Of the heads of a longer tile, those that an own one does not wait for."""
-            end, rank = (div(place, order.tiles) + 1) * order.alike, self.rank(place, length)
-            rests = (jnp.minimum(jnp.maximum(end, begun) - begun, order.alike) for begun in waits)
+            end, rank = (
+                (div(place, order.tiles) + 1) * order.heads_sharing_mask,
+                self.rank(place, length),
+            )
+            rests = (
+                jnp.minimum(jnp.maximum(end, begun) - begun, order.heads_sharing_mask)
+                for begun in waits
+            )
             return [jnp.where(rank > x, rest, I32(0)) for x, rest in zip(own, rests, strict=True)]
 
         found = self.sums_of(longer, len(own))
@@ -228,7 +236,7 @@ class _Warp(NamedTuple):
     def places_in_head(self, copy: Any, earlier: list[Any]) -> tuple[list[Any], list[Any]]:
         """And numbers, in a head of those that share these tiles."""
         order, row = self.order, div(self.first, self.order.tiles)
-        first_head = row * order.alike
+        first_head = row * order.heads_sharing_mask
         head = first_head + copy
         number = head * order.tiles + rem(self.first, order.tiles)
 
@@ -236,8 +244,8 @@ class _Warp(NamedTuple):
             """Of the later heads of a tile, and of this one where it is later than all own tiles, those whose one
             comes before all the same, as it waits for none from this head on."""
             other, later = div(place, order.tiles), place >= self.first + len(earlier)
-            here = I32(order.alike - 1) - copy + jnp.where(later, I32(1), I32(0))
-            of_heads = jnp.where(other == row, here, I32(order.alike))
+            here = I32(order.heads_sharing_mask - 1) - copy + jnp.where(later, I32(1), I32(0))
+            of_heads = jnp.where(other == row, here, I32(order.heads_sharing_mask))
             early = (self.waits_for(length) <= head) & (other >= row) & (place < self.known)
             return [jnp.where(early, of_heads, I32(0))]
 

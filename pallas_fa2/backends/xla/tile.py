@@ -48,7 +48,7 @@ class Tile(NamedTuple):
 def tile_at(
     spec: CallSpec, operands: Operands, q_start: Any, k_start: Any, q_size: int, k_size: int
 ) -> Tile:
-    part = operands.cut(q_start, q_size, k_start, k_size)
+    part = operands.slice_tile(q_start, q_size, k_start, k_size)
     return Tile(spec, q_start, k_start, q_size, k_size, part)
 
 
@@ -84,7 +84,7 @@ def scores(tile: Tile, raw: jax.Array, data: tuple) -> jax.Array:
     spec = tile.spec
     s = raw if spec.dtype == spec.accumulator else raw * spec.scale
     for code, arrays in zip(spec.scores, data, strict=True):
-        s = jnp.broadcast_to(code.on_tile(s, tile.q_index, tile.k_index, arrays), s.shape)
+        s = jnp.broadcast_to(code.on_leading_axes(s, tile.q_index, tile.k_index, arrays), s.shape)
     return s
 
 
@@ -96,7 +96,7 @@ def visible(tile: Tile) -> jax.Array:
     inside = (row < spec.q_len) & (column < spec.kv_len)
     if spec.mask is None:
         return inside
-    return inside & spec.mask.on_tile(tile.q_index, tile.k_index, tile.operands.mask)
+    return inside & spec.mask.on_leading_axes(tile.q_index, tile.k_index, tile.operands.mask)
 
 
 def zero_unseen(x: jax.Array, keep: jax.Array, axis: int) -> jax.Array:

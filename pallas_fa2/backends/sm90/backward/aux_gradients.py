@@ -16,7 +16,7 @@ def aux_gradients(
     """Of the floats that scores read, in the shapes and dtypes that they have."""
 
     def of(source: ArgSource, x: jax.Array) -> jax.Array:
-        if sums is None or score is None or source not in score.floats:
+        if sums is None or score is None or source not in score.diff_inputs:
             return jnp.zeros(x.shape, x.dtype)
         total = _not_shared(spec, score, sums, source, x)
         shared = tuple(i for i in range(NUM_LEADING_AXES) if x.shape[i] == 1)
@@ -31,8 +31,8 @@ def _not_shared(
     """With the axes `[B, K, G, T, S]`, before what is shared is added up, but for batch entries that share
     pairs."""
     if source.side == "pair":
-        return _of_pairs(spec, sums.of_pairs(score, source), x)
-    array, field = sums.place(score, source)
+        return _of_pairs(spec, sums.pairwise_of(score, source), x)
+    array, field = sums.field_of(score, source)
     if source.side == "real":
         return array[:, field].sum(-1).reshape(spec.batch, spec.kv_heads, spec.group, 1, 1)
     axis, length = (Q_AXIS, spec.q_len) if source.side == "q" else (K_AXIS, spec.kv_len)

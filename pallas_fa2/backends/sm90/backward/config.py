@@ -22,22 +22,22 @@ class BackwardConfig:
 
     head_dim: int  # of queries and keys, up to 256; arrays may have less
     value_dim: int  # of values, as many up to 128
-    ctas: int = 132  # persistent, one a multiprocessor
-    ordered: bool = False  # dQ is added in one order, the same in every run
-    whole_heads: bool | None = None  # whether a CTA takes these; where it suits, if None
-    stores_first: bool | None = None  # whether the first dQ of a row is stored; likewise
+    num_ctas: int = 132  # persistent, one a multiprocessor
+    deterministic: bool = False  # dQ is added in one order, the same in every run
+    head_per_cta: bool | None = None  # whether a CTA takes these; where it suits, if None
+    first_store: bool | None = None  # whether the first dQ of a row is stored; likewise
     # Q, dO and float32 dQ of the heads that run at the same time, of 60 MB of L2.
-    section_bytes: int = 40 << 20
+    l2_budget: int = 40 << 20
 
     @property
-    def paired(self) -> bool:
+    def two_cta(self) -> bool:
         """Whether two CTAs share a block of keys."""
         return self.head_dim > 128
 
     @property
     def registers(self) -> tuple[int, ...]:
         """Of a thread in each warpgroup, the one that loads last."""
-        return (192, 192, 120) if self.paired else (240, 240, 24)
+        return (192, 192, 120) if self.two_cta else (240, 240, 24)
 
     @property
     def block_q(self) -> int:
@@ -49,7 +49,7 @@ class BackwardConfig:
     @property
     def kv_rows(self) -> int:
         """Of a block's keys, those in one CTA."""
-        return 64 if self.paired else 128
+        return 64 if self.two_cta else 128
 
     @property
     def stages(self) -> tuple[int, int]:
@@ -60,26 +60,26 @@ class BackwardConfig:
     @property
     def kv_stages(self) -> tuple[int, int]:
         """Of K and V. Up to H = 128, the last dQ of a tile is formed in the first step of the next."""
-        return 1 if self.paired else 2, 1
+        return 1 if self.two_cta else 2, 1
 
     @property
     def ds_stages(self) -> int:
         """One to be written, one to be read by this warpgroup and one by the other; in pairs each
         is read by others than its writer."""
-        return 2 if self.paired else 3
+        return 2 if self.two_cta else 3
 
     @property
-    def pieces(self) -> int:
+    def column_pieces(self) -> int:
         """Of a step's queries, as many as a score function takes at a time."""
         return self.block_q // PIECE_COLUMNS
 
     @property
-    def late_dq(self) -> bool:
+    def defer_dq_address(self) -> bool:
         """Whether addresses of dQ are computed when it is there: the kernel takes 0.985 of the time at H = 64,
         under a causal mask, and 1.02 at H = 128."""
         return self.head_dim == 64
 
-    def room(self, query_rows: int) -> int:
+    def free_smem(self, query_rows: int) -> int:
         """Bytes of shared memory, up to H = 128, that are left by operands, so many rows of data of
         queries and 2 KB of all else."""
         (q, do), (k, v), block_q = self.stages, self.kv_stages, self.block_q
@@ -89,16 +89,16 @@ class BackwardConfig:
         row_bytes = (q * (1 + query_rows) + do) * block_q * 4
         return pipeline.SHARED_MEMORY_BYTES - 2 * operands - row_bytes - 2048
 
-    def pair_stages(self, pair_bytes: int, query_rows: int) -> int:
+    def pairwise_stages(self, pair_bytes: int, query_rows: int) -> int:
         """How many pieces of queries fit there with the data of pairs: up to those of a step."""
         piece_bytes = PIECE_COLUMNS * self.kv_rows * pair_bytes
-        return min(self.pieces, self.room(query_rows) // piece_bytes)
+        return min(self.column_pieces, self.free_smem(query_rows) // piece_bytes)
 
     @property
     def _dq_columns(self) -> list[Any]:
         """How a block's dQ is divided: for the warpgroups that form it. Of a pair of CTAs each has half, and
         the one that owns dV gets most of that."""
-        if self.paired:
+        if self.two_cta:
             return [self.dq_half(cta, me) for cta in range(2) for me in range(2)]
         starts = range(0, self.head_dim, DQ_TILE)
         return [pl.ds(start, min(DQ_TILE, self.head_dim - start)) for start in starts]
@@ -109,23 +109,23 @@ class BackwardConfig:
         return pl.ds(cta * half + (half - DQ_TILE) * me, DQ_TILE if me else half - DQ_TILE)
 
     @property
-    def dq_parts(self) -> int:
+    def num_dq_parts(self) -> int:
         """How many tiles of dQ a block of queries has."""
         return self.block_q // DQ_TILE * len(self._dq_columns)
 
     @property
-    def halves_alike(self) -> bool:
+    def symmetric_dq(self) -> bool:
         """Whether the two warpgroups that multiply form half of the columns of dQ each."""
-        return not self.paired and [x.size for x in self._dq_columns] == [DQ_TILE, DQ_TILE]
+        return not self.two_cta and [x.size for x in self._dq_columns] == [DQ_TILE, DQ_TILE]
 
-    def dq_place(self, part: Any) -> tuple[Any, Any]:
+    def dq_part_slices(self, part: Any) -> tuple[Any, Any]:
         """The rows and columns of a part, within the block."""
-        if self.halves_alike:
+        if self.symmetric_dq:
             return pl.ds(0, DQ_TILE), pl.ds(part * DQ_TILE, DQ_TILE)
         row, column = divmod(part, len(self._dq_columns))
         return pl.ds(row * DQ_TILE, DQ_TILE), self._dq_columns[column]
 
-    def dq_numbers(self, rows: Any, columns: Any) -> Any:
+    def dq_part_range(self, rows: Any, columns: Any) -> Any:
         """Where a part is among the block's numbers, as it lies in registers."""
         first = rows.start * self.head_dim + columns.start * DQ_TILE
         return pl.ds(first, columns.size * DQ_TILE)

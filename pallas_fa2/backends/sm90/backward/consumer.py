@@ -31,7 +31,7 @@ class Consumer(TransposedConsumer):
 
     def open(self) -> None:
         super().open()
-        plgpu.barrier_arrive(self.memory.ds_there)  # as if there were a step before the first
+        plgpu.barrier_arrive(self.memory.ds_ready)  # as if there were a step before the first
 
     def visit(self, tile: KvTile, dq_row: Any, look: Callable) -> Any:
         def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array, Any]:
@@ -41,18 +41,18 @@ class Consumer(TransposedConsumer):
         self.wait_for_keys(tile)
         wide = (self.accumulator(dim) for dim in (self.config.head_dim, self.config.value_dim))
         dk, dv, last = pl.run_scoped(accumulate, *wide)
-        self.memory.values.release(tile.k)
+        self.memory.v_pipeline.consumer_release(tile.k)
         seen = look()
         self.store(tile, (self.outputs.dv, self.scaled(dv)), (self.outputs.dk, dk * self.scale))
         return last, seen
 
     def step(self, dk_acc: Any, dv_acc: Any, step: Step, dq_row: Any) -> Any:
         """dV and dK of a step, and dQ of the step before."""
-        memory, t, k = self.memory, step.t, step.tile.k
+        memory, t, k = self.memory, step.global_step, step.tile.k
         ticket = self.draw(step)
-        panels = list(zip(self.panels, self.scores(step), strict=True))
-        (q, _), (dout, _) = memory.queries.at(t), memory.douts.at(t)
-        plgpu.barrier_wait(memory.ds_there)
+        panels = list(zip(self.panels, self.p_and_ds(step), strict=True))
+        (q, _), (dout, _) = memory.q_pipeline.buffers_at(t), memory.dout_pipeline.buffers_at(t)
+        plgpu.barrier_wait(memory.ds_ready)
         for i, (_, (_, ds)) in enumerate(panels):
             self.ds_of(t).at[i, self.keys][...] = ds
 
@@ -63,26 +63,26 @@ class Consumer(TransposedConsumer):
                 plgpu.wgmma(dk_acc, ds, q.at[panel])
             plgpu.commit_smem()
             self.show(t, ticket)
-            plgpu.barrier_arrive(memory.ds_there)
+            plgpu.barrier_arrive(memory.ds_ready)
             self.collect_dq(t - 1, dq_acc, dq_row, in_flight=2 * len(panels))
             plgpu.wgmma_wait(0)
 
         pl.run_scoped(products, self.dq_accumulator)
-        when(step.first & (t > 0))(lambda: memory.keys.release(k - 1))
-        self.release_rows(1 - self.me, t)
+        when(step.first & (t > 0))(lambda: memory.k_pipeline.consumer_release(k - 1))
+        self.release_rows(1 - self.warpgroup, t)
         self.release_own_rows(step)
         return self.dq_row(step)
 
     def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
         """dQ of the last step."""
-        plgpu.barrier_wait(self.memory.ds_there)
+        plgpu.barrier_wait(self.memory.ds_ready)
 
         def product(dq_acc: Any) -> None:
             self.multiply_dq_of(dq_acc, steps - 1, tiles - 1)
             self.collect_dq(steps - 1, dq_acc, dq_row, in_flight=0)
 
         pl.run_scoped(product, self.dq_accumulator)
-        when(tiles > 0)(lambda: self.memory.keys.release(tiles - 1))
+        when(tiles > 0)(lambda: self.memory.k_pipeline.consumer_release(tiles - 1))
 
     def ds_of(self, t: Any) -> Any:
         """dS of a step; there is one before the first, whose dQ goes nowhere."""
@@ -91,7 +91,7 @@ class Consumer(TransposedConsumer):
 
     @property
     def dq_accumulator(self) -> Any:
-        return self.accumulator(self.config.dq_place(self.me)[1].size)
+        return self.accumulator(self.config.dq_part_slices(self.warpgroup)[1].size)
 
     def draw(self, step: Step) -> Any:
         """What tells how dQ of the step will be added."""
@@ -101,11 +101,11 @@ class Consumer(TransposedConsumer):
 
     def dq_row(self, step: Step) -> Any:
         """Where dQ of a step goes."""
-        return step.row
+        return step.dq_block
 
     def multiply_dq_of(self, dq_acc: Any, t: Any, k: Any) -> None:
         """This warpgroup's part of dQ of step t, of the CTA's k-th tile."""
-        rows, columns = self.config.dq_place(self.me)
+        rows, columns = self.config.dq_part_slices(self.warpgroup)
         ds = self.ds_of(t).at[rows.start // QUERY_PANEL]
         dq_acc[...] = thread_values.zero_accumulator((DQ_TILE, columns.size))
         plgpu.wgmma(dq_acc, ds.transpose((1, 0)), self.keys_of(jnp.maximum(k, 0)).at[:, columns])
@@ -115,20 +115,22 @@ class Consumer(TransposedConsumer):
         self.add_dq(t, plgpu.wgmma_accumulator_load(dq_acc, wait_n=in_flight), row)
 
     def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
-        numbers = self.config.dq_numbers(*self.config.dq_place(self.me))
-        register_io.add_fragments(self.outputs.dq.at[row, numbers], dq, self.config.late_dq)
+        numbers = self.config.dq_part_range(*self.config.dq_part_slices(self.warpgroup))
+        register_io.add_fragments(
+            self.outputs.dq.at[row, numbers], dq, self.config.defer_dq_address
+        )
 
 
 class OrderedConsumer(Consumer):
     def open(self) -> None:
         super().open()
-        DqSemaphore.of(self.memory).open()
+        DqSemaphore.of(self.memory).prime()
 
     def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
         turns = DqSemaphore.of(self.memory)
-        turns.take(t)
+        turns.acquire(t)
         super().add_dq(t, dq, row)
-        turns.give(t)
+        turns.release(t)
 
 
 class FirstStoreConsumer(Consumer):
@@ -139,22 +141,22 @@ class FirstStoreConsumer(Consumer):
         return DqTickets(self.outputs.turns, self.memory.tickets)
 
     def open(self) -> None:
-        if self.me == 0:
-            self.tickets.open()
+        if self.warpgroup == 0:
+            self.tickets.init()
         super().open()
 
     def draw(self, step: Step) -> Any:
-        return self.tickets.draw(step.row) if self.me == 0 else None
+        return self.tickets.take(step.dq_block) if self.warpgroup == 0 else None
 
     def show(self, t: Any, ticket: Any) -> None:
-        if self.me == 0:
-            self.tickets.show(t, ticket)
+        if self.warpgroup == 0:
+            self.tickets.share(t, ticket)
 
     def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
-        numbers = self.config.dq_numbers(*self.config.dq_place(self.me))
-        first = self.tickets.use(t, row)
+        numbers = self.config.dq_part_range(*self.config.dq_part_slices(self.warpgroup))
+        first = self.tickets.resolve(t, row)
         register_io.put_fragments(self.outputs.dq.at[row, numbers], dq, first)
-        self.tickets.tell(row, first)
+        self.tickets.signal(row, first)
 
 
 class HeadPerCtaConsumer(Consumer):
@@ -170,8 +172,8 @@ class HeadPerCtaConsumer(Consumer):
 
     def collect_dq(self, t: Any, dq_acc: Any, row: Any, in_flight: int) -> None:
         """What was added before is loaded while products are in flight."""
-        visit, (rows, columns) = DqVisit.decode(row), self.config.dq_place(self.me)
-        numbers = self.config.dq_numbers(rows, columns)
+        visit, (rows, columns) = DqVisit.decode(row), self.config.dq_part_slices(self.warpgroup)
+        numbers = self.config.dq_part_range(rows, columns)
         partial = self.outputs.partial.at[self.schedule.partial_row(visit.row), numbers]
         before = register_io.take_fragments(partial, columns.size, visit.last & ~visit.first)
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=in_flight)
@@ -183,7 +185,7 @@ class HeadPerCtaConsumer(Consumer):
                 target.at[batch, pl.ds(first, rows.size), head],
                 ((before + dq) * self.scale).astype(target.dtype),
                 columns.start,
-                self.schedule.problem.q_len - first,
+                self.schedule.spec.q_len - first,
             )
 
         cond(visit.last, finish, lambda: register_io.put_fragments(partial, dq, visit.first))

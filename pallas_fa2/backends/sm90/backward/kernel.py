@@ -72,11 +72,13 @@ def schedule_of(
     """Which tiles a CTA takes, and how what they add to dQ comes together; of whole heads, if they may be taken
     and suit. `possible` gives classes by the mask's code alone: EMPTY, or not, whatever its data."""
     if whole_heads and HeadPerCtaSchedule.suits(problem, config):
-        return HeadPerCtaSchedule.of(problem, config)
-    if config.ordered:
-        return DeterministicSchedule.of(problem, config, classes)
+        return HeadPerCtaSchedule.choose(problem, config)
+    if config.deterministic:
+        return DeterministicSchedule.choose(problem, config, classes)
     stores_first = FirstStoreSchedule.suits(problem, config, classes, possible)
-    return (FirstStoreSchedule if stores_first else BackwardSchedule).of(problem, config, classes)
+    return (FirstStoreSchedule if stores_first else BackwardSchedule).choose(
+        problem, config, classes
+    )
 
 
 def gradients(
@@ -97,28 +99,28 @@ def gradients(
     it is not bitwise reproducible then. Under a mask, `classes` are those of tiles, `[B | 1, N | 1, T tiles,
     S tiles]`; `data` is what masks and scores read, and `answers` are those of a mask that has been asked.
     """
-    problem, config = schedule.problem, schedule.config
-    seen = None if classes is None else schedule.seen(classes)
-    tiles, inputs = schedule.tiles(seen), Inputs(*factors, lse, delta, answers=answers)
+    problem, config = schedule.spec, schedule.config
+    seen = None if classes is None else schedule.block_mask(classes)
+    tiles, inputs = schedule.tile_scheduler(seen), Inputs(*factors, lse, delta, mask_bits=answers)
     q, k, v, _ = factors
     if seen is not None:
         inputs = inputs._replace(**{n: jnp.asarray(x) for n, x in schedule.arrays(seen).items()})
     if data is not None:
-        data = data.with_places(config.block_q, config.block_kv)
-        if not config.paired:  # where shared memory has room, queries bring their data
+        data = data.with_index_row(config.block_q, config.block_kv)
+        if not config.two_cta:  # where shared memory has room, queries bring their data
             inputs = inputs._replace(lse=_with_query_data(lse, data))
             data = data._replace(q=None, row_keys=None)
-        inputs = inputs._replace(data=data)
+        inputs = inputs._replace(aux=data)
     # Of a part of a group, a gradient leaves as two numbers whose sum is as good as in float32.
     shapes = ((*x.shape[:2], schedule.heads, x.shape[3]) for x in (k, v))
-    count = 1 if schedule.parts == 1 else 2
+    count = 1 if schedule.group_splits == 1 else 2
     # one each: of one for all, XLA may let two share their memory
     dk, dv = ([lax.empty(shape, k.dtype) for _ in range(count)] for shape in shapes)
     sums = None
     if problem.score is not None:
         lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
         assert data is not None
-        sums = AuxGrads.start(problem, q.dtype, lengths, data)
+        sums = AuxGrads.zeros(problem, q.dtype, lengths, data)
     outputs = Outputs(zeros, dk, dv, sums)
     if isinstance(schedule, HeadPerCtaSchedule):
         partial = lax.empty(schedule.accumulator_shape, jnp.float32)
@@ -135,19 +137,19 @@ def gradients(
             (q.shape[3], v.shape[3]),
             q.dtype,
             inputs.lse.shape[2:-1],
-            [storage_dtype(s.dtype) for s in problem.pairs()],
+            [storage_dtype(s.dtype) for s in problem.pairwise_inputs()],
             SLOTS if isinstance(schedule, FirstStoreSchedule) else 0,
         ),
         tiles,
         inputs,
         outputs,
         len(config.registers),
-        {CLUSTER_AXIS: 2} if config.paired else {},
+        {CLUSTER_AXIS: 2} if config.two_cta else {},
     )
     if not isinstance(schedule, HeadPerCtaSchedule):
         visits = turns if isinstance(schedule, FirstStoreSchedule) else None
         dq = postprocess.convert_dq(problem, config, dq, q, visits)
-    return dq, schedule.join(dk), schedule.join(dv), sums
+    return dq, schedule.combine_splits(dk), schedule.combine_splits(dv), sums
 
 
 def _with_query_data(lse: jax.Array, data: AuxInputs) -> jax.Array:
@@ -185,11 +187,11 @@ def _body(
         state = I32(0), role.start(I32(schedule.blocks))
         taken, (steps, dq_row) = for_each_tile(tiles, visit, state)
         role.close(steps, taken, dq_row)
-        sync_before_exit(memory.done, branch)
+        sync_before_exit(memory.exit_barriers, branch)
 
-    kinds, warpgroup = KINDS[config.paired, type(schedule)], lax.axis_index("warpgroup")
+    kinds, warpgroup = KINDS[config.two_cta, type(schedule)], lax.axis_index("warpgroup")
     roles = [functools.partial(run, me, me) for me in range(len(kinds))]
-    if schedule.one_code:
+    if schedule.shared_consumer_code:
         roles[:2] = [functools.partial(run, 0, warpgroup)] * 2
     dispatch_warpgroups(warpgroup, *roles)
 

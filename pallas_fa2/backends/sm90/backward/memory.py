@@ -27,11 +27,11 @@ class Inputs(NamedTuple):
     lse: Any  # [B, N, T'], or with the data of queries [B, N, 1 + rows, T']
     delta: Any
     # under a mask, what the schedule's tiles read of the blocks that they visit
-    lists: Any = None
-    runs: Any = None
+    block_indices: Any = None
+    run_lengths: Any = None
     flags: Any = None
-    data: Any = None  # of masks and scores
-    answers: Any = None  # of a mask that has been asked (`answers`)
+    aux: Any = None  # of masks and scores
+    mask_bits: Any = None  # of a mask that has been asked (`answers`)
 
 
 class Outputs(NamedTuple):
@@ -60,103 +60,103 @@ class SharedStorage(NamedTuple):
     delta: Any
     ds: Any  # [stages, panels, kv_rows, PANEL]
     full: Any
-    free: Any
-    done: list[Any]
+    empty: Any
+    exit_barriers: list[Any]
     # of pairs of CTAs
     p: Any = None  # as dS
-    ds_of_other: Any = None
-    k_of_other: Any = None  # [1, kv_rows, H / 2]
-    arrived: Any = None
-    once: Any = None
-    used: Any = None
+    peer_ds: Any = None
+    peer_k: Any = None  # [1, kv_rows, H / 2]
+    dsmem_arrived: Any = None
+    single_arrival: Any = None
+    cluster_free: Any = None
     tickets: Any = None  # of `backward_first`
     # [stages, 2, 16, 64] of each array of pairs: a piece of the queries, and half of the keys each
-    pairs: tuple[Any, ...] = ()
+    pairwise: tuple[Any, ...] = ()
 
     @property
-    def queries(self) -> Pipeline:
+    def q_pipeline(self) -> Pipeline:
         return Pipeline((self.q, self.lse), self.full, self._rows_free)
 
     @property
-    def douts(self) -> Pipeline:
-        first = self.queries.stages
+    def dout_pipeline(self) -> Pipeline:
+        first = self.q_pipeline.stages
         delta = self.lse.at[pl.ds(first, self.dout.shape[0])] if self.delta is None else self.delta
         return Pipeline((self.dout, delta), self.full, self._rows_free, first, first)
 
     @property
-    def rows(self) -> tuple[Pipeline, Pipeline]:
+    def row_pipelines(self) -> tuple[Pipeline, Pipeline]:
         """Of queries: Q, and dO."""
-        return self.queries, self.douts
+        return self.q_pipeline, self.dout_pipeline
 
-    def free_rows(self, which: Any) -> Pipeline:
+    def row_pipeline_to_release(self, which: Any) -> Pipeline:
         """To be released: the first ring of rows, or the second. Where `which` is not known when traced, both have
         as many stages, and barriers side by side."""
         if isinstance(which, int):
-            return self.rows[which]
-        queries = self.queries
-        return dataclasses.replace(queries, first_free=which * queries.stages)
+            return self.row_pipelines[which]
+        queries = self.q_pipeline
+        return dataclasses.replace(queries, empty_offset=which * queries.stages)
 
     @property
     def _rows_free(self) -> Any:
         """In pairs one warpgroup alone uses Q last, and one dO."""
-        return self.free if self.once is None else self.once
+        return self.empty if self.single_arrival is None else self.single_arrival
 
     @property
-    def keys(self) -> Pipeline:
-        first = self.queries.stages + self.douts.stages
-        buffers = _halves(self.k) if self.k_of_other is None else (self.k, self.k_of_other)
-        return Pipeline(buffers, self.full, self.free, first, first)
+    def k_pipeline(self) -> Pipeline:
+        first = self.q_pipeline.stages + self.dout_pipeline.stages
+        buffers = _halves(self.k) if self.peer_k is None else (self.k, self.peer_k)
+        return Pipeline(buffers, self.full, self.empty, first, first)
 
     @property
-    def values(self) -> Pipeline:
-        first = self.queries.stages + self.douts.stages + self.keys.stages
-        return Pipeline(_halves(self.v), self.full, self.free, first, first)
+    def v_pipeline(self) -> Pipeline:
+        first = self.q_pipeline.stages + self.dout_pipeline.stages + self.k_pipeline.stages
+        return Pipeline(_halves(self.v), self.full, self.empty, first, first)
 
     @property
-    def pieces(self) -> list[Pipeline]:
+    def pairwise_pipelines(self) -> list[Pipeline]:
         """Of each array of pairs, for some queries after another."""
         first = sum(ring.stages for ring in self._of_operands)
-        starts = [first + i * array.shape[0] for i, array in enumerate(self.pairs)]
+        starts = [first + i * array.shape[0] for i, array in enumerate(self.pairwise)]
         return [
-            Pipeline((array.at[:, 0], array.at[:, 1]), self.full, self.free, start, start)
-            for array, start in zip(self.pairs, starts, strict=True)
+            Pipeline((array.at[:, 0], array.at[:, 1]), self.full, self.empty, start, start)
+            for array, start in zip(self.pairwise, starts, strict=True)
         ]
 
     @property
     def _of_operands(self) -> list[Pipeline]:
-        return [self.queries, self.douts, self.keys, self.values]
+        return [self.q_pipeline, self.dout_pipeline, self.k_pipeline, self.v_pipeline]
 
     @property
-    def rings(self) -> list[Pipeline]:
-        return [*self._of_operands, *self.pieces]
+    def pipelines(self) -> list[Pipeline]:
+        return [*self._of_operands, *self.pairwise_pipelines]
 
     @property
-    def p_ring(self) -> Pipeline:
+    def p_pipeline(self) -> Pipeline:
         """P^T. A stage is free when four warpgroups have used it: here, and in the other CTA."""
-        first = self.queries.stages + self.douts.stages
-        return Pipeline((self.p,), self.once, self.used, first)
+        first = self.q_pipeline.stages + self.dout_pipeline.stages
+        return Pipeline((self.p,), self.single_arrival, self.cluster_free, first)
 
     @property
-    def ds_ring(self) -> Pipeline:
+    def ds_pipeline(self) -> Pipeline:
         """dS^T, of the same stages: free when those of P are."""
-        first = self.queries.stages + self.douts.stages + self.p_ring.stages
-        return Pipeline((self.ds,), self.once, self.used, first)
+        first = self.q_pipeline.stages + self.dout_pipeline.stages + self.p_pipeline.stages
+        return Pipeline((self.ds,), self.single_arrival, self.cluster_free, first)
 
     @property
-    def mail(self) -> cluster.ClusterCopy:
+    def peer_copy(self) -> cluster.ClusterCopy:
         """The other CTA's dS^T, in the same stage."""
-        return cluster.ClusterCopy(self.ds_of_other, self.arrived, self.ds.dtype)
+        return cluster.ClusterCopy(self.peer_ds, self.dsmem_arrived, self.ds.dtype)
 
     def barrier(self, i: int) -> Any:
-        return self.full.at[sum(ring.stages for ring in self.rings) + i]
+        return self.full.at[sum(ring.stages for ring in self.pipelines) + i]
 
     @property
-    def met(self) -> Any:
+    def tile_barrier(self) -> Any:
         """Where the two multiplying warpgroups wait for each other at the end of a tile."""
         return self.barrier(0)
 
     @property
-    def ds_there(self) -> Any:
+    def ds_ready(self) -> Any:
         """Completed when the dS of a step is there."""
         return self.barrier(1)
 
@@ -178,8 +178,8 @@ def shared_storage(
     block_q, kv_rows = config.block_q, config.kv_rows
     operand = functools.partial(pipeline.swizzled_smem, dtype=dtype)
     # P is multiplied by dO, and dS by Q and K: WGMMA takes one swizzle for both.
-    panel = tma.panel_width(config.head_dim, dims[0], dtype, whole=config.paired)
-    v_panel = tma.panel_width(config.value_dim, dims[1], dtype, whole=config.paired)
+    panel = tma.panel_width(config.head_dim, dims[0], dtype, whole=config.two_cta)
+    v_panel = tma.panel_width(config.value_dim, dims[1], dtype, whole=config.two_cta)
     (q_stages, do_stages), (k_stages, v_stages) = config.stages, config.kv_stages
     rings, warpgroups = q_stages + do_stages + k_stages + v_stages, len(config.registers)
 
@@ -187,7 +187,7 @@ def shared_storage(
     pieces = ()
     if pairs:
         extra = math.prod(row_data) - 1
-        stages = config.pair_stages(sum(kind.itemsize for kind in pairs), extra)
+        stages = config.pairwise_stages(sum(kind.itemsize for kind in pairs), extra)
         shape = stages, 2, PIECE_COLUMNS, kv_rows // 2
         pieces = tuple(pipeline.swizzled_smem(*shape, dtype=kind) for kind in pairs)
         rings += stages * len(pairs)
@@ -202,25 +202,25 @@ def shared_storage(
         # All that complete by two arrivals in one array: each array costs a register for its phases,
         # and at H = 128 those make the difference to spilling.
         full=pipeline.barriers(
-            rings + 2 + (TURN_BARRIERS if config.ordered and not config.paired else 0), 2
+            rings + 2 + (TURN_BARRIERS if config.deterministic and not config.two_cta else 0), 2
         ),
-        free=pipeline.barriers(rings, 2),
-        done=[pipeline.barriers(1, warpgroups) for _ in range(warpgroups)],
-        pairs=pieces,
+        empty=pipeline.barriers(rings, 2),
+        exit_barriers=[pipeline.barriers(1, warpgroups) for _ in range(warpgroups)],
+        pairwise=pieces,
         tickets=plgpu.SMEM((tickets,), jnp.int32) if tickets else None,
     )
-    if not config.paired:
+    if not config.two_cta:
         return memory
     return memory._replace(
         # in one array, as each begins at a multiple of 1024 bytes
         lse=plgpu.SMEM((q_stages + do_stages, block_q), jnp.float32),
         delta=None,
         p=operand(*scores, panel=v_panel),
-        ds_of_other=operand(config.ds_stages, kv_rows, block_q, panel=panel),
-        arrived=plgpu.SMEM((config.ds_stages, 2), jnp.uint32),
-        k_of_other=operand(k_stages, kv_rows, config.head_dim // 2, panel=panel),
-        once=pipeline.barriers(q_stages + do_stages + 2 * config.ds_stages),
-        used=plgpu.ClusterBarrier(
+        peer_ds=operand(config.ds_stages, kv_rows, block_q, panel=panel),
+        dsmem_arrived=plgpu.SMEM((config.ds_stages, 2), jnp.uint32),
+        peer_k=operand(k_stages, kv_rows, config.head_dim // 2, panel=panel),
+        single_arrival=pipeline.barriers(q_stages + do_stages + 2 * config.ds_stages),
+        cluster_free=plgpu.ClusterBarrier(
             collective_axes=(CLUSTER_AXIS,), num_barriers=config.ds_stages, num_arrivals=2
         ),
     )

@@ -43,9 +43,9 @@ def convert_dq(
         block = _block(schedule)
         there = [numbers[block] != 0 for numbers in visits]
         batch, head, first = schedule.queries(block)
-        for part in range(config.dq_parts):
-            rows, columns = config.dq_place(part)
-            numbers = parts.at[block, config.dq_numbers(rows, columns)]
+        for part in range(config.num_dq_parts):
+            rows, columns = config.dq_part_slices(part)
+            numbers = parts.at[block, config.dq_part_range(rows, columns)]
             if there:
                 found = register_io.take_fragments(numbers, columns.size, *there)
             else:

@@ -74,7 +74,11 @@ def backward_preprocess(
     row, lse or delta is, and q is read only where one of them is. (Under a score function, everywhere: lse
     may be finite although q is not.)
     """
-    schedule, tames, (q, k, v, dout) = BackwardSchedule(problem, config), problem.tames, factors
+    schedule, tames, (q, k, v, dout) = (
+        BackwardSchedule(problem, config),
+        problem.guards_nonfinite,
+        factors,
+    )
     of_q, of_dout = (
         ArrayToSanitize(q, config.head_dim, 0.0),
         ArrayToSanitize(dout, config.value_dim, 0.0),
@@ -104,22 +108,24 @@ def backward_preprocess(
             batch, _, _ = arithmetic.unravel(place, keys.grid)
 
             def look() -> None:
-                keys.write_as_the_first((k, v), arrays.of_keys, place, buffers, tiles.other_arrived)
+                keys.sanitize_with_first(
+                    (k, v), arrays.of_keys, place, buffers, tiles.other_arrived
+                )
 
-            cond(in_doubt[batch] != 0, look, lambda: keys.tell(arrays.of_keys, place, I32(0)))
+            cond(in_doubt[batch] != 0, look, lambda: keys.record(arrays.of_keys, place, I32(0)))
 
     def prepare_rows(arrays: _Before, tiles: _Tiles, block: Any) -> list[jax.Array]:
         """NaN where delta or lse is not finite."""
         batch, head, first = schedule.queries(block)
         for array, tile in zip(arrays[:2], tiles[:2], strict=True):
-            rows.part(array, block, tile).load(tile, tiles.arrived, I32(0))
-        for part in range(config.dq_parts if with_zeros else 0):
-            place = config.dq_place(part)
+            rows.rows_of(array, block, tile).load(tile, tiles.arrived, I32(0))
+        for part in range(config.num_dq_parts if with_zeros else 0):
+            place = config.dq_part_slices(part)
             nothing = layouts.splat_constant(0.0, tuple(x.size for x in place), ACC_LAYOUT)
-            register_io.store_fragments(arrays.dq.at[block, config.dq_numbers(*place)], nothing)
+            register_io.store_fragments(arrays.dq.at[block, config.dq_part_range(*place)], nothing)
         plgpu.barrier_wait(tiles.arrived.at[0])
         doubts = []
-        for square in rows.squares:
+        for square in rows.fragments:
             total = layouts.sum_rows(jnp.multiply, *(tile.at[square] for tile in tiles[:2]))
             place = batch, head, pl.ds(first + square.start, square.size)
             arrays.delta.at[place][...] = -total
@@ -132,9 +138,9 @@ def backward_preprocess(
         (q, *_, in_doubt), buffers = arrays.doubted, (tiles.other, tiles.dout)
 
         def look() -> Any:
-            rows.part(q, block, tiles.other).load(tiles.other, tiles.other_arrived, I32(0))
+            rows.rows_of(q, block, tiles.other).load(tiles.other, tiles.other_arrived, I32(0))
             plgpu.barrier_wait(tiles.other_arrived.at[0])
-            found = rows.look(buffers)
+            found = rows.find(buffers)
             wild = any_row_nonfinite(found)
             when(wild != 0)(lambda: rows.write(arrays.of_rows, block, buffers, found))
             return wild
@@ -144,7 +150,7 @@ def backward_preprocess(
         if problem.score is None:
             looks &= any_row_nonfinite(doubts) != 0
         wild = cond(looks, look, lambda: I32(0))
-        rows.tell(arrays.of_rows, block, wild)
+        rows.record(arrays.of_rows, block, wild)
 
     delta = problem.batch, problem.q_heads, schedule.q_blocks * config.block_q
     delta, dq = (jax.ShapeDtypeStruct(x, jnp.float32) for x in (delta, schedule.dq_shape))
@@ -163,7 +169,9 @@ def backward_preprocess(
     made = kernel(*jax.tree.leaves(inputs))
     delta, zeros, *copied = jax.tree.unflatten(made_tree, made)
     if tames:
-        (q, dout), (k, v) = (x.tamed(y) for x, y in zip((rows, keys), copied, strict=True))
+        (q, dout), (k, v) = (
+            x.sanitized_arrays(y) for x, y in zip((rows, keys), copied, strict=True)
+        )
     return BackwardOperands(q, k, v, dout), delta, zeros
 
 

@@ -18,7 +18,7 @@ class Producer(WarpgroupRole):
     """Keys and values of one tile after another, and the queries that they meet."""
 
     def open(self) -> None:
-        self.tiles.open()
+        self.scheduler.prime()
 
     def visit(self, tile: KvTile, dq_row: Any, look: Callable) -> Any:
         tile.each_step(lambda step, _: self.load(step))
@@ -34,49 +34,51 @@ class Producer(WarpgroupRole):
 
     def claim_next(self, step: Step) -> None:
         """The next tile, in the last step of one: not sooner, as another CTA may be free before."""
-        self.tiles.claim(step.tile.k + 1, step.last)
+        self.scheduler.request_next(step.tile.k + 1, step.last)
 
     def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
-        for ring in self.memory.rings:
-            ring.drain()
+        for ring in self.memory.pipelines:
+            ring.producer_tail()
 
     def load_queries(self, step: Step) -> None:
-        self._load_rows(self.memory.queries, step, self.inputs.q, self.inputs.lse)
+        self._load_rows(self.memory.q_pipeline, step, self.inputs.q, self.inputs.lse)
 
     def load_douts(self, step: Step) -> None:
-        self._load_rows(self.memory.douts, step, self.inputs.dout, self.inputs.delta)
+        self._load_rows(self.memory.dout_pipeline, step, self.inputs.dout, self.inputs.delta)
 
     def load_pairs(self, step: Step) -> None:
         (batch, head), first_key = step.head, self.first_row(step.tile)
         halves = [pl.ds(first_key + i * 64, 64) for i in range(2)]
-        for piece in range(self.config.pieces if self.memory.pairs else 0):
+        for piece in range(self.config.column_pieces if self.memory.pairwise else 0):
             queries = pl.ds(step.first_query + piece * PIECE_COLUMNS, PIECE_COLUMNS)
-            for ring, source in zip(self.memory.pieces, self.schedule.problem.pairs(), strict=True):
-                array = self.inputs.data.pairs[source.place]
+            for ring, source in zip(
+                self.memory.pairwise_pipelines, self.schedule.spec.pairwise_inputs(), strict=True
+            ):
+                array = self.inputs.aux.pairwise[source.position]
                 parts = [
                     layouts.index_broadcast(array, batch, head, queries, keys) for keys in halves
                 ]
-                ring.fill(step.t * self.config.pieces + piece, *parts)
+                ring.tma_load(step.global_step * self.config.column_pieces + piece, *parts)
 
     def load_keys(self, tile: KvTile) -> None:
-        self._load_halves(self.memory.keys, tile, self.inputs.k)
+        self._load_halves(self.memory.k_pipeline, tile, self.inputs.k)
 
     def load_values(self, tile: KvTile) -> None:
-        self._load_halves(self.memory.values, tile, self.inputs.v)
+        self._load_halves(self.memory.v_pipeline, tile, self.inputs.v)
 
     def _load_rows(self, ring: Pipeline, step: Step, source: Any, row_data: Any) -> None:
         (batch, head), rows = step.head, pl.ds(step.first_query, self.config.block_q)
         every = [slice(None)] * (len(row_data.shape) - 3)
-        ring.fill(
-            step.t,
+        ring.tma_load(
+            step.global_step,
             sanitized_rows(source, batch, rows, head),
             row_data.at[(batch, head, *every, rows)],
         )
 
     def _load_halves(self, ring: Pipeline, tile: KvTile, source: Any) -> None:
-        batch, kv_head = tile.place[0], tile.kv_head
+        batch, kv_head = tile.coordinates[0], tile.kv_head
         half = self.config.kv_rows // 2
         parts = [pl.ds(self.first_row(tile) + i * half, half) for i in range(2)]
-        ring.fill(
-            tile.k, *(sanitized_rows(source, batch, x, kv_head, by_pieces=True) for x in parts)
+        ring.tma_load(
+            tile.k, *(sanitized_rows(source, batch, x, kv_head, in_row_groups=True) for x in parts)
         )

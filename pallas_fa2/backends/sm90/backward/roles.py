@@ -31,11 +31,11 @@ class WarpgroupRole:
     """What a warpgroup does."""
 
     schedule: BackwardSchedule
-    tiles: StaticTileScheduler | DynamicTileScheduler
+    scheduler: StaticTileScheduler | DynamicTileScheduler
     inputs: Inputs
     outputs: Outputs
     memory: SharedStorage
-    me: Any  # the warpgroup, known when traced unless its code serves another as well
+    warpgroup: Any  # the warpgroup, known when traced unless its code serves another as well
 
     @property
     def config(self) -> BackwardConfig:
@@ -43,7 +43,7 @@ class WarpgroupRole:
 
     def first_row(self, tile: KvTile) -> Any:
         """Of the block's keys, the CTA's first."""
-        return tile.first_key + (64 * lax.axis_index(CLUSTER_AXIS) if self.config.paired else 0)
+        return tile.first_key + (64 * lax.axis_index(CLUSTER_AXIS) if self.config.two_cta else 0)
 
     def open(self) -> None:
         """Before the first tile."""
@@ -74,30 +74,30 @@ class TransposedConsumer(WarpgroupRole):
     @property
     def keys(self) -> Any:
         """Of the CTA's keys, those whose scores this warpgroup forms or whose gradient it owns."""
-        return pl.ds(0 if self.config.paired else self.me * 64, 64)
+        return pl.ds(0 if self.config.two_cta else self.warpgroup * 64, 64)
 
     @property
     def scale(self) -> float:
-        return self.schedule.problem.scale
+        return self.schedule.spec.scale
 
     def scaled(self, dv: jax.Array) -> jax.Array:
         """As if each probability had been, that dropout has left."""
-        scale = self.schedule.problem.kept_scale
+        scale = self.schedule.spec.dropout_scale
         return dv if scale == 1.0 else dv * scale
 
     def accumulator(self, columns: int) -> Any:
         return pipeline.accumulator(64, columns)
 
     def open(self) -> None:
-        for ring in self.memory.rings:
-            ring.open()
+        for ring in self.memory.pipelines:
+            ring.consumer_prime()
 
     def wait_for_keys(self, tile: KvTile) -> None:
-        self.memory.keys.wait(tile.k)
-        self.memory.values.wait(tile.k)
+        self.memory.k_pipeline.consumer_wait(tile.k)
+        self.memory.v_pipeline.consumer_wait(tile.k)
 
     def keys_of(self, k: Any) -> Any:
-        return self.memory.k.at[lax.optimization_barrier(self.memory.keys.slot(k))]
+        return self.memory.k.at[lax.optimization_barrier(self.memory.k_pipeline.stage(k))]
 
     @property
     def panels(self) -> list[Any]:
@@ -115,38 +115,47 @@ class TransposedConsumer(WarpgroupRole):
         v = self.memory.v.at[lax.optimization_barrier(I32(0))]
         plgpu.wgmma(dp_acc, v.at[self.keys], dout.transpose((1, 0)))
 
-    def columns(self, step: Step, lse: Any, delta: Any) -> TransposedTile:
+    def transposed_tile(self, step: Step, lse: Any, delta: Any) -> TransposedTile:
         """The queries of a step. What is read of the keys is to be loaded a while before it is needed."""
         first_key = self.first_row(step.tile) + self.keys.start
-        problem, keys, numbers = self.schedule.problem, AxisInputs(0), {}
-        sources, indexed = problem.rows("k", step.masked), problem.reads_index("k", step.masked)
+        problem, keys, numbers = self.schedule.spec, AxisInputs(0), {}
+        sources, indexed = (
+            problem.token_inputs("k", step.masked),
+            problem.reads_index("k", step.masked),
+        )
         if sources or indexed:
             first = lax.optimization_barrier(first_key)
-            data = self.inputs.data.k.at[step.head[0], :, pl.ds(first, 64)]
+            data = self.inputs.aux.k.at[step.head[0], :, pl.ds(first, 64)]
             index = layouts.index((64, QUERY_PANEL), 0, first) if indexed else None
             keys = AxisInputs.load(0, index, data, sources)
-        if found := problem.numbers(step.masked):
-            numbers = self.inputs.data.numbers.load(*step.head, found)
-        of_all = self.schedule, self.inputs.data, self.outputs.scores
-        rings, me, answers = self.memory.pieces, self.me, self.answers(step)
+        if found := problem.head_inputs(step.masked):
+            numbers = self.inputs.aux.head_scalars.load(*step.head, found)
+        of_all = self.schedule, self.inputs.aux, self.outputs.scores
+        rings, me, answers = (
+            self.memory.pairwise_pipelines,
+            self.warpgroup,
+            self.load_mask_bits(step),
+        )
         return TransposedTile(
             *of_all, step, first_key, keys, numbers, lse, delta, rings, me, answers
         )
 
-    def answers(self, step: Step) -> list[jax.Array]:
+    def load_mask_bits(self, step: Step) -> list[jax.Array]:
         """Of a mask that has been asked, of each panel of queries."""
-        if not (step.masked and self.schedule.problem.asked):
+        if not (step.masked and self.schedule.spec.uses_mask_bits):
             return []
-        batch, _, row = step.tile.place
+        batch, _, row = step.tile.coordinates
         block = arithmetic.div(step.first_query, self.config.block_q)
-        half = lax.axis_index(CLUSTER_AXIS) if self.config.paired else self.me
-        return mask_bits.load_bits(self.inputs.answers, batch, row, block, half)
+        half = lax.axis_index(CLUSTER_AXIS) if self.config.two_cta else self.warpgroup
+        return mask_bits.load_bits(self.inputs.mask_bits, batch, row, block, half)
 
-    def scores(self, step: Step) -> list[tuple[jax.Array, jax.Array]]:
+    def p_and_ds(self, step: Step) -> list[tuple[jax.Array, jax.Array]]:
         """P^T and dS^T of a step, panel by panel, in the input dtype."""
-        block = self.columns(step, *(ring.at(step.t)[1] for ring in self.memory.rings[:2]))
-        q, _ = self.memory.queries.wait(step.t)
-        dout, _ = self.memory.douts.wait(step.t)
+        block = self.transposed_tile(
+            step, *(ring.buffers_at(step.global_step)[1] for ring in self.memory.pipelines[:2])
+        )
+        q, _ = self.memory.q_pipeline.consumer_wait(step.global_step)
+        dout, _ = self.memory.dout_pipeline.consumer_wait(step.global_step)
 
         def products(s_acc: Any, dp_acc: Any) -> list:
             self.multiply_scores(s_acc, q, step.tile.k)
@@ -155,16 +164,16 @@ class TransposedConsumer(WarpgroupRole):
 
             def of(panel: Any) -> tuple[jax.Array, jax.Array]:
                 all_p, all_ds, gathered = [], [], []
-                for piece in block.pieces(panel):
-                    scores, piece = piece.of(s), piece.with_pairs()
+                for piece in block.column_pieces(panel):
+                    scores, piece = piece.slice(s), piece.with_pairwise()
                     p = piece.probabilities(scores)
-                    piece.release_pairs(p)
-                    p = piece.drop(p)
-                    ds, for_data = piece.ds(p, scores, piece.of(dp_acc[...]))
-                    all_p.append(piece.kept(p).astype(dout.dtype))
+                    piece.release_pairwise(p)
+                    p = piece.apply_dropout(p)
+                    ds, for_data = piece.ds(p, scores, piece.slice(dp_acc[...]))
+                    all_p.append(piece.undropped(p).astype(dout.dtype))
                     all_ds.append(ds.astype(dout.dtype))
                     gathered.append(for_data)
-                block.add(gathered)
+                block.accumulate_aux_grads(gathered)
                 return concat_columns(all_p), concat_columns(all_ds)
 
             return lax.optimization_barrier([of(panel) for panel in self.panels])
@@ -175,33 +184,38 @@ class TransposedConsumer(WarpgroupRole):
     @property
     def own_rows(self) -> Pipeline:
         """Through whose last buffer of a tile this warpgroup stores: that of Q, or of dO."""
-        return self.memory.rows[self.me]
+        return self.memory.row_pipelines[self.warpgroup]
 
     def release_rows(self, which: Any, t: Any) -> None:
         """Q's of a step, or dO's."""
-        self.memory.free_rows(which).release(t)
+        self.memory.row_pipeline_to_release(which).consumer_release(t)
 
     def release_own_rows(self, step: Step) -> None:
         """Of a tile's last step, `store` does, when it has used them."""
-        when(jnp.logical_not(step.last))(lambda: self.release_rows(self.me, step.t))
+        when(jnp.logical_not(step.last))(
+            lambda: self.release_rows(self.warpgroup, step.global_step)
+        )
 
     def store(self, tile: KvTile, *gradients: tuple[list[Any], jax.Array]) -> None:
         """(dK or dV, of this warpgroup's keys), at the end of a tile: through the buffers of its last Q
         and dO, one a warpgroup."""
-        batch, head, _ = tile.place
+        batch, head, _ = tile.coordinates
         last_step = tile.next_step - 1
         rows = pl.ds(self.first_row(tile) + self.keys.start, 64)
-        pipeline.arrive_and_wait(self.memory.met)  # nobody reads Q and dO any more
+        pipeline.arrive_and_wait(self.memory.tile_barrier)  # nobody reads Q and dO any more
         store = functools.partial(self._store, last_step, (batch, rows, head), gradients)
-        if isinstance(self.me, int):
+        if isinstance(self.warpgroup, int):
             store(self.own_rows)
         else:
-            cond(self.me == 0, *(functools.partial(store, ring) for ring in self.memory.rows))
-        self.release_rows(self.me, last_step)
+            cond(
+                self.warpgroup == 0,
+                *(functools.partial(store, ring) for ring in self.memory.row_pipelines),
+            )
+        self.release_rows(self.warpgroup, last_step)
 
     def _store(self, last_step: Any, place_of: tuple, gradients: tuple, through: Pipeline) -> None:
         batch, rows, head = place_of
-        buffer, _ = through.at(last_step)
+        buffer, _ = through.buffers_at(last_step)
         places = self.config.block_q // 64
         numbers = [x for targets, gradient in gradients for x in _numbers(targets, gradient)]
         for i, (target, number) in enumerate(numbers):
@@ -213,7 +227,7 @@ class TransposedConsumer(WarpgroupRole):
                 panel = number(start)
                 place.at[:, pl.ds(start, panel.shape[1])][...] = panel
             plgpu.commit_smem()
-            HeadRows(target, batch, rows, head, by_pieces=True).store(place)
+            HeadRows(target, batch, rows, head, in_row_groups=True).store(place)
             plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

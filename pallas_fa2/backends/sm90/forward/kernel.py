@@ -53,43 +53,43 @@ def attention(
     less. Under a mask, `seen` lists the blocks of keys of every tile; `data` is what masks and scores read,
     and `answers` are those of a mask that has been asked.
     """
-    key_rows = data.k.shape[1] + 1 if data is not None and problem.reads_keys() else 0
-    if not problem.pairs():
-        config = config.with_queries_ahead(key_rows)
+    key_rows = data.k.shape[1] + 1 if data is not None and problem.loads_key_aux() else 0
+    if not problem.pairwise_inputs():
+        config = config.with_double_buffered_q(key_rows)
     schedule = ForwardSchedule(problem, config)
     dtype, dim, groups = q.dtype, config.head_dim, config.warpgroups
-    rows, stages = config.rows, config.stages
-    rings = 3 if problem.reads_keys() else 2
+    rows, stages = config.rows_per_warpgroup, config.stages
+    rings = 3 if problem.loads_key_aux() else 2
     pairs = _pair_buffers(config, problem, key_rows)
     pair_slots = sum(buffer.shape[1] for buffer in pairs) * groups
     panel = tma.panel_width(dim, k.shape[3], dtype)
     v_panel = tma.panel_width(config.value_dim, v.shape[3], dtype)
     memory = SharedStorage(
-        q=pipeline.swizzled_smem(groups, config.q_buffers, rows, dim, dtype=dtype, panel=panel),
+        q=pipeline.swizzled_smem(groups, config.q_stages, rows, dim, dtype=dtype, panel=panel),
         k=pipeline.swizzled_smem(stages, config.block_kv, dim, dtype=dtype, panel=panel),
         v=pipeline.swizzled_smem(
             stages, config.block_kv, config.value_dim, dtype=dtype, panel=v_panel
         ),
         # as queries: keys of a repeated tile come here
         out=pipeline.swizzled_smem(
-            groups, rows, config.out_pieces[0].size, dtype=dtype, panel=panel
+            groups, rows, config.epilogue_pieces[0].size, dtype=dtype, panel=panel
         ),
-        key_data=None,
-        full=pipeline.barriers((config.q_buffers + 2) * groups + rings * stages + pair_slots),
-        q_free=pipeline.barriers(config.q_buffers * groups + pair_slots),
-        kv_free=pipeline.barriers(rings * stages, groups),
-        done=[pipeline.barriers(1, groups + 1) for _ in range(2)],
-        pairs=pairs,
+        key_aux=None,
+        full=pipeline.barriers((config.q_stages + 2) * groups + rings * stages + pair_slots),
+        q_empty=pipeline.barriers(config.q_stages * groups + pair_slots),
+        kv_empty=pipeline.barriers(rings * stages, groups),
+        exit_barriers=[pipeline.barriers(1, groups + 1) for _ in range(2)],
+        pairwise=pairs,
     )
-    tiles, inputs = schedule.tiles(seen), Inputs(q, k, v, answers=answers)
+    tiles, inputs = schedule.tile_scheduler(seen), Inputs(q, k, v, mask_bits=answers)
     if seen is not None:
-        inputs = inputs._replace(lists=jnp.asarray(seen.lists))
+        inputs = inputs._replace(block_indices=jnp.asarray(seen.block_indices))
     if data is not None:
-        data = data.with_places(config.block_q, config.block_kv)
-        inputs = inputs._replace(data=data)
-        if problem.reads_keys():
+        data = data.with_index_row(config.block_q, config.block_kv)
+        inputs = inputs._replace(aux=data)
+        if problem.loads_key_aux():
             buffers = plgpu.SMEM((stages, data.k.shape[1], config.block_kv), jnp.int32)
-            memory = memory._replace(key_data=buffers)
+            memory = memory._replace(key_aux=buffers)
     lse_shape = (problem.batch, problem.q_heads, schedule.q_tiles * config.block_q)
     outputs = Outputs(
         lax.empty((*q.shape[:3], v.shape[3]), dtype), lax.empty(lse_shape, jnp.float32)
@@ -112,9 +112,9 @@ def attention(
 
 def _pair_buffers(config: ForwardConfig, problem: KernelSpec, key_rows: int) -> list[Any]:
     """A warpgroup's rows against a block of keys, for each array of pairs."""
-    dtypes = [storage_dtype(source.dtype) for source in problem.pairs()]
+    dtypes = [storage_dtype(source.dtype) for source in problem.pairwise_inputs()]
     if not dtypes:
         return []
-    shape = config.warpgroups, config.rows, config.block_kv
-    stages = config.pair_stages(sum(dtype.itemsize for dtype in dtypes), key_rows)
+    shape = config.warpgroups, config.rows_per_warpgroup, config.block_kv
+    stages = config.pairwise_stages(sum(dtype.itemsize for dtype in dtypes), key_rows)
     return [pipeline.swizzled_smem(shape[0], stages, *shape[1:], dtype=dtype) for dtype in dtypes]

@@ -16,12 +16,12 @@ class SharedStorage(NamedTuple):
     k: Any  # [stages, block_kv, H]
     v: Any  # [stages, block_kv, Hv]
     out: Any  # [warpgroups, 64, columns of a piece]
-    key_data: Any  # [stages, rows, block_kv], if masks or scores read any
+    key_aux: Any  # [stages, rows, block_kv], if masks or scores read any
     full: Any  # all that complete by one arrival: each array costs a register for its phases
-    q_free: Any
-    kv_free: Any
-    done: list[Any]
-    pairs: list[Any]  # [warpgroups, pair_stages, 64, block_kv] of each array of pairs
+    q_empty: Any
+    kv_empty: Any
+    exit_barriers: list[Any]
+    pairwise: list[Any]  # [warpgroups, pair_stages, 64, block_kv] of each array of pairs
 
     @property
     def warpgroups(self) -> int:
@@ -36,48 +36,52 @@ class SharedStorage(NamedTuple):
         return self.warpgroups * self.q.shape[1]
 
     @property
-    def keys(self) -> Pipeline:
-        return Pipeline((self.k,), self.full, self.kv_free, self.q_slots)
+    def k_pipeline(self) -> Pipeline:
+        return Pipeline((self.k,), self.full, self.kv_empty, self.q_slots)
 
     @property
-    def values(self) -> Pipeline:
+    def v_pipeline(self) -> Pipeline:
         first = self.q_slots + self.stages
-        return Pipeline((self.v,), self.full, self.kv_free, first, self.stages)
+        return Pipeline((self.v,), self.full, self.kv_empty, first, self.stages)
 
     @property
-    def data_of_keys(self) -> Pipeline:
+    def key_aux_pipeline(self) -> Pipeline:
         """Of those blocks whose data somebody reads."""
         first = self.q_slots + 2 * self.stages
-        return Pipeline((self.key_data,), self.full, self.kv_free, first, 2 * self.stages)
+        return Pipeline((self.key_aux,), self.full, self.kv_empty, first, 2 * self.stages)
 
     @property
-    def rings(self) -> list[Pipeline]:
+    def kv_pipelines(self) -> list[Pipeline]:
         """Of the keys and what belongs to them."""
-        return [self.keys, self.values, *([] if self.key_data is None else [self.data_of_keys])]
+        return [
+            self.k_pipeline,
+            self.v_pipeline,
+            *([] if self.key_aux is None else [self.key_aux_pipeline]),
+        ]
 
-    def pairs_of(self, warpgroup: Any) -> list[Pipeline]:
+    def pairwise_pipelines(self, warpgroup: Any) -> list[Pipeline]:
         """Of the blocks that come with data: those of this warpgroup's rows."""
 
         def ring(i: int, array: Any) -> Pipeline:
             stages = array.shape[1]
             place = (i * self.warpgroups + warpgroup) * stages
-            first = self.q_slots + len(self.rings) * self.stages
+            first = self.q_slots + len(self.kv_pipelines) * self.stages
             free = self.q_slots + place
-            return Pipeline((array.at[warpgroup],), self.full, self.q_free, first + place, free)
+            return Pipeline((array.at[warpgroup],), self.full, self.q_empty, first + place, free)
 
-        return [ring(i, array) for i, array in enumerate(self.pairs)]
+        return [ring(i, array) for i, array in enumerate(self.pairwise)]
 
-    def repeat_full(self, warpgroup: Any) -> Any:
+    def retry_full(self, warpgroup: Any) -> Any:
         """Where in `full`."""
         return self.full.shape[0] - 2 * self.warpgroups + warpgroup
 
-    def repeat_met(self, warpgroup: Any) -> Any:
+    def retry_sync(self, warpgroup: Any) -> Any:
         """Where the warps of one warpgroup wait for each other."""
         return self.full.at[self.full.shape[0] - self.warpgroups + warpgroup]
 
-    def queries(self, warpgroup: Any) -> Pipeline:
+    def q_pipeline(self, warpgroup: Any) -> Pipeline:
         first = warpgroup * self.q.shape[1]
-        return Pipeline((self.q.at[warpgroup],), self.full, self.q_free, first, first)
+        return Pipeline((self.q.at[warpgroup],), self.full, self.q_empty, first, first)
 
 
 class Inputs(NamedTuple):
@@ -86,9 +90,9 @@ class Inputs(NamedTuple):
     q: Any
     k: Any
     v: Any
-    lists: Any = None  # under a mask
-    data: Any = None  # of masks and scores
-    answers: Any = None  # of a mask that has been asked (`answers`)
+    block_indices: Any = None  # under a mask
+    aux: Any = None  # of masks and scores
+    mask_bits: Any = None  # of a mask that has been asked (`answers`)
 
 
 class Outputs(NamedTuple):
@@ -99,18 +103,20 @@ class Outputs(NamedTuple):
 class Arrays(NamedTuple):
     """In device memory."""
 
-    tiles: StaticTileScheduler | DynamicTileScheduler
+    scheduler: StaticTileScheduler | DynamicTileScheduler
     inputs: Inputs
     outputs: Outputs
 
-    def part(self, tile: QueryTile, t: Any, i: Any) -> Any:
+    def kv_subblock(self, tile: QueryTile, t: Any, i: Any) -> Any:
         """Which keys the tile visits as the i-th part of its t-th block."""
-        place = tile.place_of(t)
-        if self.inputs.lists is None:
+        place = tile.list_index(t)
+        if self.inputs.block_indices is None:
             return place
-        place = place * tile.schedule.problem.parts + i
-        return block_mask.block_id(layouts.index_broadcast(self.inputs.lists, *tile.place)[place])
+        place = place * tile.schedule.spec.kv_subblocks + i
+        return block_mask.block_id(
+            layouts.index_broadcast(self.inputs.block_indices, *tile.coordinates)[place]
+        )
 
-    def block(self, tile: QueryTile, t: Any) -> list[Any]:
+    def kv_block(self, tile: QueryTile, t: Any) -> list[Any]:
         """All parts of a block, mostly one."""
-        return [self.part(tile, t, i) for i in range(tile.schedule.problem.parts)]
+        return [self.kv_subblock(tile, t, i) for i in range(tile.schedule.spec.kv_subblocks)]

@@ -21,17 +21,17 @@ CLAIM_AHEAD = 4
 
 def produce(schedule: ForwardSchedule, arrays: Arrays, memory: SharedStorage) -> None:
     """The loading warpgroup: queries, keys and values of one tile after another."""
-    problem, config, inputs = schedule.problem, schedule.config, arrays.inputs
-    roles.set_max_registers(config.shares, -1)
-    arrays.tiles.open()
+    problem, config, inputs = schedule.spec, schedule.config, arrays.inputs
+    roles.set_max_registers(config.registers_per_warpgroup, -1)
+    arrays.scheduler.prime()
 
     def visit(n: Any, entry: list[Any], before: tuple[Any, Any], look: Callable) -> tuple:
         tile = QueryTile(schedule, *entry)
-        (batch, head, _), (first_step, first_data) = tile.place, before
+        (batch, head, _), (first_step, first_data) = tile.coordinates, before
 
         def parts(t: Any) -> list[Any]:
-            size = schedule.listed
-            return [pl.ds(part * size, size) for part in arrays.block(tile, t)]
+            size = schedule.kv_entry_size
+            return [pl.ds(part * size, size) for part in arrays.kv_block(tile, t)]
 
         def keys(t: Any) -> Any:
             (whole,) = parts(t)  # blocks have parts only where nothing else comes with their keys
@@ -41,36 +41,38 @@ def produce(schedule: ForwardSchedule, arrays: Arrays, memory: SharedStorage) ->
             return GatheredRows([HeadRows(source, batch, part, tile.kv_head) for part in parts(t)])
 
         def load_keys(t: Any) -> None:
-            memory.keys.fill(first_step + t, rows_of(inputs.k, t))
+            memory.k_pipeline.tma_load(first_step + t, rows_of(inputs.k, t))
 
         def load_values(t: Any) -> None:
-            memory.values.fill(first_step + t, rows_of(inputs.v, t))
+            memory.v_pipeline.tma_load(first_step + t, rows_of(inputs.v, t))
 
         def rows(g: int) -> Any:
-            return pl.ds(tile.first_row + g * config.rows, config.rows)
+            return pl.ds(tile.first_row + g * config.rows_per_warpgroup, config.rows_per_warpgroup)
 
         def load_key_data(t: Any) -> None:
-            if memory.key_data is None:
+            if memory.key_aux is None:
                 return
-            source, step = inputs.data.k.at[batch, :, keys(t)], first_data + tile.data_before(t)
-            when(tile.has_data(t))(lambda: memory.data_of_keys.fill(step, source))
+            source, step = inputs.aux.k.at[batch, :, keys(t)], first_data + tile.aux_index(t)
+            when(tile.has_aux(t))(lambda: memory.key_aux_pipeline.tma_load(step, source))
 
         def load_pairs(t: Any) -> None:
-            if not memory.pairs:
+            if not memory.pairwise:
                 return
 
             def fill() -> None:
                 for g in range(config.warpgroups):
-                    for ring, source in zip(memory.pairs_of(g), problem.pairs(), strict=True):
-                        array, place = inputs.data.pairs[source.place], (rows(g), keys(t))
-                        step = first_data + tile.data_before(t)
-                        ring.fill(step, layouts.index_broadcast(array, batch, head, *place))
+                    for ring, source in zip(
+                        memory.pairwise_pipelines(g), problem.pairwise_inputs(), strict=True
+                    ):
+                        array, place = inputs.aux.pairwise[source.position], (rows(g), keys(t))
+                        step = first_data + tile.aux_index(t)
+                        ring.tma_load(step, layouts.index_broadcast(array, batch, head, *place))
 
-            when(tile.has_data(t))(fill)
+            when(tile.has_aux(t))(fill)
 
         def claim(t: Any) -> None:
-            in_time = t == jnp.maximum(tile.visited - CLAIM_AHEAD, 0)
-            arrays.tiles.claim(n + 1, in_time)
+            in_time = t == jnp.maximum(tile.num_kv_blocks - CLAIM_AHEAD, 0)
+            arrays.scheduler.request_next(n + 1, in_time)
 
         def load(t: Any, _: Any) -> None:
             claim(t)
@@ -82,18 +84,18 @@ def produce(schedule: ForwardSchedule, arrays: Arrays, memory: SharedStorage) ->
         claim(I32(0))
         load_keys(I32(0))
         for g in range(config.warpgroups):
-            memory.queries(g).fill(n, HeadRows(inputs.q, batch, rows(g), head))
+            memory.q_pipeline(g).tma_load(n, HeadRows(inputs.q, batch, rows(g), head))
         load_key_data(I32(0))
         load_pairs(I32(0))
-        lax.fori_loop(I32(1), tile.visited, load, None)
+        lax.fori_loop(I32(1), tile.num_kv_blocks, load, None)
         seen = look()  # the next tile's first keys wait for it
-        load_values(tile.visited - 1)
-        return tile.next_steps(before), seen
+        load_values(tile.num_kv_blocks - 1)
+        return tile.advance(before), seen
 
-    for_each_tile(arrays.tiles, visit, (I32(0), I32(0)), early=True)
-    for ring in memory.rings:
-        ring.drain()
+    for_each_tile(arrays.scheduler, visit, (I32(0), I32(0)), early=True)
+    for ring in memory.kv_pipelines:
+        ring.producer_tail()
     for g in range(config.warpgroups):
-        for ring in (memory.queries(g), *memory.pairs_of(g)):
-            ring.drain()
-    roles.sync_before_exit(memory.done, 1)
+        for ring in (memory.q_pipeline(g), *memory.pairwise_pipelines(g)):
+            ring.producer_tail()
+    roles.sync_before_exit(memory.exit_barriers, 1)

@@ -38,50 +38,50 @@ class RowBlock(RowScores):
     """64 query rows against all the key blocks that they see, by one warpgroup."""
 
     @property
-    def next_steps(self) -> tuple[Any, Any]:
+    def advance(self) -> tuple[Any, Any]:
         """With which the next tile begins, in the rings."""
-        return self.tile.next_steps((self.first_step, self.first_data))
+        return self.tile.advance((self.kv_step0, self.aux_step0))
 
-    def shifted(self, zero: Any) -> "RowBlock":
+    def rematerialized(self, zero: Any) -> "RowBlock":
         """The same: `zero` is 0 wherever this is used, which ptxas does not know. What only the end
         of a tile needs is computed there, not before the loops, where it would hold 25 registers."""
-        names = ("place", "first_step", "first_data")
+        names = ("q_slot", "kv_step0", "aux_step0")
         numbers = {name: getattr(self, name) + zero for name in names}
-        return dataclasses.replace(self, tile=self.tile.shifted(zero), **numbers)
+        return dataclasses.replace(self, tile=self.tile.rematerialized(zero), **numbers)
 
     @property
     def dtype(self) -> Any:
         return self.q.dtype
 
     @property
-    def lowest(self) -> float:
+    def no_key_threshold(self) -> float:
         """A row whose scores in base 2 are below it sees none of their keys."""
-        return NO_MAXIMUM if self.schedule.problem.score is None else MASKED_SCORE_THRESHOLD * LOG2E
+        return NO_MAXIMUM if self.schedule.spec.score is None else MASKED_SCORE_THRESHOLD * LOG2E
 
     @property
     def queries(self) -> Any:
         if self.schedule.config.q_in_registers:
             return self.q
         # Descriptors of Q are computed where they are used: 32 registers less outside the loops.
-        buffers = self.schedule.config.q_buffers
-        place = lax.optimization_barrier(self.place)
+        buffers = self.schedule.config.q_stages
+        place = lax.optimization_barrier(self.q_slot)
         return self.memory.q.at[arithmetic.div(place, buffers), arithmetic.rem(place, buffers)]
 
-    def attend(self) -> tuple[jax.Array, SoftmaxState]:
+    def mainloop(self) -> tuple[jax.Array, SoftmaxState]:
         """The unnormalized output and the statistics."""
-        (state, answers), begin = self.first_block(), I32(1)
+        (state, answers), begin = self.first_kv_block(), I32(1)
 
-        for masked, end in self.tile.phases:
+        for masked, end in self.tile.loops:
             if masked and not self.masked:
                 continue
-            state = self.next_blocks(begin, end, masked, state, answers)
+            state = self.kv_blocks(begin, end, masked, state, answers)
             begin = jnp.maximum(end, 1)
-            if masked and self.tile.backwards:
-                state = self.settled(*state)
+            if masked and self.tile.reverse_kv:
+                state = self.close_references(*state)
         acc, statistics, p = state
-        return self.last_output(self.tile.visited - 1, acc, p), statistics
+        return self.final_pv(self.tile.num_kv_blocks - 1, acc, p), statistics
 
-    def first_block(
+    def first_kv_block(
         self,
     ) -> tuple[tuple[jax.Array, SoftmaxState, list[jax.Array]], list[jax.Array]]:
         """Scores and softmax of the first block; there is no output to update yet. And answers about the first one
@@ -89,72 +89,78 @@ class RowBlock(RowScores):
 
         Its maximum is a reference for all that follow. (Without a mask every row sees its first key.)
         """
-        rows, keys, queries = self.shape[0], self.memory.keys, self.query_data(masked=self.masked)
-        problem, first_key = self.schedule.problem, self.first_key(0)
-        answers = self.answers(self.numbers(0), self.masked)  # of no meaning unless it is cut
-        following = self.numbers(self.tile.first_cut_after)
-        (k,) = keys.wait(self.first_step)
-        self.turns.take()
+        rows, keys, queries = (
+            self.shape[0],
+            self.memory.k_pipeline,
+            self.row_inputs(masked=self.masked),
+        )
+        problem, first_key = self.schedule.spec, self.first_key(0)
+        answers = self.load_mask_bits(
+            self.key_index_of(0), self.masked
+        )  # of no meaning unless it is cut
+        following = self.key_index_of(self.tile.next_partial)
+        (k,) = keys.consumer_wait(self.kv_step0)
+        self.turns.sync()
 
         def multiply(s_acc: Any) -> Any:
             plgpu.wgmma(s_acc, self.queries, k.transpose((1, 0)))
-            self.turns.give()
-            ahead = self.answers(following, self.masked)
+            self.turns.arrive()
+            ahead = self.load_mask_bits(following, self.masked)
             return s_acc[...], ahead
 
         s, ahead = pl.run_scoped(multiply, pipeline.accumulator(*self.shape))
-        keys.release(self.first_step)
+        keys.consumer_release(self.kv_step0)
         if self.schedule.config.q_in_registers:
-            self.memory.queries(self.me).release(self.place)
-        data = self.wait_for_data(0, masked=False)
-        s, scale = self.scored(s, first_key, queries, data)
+            self.memory.q_pipeline(self.warpgroup).consumer_release(self.q_slot)
+        data = self.wait_for_aux(0, masked=False)
+        s, scale = self.apply_score(s, first_key, queries, data)
         if problem.mask is not None:
 
             def hide() -> jax.Array:
-                found = self.wait_for_data(0, masked=True) if data is None else data
-                return self.hide(s, first_key, queries, found, answers)
+                found = self.wait_for_aux(0, masked=True) if data is None else data
+                return self.apply_mask(s, first_key, queries, found, answers)
 
-            s = cond(self.tile.is_cut(0), hide, lambda: s)
+            s = cond(self.tile.is_partial(0), hide, lambda: s)
         elif self.masked:
-            s = self.hide(s, first_key, queries, data, [])
+            s = self.apply_mask(s, first_key, queries, data, [])
         reference = _highest(s) * scale
-        if not problem.plain:
+        if not problem.has_no_mods:
             # A later block that is cut finds it, but no full one does.
-            lowest = jnp.where(self.tile.is_cut(0), jnp.inf, self.lowest)
-            reference = jnp.where(reference < self.lowest, lowest, reference)
+            lowest = jnp.where(self.tile.is_partial(0), jnp.inf, self.no_key_threshold)
+            reference = jnp.where(reference < self.no_key_threshold, lowest, reference)
         p = _exponentials(s, scale, reference)
         statistics = SoftmaxState(reference, layouts.fold_octets(jnp.add, p))
         parts = [
-            self.drop(layouts.slice_columns(p, some), some, first_key, queries, data)
-            for some in self.schedule.config.value_parts
+            self.apply_dropout(layouts.slice_columns(p, some), some, first_key, queries, data)
+            for some in self.schedule.config.pv_pieces
         ]
         if data is not None:
-            self.release_data(0, statistics)
-        elif problem.reads_block():
-            when(self.tile.is_cut(0))(lambda: self.release_data(0, statistics))
+            self.release_aux(0, statistics)
+        elif problem.loads_kv_aux():
+            when(self.tile.is_partial(0))(lambda: self.release_aux(0, statistics))
         acc = layouts.splat_constant(0.0, (rows, self.schedule.config.value_dim), ACC_LAYOUT)
-        return (acc, statistics, self.converted(parts)), ahead
+        return (acc, statistics, self.to_input_dtype(parts)), ahead
 
-    def next_blocks(
+    def kv_blocks(
         self, begin: Any, end: Any, masked: bool, state: tuple, answers: list[jax.Array]
     ) -> tuple:
         """Those from `begin` to `end`. Answers about a block come while the one before is multiplied; those about
         the first of them are at hand."""
-        if not (masked and self.schedule.problem.asked):
+        if not (masked and self.schedule.spec.uses_mask_bits):
             return lax.fori_loop(
-                begin, end, lambda t, state: self.next_block(t, masked, state)[0], state
+                begin, end, lambda t, state: self.kv_block(t, masked, state)[0], state
             )
 
         last = jnp.maximum(end - 1, 0)  # 0 where there are none
 
         def step(t: Any, carry: tuple) -> tuple:
-            (state, answers), following = carry, self.numbers(jnp.minimum(t + 1, last))
-            look = functools.partial(self.answers, following, masked)
-            return self.next_block(t, masked, state, answers, look)
+            (state, answers), following = carry, self.key_index_of(jnp.minimum(t + 1, last))
+            look = functools.partial(self.load_mask_bits, following, masked)
+            return self.kv_block(t, masked, state, answers, look)
 
         return lax.fori_loop(begin, end, step, (state, answers))[0]
 
-    def next_block(
+    def kv_block(
         self,
         t: Any,
         masked: bool,
@@ -166,15 +172,15 @@ class RowBlock(RowScores):
 
         Also look(), once `answers` are no longer needed.
         """
-        keys, values, step = self.memory.keys, self.memory.values, self.first_step + t
-        (acc, before, p), queries = state, self.query_data(masked)
-        first_key, parts = self.first_key(t), self.schedule.config.value_parts
+        keys, values, step = self.memory.k_pipeline, self.memory.v_pipeline, self.kv_step0 + t
+        (acc, before, p), queries = state, self.row_inputs(masked)
+        first_key, parts = self.first_key(t), self.schedule.config.pv_pieces
         start = None
-        if answers and self.schedule.problem.score is None:  # scales are positive: -inf remains so
+        if answers and self.schedule.spec.score is None:  # scales are positive: -inf remains so
             # while keys and the tensor cores are waited for
             start = masking.apply_bits(layouts.splat_constant(0.0, self.shape, ACC_LAYOUT), answers)
-        (k,) = keys.wait(step)
-        self.turns.take()
+        (k,) = keys.consumer_wait(step)
+        self.turns.sync()
 
         # The scores' accumulator is allocated just before its first product, so that ptxas starts
         # it from zero in the instruction itself and not by 64 moves.
@@ -182,47 +188,47 @@ class RowBlock(RowScores):
             if start is not None:
                 s_acc[...] = start
             plgpu.wgmma(s_acc, self.queries, k.transpose((1, 0)))
-            (v,) = values.wait(step - 1)
+            (v,) = values.consumer_wait(step - 1)
 
             def update(o_acc: Any) -> tuple:
                 o_acc[...] = acc
                 plgpu.wgmma(o_acc, p[0], v.at[parts[0]])
-                self.turns.give()
+                self.turns.arrive()
                 seen = look() if start is not None else None
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                keys.release(step)
+                keys.consumer_release(step)
                 reference = before.reference
-                data = self.wait_for_data(t, masked)
-                s, scale = self.scored(s, first_key, queries, data)
+                data = self.wait_for_aux(t, masked)
+                s, scale = self.apply_score(s, first_key, queries, data)
                 if masked:
                     if start is None:
-                        s = self.hide(s, first_key, queries, data, answers)
-                    reference = self.found_reference(s, scale, reference)
-                p_next, total = [], before.total
+                        s = self.apply_mask(s, first_key, queries, data, answers)
+                    reference = self.init_missing_reference(s, scale, reference)
+                p_next, total = [], before.row_sum
                 for i, some in enumerate(parts):
                     if i > 0:
                         plgpu.wgmma(o_acc, p[i], v.at[some])
                     found = _exponentials(layouts.slice_columns(s, some), scale, reference)
                     total = total + layouts.fold_octets(jnp.add, found)
                     thread_values.fence_before_wgmma_wait(total)
-                    p_next.append(self.drop(found, some, first_key, queries, data))
+                    p_next.append(self.apply_dropout(found, some, first_key, queries, data))
                 return o_acc[...], SoftmaxState(reference, total), p_next, seen
 
             return pl.run_scoped(update, pipeline.accumulator(*acc.shape))
 
         out, statistics, p, seen = pl.run_scoped(multiply, pipeline.accumulator(*self.shape))
-        values.release(step - 1)
-        if self.schedule.problem.reads_block(masked):
-            self.release_data(t, statistics)
-        out, statistics, p = self.raise_references(out, statistics, p)
+        values.consumer_release(step - 1)
+        if self.schedule.spec.loads_kv_aux(masked):
+            self.release_aux(t, statistics)
+        out, statistics, p = self.rescale(out, statistics, p)
         # P's conversion comes last: until here its registers were being read by P V.
-        state = out, statistics, self.converted(p)
+        state = out, statistics, self.to_input_dtype(p)
         return state, look() if start is None else seen
 
-    def converted(self, p: list[jax.Array]) -> list[jax.Array]:
+    def to_input_dtype(self, p: list[jax.Array]) -> list[jax.Array]:
         return [x.astype(self.dtype) for x in p]
 
-    def raise_references(
+    def rescale(
         self, out: jax.Array, before: SoftmaxState, p: list[jax.Array]
     ) -> tuple[jax.Array, SoftmaxState, list[jax.Array]]:
         """In a warp where a sum has grown large, lets the largest p of each row be 1."""
@@ -237,66 +243,72 @@ class RowBlock(RowScores):
             def scaled(x: jax.Array) -> jax.Array:
                 return x * layouts.broadcast_rows(factor, x.shape)
 
-            after = SoftmaxState(before.reference + jnp.log2(highest), scaled(before.total))
+            after = SoftmaxState(before.reference + jnp.log2(highest), scaled(before.row_sum))
             return scaled(out), after, list(map(scaled, p))
 
-        grew = votes.warp_any_gt(before.total, RESCALE_ABOVE)
+        grew = votes.warp_any_gt(before.row_sum, RESCALE_ABOVE)
         return cond(grew, rescale, lambda: (out, before, p))
 
-    def last_output(self, t: Any, acc: jax.Array, p: list[jax.Array]) -> jax.Array:
-        values, step = self.memory.values, self.first_step + t
-        (v,) = values.wait(step)
-        self.turns.take()
+    def final_pv(self, t: Any, acc: jax.Array, p: list[jax.Array]) -> jax.Array:
+        values, step = self.memory.v_pipeline, self.kv_step0 + t
+        (v,) = values.consumer_wait(step)
+        self.turns.sync()
 
         def update(o_acc: Any) -> jax.Array:
             o_acc[...] = acc
-            for part, some in zip(p, self.schedule.config.value_parts, strict=True):
+            for part, some in zip(p, self.schedule.config.pv_pieces, strict=True):
                 plgpu.wgmma(o_acc, part, v.at[some])
-            self.turns.give()
+            self.turns.arrive()
             return o_acc[...]
 
         acc = pl.run_scoped(update, pipeline.accumulator(*acc.shape))
-        values.release(step)
+        values.consumer_release(step)
         return acc
 
-    def found_reference(self, s: jax.Array, scale: float, reference: jax.Array) -> jax.Array:
+    def init_missing_reference(self, s: jax.Array, scale: float, reference: jax.Array) -> jax.Array:
         """With those of rows that see their first key in this block."""
-        if self.schedule.problem.plain:
+        if self.schedule.spec.has_no_mods:
             return reference
 
         def found() -> jax.Array:
             # A row that has seen no key yet subtracts infinity: its exponentials are 0.
             highest = _highest(s) * scale
-            highest = jnp.where(highest < self.lowest, jnp.inf, highest)
+            highest = jnp.where(highest < self.no_key_threshold, jnp.inf, highest)
             return jnp.where(reference == jnp.inf, highest, reference)
 
         missing = votes.warp_any_gt(reference, -NO_MAXIMUM)
         return cond(missing, found, lambda: reference)
 
-    def settled(self, acc: jax.Array, statistics: SoftmaxState, p: list[jax.Array]) -> tuple:
+    def close_references(
+        self, acc: jax.Array, statistics: SoftmaxState, p: list[jax.Array]
+    ) -> tuple:
         """Where no block that is cut has given a row its reference: should a full one have scores for it (a
         score function may hide keys), they overflow, and the tile is repeated."""
         reference = statistics.reference
-        reference = jnp.where(reference == jnp.inf, self.lowest, reference)
+        reference = jnp.where(reference == jnp.inf, self.no_key_threshold, reference)
         return acc, statistics._replace(reference=reference), p
 
-    def total(self, acc: jax.Array, statistics: SoftmaxState) -> jax.Array:
+    def row_sum(self, acc: jax.Array, statistics: SoftmaxState) -> jax.Array:
         """Of each row the sum of its exponentials, infinite or NaN if the tile is to be repeated."""
-        total = statistics.total
-        if self.schedule.problem.tames:  # 0 times what is not finite is NaN, also for hidden keys
+        total = statistics.row_sum
+        if (
+            self.schedule.spec.guards_nonfinite
+        ):  # 0 times what is not finite is NaN, also for hidden keys
             output = layouts.fold_octets(jnp.add, acc)
             total += output - output
         return total.sum(axis=1)
 
-    def store(self, columns: Any, acc: jax.Array, reference: jax.Array, total: jax.Array) -> None:
+    def epilogue(
+        self, columns: Any, acc: jax.Array, reference: jax.Array, total: jax.Array
+    ) -> None:
         """A piece of the output; with the first, lse."""
-        batch, head, _ = self.tile.place
+        batch, head, _ = self.tile.coordinates
         rows = pl.ds(self.first_row, self.shape[0])
-        out = self.memory.out.at[self.me]
+        out = self.memory.out.at[self.warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored before has left them
-        problem = self.schedule.problem
-        share, sum_of_all = problem.kept_scale / total, reference * (1 / LOG2E) + jnp.log(total)
-        if not problem.plain:
+        problem = self.schedule.spec
+        share, sum_of_all = problem.dropout_scale / total, reference * (1 / LOG2E) + jnp.log(total)
+        if not problem.has_no_mods:
             empty = total == 0
             share, sum_of_all = jnp.where(empty, 0.0, share), jnp.where(empty, -jnp.inf, sum_of_all)
         out[...] = (acc * layouts.broadcast_rows(share, acc.shape)).astype(out.dtype)
@@ -311,34 +323,36 @@ class RowBlock(RowScores):
 
     def load(self, source: Any, first_key: Any, columns: Any) -> Any:
         """64 keys or values into the buffer of the output, once all of the warpgroup have left it."""
-        batch, kv_head = self.tile.place[0], self.tile.kv_head
-        buffer, full = self.memory.out.at[self.me], self.memory.repeat_full(self.me)
-        pipeline.arrive_and_wait(self.memory.repeat_met(self.me))
+        batch, kv_head = self.tile.coordinates[0], self.tile.kv_head
+        buffer, full = self.memory.out.at[self.warpgroup], self.memory.retry_full(self.warpgroup)
+        pipeline.arrive_and_wait(self.memory.retry_sync(self.warpgroup))
         rows = pl.ds(first_key, buffer.shape[0])
         HeadRows(source, batch, rows, kv_head, columns).load(buffer, self.memory.full, full)
         plgpu.barrier_wait(self.memory.full.at[full])
         return buffer
 
-    def load_tamed(self, source: Any, first_key: Any, columns: Any, wild: Any, value: float) -> Any:
+    def load_sanitized(
+        self, source: Any, first_key: Any, columns: Any, wild: Any, value: float
+    ) -> Any:
         """The first of them, with another value where `wild` is not 0."""
         buffer = self.load(source, first_key, columns)
         if wild is not None:
             nonfinite.overwrite_rows(buffer, wild, value)
             plgpu.commit_smem()
-        return buffer.at[pl.ds(0, self.schedule.config.repeat_kv)]
+        return buffer.at[pl.ds(0, self.schedule.config.retry_block_kv)]
 
-    def wild_keys(self, first_key: Any) -> Any:
+    def nonfinite_keys(self, first_key: Any) -> Any:
         """Which of 64 keys have values that are not finite, if these may be hidden: NaN, and 0 of others."""
-        if not self.schedule.problem.tames:
+        if not self.schedule.spec.guards_nonfinite:
             return None
         values = self.arrays.inputs.v
-        pieces = HeadRows.pieces(values, self.schedule.config.out_pieces)
+        pieces = HeadRows.existing_columns(values, self.schedule.config.epilogue_pieces)
         parts = (
             nonfinite.row_nonfiniteness(self.load(values, first_key, piece)) for piece in pieces
         )
         return functools.reduce(jnp.add, parts)
 
-    def repeat(self, columns: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def recompute_exact(self, columns: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Some columns of the output, and the statistics, with the true maximum of each row so far.
 
         FlashAttention-2 step by step, one buffer for keys and values, as it runs next to never: for
@@ -346,14 +360,14 @@ class RowBlock(RowScores):
         their keys NaN: scores of such a pair are, and with them the output, unless the mask hides them.
         """
         rows, config = self.shape[0], self.schedule.config
-        pieces = HeadRows.pieces(self.arrays.inputs.k, config.key_pieces)
+        pieces = HeadRows.existing_columns(self.arrays.inputs.k, config.key_pieces)
         of_block, of_entry = (
-            keys // config.repeat_kv for keys in (config.block_kv, self.schedule.listed)
+            keys // config.retry_block_kv for keys in (config.block_kv, self.schedule.kv_entry_size)
         )
 
         def scores(s_acc: Any, first_key: Any, wild: Any) -> jax.Array:
             for piece in pieces:
-                k = self.load_tamed(self.arrays.inputs.k, first_key, piece, wild, math.nan)
+                k = self.load_sanitized(self.arrays.inputs.k, first_key, piece, wild, math.nan)
                 whole = piece.size == config.head_dim
                 q = self.queries if whole else self.queries.at[:, piece]
                 plgpu.wgmma(s_acc, q, k.transpose((1, 0)))
@@ -363,27 +377,30 @@ class RowBlock(RowScores):
         def step(t: Any, state: tuple) -> tuple:
             acc, reference, total = state
             block, piece = arithmetic.div(t, of_block), arithmetic.rem(t, of_block)
-            number = self.arrays.part(self.tile, block, arithmetic.div(piece, of_entry))
+            number = self.arrays.kv_subblock(self.tile, block, arithmetic.div(piece, of_entry))
             within = arithmetic.rem(piece, of_entry)
-            first_key = number * self.schedule.listed + within * config.repeat_kv
-            square, wild = pipeline.accumulator(rows, config.repeat_kv), self.wild_keys(first_key)
+            first_key = number * self.schedule.kv_entry_size + within * config.retry_block_kv
+            square, wild = (
+                pipeline.accumulator(rows, config.retry_block_kv),
+                self.nonfinite_keys(first_key),
+            )
             s = pl.run_scoped(lambda s_acc: scores(s_acc, first_key, wild), square)
-            queries, data = self.query_data(masked=True), self.data_in_device_memory(first_key)
-            s, scale = self.scored(s, first_key, queries, data)
+            queries, data = self.row_inputs(masked=True), self.aux_from_gmem(first_key)
+            s, scale = self.apply_score(s, first_key, queries, data)
 
             def hide() -> jax.Array:
-                answers = self.answers([number], True, [within])
-                return self.hide(s, first_key, queries, data, answers)
+                answers = self.load_mask_bits([number], True, [within])
+                return self.apply_mask(s, first_key, queries, data, answers)
 
-            if self.schedule.problem.asked:  # not about a block of which nothing is hidden
-                s = cond(self.tile.is_cut(block), hide, lambda: s)
+            if self.schedule.spec.uses_mask_bits:  # not about a block of which nothing is hidden
+                s = cond(self.tile.is_partial(block), hide, lambda: s)
             elif self.masked:
                 s = hide()
             highest = jnp.maximum(reference, s.max(axis=1) * scale)
             factor, p = jnp.exp2(reference - highest), _exponentials(s, scale, highest)
             summed = p.sum(axis=1)
-            p = self.drop(p, pl.ds(0, config.repeat_kv), first_key, queries, data)
-            v = self.load_tamed(self.arrays.inputs.v, first_key, columns, wild, 0.0)
+            p = self.apply_dropout(p, pl.ds(0, config.retry_block_kv), first_key, queries, data)
+            v = self.load_sanitized(self.arrays.inputs.v, first_key, columns, wild, 0.0)
 
             def update(o_acc: Any) -> jax.Array:
                 o_acc[...] = acc * layouts.broadcast_rows(factor, acc.shape)
@@ -396,11 +413,11 @@ class RowBlock(RowScores):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the output stored before has left
         state = (
             layouts.splat_constant(0.0, (rows, columns.size), ACC_LAYOUT),
-            layouts.splat_constant(self.lowest, (rows,), ROW_LAYOUT),
+            layouts.splat_constant(self.no_key_threshold, (rows,), ROW_LAYOUT),
             layouts.splat_constant(0.0, (rows,), ROW_LAYOUT),
         )
-        state = lax.fori_loop(I32(0), self.tile.visited * of_block, step, state)
-        pipeline.arrive_and_wait(self.memory.repeat_met(self.me))
+        state = lax.fori_loop(I32(0), self.tile.num_kv_blocks * of_block, step, state)
+        pipeline.arrive_and_wait(self.memory.retry_sync(self.warpgroup))
         return state
 
 

@@ -31,11 +31,11 @@ class ClusterCopy:
     def _stage(self, step: Any) -> Any:
         return lax.rem(step, I32(self.tiles.shape[0]))
 
-    def open(self) -> None:
+    def init(self) -> None:
         """Before the other CTA is told that this one is there; by one warpgroup."""
         _open_mail(self.arrived, I32(self.tiles.shape[0]))  # pyright: ignore[reportCallIssue]
 
-    def expect(self, step: Any) -> None:
+    def expect_tx(self, step: Any) -> None:
         """By one warpgroup, once the stage is free."""
         size = math.prod(self.tiles.shape[1:]) * jnp.dtype(self.dtype).itemsize
         _expect_mail(self.arrived.at[self._stage(step)], I32(size))  # pyright: ignore[reportCallIssue]

@@ -25,22 +25,22 @@ class WarpgroupTurns:
     PTX's named barriers, which answer sooner than mbarriers, and mean nothing to the interpreter.
     """
 
-    me: Any
+    warpgroup: Any
     count: int
 
-    def open(self) -> None:
+    def prime(self) -> None:
         """The last warpgroup opens the first one's turn."""
-        cond(self.me == self.count - 1, self.give, lambda: None)
+        cond(self.warpgroup == self.count - 1, self.arrive, lambda: None)
 
-    def take(self) -> None:
-        _turn_sync(FIRST_TURN + self.me)  # pyright: ignore[reportCallIssue]
+    def sync(self) -> None:
+        _turn_sync(FIRST_TURN + self.warpgroup)  # pyright: ignore[reportCallIssue]
 
-    def give(self) -> None:
-        _turn_arrive(FIRST_TURN + lax.rem(self.me + 1, I32(self.count)))  # pyright: ignore[reportCallIssue]
+    def arrive(self) -> None:
+        _turn_arrive(FIRST_TURN + lax.rem(self.warpgroup + 1, I32(self.count)))  # pyright: ignore[reportCallIssue]
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """The first warpgroup takes the turn that the last one has given."""
-        cond(self.me == 0, self.take, lambda: None)
+        cond(self.warpgroup == 0, self.sync, lambda: None)
 
 
 def _turn(operation: str, barrier: Any) -> None:

@@ -26,14 +26,14 @@ class PairwiseTile:
     """A `[queries, keys]` part of an array of pairs, for a tile of scores or its transpose."""
 
     ref: Any
-    in_panels: bool = True  # as TMA fills shared memory (`tma.tiles`); or as any array
-    keys_are_rows: bool = False  # of the tile
+    is_swizzled: bool = True  # as TMA fills shared memory (`tma.tiles`); or as any array
+    transposed: bool = False  # of the tile
 
     def load(self, start: int, count: int, dtype: str) -> jax.Array:
         """Some of the tile's columns. Floats of 16 bits become float32; booleans lie as 0 and 1, in 16 bits
         or as bytes."""
         memory, (queries, keys) = jnp.dtype(self.ref.dtype), self.ref.shape
-        shape = keys if self.keys_are_rows else queries, count
+        shape = keys if self.transposed else queries, count
         loaded = jnp.dtype({1: "int32", 2: "float32"}.get(memory.itemsize, dtype))
 
         def load(_: Any, ref: Any) -> Any:
@@ -43,9 +43,9 @@ class PairwiseTile:
                 _registers=registers, _layout=ACC_LAYOUT.to_mgpu(), _is_signed=signed
             )
 
-        orientation = "transposed" if self.keys_are_rows else "straight"
+        orientation = "transposed" if self.transposed else "straight"
         name = f"load_pairs {orientation} {queries} {keys} {start} {count} {loaded.name}"
-        kind = tma.as_operand(self.ref) if self.in_panels else plgpu.RefType()
+        kind = tma.as_operand(self.ref) if self.is_swizzled else plgpu.RefType()
         found = inline_op(name, load, plgpu.ShapeDtypeStruct(shape, loaded, ACC_LAYOUT), kind)(
             self.ref
         )
@@ -65,7 +65,7 @@ class PairwiseTile:
         registers = np.empty(ACC_LAYOUT.to_mgpu().registers_shape(shape), object)
         for at in np.ndindex(*registers.shape):
             row, column = 8 * sum(at[2:]), start + 8 * at[1]
-            if self.keys_are_rows:
+            if self.transposed:
                 found = llvm.mlir_undef(pairs)
                 for e in range(2):
                     found = llvm.insertelement(found, value(kind, row, column + e), i32(e))
@@ -83,10 +83,10 @@ class PairwiseTile:
         """(row, column) -> where a thread's own value lies, in bytes, which at (0, 0) is the first that it
         has: thread 32 w + 4 g + t has rows 16 w + g and columns 2 t (PTX ISA, wgmma's D fragment)."""
         size = jnp.dtype(self.ref.dtype).itemsize
-        if not self.in_panels:
+        if not self.is_swizzled:
             (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
-            return _in_order(stride * size, size, self.keys_are_rows)
-        return (_transposed if self.keys_are_rows else _straight)(self.ref.shape[1], size)
+            return _in_order(stride * size, size, self.transposed)
+        return (_transposed if self.transposed else _straight)(self.ref.shape[1], size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class BoolTile:
     tile: jax.Array  # int32 [64, 64]: whether it is 0
 
     @classmethod
-    def of(cls, ref: Any, keys_are_rows: bool) -> "BoolTile":
+    def load_packed(cls, ref: Any, keys_are_rows: bool) -> "BoolTile":
         def load(_: Any, ref: Any) -> Any:
             words = (_transposed_bits if keys_are_rows else _straight_bits)(ref)
             first = thread_values.first_column()

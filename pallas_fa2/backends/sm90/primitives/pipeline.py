@@ -43,60 +43,60 @@ class Pipeline:
 
     buffers: tuple[Any, ...]  # [stages, ...] each; filled and released together
     full: Any  # completed by TMA, one arrival a buffer, or by `publish`
-    free: Any  # completed by the consumers
-    first_full: Any = 0  # where this ring's barriers begin in `full`
-    first_free: Any = 0
+    empty: Any  # completed by the consumers
+    full_offset: Any = 0  # where this ring's barriers begin in `full`
+    empty_offset: Any = 0
 
     @property
     def stages(self) -> int:
         return self.buffers[0].shape[0]
 
-    def slot(self, step: Any) -> Any:
+    def stage(self, step: Any) -> Any:
         return lax.rem(jnp.asarray(step, I32), I32(self.stages))
 
     def full_at(self, step: Any) -> Any:
-        return self.full.at[self.first_full + self.slot(step)]
+        return self.full.at[self.full_offset + self.stage(step)]
 
-    def open(self) -> None:
+    def consumer_prime(self) -> None:
         for s in range(self.stages):
-            plgpu.barrier_arrive(self.free.at[self.first_free + s])
+            plgpu.barrier_arrive(self.empty.at[self.empty_offset + s])
 
-    def drain(self) -> None:
+    def producer_tail(self) -> None:
         for s in range(self.stages):
-            plgpu.barrier_wait(self.free.at[self.first_free + s])
+            plgpu.barrier_wait(self.empty.at[self.empty_offset + s])
 
-    def acquire(self, step: Any) -> tuple[Any, ...]:
+    def producer_acquire(self, step: Any) -> tuple[Any, ...]:
         """The buffers of a step, once they may be written."""
-        plgpu.barrier_wait(self.free.at[self.first_free + self.slot(step)])
-        return self.at(step)
+        plgpu.barrier_wait(self.empty.at[self.empty_offset + self.stage(step)])
+        return self.buffers_at(step)
 
-    def publish(self, step: Any) -> None:
+    def producer_commit(self, step: Any) -> None:
         """What a warpgroup (not TMA) has written may be read."""
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.full_at(step))
 
-    def fill(self, step: Any, *sources: Any) -> None:
-        self.acquire(step)
-        s = self.slot(step)
+    def tma_load(self, step: Any, *sources: Any) -> None:
+        self.producer_acquire(step)
+        s = self.stage(step)
         for source, buffer in zip(sources, self.buffers, strict=True):
-            full = self.first_full + s
+            full = self.full_offset + s
             if isinstance(source, tma.HeadRows | tma.GatheredRows):
                 source.load(buffer.at[s], self.full, full)
             else:
                 plgpu.copy_gmem_to_smem(source, buffer.at[s], self.full.at[full])
 
-    def at(self, step: Any) -> tuple[Any, ...]:
+    def buffers_at(self, step: Any) -> tuple[Any, ...]:
         # LLVM would keep descriptors of the one slot in registers, through all loops.
-        s = self.slot(step) if self.stages > 1 else lax.optimization_barrier(I32(0))
+        s = self.stage(step) if self.stages > 1 else lax.optimization_barrier(I32(0))
         return tuple(buffer.at[s] for buffer in self.buffers)
 
-    def wait(self, step: Any) -> tuple[Any, ...]:
+    def consumer_wait(self, step: Any) -> tuple[Any, ...]:
         """The buffers of a step, once they have landed."""
         plgpu.barrier_wait(self.full_at(step))
-        return self.at(step)
+        return self.buffers_at(step)
 
-    def release(self, step: Any) -> None:
-        plgpu.barrier_arrive(self.free.at[self.first_free + self.slot(step)])
+    def consumer_release(self, step: Any) -> None:
+        plgpu.barrier_arrive(self.empty.at[self.empty_offset + self.stage(step)])
 
 
 def arrive_and_wait(barrier: Any) -> None:

@@ -104,11 +104,11 @@ class HeadRows:
     head: Any
     columns: Any = None  # a slice, at a multiple of its size; as many as the buffer has if None
     # Whether they are always copied by pieces where the length needs it: less code, and registers.
-    by_pieces: bool = False
-    instead: "AlternateSource | None" = None
+    in_row_groups: bool = False
+    alternate: "AlternateSource | None" = None
 
     @staticmethod
-    def pieces(array: Any, pieces: Sequence[Any]) -> list[Any]:
+    def existing_columns(array: Any, pieces: Sequence[Any]) -> list[Any]:
         """Slices of columns, without those that do not exist. (Mosaic gives TMA no dimension of one panel:
         the second would be stored as the first.)"""
         return [piece for piece in pieces if piece.start < array.shape[3]]
@@ -119,16 +119,16 @@ class HeadRows:
         return self.array.at[place if self.columns is None else (*place, self.columns)]
 
     @property
-    def ragged(self) -> bool:
+    def has_ragged_length(self) -> bool:
         """Whether the rows end within a group. A sequence shorter than that is a group of its own."""
         length = self.array.shape[1]
         return length > SWIZZLE_ROWS and length % SWIZZLE_ROWS != 0
 
-    def cut(self, buffer: Any) -> bool:
+    def has_partial_panel(self, buffer: Any) -> bool:
         """Whether a panel is, and copied by itself."""
         return has_partial_panel(self.array.shape[3], swizzle_columns(buffer))
 
-    def narrow(self, buffer: Any) -> bool:
+    def has_missing_columns(self, buffer: Any) -> bool:
         """Whether there may be columns that do not exist."""
         dim = self.array.shape[3]
         columns = pl.ds(0, buffer.shape[-1]) if self.columns is None else self.columns
@@ -136,13 +136,18 @@ class HeadRows:
             return columns.start + columns.size > dim
         return dim % columns.size != 0
 
-    def takes_code(self, buffer: Any) -> bool:
+    def needs_custom_copy(self, buffer: Any) -> bool:
         """Whether Pallas has no copy for it."""
-        return self.ragged or self.narrow(buffer) or self.cut(buffer) or self.instead is not None
+        return (
+            self.has_ragged_length
+            or self.has_missing_columns(buffer)
+            or self.has_partial_panel(buffer)
+            or self.alternate is not None
+        )
 
     def load(self, buffer: Any, barriers: Any, i: Any) -> None:
         """Fills shared memory; arrives once at barrier i of an array when it is there."""
-        if self.takes_code(buffer):
+        if self.needs_custom_copy(buffer):
             self.copy(buffer, Barriers.of(barriers), i)
             plgpu.barrier_arrive(barriers.at[i])
         else:
@@ -150,7 +155,7 @@ class HeadRows:
 
     def store(self, buffer: Any) -> None:
         """Empties shared memory, in the caller's commit group."""
-        if self.takes_code(buffer):
+        if self.needs_custom_copy(buffer):
             self.copy(buffer, None, 0)
         else:
             plgpu.copy_smem_to_gmem(buffer, self.ref, commit_group=False)
@@ -160,8 +165,8 @@ class HeadRows:
         column = 0 if self.columns is None else self.columns.start
         scalars = [i, self.batch, self.rows.start, self.head, column]
         arrays, width = [self.array], swizzle_columns(buffer)
-        if self.instead is not None:
-            scalars, arrays = [*scalars, self.instead.taken()], [*arrays, self.instead.array]
+        if self.alternate is not None:
+            scalars, arrays = [*scalars, self.alternate.taken()], [*arrays, self.alternate.array]
         types = as_operand(buffer), *[plgpu.RefType()] * len(arrays)
         types = *types, *[plgpu.Layout.WG_SPLAT] * len(scalars)
 
@@ -180,11 +185,11 @@ class HeadRows:
             numbers = (jnp.asarray(x, jnp.int32) for x in scalars)
             plgpu.inline_mgpu(arg_types=types)(inline)(buffer, *arrays, *numbers)
 
-        if self.cut(buffer):
+        if self.has_partial_panel(buffer):
             return copy("panels")
-        if not self.ragged:
+        if not self.has_ragged_length:
             return copy("whole")
-        if self.by_pieces or width == buffer.shape[-1]:
+        if self.in_row_groups or width == buffer.shape[-1]:
             return copy("pieces")
         beyond = self.rows.start + self.rows.size > self.array.shape[1]
         cond(beyond, lambda: copy("pieces"), lambda: copy("whole"))

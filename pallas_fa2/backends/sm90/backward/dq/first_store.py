@@ -58,10 +58,15 @@ class FirstStoreSchedule(BackwardSchedule):
     ) -> bool:
         """Whether few tiles visit each row: by their classes, or if only the device has them, by which are
         `possible`."""
-        if config.paired or config.ordered or problem.mask is None or problem.pairs():
+        if (
+            config.two_cta
+            or config.deterministic
+            or problem.mask is None
+            or problem.pairwise_inputs()
+        ):
             return False
-        if config.stores_first is not None:
-            return config.stores_first
+        if config.first_store is not None:
+            return config.first_store
         known = isinstance(classes, np.ndarray)
         visits = np.sum((classes if known else possible()) != EMPTY, -1).mean()
         return bool(visits <= (FEW if known or config.head_dim == 64 else FEW_THAT_MAY))
@@ -73,23 +78,23 @@ class DqTickets(NamedTuple):
     rows: Any  # int32 [blocks of queries + 1], zeros at first
     slots: Any  # int32 [SLOTS], in shared memory
 
-    def open(self) -> None:
+    def init(self) -> None:
         """By the first warpgroup: before the first step there is one whose dQ is added to nothing."""
-        self.show(I32(-1), I32(ALL_STORED))
+        self.share(I32(-1), I32(ALL_STORED))
 
-    def draw(self, row: Any) -> Any:
+    def take(self, row: Any) -> Any:
         """By the first warpgroup."""
         return _draw(self.rows.at[row])  # pyright: ignore[reportCallIssue]
 
-    def show(self, t: Any, ticket: Any) -> None:
+    def share(self, t: Any, ticket: Any) -> None:
         """By the first warpgroup, before it tells that its dS of step t is there."""
         _show(self._slot(t), ticket)  # pyright: ignore[reportCallIssue]
 
-    def use(self, t: Any, row: Any) -> Any:
+    def resolve(self, t: Any, row: Any) -> Any:
         """1 if a step has its row's first, else 0, when that has been stored."""
         return _use(self.rows.at[row], self._slot(t))  # pyright: ignore[reportCallIssue]
 
-    def tell(self, row: Any, first: Any) -> None:
+    def signal(self, row: Any, first: Any) -> None:
         """By all who have stored, if it was the first."""
         _tell(self.rows.at[row], first)  # pyright: ignore[reportCallIssue]
 

@@ -66,8 +66,8 @@ class HeadBlockMask(NamedTuple):
     """`Visits`, and which of them are the first or the last to their block. Each block has one: its dQ is 0 if nobody
     sees it."""
 
-    counts: Any
-    lists: Any
+    num_blocks: Any
+    block_indices: Any
     flags: Any  # int32 [B | 1, heads | 1, tiles, blocks], of a `Visit`
 
     @classmethod
@@ -84,80 +84,84 @@ class HeadBlockMask(NamedTuple):
         before = xp.cumsum(there, 2, dtype=np.int32) - there
         after = xp.sum(there, 2, keepdims=True, dtype=np.int32) - there - before
         flags = (before == 0).astype(np.int32) + 2 * (after == 0).astype(np.int32)
-        return cls(*BlockMask.of(block_mask.reversed_classes(classes)), flags)
+        return cls(*BlockMask.from_classes(block_mask.reversed_classes(classes)), flags)
 
 
 class HeadPerCtaSchedule(BackwardSchedule):
     """Tiles are numbered head by head, from the first keys to the last; a head is one of keys, or a part of its
     group of queries' heads."""
 
-    ARRAYS = "lists", "flags"
+    ARRAYS = "block_indices", "flags"
     NEEDS_ZEROS = False
     DQ_ACCUMULATION = "a CTA has all keys of a head, and adds up its dQ in L2, in one order"
 
     @classmethod
     def suits(cls, problem: KernelSpec, config: BackwardConfig) -> bool:
         """Whether L2 has room for whole heads, and they keep CTAs busy."""
-        if config.paired:
+        if config.two_cta:
             return False
-        if config.whole_heads is not None:
-            return config.whole_heads
-        heads = cls.of(problem, config)
+        if config.head_per_cta is not None:
+            return config.head_per_cta
+        heads = cls.choose(problem, config)
         if heads.kv_tiles == 1:
             return True
         if heads.bytes_in_l2 > L2_LIMIT:
             return False
         if problem.mask is not None:
-            return heads.heads_in_all >= MIN_HEADS_PER_CTA * heads.hands
-        tiles = BackwardSchedule.of(problem, config)
-        dealt = heads.tiles(None)
+            return heads.heads_in_all >= MIN_HEADS_PER_CTA * heads.num_workers
+        tiles = BackwardSchedule.choose(problem, config)
+        dealt = heads.tile_scheduler(None)
         assert isinstance(dealt, StaticTileScheduler)
-        return max(dealt.loads) <= MAX_SLOWDOWN[problem.causal] * max(tiles.loads)
+        return max(dealt.worker_costs) <= MAX_SLOWDOWN[problem.causal] * max(tiles.worker_costs)
 
     @property
     def bytes_in_l2(self) -> float:
         """On the average: under a causal mask, the first queries are done before the last."""
         config, tiles = self.config, self.kv_tiles
         row_bytes = 2 * (config.head_dim + config.value_dim) + 4 * config.head_dim
-        part = (tiles + 1) / (2 * tiles) if self.problem.causal else 1.0
-        return self.hands * self.rows_of_head * config.block_q * row_bytes * part
+        part = (tiles + 1) / (2 * tiles) if self.spec.causal else 1.0
+        return self.num_workers * self.rows_of_head * config.block_q * row_bytes * part
 
     @property
     def heads_in_all(self) -> int:
         return self.order.batch * self.order.heads
 
     @property
-    def hands(self) -> int:
-        return min(self.config.ctas, self.heads_in_all)
+    def num_workers(self) -> int:
+        return min(self.config.num_ctas, self.heads_in_all)
 
     @property
     def order(self) -> raster.RasterOrder:
         return dataclasses.replace(super().order, longest_first=False)
 
-    def place(self, number: Any) -> tuple[Any, Any, Any]:
-        return self.order.place(number)
+    def coordinates(self, number: Any) -> tuple[Any, Any, Any]:
+        return self.order.coordinates(number)
 
     def tile(self, k: Any, first_step: Any, entry: list[Any], **arrays: Any) -> "HeadTile":
         return HeadTile(self, k, first_step, *self.known(entry), **arrays)
 
-    def seen(self, classes: Any) -> HeadBlockMask:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return HeadBlockMask.of(self.of_key_tiles(classes))
+    def block_mask(self, classes: Any) -> HeadBlockMask:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return HeadBlockMask.of(self.classes_by_kv_tile(classes))
 
-    def tiles(self, seen: Any) -> StaticTileScheduler | DynamicTileScheduler:
+    def tile_scheduler(self, seen: Any) -> StaticTileScheduler | DynamicTileScheduler:
         """Dealt, or claimed head by head where masks make some longer."""
         order = self.order
         numbers = np.arange(order.count, dtype=np.int32)
         if seen is not None:
             shape = order.batch, order.heads, order.tiles
             counts = (
-                tile_order_kernel.array_namespace(seen.counts)
-                .broadcast_to(seen.counts, shape)
+                tile_order_kernel.array_namespace(seen.num_blocks)
+                .broadcast_to(seen.num_blocks, shape)
                 .reshape(-1)
             )
-            return DynamicTileScheduler.of(numbers, counts, self.hands, together=order.tiles)
-        cost = float(np.sum(self.steps(np.arange(order.tiles)) + 0.5))
+            return DynamicTileScheduler.build(
+                numbers, counts, self.num_workers, together=order.tiles
+            )
+        cost = float(np.sum(self.num_steps(np.arange(order.tiles)) + 0.5))
         costs = [cost] * self.heads_in_all
-        return StaticTileScheduler.of(numbers[:, None], costs, self.hands, together=order.tiles)
+        return StaticTileScheduler.deal(
+            numbers[:, None], costs, self.num_workers, together=order.tiles
+        )
 
     @property
     def rows_of_head(self) -> int:
@@ -172,7 +176,7 @@ class HeadPerCtaSchedule(BackwardSchedule):
     @property
     def accumulator_shape(self) -> tuple[int, int]:
         """Of what CTAs add up, of a head each."""
-        return self.hands * self._partial_rows, self.dq_shape[1]
+        return self.num_workers * self._partial_rows, self.dq_shape[1]
 
     def partial_row(self, row: Any) -> Any:
         # computed anew each time: it would hold registers
@@ -181,10 +185,12 @@ class HeadPerCtaSchedule(BackwardSchedule):
 
     def visit(self, step: Step) -> DqVisit:
         if isinstance(step.tile, HeadTile) and step.tile.flags is not None:
-            flags = layouts.index_broadcast(step.tile.flags, *step.tile.place)
-            return DqVisit.of(step.row, flags[arithmetic.rem(step.row, self.rows_of_head)])
-        tile = step.tile.place[2]
-        return DqVisit(step.row, tile == 0, tile == self.last_kv_tile(step.first_query))
+            flags = layouts.index_broadcast(step.tile.flags, *step.tile.coordinates)
+            return DqVisit.of(
+                step.dq_block, flags[arithmetic.rem(step.dq_block, self.rows_of_head)]
+            )
+        tile = step.tile.coordinates[2]
+        return DqVisit(step.dq_block, tile == 0, tile == self.last_kv_tile(step.first_query))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,9 +52,9 @@ class OrderedBlockMask(NamedTuple):
     which a mask is asked.
     """
 
-    counts: Any  # int32 [B | 1, heads | 1, tiles]: blocks
-    lists: Any  # int32 [B | 1, heads | 1, tiles, blocks]
-    runs: Any  # int32, of the same shape: from a place in the list on, a run
+    num_blocks: Any  # int32 [B | 1, heads | 1, tiles]: blocks
+    block_indices: Any  # int32 [B | 1, heads | 1, tiles, blocks]
+    run_lengths: Any  # int32, of the same shape: from a place in the list on, a run
 
     @classmethod
     def of(cls, classes: Any) -> "OrderedBlockMask":
@@ -91,15 +91,15 @@ class DeterministicSchedule(BackwardSchedule):
     """Tiles are numbered in the order in which they are taken: all heads of a section, from the last
     keys to the first."""
 
-    ARRAYS = "lists", "runs"
+    ARRAYS = "block_indices", "run_lengths"
     DQ_ACCUMULATION = "float32 dQ, additions in one order"
 
     @classmethod
-    def of(cls, problem: KernelSpec, config: BackwardConfig, classes: Any = None) -> Self:
+    def choose(cls, problem: KernelSpec, config: BackwardConfig, classes: Any = None) -> Self:
         """Under a mask with a tile for each head of a group, as the longest may come last."""
         if problem.mask is not None:
             return cls(problem, config, problem.group)
-        return super().of(problem, config)
+        return super().choose(problem, config)
 
     @property
     def order(self) -> raster.RasterOrder:
@@ -110,23 +110,25 @@ class DeterministicSchedule(BackwardSchedule):
     def turns_shape(self) -> tuple[int, ...]:
         """Of the blocks of queries; in pairs of CTAs of the parts of each."""
         rows, _ = self.dq_shape
-        return (rows, self.config.dq_parts) if self.config.paired else (rows,)
+        return (rows, self.config.num_dq_parts) if self.config.two_cta else (rows,)
 
-    def place(self, number: Any) -> tuple[Any, Any, Any]:
-        return self.order.place(number)
+    def coordinates(self, number: Any) -> tuple[Any, Any, Any]:
+        return self.order.coordinates(number)
 
-    def seen(self, classes: Any) -> OrderedBlockMask:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return OrderedBlockMask.of(self.of_key_tiles(classes))
+    def block_mask(self, classes: Any) -> OrderedBlockMask:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return OrderedBlockMask.of(self.classes_by_kv_tile(classes))
 
-    def tiles(self, seen: Any) -> DynamicTileScheduler:
+    def tile_scheduler(self, seen: Any) -> DynamicTileScheduler:
         """With how many blocks each visits under a mask."""
         numbers = np.arange(self.order.count, dtype=np.int32)
         counts = 0 * numbers
         if seen is not None:
             shape = self.order.batch, self.order.heads, self.kv_tiles
-            counts = tile_order_kernel.array_namespace(seen.counts).broadcast_to(seen.counts, shape)
-            counts = counts[self.place(numbers)]
-        return DynamicTileScheduler.of(numbers, counts, self.hands, reserved=False)
+            counts = tile_order_kernel.array_namespace(seen.num_blocks).broadcast_to(
+                seen.num_blocks, shape
+            )
+            counts = counts[self.coordinates(numbers)]
+        return DynamicTileScheduler.build(numbers, counts, self.num_workers, reserved=False)
 
     def tile(self, k: Any, first_step: Any, entry: list[Any], **arrays: Any) -> "DeterministicTile":
         return DeterministicTile(self, k, first_step, *self.known(entry), **arrays)
@@ -134,37 +136,39 @@ class DeterministicSchedule(BackwardSchedule):
     def block(self, listed: Any) -> Any:
         return listed >> I32(BLOCK_BIT) & I32((1 << (EMPTY_BIT - BLOCK_BIT)) - 1)
 
-    def ordinal(self, step: Step) -> Any:
+    def dq_rank(self, step: Step) -> Any:
         """How many tiles add to the step's row of dQ before."""
         tile = step.tile
-        if tile.lists is not None:
-            return tile.listed(step.t) >> I32(ORDINAL_BIT) & I32(MOST_TILES - 1)
-        first_query = arithmetic.rem(step.row, self.q_blocks) * self.config.block_q
-        return self.last_kv_tile(first_query) - tile.place[2]
+        if tile.block_indices is not None:
+            return tile.kv_list(step.global_step) >> I32(ORDINAL_BIT) & I32(MOST_TILES - 1)
+        first_query = arithmetic.rem(step.dq_block, self.q_blocks) * self.config.block_q
+        return self.last_kv_tile(first_query) - tile.coordinates[2]
 
 
 @dataclasses.dataclass(frozen=True)
 class DeterministicTile(KvTile):
-    runs: Any = None
+    run_lengths: Any = None
 
     @property
     def next_step(self) -> Any:
         return super().next_step if self.counts is None else self.first_step + self.counts
 
     def each_step(self, body: Any, carry: Any = None, apart: bool = False) -> Any:
-        if self.lists is None or not apart:
+        if self.block_indices is None or not apart:
             return super().each_step(body, carry)
 
         def hidden(step: Step, carry: Any) -> Any:
             """LLVM would keep what follows from the number in registers, of both loops in both."""
-            names = "number", "counts", "first_step", "k"
+            names = "tile_id", "counts", "first_step", "k"
             values = lax.optimization_barrier([getattr(self, name) for name in names])
             tile = dataclasses.replace(self, **dict(zip(names, values, strict=True)))
             return body(step._replace(tile=tile), carry)
 
         def run(state: tuple) -> tuple:
             t, *carried = state
-            counts = layouts.index_broadcast(self.runs, *self.place)[t - self.first_step]
+            counts = layouts.index_broadcast(self.run_lengths, *self.coordinates)[
+                t - self.first_step
+            ]
             first_full = t + (counts & I32((1 << FULL_BIT) - 1))
             end = first_full + (counts >> I32(FULL_BIT))
             found = self.loop(hidden, t, first_full, True, tuple(carried))
@@ -193,14 +197,14 @@ class DqSemaphore:
         """Completed when it has been."""
         return self.full.at[self.first + 2 + (t & I32(1))]
 
-    def open(self) -> None:
+    def prime(self) -> None:
         """By those who add: as if there were a step before the one before the first."""
         plgpu.barrier_arrive(self.added(I32(0)))
 
-    def take(self, t: Any) -> None:
+    def acquire(self, t: Any) -> None:
         plgpu.barrier_wait(self.granted(t))
 
-    def give(self, t: Any) -> None:
+    def release(self, t: Any) -> None:
         plgpu.barrier_arrive(self.added(t))
 
 
@@ -218,10 +222,12 @@ class DeterministicProducer(Producer):
     def visit(self, tile: KvTile, dq_row: Any, look: Callable) -> Any:
         def load(step: Step, before: tuple) -> tuple:
             self.load(step)
-            self.pass_turns(step.t, *before)
-            if self.memory.pairs:  # several pieces a step: the bound above does not hold for theirs
+            self.pass_turns(step.global_step, *before)
+            if (
+                self.memory.pairwise
+            ):  # several pieces a step: the bound above does not hold for theirs
                 _meet_warps()  # pyright: ignore[reportCallIssue]
-            return step.row, self.schedule.ordinal(step), before[0]  # pyright: ignore[reportAttributeAccessIssue]
+            return step.dq_block, self.schedule.dq_rank(step), before[0]  # pyright: ignore[reportAttributeAccessIssue]
 
         return tile.each_step(load, dq_row), look()
 
