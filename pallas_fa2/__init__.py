@@ -28,6 +28,7 @@ from pallas_fa2.masks import (
     mask_fn,
 )
 from pallas_fa2.planning.autotune import Tuning, autotune
+from pallas_fa2.planning.tuned import load_autotuned, save_autotuned
 from pallas_fa2.scores import Score, alibi, bias, score_fn, soft_cap
 
 __version__ = "0.1.0"
@@ -60,8 +61,10 @@ __all__ = [
     "explain",
     "flash_attention",
     "linen",  # pyright: ignore[reportUnsupportedDunderAll]
+    "load_autotuned",
     "mask_fn",
     "nnx",  # pyright: ignore[reportUnsupportedDunderAll]
+    "save_autotuned",
     "score_fn",
     "soft_cap",
 ]

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from pallas_fa2.autodiff import attention
-from pallas_fa2.backends import FUSED
+from pallas_fa2.backends.registry import FUSED
 from pallas_fa2.device import Device, device_of
 from pallas_fa2.ir.arrays import as_array
 from pallas_fa2.ir.call_spec import CallSpec

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from pallas_fa2.backends import BACKENDS
+from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.backends.xla.tile import RowSums
 from pallas_fa2.ir.call_spec import CallSpec, Operands, split_floats
 from pallas_fa2.ir.mesh import match_varying_axes

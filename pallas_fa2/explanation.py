@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from pallas_fa2.api import Implementation, flash_attention
-from pallas_fa2.backends import BACKENDS
+from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.device import Device, device_of
 from pallas_fa2.ir import block_classes
 from pallas_fa2.ir.call_spec import CallSpec

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pallas_fa2 as fa
-from pallas_fa2.backends import BACKENDS
+from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.backends.sm90 import support
 from pallas_fa2.backends.xla import tile
 from pallas_fa2.ir.call_spec import CallSpec

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.backends import BACKENDS
+from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.backends.sm90.aux_inputs import pairwise_bytes
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.configs import FORWARD_CONFIGS, forward_configs

@@ -31,7 +31,7 @@ ORDER = [
     "backends.sm90.primitives",
     *(f"backends.sm90.{name}" for name in SHARED),
     *("backends.sm90.forward", "backends.sm90.backward", "backends.sm90"),
-    *("backends", "planning.plan", "autodiff", "api", "explanation", "planning", "flax", "distributed"),
+    *("backends", "planning.tuned", "planning.plan", "autodiff", "api", "explanation", "planning", "flax", "distributed"),
     *("__init__", "__main__"),
 ]  # fmt: skip
 

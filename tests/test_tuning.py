@@ -1,12 +1,18 @@
 """The fastest kernel of those measured serves the calls that follow."""
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2.backends.sm90 import configs
 from pallas_fa2.parse_call import parse_call
-from pallas_fa2.planning import autotune, plan
+from pallas_fa2.planning import autotune, plan, tuned
 from tests.support.hopper import H200
 
 
@@ -14,7 +20,7 @@ from tests.support.hopper import H200
 def measured(monkeypatch):
     """Kernels of an H200, of which later ones are faster; nothing runs."""
     times = iter(range(100, 0, -1))
-    monkeypatch.setattr(plan, "AUTOTUNE_CACHE", {})
+    monkeypatch.setattr(tuned, "CONFIGS", {})
     monkeypatch.setattr(autotune, "device_of", lambda array: H200)
     monkeypatch.setattr(autotune, "median_ms", lambda fn, args, n: float(next(times)))
 
@@ -35,7 +41,7 @@ def test_the_fastest_serves_the_same_call_from_then_on(measured, head_dim, kerne
     other, *_ = inputs(head_dim, 128)
     default, of_other = planned(x, mask=mask), planned(other, mask=mask)
     found = fa.autotune(x, x, x, mask=mask)
-    assert len(found.times) == kernels * (1 if mask is None else len(autotune.L2_BUDGETS))
+    assert len(found.times) == kernels * (1 if mask is None else len(configs.L2_BUDGETS))
     assert default in dict(found.times)
     assert [ms for _, ms in found.times] == sorted(ms for _, ms in found.times)
     assert planned(x, mask=mask) == found.best == found.times[0][0]
@@ -47,7 +53,7 @@ def test_the_order_of_gradients_makes_no_other_call(measured):
     default = planned(x, deterministic_gradients=True)
     found = fa.autotune(x, x, x)
     assert planned(x, deterministic_gradients=True) == found.best != default
-    plan.AUTOTUNE_CACHE.clear()
+    tuned.CONFIGS.clear()
     found = fa.autotune(x, x, x, deterministic_gradients=True)
     assert planned(x) == found.best != default
     assert planned(x, scale=0.5) == default
@@ -82,7 +88,7 @@ def test_it_takes_every_argument_of_the_call(measured):
 def test_the_table_says_what_was_measured(measured):
     text = str(fa.autotune(*inputs(64), mask=fa.Causal()))
     assert "NVIDIA H200" in text and "bfloat16" in text
-    assert text.count(" ms  ForwardConfig(") == 2 * len(autotune.L2_BUDGETS)
+    assert text.count(" ms  ForwardConfig(") == 2 * len(configs.L2_BUDGETS)
 
 
 def test_a_call_without_hopper_kernels_is_refused():
@@ -91,18 +97,78 @@ def test_a_call_without_hopper_kernels_is_refused():
         fa.autotune(x, x, x)
 
 
+def test_a_backend_without_candidates_is_refused():
+    x = jnp.zeros((1, 8, 1, 64), jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"implementation must be one whose kernels .*'blockwise'.*; leave"
+    ):
+        fa.autotune(x, x, x, implementation="blockwise")
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"score": fa.soft_cap(3.0)}], ids=str)
+def test_what_was_found_is_saved_and_loaded(measured, tmp_path, options):
+    x, *_ = inputs(64)
+    default = planned(x, **options)
+    found = fa.autotune(x, x, x, **options)
+    fa.save_autotuned(tmp_path / "tuned.json")
+    tuned.CONFIGS.clear()
+    assert planned(x, **options) == default != found.best
+    assert fa.load_autotuned(tmp_path / "tuned.json") == 1
+    assert planned(x, **options) == found.best
+    assert planned(inputs(64, 128)[0], **options) != found.best
+    assert planned(x, score=fa.soft_cap(2.0)) != found.best
+
+
+def test_a_key_of_a_call_is_the_same_in_every_process():
+    code = """
+        import jax.numpy as jnp, pallas_fa2 as fa
+        from pallas_fa2.parse_call import parse_call
+        from pallas_fa2.planning.tuned import tuning_key
+        x = jnp.zeros((1, 8, 2, 64), jnp.bfloat16)
+        mask = fa.mask_fn(lambda q, k: q.index >= k.index + 1)
+        spec, _ = parse_call(x, x, x, mask=mask, score=fa.soft_cap(3.0))
+        print(tuning_key(spec, fa.Device()))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    keys = {
+        subprocess.run(
+            command,
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", '{"format": 0, "configs": []}', '{"format": 1, "configs": [{"backend": "blockwise", "call": "x", "config": {}}]}',
+     '{"format": 1, "configs": [{"backend": "hopper", "call": "x", "config": {"depth": 3}}]}'],
+)  # fmt: skip
+def test_another_file_is_refused(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(
+        ValueError, match=r"other\.json must be a file of save_autotuned.*; measure anew"
+    ):
+        fa.load_autotuned(path)
+
+
 @pytest.mark.parametrize("dtype, blocks", [(jnp.float32, [64]), (jnp.bfloat16, [128, 64])])
 def test_candidates_have_room_for_pairs(dtype, blocks):
     x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
     call, _ = parse_call(x, x, x, score=fa.bias(jnp.zeros((256, 256), dtype)))
-    assert [config.block_kv for config in autotune.candidates(call, H200)] == blocks
+    assert [config.block_kv for config in configs.candidates(call, H200)] == blocks
 
 
 def test_a_mask_alone_may_take_the_kernels_without_one():
     x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
     kernels = {
         name: [
-            config.warpgroups for config in autotune.candidates(parse_call(x, x, x, **o)[0], H200)
+            config.warpgroups for config in configs.candidates(parse_call(x, x, x, **o)[0], H200)
         ]
         for name, o in {
             "mask": {"mask": fa.Window(3)},
@@ -121,7 +187,7 @@ def test_a_mask_alone_may_take_the_kernels_without_one():
 
 @pytest.mark.gpu
 def test_every_candidate_runs(monkeypatch):
-    monkeypatch.setattr(plan, "AUTOTUNE_CACHE", {})
+    monkeypatch.setattr(tuned, "CONFIGS", {})
     x = jax.random.normal(jax.random.key(0), (2, 512, 4, 64), jnp.bfloat16)
     found = fa.autotune(x, x, x, mask=fa.Causal(), iterations=3)
     assert all(ms > 0 for _, ms in found.times)

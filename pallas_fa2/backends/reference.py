@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa2.backends.protocol import KernelDescription
+from pallas_fa2.backends.protocol import Backend, Configuration, KernelDescription
 from pallas_fa2.backends.xla import tile
 from pallas_fa2.ir import arrays
 from pallas_fa2.ir.call_spec import CallSpec, Operands
@@ -12,7 +12,9 @@ from pallas_fa2.ir.call_spec import CallSpec, Operands
 Out = tuple[jax.Array, jax.Array]
 
 
-def forward(spec: CallSpec, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands) -> Out:
+def forward(
+    spec: CallSpec, config: None, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
+) -> Out:
     """`out [B, T, N, Hv]` and natural `lse [B, N, T]`; memory is O(T S)."""
     whole = tile.tile_at(spec, operands, 0, 0, spec.q_len, spec.kv_len)
     dtype = spec.accumulator
@@ -59,3 +61,13 @@ def describe(
         "JAX's derivative of these",
         3 * pairs * spec.accumulator.itemsize,
     )
+
+
+BACKEND = Backend(
+    name="reference",
+    unsupported_reason=lambda spec, device: None,
+    configure=lambda spec, device: Configuration(),
+    forward=forward,
+    backward=None,
+    describe=describe,
+)

@@ -17,7 +17,6 @@ from pallas_fa2.backends.sm90.primitives.launch import build_kernel
 from pallas_fa2.backends.xla import tile
 from pallas_fa2.device import Device
 from pallas_fa2.parse_call import parse_call
-from pallas_fa2.planning import plan
 from tests.contract.cases import Case
 
 Two = tuple[int, int]
@@ -113,7 +112,7 @@ def storing_first(stored: bool = True) -> Iterator[None]:
 
 def _configured(**fields: bool) -> Any:
     config = functools.partial(BackwardConfig, **fields)
-    return mock.patch.object(plan, "BackwardConfig", config)
+    return mock.patch.object(configs, "BackwardConfig", config)
 
 
 def name(value: Case | configs.ConfigRule) -> str:

@@ -221,7 +221,9 @@ def _sources(spec: CallSpec) -> _Sources:
 
     int32 = jnp.dtype("int32")
     q, k = (
-        next_of(f"{side}_tokens", int32) if spec.has_explicit_positions else ArgSource(side, None, "int32")
+        next_of(f"{side}_tokens", int32)
+        if spec.has_explicit_positions
+        else ArgSource(side, None, "int32")
         for side in ("q", "k")
     )
     found = {"masks": [], "scores": []}

@@ -10,8 +10,8 @@ from pallas_fa2.arithmetic import LOG2E, round_up
 from pallas_fa2.backends.common.batching import batched
 from pallas_fa2.backends.common.causal_trim import causal_trim
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.protocol import KernelDescription
-from pallas_fa2.backends.sm90 import support
+from pallas_fa2.backends.protocol import Backend, KernelDescription
+from pallas_fa2.backends.sm90 import configs, support
 from pallas_fa2.backends.sm90.aux_inputs import AuxGrads
 from pallas_fa2.backends.sm90.backward import aux_gradients, preprocess
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
@@ -165,3 +165,16 @@ def backward(
     dscores = aux_gradients.aux_gradients(extras.spec, extras.score, sums, part_floats)
     dscores = [part.untrim_aux(dx, x) for dx, x in zip(dscores, floats, strict=True)]
     return dq, dk, dv, tuple(dscores)
+
+
+BACKEND = Backend(
+    name="hopper",
+    unsupported_reason=support.unsupported_reason,
+    configure=configs.configure,
+    forward=forward,
+    backward=backward,
+    describe=describe,
+    candidates=configs.candidates,
+    config_type=ForwardConfig,
+    is_fused=True,
+)

@@ -1,10 +1,14 @@
-"""Measured configurations of the forward kernels."""
+"""The configurations of the sm90 kernels, as measured, and which of them serves a call."""
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
+from pallas_fa2.backends.protocol import Configuration
 from pallas_fa2.backends.sm90 import aux_inputs, support
+from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
+from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
 
 ANY_LENGTH = math.inf, math.inf
@@ -118,3 +122,40 @@ def forward_configs(head_dim: int, value_dim: int) -> list[ConfigRule]:
     """The forward kernels of these head dims, or of the next sizes up."""
     dims = support.kernel_dims(head_dim, value_dim)
     return [t for t in FORWARD_CONFIGS if (t.config.head_dim, t.config.value_dim) == dims]
+
+
+def configure(spec: CallSpec, device: Device) -> Configuration:
+    """The measured configuration of a call, on a device with so many SMs."""
+    rules = forward_configs(spec.head_dim, spec.value_dim)
+    forward = next(rule.config for rule in rules if rule.matches(spec))
+    backward = BackwardConfig(
+        *support.kernel_dims(spec.head_dim, spec.value_dim),
+        num_ctas=device.num_sms,
+        deterministic=spec.deterministic,
+    )
+    # The kernels sum gradients of score data in any order.
+    score_gradients = "blockwise" if spec.deterministic and spec.scores else None
+    forward = dataclasses.replace(forward, num_ctas=device.num_sms)
+    return Configuration(forward, backward, score_gradients)
+
+
+# Of the 60 MB of L2: the keys and values of the heads that run at the same time.
+L2_BUDGETS = (16 << 20, 32 << 20, 48 << 20)
+
+
+def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:
+    """The kernels of the call's head dim; under a mask alone, those without one as well. Causal calls also
+    choose how many heads share the L2."""
+
+    def suits(kernel: ConfigRule) -> bool:
+        plain = spec.has_only_mask and not kernel.for_mods
+        whole = all(aux_inputs.PAD_MULTIPLE % n == 0 for n in kernel.config.tile)
+        plain &= whole or not aux_inputs.mask_reads_pairs(spec)
+        return kernel.matches_kind(spec) or (plain and kernel.fits_smem(spec))
+
+    return [
+        dataclasses.replace(kernel.config, num_ctas=device.num_sms, l2_budget=section)
+        for kernel in forward_configs(spec.head_dim, spec.value_dim)
+        if suits(kernel)
+        for section in (L2_BUDGETS if spec.causal else (kernel.config.l2_budget,))
+    ]

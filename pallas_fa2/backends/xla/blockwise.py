@@ -13,8 +13,9 @@ import numpy as np
 from jax import lax
 
 from pallas_fa2.arithmetic import round_up
-from pallas_fa2.backends.protocol import KernelDescription
+from pallas_fa2.backends.protocol import Backend, Configuration, KernelDescription
 from pallas_fa2.backends.xla import tile
+from pallas_fa2.device import Device
 from pallas_fa2.ir import block_classes, call_spec
 from pallas_fa2.ir.arrays import K_AXIS, Q_AXIS, add_to_tile
 from pallas_fa2.ir.call_spec import CallSpec, Operands
@@ -220,3 +221,25 @@ def block_sizes(spec: CallSpec) -> tuple[int, int]:
     fits = (b for b in (512, 256, 128, 64) if scores * b * b <= TILE_BYTES)
     block = next(fits, 64)
     return min(block, round_up(spec.q_len, 8)), min(block, round_up(spec.kv_len, 8))
+
+
+def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
+    for name, length in (("T", spec.q_len), ("S", spec.kv_len)):
+        if not isinstance(length, int):
+            return f"its tiles are of lengths that are known, and here {name} is {length}"
+    return None
+
+
+def configure(spec: CallSpec, device: Device) -> Configuration:
+    blocks = block_sizes(spec)
+    return Configuration(blocks, blocks)
+
+
+BACKEND = Backend(
+    name="blockwise",
+    unsupported_reason=unsupported_reason,
+    configure=configure,
+    forward=forward,
+    backward=backward,
+    describe=describe,
+)
