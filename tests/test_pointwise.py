@@ -9,7 +9,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.sm90 import aux_inputs, tile_functions
+from pallas_fa2.backends.sm90 import compile_mods, tile_functions
 from pallas_fa2.ir import evaluate
 from pallas_fa2.ir.tile_values import TileValue, broadcast_to_tile
 from pallas_fa2.parse_call import parse_call
@@ -200,7 +200,7 @@ def test_a_score_and_its_slopes_are_those_of_the_scalar_function(score, size):
     k = jax.ShapeDtypeStruct((1, COLUMNS, 2, 64), jnp.bfloat16)
     tokens = {"q_tokens": {"a": a_q}, "k_tokens": {"a": a_k}}
     spec, _ = parse_call(q, k, k, score=fa.score_fn(score)(params=params, **tokens))
-    assert aux_inputs.unsupported_reason(spec) is None
+    assert compile_mods.unsupported_reason(spec) is None
     rows, columns = np.arange(ROWS, dtype=np.int32), np.arange(COLUMNS, dtype=np.int32)
     s = SCORES * np.float32(size)
     args = [

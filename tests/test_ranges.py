@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.sm90 import aux_inputs
+from pallas_fa2.backends.sm90 import compile_mods
 from pallas_fa2.parse_call import parse_call
 from tests.contract.rule import assert_within_rule
 from tests.support import compile_gate, interpreter
@@ -82,7 +82,7 @@ def check(mask: fa.Mask, found: tuple, args: list[jax.Array]) -> None:
 def test_which_are_ranges(name: str) -> None:
     q, k, v = arrays(64)
     spec, _ = parse_call(q, k, v, mask=(RANGES | OTHERS)[name]())
-    described = aux_inputs.compile_mask(spec)
+    described = compile_mods.compile_mask(spec)
     assert described is not None and described.is_key_interval == (name in RANGES)
 
 

@@ -14,7 +14,7 @@ from jax import lax
 import pallas_fa2 as fa
 from pallas_fa2 import arithmetic
 from pallas_fa2.backends.common import kernel_spec
-from pallas_fa2.backends.sm90 import aux_inputs
+from pallas_fa2.backends.sm90 import compile_mods
 from pallas_fa2.backends.sm90.backward import preprocess
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.nonfinite import ArrayToSanitize, SanitizePass
@@ -113,8 +113,8 @@ def test_they_are_looked_for_where_tokens_may_take_part_in_nothing(side: str) ->
     score = fa.soft_cap(2.0) if side == "q" else None
     spec, _ = parse_call(x, x, x, mask=fa.Lengths(jnp.array([5, 5])), score=score)
     sizes = {"batch": BATCH, "q_len": 139, "kv_len": 139, "q_heads": HEADS, "kv_heads": HEADS}
-    mask, config = aux_inputs.compile_mask(spec), BackwardConfig(64, 64)
-    of_score = aux_inputs.compile_score(spec, ())
+    mask, config = compile_mods.compile_mask(spec), BackwardConfig(64, 64)
+    of_score = compile_mods.compile_score(spec, ())
     problem = kernel_spec.KernelSpec(
         **sizes, scale=1.0, causal_offset=None, mask=mask, score=of_score
     )

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.backends.sm90.primitives import launch, pipeline, tma
+from pallas_fa2.backends.sm90.primitives import launch, pipeline, swizzle, tma
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows
 from tests.support import compile_gate, interpreter
 from tests.support.tiers import slow_but
@@ -45,7 +45,7 @@ def through_shared_memory(
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0)
 
-    panel = panel or tma.panel_width(columns, dim, x.dtype)
+    panel = panel or swizzle.panel_width(columns, dim, x.dtype)
     memory = pipeline.swizzled_smem(TILE, columns, dtype=x.dtype, panel=panel), pipeline.barriers(3)
     shape = jax.ShapeDtypeStruct((batch, length, heads, dim), x.dtype)
     return launch.build_kernel("copy", run, memory, shape, {"cta": batch * heads * tiles}, 1)(x)
@@ -117,7 +117,7 @@ def together(x: jax.Array, tiles: jax.Array) -> jax.Array:
         plgpu.wait_smem_to_gmem(0)
 
     columns = 64 * -(-dim // 64)
-    panel = tma.panel_width(columns, dim, x.dtype)
+    panel = swizzle.panel_width(columns, dim, x.dtype)
     memory = (
         pipeline.swizzled_smem(2 * TILE, columns, dtype=x.dtype, panel=panel),
         pipeline.barriers(3),
@@ -179,6 +179,6 @@ def test_an_array_of_barriers_must_be_the_only_one_of_its_kind() -> None:
 )
 def test_panels(columns: int, dim: int, width: int, if_whole: int) -> None:
     """They divide rows in shared memory; and in device memory, unless they would be of 32 bytes."""
-    assert tma.panel_width(columns, dim, jnp.bfloat16) == width
-    assert tma.panel_width(columns, dim, jnp.bfloat16, whole=True) == if_whole
-    assert tma.has_narrow_partial_panel(columns, dim) == (dim in (72, 136) and width == 32)
+    assert swizzle.panel_width(columns, dim, jnp.bfloat16) == width
+    assert swizzle.panel_width(columns, dim, jnp.bfloat16, whole=True) == if_whole
+    assert swizzle.has_narrow_partial_panel(columns, dim) == (dim in (72, 136) and width == 32)

@@ -13,7 +13,7 @@ import numpy as np
 from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from pallas_fa2.backends.sm90.primitives import tma
+from pallas_fa2.backends.sm90.primitives import swizzle
 from tests.support import inline, meetings, shared
 from tests.support.shared import row_of, the_memory
 
@@ -124,7 +124,7 @@ def copy_rows(thread, mesh_location, buffer, *operands, way, view, panel, source
     rows, columns = buffer[1].shape
     array, _ = array
     _, length, _, dim = memory.buffer_shape_and_dtype(array).shape
-    if view == "whole" and first + rows > _end(length, tma.SWIZZLE_ROWS):
+    if view == "whole" and first + rows > _end(length, swizzle.SWIZZLE_ROWS):
         raise IndexError(f"rows {first} to {first + rows} of {length} are not all in whole groups")
     if view != "panels" and column + columns > _end(dim, panel):
         raise IndexError(f"{column + columns} of {dim} columns are not all in whole panels")

@@ -4,41 +4,23 @@ Data that rides with the tokens lies in rows of 32 bits, one a token; what is sh
 are numbers.
 """
 
-import collections
-import functools
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
-from jax.extend.core import Literal
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common import dropout
-from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import tile_functions
-from pallas_fa2.backends.sm90.tile_functions import (
-    PIECE_COLUMNS,
-    ArgSource,
-    TileDropout,
-    TileFunction,
-    TileMask,
-    TileScore,
-)
-from pallas_fa2.ir import coverage, legality
+from pallas_fa2.backends.sm90.compile_mods import _sources, storage_dtype
+from pallas_fa2.backends.sm90.tile_functions import ArgSource
+from pallas_fa2.ir import legality
 from pallas_fa2.ir.call_spec import CallSpec, Operands
-from pallas_fa2.ir.trace import TracedFn
 
 # Every tile's length divides it.
 PAD_MULTIPLE = 128
-# Batch entries that share an array of pairs whose gradients are stored, not added up in device memory:
-# so many in 16 bits take no more of it than their sum in 32.
-MAX_ENTRIES_STORED = 2
-# The largest head dim beside which shared memory has room for data of pairs.
-MAX_DIM_WITH_PAIRWISE = 128
 
 
 class HeadScalars(NamedTuple):
@@ -106,169 +88,6 @@ def _pad_last(x: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % multiple)])
 
 
-class AuxGrads(NamedTuple):
-    """Gradients of the data that scores read, in float32, before what is shared is added up."""
-
-    q: jax.Array  # [B, fields, T']
-    k: jax.Array  # [B, fields, S']
-    per_head: jax.Array  # [B, fields, N, 64]
-    # Of each array of pairs, [B | 1, N | 1, T' / 16, S' / 64, 1024]: a piece of a tile as it lies in
-    # registers. In the inputs' dtype, as the operand of dQ and dK is, where nothing is added to it.
-    pairwise: tuple[jax.Array, ...]
-
-    @classmethod
-    def axes(cls, score: TileScore | None) -> Any:
-        """As `partition.Axes` has them, without pairs, of what `start` gives."""
-        if score is None or not score.diff_inputs:
-            return None
-        return cls("b..", "b..", "b.n.", ())  # pyright: ignore[reportArgumentType]
-
-    @classmethod
-    def zeros(
-        cls, problem: KernelSpec, dtype: Any, lengths: tuple[int, int], data: AuxInputs
-    ) -> "AuxGrads | None":
-        """None where nothing has a gradient."""
-        score, batch, heads = problem.score, problem.batch, problem.q_heads
-        if not score.diff_inputs:
-            return None
-
-        def of_pairs(source: ArgSource) -> jax.Array:
-            x = data.pairwise[cast(int, source.position)]
-            pieces = x.shape[2] // PIECE_COLUMNS, x.shape[3] // 64, PIECE_COLUMNS * 64
-            narrow = source.dtype in legality.NARROW
-            if not narrow or x.shape[1] < heads or x.shape[0] * MAX_ENTRIES_STORED < batch:
-                return jnp.zeros((*x.shape[:2], *pieces), jnp.float32)
-            everywhere = problem.mask is None and not problem.causal
-            return (lax.empty if everywhere else jnp.zeros)((batch, heads, *pieces), dtype)
-
-        q, k, numbers = (len(score.diff_inputs_of(side)) for side in ("q", "k", "real"))
-        shapes = (batch, q, lengths[0]), (batch, k, lengths[1]), (batch, numbers, heads, 64)
-        # An empty array is no memory for a kernel.
-        arrays = [jnp.zeros([max(n, 1) for n in shape], jnp.float32) for shape in shapes]
-        return cls(*arrays, pairwise=tuple(map(of_pairs, score.diff_inputs_of("pair"))))
-
-    def pairwise_of(self, score: TileScore, source: ArgSource) -> Any:
-        return self.pairwise[score.diff_inputs_of("pair").index(source)]
-
-    def field_of(self, score: TileScore, source: ArgSource) -> tuple[Any, int]:
-        """The array, and the field."""
-        arrays = {"q": self.q, "k": self.k, "real": self.per_head}
-        return arrays[source.side], score.diff_inputs_of(source.side).index(source)
-
-
-def unsupported_reason(spec: CallSpec) -> str | None:
-    """What of a mask or score no kernel runs."""
-    for owner, code in _functions(spec):
-        for _, aval in _data(code):
-            if aval.shape != ():
-                return f"its {owner} read single numbers, not arrays of shape {aval.shape}"
-            known = legality.DTYPES + (legality.NARROW if owner == "scores" else ())
-            if aval.dtype.name not in known:
-                return f"its {owner} read {', '.join(known)}, not {aval.dtype.name}"
-    codes = []
-    if spec.has_general_mask:
-        assert spec.mask is not None
-        codes.append((spec.mask.jaxpr, legality.MASK, "its masks"))
-    if spec.scores:
-        value, derivative = tile_functions.combined_scores(spec.scores)
-        codes.append((value, legality.SCORE, "its scores"))
-        codes.append((derivative, legality.GRADIENT, "gradients of its scores"))
-    reasons = (legality.unsupported_reason(code, *language) for code, *language in codes)
-    return next(filter(None, reasons), None)
-
-
-def _functions(spec: CallSpec) -> Iterator[tuple[str, TracedFn]]:
-    if spec.has_general_mask:
-        yield "masks", cast(TracedFn, spec.mask)
-    for score in spec.scores:
-        yield "scores", score
-
-
-def _data(code: TracedFn) -> list[tuple[str, ShapedArray]]:
-    """Of each array that a mask or score reads: its kind (a field of `tokens.Data`), and what it holds."""
-    _, structure = code.key
-    args = jax.tree.unflatten(structure, range(structure.num_leaves))
-    paths, _ = jax.tree.flatten_with_path(args[-1])
-    avals = cast(list[ShapedArray], code.jaxpr.in_avals)[-len(paths) :] if paths else []
-    return [(path[-2].name, aval) for (path, _), aval in zip(paths, avals, strict=True)]
-
-
-_SIDES: dict[str, Any] = {
-    "q_tokens": "q",
-    "pairwise_q": "q",
-    "k_tokens": "k",
-    "pairwise_k": "k",
-    "pairwise": "pair",
-}
-
-
-class _Sources(NamedTuple):
-    q: ArgSource  # of the tokens' positions
-    k: ArgSource
-    mask: list[ArgSource]
-    scores: list[ArgSource]  # of all, one after another
-
-
-@functools.lru_cache(maxsize=512)
-def _sources(spec: CallSpec) -> _Sources:
-    counts = collections.Counter()
-
-    def next_of(kind: str, dtype: Any) -> ArgSource:
-        number = "real" if jnp.issubdtype(dtype, jnp.floating) else "integer"
-        side = _SIDES.get(kind, number)
-        counts[side] += 1
-        return ArgSource(side, counts[side] - 1, dtype.name)
-
-    int32 = jnp.dtype("int32")
-    q, k = (
-        next_of(f"{side}_tokens", int32)
-        if spec.has_explicit_positions
-        else ArgSource(side, None, "int32")
-        for side in ("q", "k")
-    )
-    found = {"masks": [], "scores": []}
-    for owner, code in _functions(spec):
-        found[owner] += [next_of(kind, aval.dtype) for kind, aval in _data(code)]
-    return _Sources(q, k, found["masks"], found["scores"])
-
-
-def compile_mask(spec: CallSpec) -> TileMask | None:
-    if not spec.has_general_mask:
-        return None
-    assert spec.mask is not None
-    sources = _sources(spec)
-    visible = TileFunction.compile(spec.mask.jaxpr, [sources.q, sources.k, *sources.mask])
-    return TileMask(visible, coverage.mask_covers_every_token(spec))
-
-
-def compile_score(spec: CallSpec, wanted: tuple[bool, ...]) -> TileScore | None:
-    """Of the floats that it reads, those are `wanted` whose gradient is."""
-    if not spec.scores:
-        return None
-    sources = _sources(spec)
-    value, derivative = tile_functions.combined_scores(spec.scores)
-    args = [ArgSource("score", None, "float32"), sources.q, sources.k, *sources.scores]
-    slope, *others = derivative.jaxpr.outvars
-    each = zip(others, float_sources(spec), wanted or [False] * len(others), strict=True)
-    kept = [(v, s) for v, s, asked_for in each if asked_for and not _is_zero(v)]
-    outvars = [slope, *(v for v, _ in kept)]
-    derivative = derivative.replace(jaxpr=derivative.jaxpr.replace(outvars=outvars))
-    return TileScore(
-        TileFunction.compile(value, args),
-        TileFunction.compile(derivative, args),
-        tuple(s for _, s in kept),
-    )
-
-
-def compile_dropout(spec: CallSpec) -> TileDropout | None:
-    threshold = dropout.threshold(spec.dropout_rate)
-    return TileDropout(threshold, _sources(spec).k) if threshold else None
-
-
-def _is_zero(v: Any) -> bool:
-    return isinstance(v, Literal) and v.val == 0
-
-
 def pack(spec: CallSpec, operands: Operands, first_query: int) -> AuxInputs:
     sides = ("q", "k", "pair", "plain", "integer", "real")
     found: dict[str, list] = {side: [] for side in sides}
@@ -313,43 +132,6 @@ def _row_keys(spec: CallSpec, operands: Operands, first_query: int) -> jax.Array
     return lax.bitcast_convert_type(words, I32).reshape(spec.batch, spec.q_heads, 2, spec.q_len)
 
 
-def storage_dtype(dtype: str) -> Any:
-    """What pairs of this dtype are in memory: booleans as 0 and 1 in 16 bits."""
-    return jnp.dtype("bfloat16" if dtype == "bool" else dtype)
-
-
-def pairwise_bytes(spec: CallSpec) -> int:
-    """Of all the data that a pair of tokens has, in a kernel of attention."""
-    sources = _sources(spec)
-    readers = sources.scores if needs_mask_bits(spec) else (*sources.mask, *sources.scores)
-    return sum(storage_dtype(s.dtype).itemsize for s in readers if s.side == "pair")
-
-
-def needs_mask_bits(spec: CallSpec) -> bool:
-    """Whether a mask that reads data of pairs is asked before the attention (`answers`): heads share it, and its
-    answers take no more memory than queries; or there is no room for such data beside the head dims. (Beside
-    scores where there is room: not measured.)"""
-    if not mask_reads_pairs(spec):
-        return False
-    if max(spec.head_dim, spec.value_dim) > MAX_DIM_WITH_PAIRWISE:
-        return True
-    shared = spec.q_heads > 1 and not spec.mask_varies_by_head and not spec.scores
-    return shared and spec.kv_len // 8 <= 2 * spec.q_heads * spec.head_dim
-
-
-@functools.lru_cache(maxsize=512)
-def mask_reads_pairs(spec: CallSpec) -> bool:
-    mask = compile_mask(spec)
-    return mask is not None and bool(mask.visible.pairwise_inputs)
-
-
-def num_token_rows(spec: CallSpec, side: str) -> int:
-    """How many rows of data queries or keys have."""
-    sources = _sources(spec)
-    of_all = (sources.q, sources.k, *sources.mask, *sources.scores)
-    return sum(s.side == side and s.position is not None for s in of_all)
-
-
 def _whole_tiles(spec: CallSpec, x: jax.Array, dtype: Any) -> jax.Array:
     """`[B | 1, N | 1, T', S']`, whose lengths are multiples of every tile's."""
     heads = (1, 1) if x.shape[1:3] == (1, 1) else (spec.kv_heads, spec.group)
@@ -360,7 +142,3 @@ def _whole_tiles(spec: CallSpec, x: jax.Array, dtype: Any) -> jax.Array:
 
 def _bits(x: jax.Array) -> jax.Array:
     return x.astype(I32) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, I32)
-
-
-def float_sources(spec: CallSpec) -> list[ArgSource]:
-    return [s for s in _sources(spec).scores if jnp.issubdtype(s.dtype, jnp.floating)]

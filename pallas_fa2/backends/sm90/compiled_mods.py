@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_fa2.backends.common.causal_trim import CausalTrim
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import aux_inputs, block_mask, mask_bits
+from pallas_fa2.backends.sm90 import aux_inputs, block_mask, compile_mods, mask_bits
 from pallas_fa2.backends.sm90.aux_inputs import AuxInputs
 from pallas_fa2.backends.sm90.tile_functions import TileDropout, TileMask, TileScore
 from pallas_fa2.distributed.sharding import Axes
@@ -55,14 +55,16 @@ class CompiledMods(NamedTuple):
         """Of a call that has tiles of so many queries and keys. Where its mask will be asked, blocks of keys
         `may_have_parts`, of 64 keys each, if tiles visit fewer of them so.
         """
-        mask, score = aux_inputs.compile_mask(spec), aux_inputs.compile_score(spec, wanted)
-        functions = mask, score, aux_inputs.compile_dropout(spec)
+        mask, score = compile_mods.compile_mask(spec), compile_mods.compile_score(spec, wanted)
+        functions = mask, score, compile_mods.compile_dropout(spec)
         spec = part.spec(spec)
         data = None
         if functions != (None, None, None):
             data = aux_inputs.pack(spec, operands, part.first_query)
         extras = cls(spec, part, *functions, None, RuntimeAux(data, None))
-        if mask is None or (aux_inputs.needs_mask_bits(spec) and block_classes.is_traced(operands)):
+        if mask is None or (
+            compile_mods.needs_mask_bits(spec) and block_classes.is_traced(operands)
+        ):
             return extras
         classes = extras._classify(operands, block_q, block_kv)
         parts = block_kv // mask_bits.FRAGMENT
@@ -131,7 +133,7 @@ class CompiledMods(NamedTuple):
     ) -> bool:
         """Whether the mask is asked before the attention."""
         if problem.mask.visible.pairwise_inputs:
-            return aux_inputs.needs_mask_bits(self.spec)
+            return compile_mods.needs_mask_bits(self.spec)
         return mask_bits.precompute_pays_off(problem, self.spec.head_dim, classes, tile, q_axis)
 
     def plan_mask(

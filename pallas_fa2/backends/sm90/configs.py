@@ -5,7 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 from pallas_fa2.backends.protocol import Configuration
-from pallas_fa2.backends.sm90 import aux_inputs, support
+from pallas_fa2.backends.sm90 import aux_inputs, compile_mods, support
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.device import Device
@@ -26,7 +26,7 @@ class ConfigRule(NamedTuple):
         """Whether it is made for such calls, of some length."""
         if spec.is_plain:
             return not self.for_mods
-        alone = spec.has_only_mask and not aux_inputs.pairwise_bytes(spec)
+        alone = spec.has_only_mask and not compile_mods.pairwise_bytes(spec)
         return (self.for_mods or (self.for_mask_only and alone)) and self.fits_smem(spec)
 
     def matches(self, spec: CallSpec) -> bool:
@@ -35,7 +35,7 @@ class ConfigRule(NamedTuple):
 
     def fits_smem(self, spec: CallSpec) -> bool:
         """Whether shared memory has room for data of tokens and pairs. (A row more of keys is their places.)"""
-        size, rows = aux_inputs.pairwise_bytes(spec), aux_inputs.num_token_rows(spec, "k") + 1
+        size, rows = compile_mods.pairwise_bytes(spec), compile_mods.num_token_rows(spec, "k") + 1
         if size == 0:
             return self.config.free_smem(rows) >= 0
         return self.config.pairwise_stages(size, rows) >= 1
@@ -150,7 +150,7 @@ def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:
     def suits(kernel: ConfigRule) -> bool:
         plain = spec.has_only_mask and not kernel.for_mods
         whole = all(aux_inputs.PAD_MULTIPLE % n == 0 for n in kernel.config.tile)
-        plain &= whole or not aux_inputs.mask_reads_pairs(spec)
+        plain &= whole or not compile_mods.mask_reads_pairs(spec)
         return kernel.matches_kind(spec) or (plain and kernel.fits_smem(spec))
 
     return [

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.sm90.primitives import layouts, pipeline, thread_ops, tma, votes
+from pallas_fa2.backends.sm90.primitives import layouts, pipeline, swizzle, thread_ops, votes
 from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, ROWS_PER_WARPGROUP
 from pallas_fa2.backends.sm90.primitives.tma import AlternateSource, HeadRows
 from pallas_fa2.control_flow import when
@@ -70,7 +70,7 @@ class ArrayToSanitize(NamedTuple):
     value: float  # for rows in which something is not finite
 
     def buffer(self, rows: int) -> Any:
-        panel = tma.panel_width(self.dim, self.array.shape[3], self.array.dtype)
+        panel = swizzle.panel_width(self.dim, self.array.shape[3], self.array.dtype)
         return pipeline.swizzled_smem(rows, self.dim, dtype=self.array.dtype, panel=panel)
 
 
@@ -172,7 +172,7 @@ def row_nonfiniteness(tile: Any) -> jax.Array:
 
 def overwrite_rows(tile: Any, wild: jax.Array, value: float) -> None:
     """Gives another value to rows where `wild` is not 0."""
-    for panel in tma.panels(tile):
+    for panel in swizzle.panels(tile):
         x = plgpu.load(panel, layout=ACC_LAYOUT)
         replaced = layouts.broadcast_rows(wild, x.shape) != 0
         panel[...] = jnp.where(replaced, jnp.asarray(value, x.dtype), x)

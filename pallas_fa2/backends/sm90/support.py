@@ -1,8 +1,8 @@
 """Which calls the sm90 kernels take."""
 
-from pallas_fa2.backends.sm90 import aux_inputs, block_mask_kernel
+from pallas_fa2.backends.sm90 import block_mask_kernel, compile_mods
 from pallas_fa2.backends.sm90.backward import config
-from pallas_fa2.backends.sm90.primitives import tma
+from pallas_fa2.backends.sm90.primitives import swizzle
 from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
 
@@ -28,7 +28,7 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
     for name, dim in (("H", spec.head_dim), ("Hv", spec.value_dim)):
         if dim > MAX_HEAD_DIM or dim % 8:
             return f"head dims are multiples of 8 up to {MAX_HEAD_DIM}, but {name} is {dim}"
-    if reason := aux_inputs.unsupported_reason(spec) or _unsupported_aux(spec):
+    if reason := compile_mods.unsupported_reason(spec) or _unsupported_aux(spec):
         return reason
     if spec.has_general_mask and _max_listed_blocks(spec) > block_mask_kernel.MAX_BLOCKS:
         return f"its masks list {block_mask_kernel.MAX_BLOCKS} blocks at most, and here are {_max_listed_blocks(spec)}"
@@ -45,17 +45,17 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
 
 def _unsupported_aux(spec: CallSpec) -> str | None:
     for side, name in (("q", "queries"), ("k", "keys")):
-        if (rows := aux_inputs.num_token_rows(spec, side)) > MAX_TOKEN_ROWS:
+        if (rows := compile_mods.num_token_rows(spec, side)) > MAX_TOKEN_ROWS:
             what = "masks, scores and dropout"
             return f"its {what} read {MAX_TOKEN_ROWS} arrays of {name} at most, and here are {rows}"
-    size, dims = aux_inputs.pairwise_bytes(spec), kernel_dims(spec.head_dim, spec.value_dim)
-    if (dim := max(spec.head_dim, spec.value_dim)) > (most := aux_inputs.MAX_DIM_WITH_PAIRWISE):
+    size, dims = compile_mods.pairwise_bytes(spec), kernel_dims(spec.head_dim, spec.value_dim)
+    if (dim := max(spec.head_dim, spec.value_dim)) > (most := compile_mods.MAX_DIM_WITH_PAIRWISE):
         if size:
             return f"with scores of data of pairs, head dims are at most {most}, and here is {dim}"
-        if aux_inputs.needs_mask_bits(spec) and spec.mask_varies_by_head:
+        if compile_mods.needs_mask_bits(spec) and spec.mask_varies_by_head:
             what = "a mask of data of pairs that differs between heads"
             return f"with {what} head dims are at most {most}, and here is {dim}"
-    rows = aux_inputs.num_token_rows(spec, "q") + (2 if spec.dropout_rate else 0)
+    rows = compile_mods.num_token_rows(spec, "q") + (2 if spec.dropout_rate else 0)
     if size and config.BackwardConfig(*dims).pairwise_stages(size, rows) < 1:
         return f"its data of pairs of tokens are too many for shared memory ({size} bytes a pair)"
     return None
@@ -72,7 +72,7 @@ def kernel_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
 
     def take(sizes: tuple[int, int]) -> bool:
         return all(
-            n >= dim and not tma.has_narrow_partial_panel(n, dim)
+            n >= dim and not swizzle.has_narrow_partial_panel(n, dim)
             for n, dim in zip(sizes, dims, strict=True)
         )
 

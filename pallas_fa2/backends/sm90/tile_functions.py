@@ -20,7 +20,9 @@ from pallas_fa2.backends.common import dropout
 from pallas_fa2.backends.common.dropout import RowKeys
 from pallas_fa2.backends.sm90.primitives import dropout_bits, layouts, masking, thread_values, votes
 from pallas_fa2.backends.sm90.primitives.layouts import broadcast_columns
-from pallas_fa2.ir import evaluate, legality
+from pallas_fa2.ir import evaluate as ir_evaluate
+from pallas_fa2.ir import legality
+from pallas_fa2.ir.evaluate import dce
 from pallas_fa2.ir.interpret import inner_jaxpr, interpret_jaxpr
 from pallas_fa2.ir.tile_values import TargetOps, TileValue, broadcast_to_tile
 from pallas_fa2.ir.trace import TracedFn, make_jaxpr_off_mesh
@@ -102,7 +104,7 @@ class TileFunction:
     @classmethod
     def compile(cls, code: ClosedJaxpr, sources: Sequence[ArgSource]) -> "TileFunction":
         """Of the arguments, those that it reads."""
-        code, read = evaluate.dce(code)
+        code, read = dce(code)
         return cls(code, tuple(itertools.compress(sources, read)))
 
     def token_inputs(self, side: str) -> list[ArgSource]:
@@ -138,7 +140,7 @@ class TileFunction:
         code = self._trace(
             lambda pair: [x.array for x in self.evaluate(pair, PIECE_SHAPE)], columns
         )
-        code, read = evaluate.dce(code)
+        code, read = dce(code)
         interpret_jaxpr(code.jaxpr, code.consts, [None] * sum(read), lambda _: None, apply)
         return count
 
@@ -208,7 +210,7 @@ class TileFunction:
             return TileValue(side.arrays[source], (side.axis,))
 
         args = [value(s) for s in self.sources]
-        return evaluate.evaluate(self.code, args, shape, functions)
+        return ir_evaluate.evaluate(self.code, args, shape, functions)
 
 
 @dataclasses.dataclass(frozen=True)

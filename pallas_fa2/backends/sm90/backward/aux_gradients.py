@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_fa2.backends.sm90.aux_inputs import AuxGrads, float_sources
+from pallas_fa2.backends.sm90.aux_grads import AuxGrads
 from pallas_fa2.backends.sm90.backward import postprocess
+from pallas_fa2.backends.sm90.compile_mods import float_sources
 from pallas_fa2.backends.sm90.tile_functions import ArgSource, TileScore
 from pallas_fa2.ir.arrays import K_AXIS, NUM_LEADING_AXES, Q_AXIS
 from pallas_fa2.ir.call_spec import CallSpec

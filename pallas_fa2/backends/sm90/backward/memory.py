@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.backends.sm90.aux_inputs import AuxGrads
+from pallas_fa2.backends.sm90.aux_grads import AuxGrads
 from pallas_fa2.backends.sm90.backward.config import CLUSTER_AXIS, QUERY_PANEL, BackwardConfig
-from pallas_fa2.backends.sm90.primitives import cluster, pipeline, tma
+from pallas_fa2.backends.sm90.primitives import cluster, pipeline, swizzle
 from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
 from pallas_fa2.backends.sm90.tile_functions import PIECE_COLUMNS
 
@@ -178,8 +178,8 @@ def shared_storage(
     block_q, kv_rows = config.block_q, config.kv_rows
     operand = functools.partial(pipeline.swizzled_smem, dtype=dtype)
     # P is multiplied by dO, and dS by Q and K: WGMMA takes one swizzle for both.
-    panel = tma.panel_width(config.head_dim, dims[0], dtype, whole=config.two_cta)
-    v_panel = tma.panel_width(config.value_dim, dims[1], dtype, whole=config.two_cta)
+    panel = swizzle.panel_width(config.head_dim, dims[0], dtype, whole=config.two_cta)
+    v_panel = swizzle.panel_width(config.value_dim, dims[1], dtype, whole=config.two_cta)
     (q_stages, do_stages), (k_stages, v_stages) = config.stages, config.kv_stages
     rings, warpgroups = q_stages + do_stages + k_stages + v_stages, len(config.registers)
 

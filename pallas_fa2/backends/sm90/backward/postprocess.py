@@ -17,7 +17,7 @@ from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.preprocess import _block
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
 from pallas_fa2.backends.sm90.nonfinite import SanitizedArray
-from pallas_fa2.backends.sm90.primitives import launch, pipeline, register_io, tma
+from pallas_fa2.backends.sm90.primitives import launch, pipeline, register_io, swizzle
 from pallas_fa2.backends.sm90.primitives.layouts import ROWS_PER_WARPGROUP
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows
 from pallas_fa2.backends.sm90.tile_functions import PIECE_COLUMNS
@@ -56,7 +56,7 @@ def convert_dq(
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    panel = tma.panel_width(config.head_dim, q.shape[3], q.dtype)
+    panel = swizzle.panel_width(config.head_dim, q.shape[3], q.dtype)
     kernel = launch.build_kernel(
         "finish_gradients",
         run,

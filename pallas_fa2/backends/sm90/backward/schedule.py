@@ -12,9 +12,14 @@ from jax import lax
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import block_mask, tile_order_kernel
+from pallas_fa2.backends.sm90 import tile_order_kernel
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.block_mask import BlockMask
+from pallas_fa2.backends.sm90.block_mask import (
+    BlockMask,
+    reversed_block_id,
+    reversed_classes,
+    unpack_counts,
+)
 from pallas_fa2.backends.sm90.primitives import layouts
 from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.schedule import raster
@@ -104,7 +109,7 @@ class BackwardSchedule:
         From the last: where the last queries see keys far apart, tiles of those meet them together, and
         find in L2 what each other has loaded.
         """
-        return BlockMask.from_classes(block_mask.reversed_classes(self.classes_by_kv_tile(classes)))
+        return BlockMask.from_classes(reversed_classes(self.classes_by_kv_tile(classes)))
 
     def arrays(self, of: Any) -> dict[str, Any]:
         return {name: getattr(of, name) for name in self.ARRAYS}
@@ -141,7 +146,7 @@ class BackwardSchedule:
 
     def block(self, listed: Any) -> Any:
         """Of queries, by an entry of a tile's list."""
-        return block_mask.reversed_block_id(listed, self.group * self.q_blocks)
+        return reversed_block_id(listed, self.group * self.q_blocks)
 
     @property
     def num_workers(self) -> int:
@@ -306,12 +311,12 @@ class KvTile:
         """Of the next tile, the first."""
         if self.counts is None:
             return self.first_step + self.schedule.num_steps(self.coordinates[2])
-        return self.first_step + block_mask.unpack_counts(self.counts)[0]
+        return self.first_step + unpack_counts(self.counts)[0]
 
     @property
     def first_partial(self) -> Any:
         """Of the steps whose scores pass through the mask, the first."""
-        return self.next_step - block_mask.unpack_counts(self.counts)[1]
+        return self.next_step - unpack_counts(self.counts)[1]
 
     def _row_of(self, group_head: int, block: Any) -> Any:
         """Of dQ; blocks of queries are numbered through all heads of all batch entries."""

@@ -15,7 +15,7 @@ from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import LOG2E
 from pallas_fa2.backends.common.dropout import RowKeys
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90.aux_inputs import AuxGrads
+from pallas_fa2.backends.sm90.aux_grads import AuxGrads
 from pallas_fa2.backends.sm90.backward.config import QUERY_PANEL
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule, Step
 from pallas_fa2.backends.sm90.primitives import layouts, masking, register_io, thread_values

@@ -22,14 +22,15 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90.aux_inputs import AuxInputs, storage_dtype
+from pallas_fa2.backends.sm90.aux_inputs import AuxInputs
 from pallas_fa2.backends.sm90.block_mask import BlockMask
+from pallas_fa2.backends.sm90.compile_mods import storage_dtype
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.consumer import consume
 from pallas_fa2.backends.sm90.forward.memory import Arrays, Inputs, Outputs, SharedStorage
 from pallas_fa2.backends.sm90.forward.producer import produce
 from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule
-from pallas_fa2.backends.sm90.primitives import pipeline, roles, tma
+from pallas_fa2.backends.sm90.primitives import pipeline, roles, swizzle
 from pallas_fa2.backends.sm90.scheduler import (
     DynamicTileScheduler,
     StaticTileScheduler,
@@ -62,8 +63,8 @@ def attention(
     rings = 3 if problem.loads_key_aux() else 2
     pairs = _pair_buffers(config, problem, key_rows)
     pair_slots = sum(buffer.shape[1] for buffer in pairs) * groups
-    panel = tma.panel_width(dim, k.shape[3], dtype)
-    v_panel = tma.panel_width(config.value_dim, v.shape[3], dtype)
+    panel = swizzle.panel_width(dim, k.shape[3], dtype)
+    v_panel = swizzle.panel_width(config.value_dim, v.shape[3], dtype)
     memory = SharedStorage(
         q=pipeline.swizzled_smem(groups, config.q_stages, rows, dim, dtype=dtype, panel=panel),
         k=pipeline.swizzled_smem(stages, config.block_kv, dim, dtype=dtype, panel=panel),

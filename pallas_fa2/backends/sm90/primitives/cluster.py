@@ -12,7 +12,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.sm90.primitives import tma
+from pallas_fa2.backends.sm90.primitives import swizzle
 from pallas_fa2.backends.sm90.primitives.thread_values import address, elect_one
 
 
@@ -43,7 +43,7 @@ class ClusterCopy:
     def send(self, step: Any, tile: Any, cta: Any) -> None:
         """To the same place in another CTA, whose stage is free; `tile` has been committed."""
         stage = self._stage(step)
-        operand = tma.as_operand(tile)
+        operand = swizzle.as_operand(tile)
         send = plgpu.inline_mgpu(arg_types=(operand, operand, plgpu.RefType(), _NUMBER))(_send_mail)
         send(tile, self.tiles.at[stage], self.arrived.at[stage], cta)  # pyright: ignore[reportCallIssue]
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.sm90.primitives import tma
+from pallas_fa2.backends.sm90.primitives import swizzle
 
 ACC_LAYOUT = plgpu.Layout.WGMMA  # a (64, n) accumulator over the 128 threads of a warpgroup
 ROW_LAYOUT = ACC_LAYOUT.reduce(1)  # one value a row
@@ -89,5 +89,5 @@ def sum_rows(term: Callable, *tiles: Any) -> jax.Array:
         loaded = (plgpu.load(x, layout=ACC_LAYOUT).astype(jnp.float32) for x in panels)
         return fold_octets(jnp.add, term(*loaded))
 
-    total = functools.reduce(jnp.add, map(of_panel, *map(tma.panels, tiles)))
+    total = functools.reduce(jnp.add, map(of_panel, *map(swizzle.panels, tiles)))
     return plgpu.layout_cast(jnp.sum(total, 1), ROW_LAYOUT)

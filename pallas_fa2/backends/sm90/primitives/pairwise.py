@@ -12,13 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, builtin, llvm
 
-from pallas_fa2.backends.sm90.primitives import thread_values, tma
+from pallas_fa2.backends.sm90.primitives import swizzle, thread_values
 from pallas_fa2.backends.sm90.primitives.inline import inline_op
 from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT
 from pallas_fa2.backends.sm90.primitives.thread_values import i32
 
 LINE = 128  # bytes of a row of a panel, of whose 16-byte chunks swizzling permutes the order
-PANEL_BYTES = tma.SWIZZLE_ROWS * LINE
+PANEL_BYTES = swizzle.SWIZZLE_ROWS * LINE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PairwiseTile:
 
         orientation = "transposed" if self.transposed else "straight"
         name = f"load_pairs {orientation} {queries} {keys} {start} {count} {loaded.name}"
-        kind = tma.as_operand(self.ref) if self.is_swizzled else plgpu.RefType()
+        kind = swizzle.as_operand(self.ref) if self.is_swizzled else plgpu.RefType()
         found = inline_op(name, load, plgpu.ShapeDtypeStruct(shape, loaded, ACC_LAYOUT), kind)(
             self.ref
         )

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.sm90.primitives import tma
+from pallas_fa2.backends.sm90.primitives import swizzle, tma
 
 SHARED_MEMORY_BYTES = 232_448  # of one CTA on sm_90
 
@@ -19,9 +19,9 @@ SHARED_MEMORY_BYTES = 232_448  # of one CTA on sm_90
 def swizzled_smem(*shape: int, dtype: Any, panel: int | None = None) -> Any:
     """Shared memory that TMA fills and WGMMA reads, in panels of so many columns: the operands of a product
     have the same. The widest if None."""
-    width = panel or tma.panel_width(shape[-1], shape[-1], dtype)
+    width = panel or swizzle.panel_width(shape[-1], shape[-1], dtype)
     assert width is not None, shape
-    return plgpu.SMEM(shape, dtype, transforms=tma.tiles(width, dtype))
+    return plgpu.SMEM(shape, dtype, transforms=swizzle.tiles(width, dtype))
 
 
 def accumulator(rows: int, columns: int) -> Any:

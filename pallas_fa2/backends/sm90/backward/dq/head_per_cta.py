@@ -16,10 +16,10 @@ from jax import lax
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import block_mask, tile_order_kernel
+from pallas_fa2.backends.sm90 import tile_order_kernel
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule, KvTile, Step
-from pallas_fa2.backends.sm90.block_mask import BlockMask
+from pallas_fa2.backends.sm90.block_mask import BlockMask, reversed_classes
 from pallas_fa2.backends.sm90.primitives import layouts
 from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.ir.block_classes import EMPTY, PARTIAL
@@ -84,7 +84,7 @@ class HeadBlockMask(NamedTuple):
         before = xp.cumsum(there, 2, dtype=np.int32) - there
         after = xp.sum(there, 2, keepdims=True, dtype=np.int32) - there - before
         flags = (before == 0).astype(np.int32) + 2 * (after == 0).astype(np.int32)
-        return cls(*BlockMask.from_classes(block_mask.reversed_classes(classes)), flags)
+        return cls(*BlockMask.from_classes(reversed_classes(classes)), flags)
 
 
 class HeadPerCtaSchedule(BackwardSchedule):
