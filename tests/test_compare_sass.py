@@ -96,10 +96,12 @@ def test_a_changed_constant_is_found_and_a_changed_comment_is_not(
     name: str, tmp_path: pathlib.Path
 ) -> None:
     compiled = []
-    for i, text in enumerate(["", "\n# a comment\n", "\nLARGE_SUM = 2.0**13\n"]):
+    constant = "\nRESCALE_ABOVE = "
+    for i, text in enumerate(["", "\n# a comment\n", f"{constant}2.0**13\n"]):
         tree = tmp_path / str(i)
         shutil.copytree(compare_sass.ROOT / "pallas_fa2", tree / "pallas_fa2")
-        (file,) = (tree / "pallas_fa2").rglob("forward_rows.py")
+        files = (tree / "pallas_fa2").rglob("*.py")
+        (file,) = (file for file in files if constant in file.read_text())
         file.write_text(file.read_text() + text)
         compiled.append(compare_sass.in_processes(tree, [name], 1, None))
     before, commented, changed = compiled
