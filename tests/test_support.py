@@ -389,3 +389,12 @@ def test_a_missing_plugin_is_an_error(monkeypatch):
     compile_gate.h200s.cache_clear()
     with pytest.raises(RuntimeError, match="needs no-such-wheel"):
         compile_gate.hlo_for_h200(chain(), SHAPE)
+
+
+def test_memory_of_a_block_that_is_not_there_is_told() -> None:
+    """A copy into the other CTA's, with what keeps the two together left out, came as a KeyError now and then."""
+    memory = shared.Memory.__new__(shared.Memory)
+    memory.mem = {}
+    key = shared.Key(1, 0, 1, 0, 1, 7)
+    with pytest.raises(RACE, match="before its CTA begins, or after it has ended"):
+        memory.get_buffer_content(key, None, None)

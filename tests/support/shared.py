@@ -238,8 +238,14 @@ class Memory(shared_memory.GPUSharedMemory):
 
     # JAX's own ways of access are for what may lie outside of an array in part, as hardly anything does.
 
+    def _buffer(self, key: Key):
+        """A buffer that is there: another CTA of a cluster has none before it begins, and none after it has ended."""
+        if key not in self.mem:
+            raise RaceDetected([f"{key} is used before its CTA begins, or after it has ended"])
+        return self.mem[key]
+
     def get_buffer_content(self, key, access, thread, increment_clock=True, logging_info=None):
-        content = self.mem[key].content
+        content = self._buffer(key).content
         if not _inside(access.range, content.shape):
             return super().get_buffer_content(key, access, thread, increment_clock, logging_info)
         with self.lock:
@@ -252,7 +258,7 @@ class Memory(shared_memory.GPUSharedMemory):
     def store_buffer_content(
         self, key, access, value, thread, increment_clock=True, logging_info=None
     ):
-        content = self.mem[key].content
+        content = self._buffer(key).content
         if not _inside(access.range, content.shape):
             return super().store_buffer_content(
                 key, access, value, thread, increment_clock, logging_info
