@@ -52,12 +52,6 @@ PAGES = {
 }
 
 
-def speed(row: dict[str, dict], part: str) -> str | None:
-    """Returns TFLOP/s as a cell of a table, None without a speed."""
-    found = report.tflops(row, part)
-    return None if found is None else f"{found:.0f}"
-
-
 def time(row: dict[str, dict], part: str) -> str | None:
     """Returns milliseconds as a cell of a table, None without a time."""
     found = row.get(part, {}).get("ms")
@@ -66,19 +60,10 @@ def time(row: dict[str, dict], part: str) -> str | None:
 
 def table(results: dict[str, dict], part: str, cell: Callable) -> str:
     """Returns a Markdown table of the implementations that have a cell for some shape."""
-    rows = {shape: result["rows"] for shape, result in results.items()}
-    names = dict.fromkeys(name for row in rows.values() for name in row)
-    cells = {n: {s: cell(row.get(n, {}), part) for s, row in rows.items()} for n in names}
-    known = {name: column for name, column in cells.items() if any(column.values())}
-    lines = [
-        f"| shape | {' | '.join(known)} | ours / best rival |",
-        "|---" * (len(known) + 2) + "|",
-    ]
-    for shape, row in rows.items():
-        r = report.ratio(row, part)
-        numbers = [column[shape] or "-" for column in known.values()]
-        lines.append(f"| {shape} | {' | '.join(numbers)} | {'-' if r is None else f'{r:.2f}'} |")
-    return "\n".join(lines)
+    rows = [result["rows"] for result in results.values()]
+    names = report.implementations(results)
+    known = [name for name in names if any(cell(row.get(name, {}), part) for row in rows)]
+    return report.table(results, part, cell, known)
 
 
 def errors(results: dict[str, dict], rival: str = "fa3") -> list[str]:
@@ -126,7 +111,10 @@ def wrapped(line: str, indent: str = "") -> str:
 def text(page: Page) -> str:
     """Returns a page as Markdown."""
     found = record.load(record.RESULTS / page.results)
-    results, cell = report.groups(found["results"])[page.group], time if page.times else speed
+    results, cell = (
+        report.groups(found["results"])[page.group],
+        time if page.times else report.speed,
+    )
     parts = [
         f"# {page.title}",
         wrapped(

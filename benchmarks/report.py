@@ -7,6 +7,7 @@ import argparse
 import math
 import pathlib
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks import record as records
@@ -93,16 +94,31 @@ def geometric_mean(values: Any) -> float:
     return math.exp(statistics.fmean(math.log(x) for x in values))
 
 
-def table(results: dict[str, dict], part: str) -> str:
-    """A Markdown table."""
-    names = list(dict.fromkeys(name for result in results.values() for name in result["rows"]))
+def speed(row: dict[str, dict], part: str) -> str | None:
+    """TFLOP/s as a cell of a table, None without a speed."""
+    found = tflops(row, part)
+    return None if found is None else f"{found:.0f}"
+
+
+def implementations(results: dict[str, dict]) -> list[str]:
+    """Those of all shapes, in the order in which they come."""
+    return list(dict.fromkeys(name for result in results.values() for name in result["rows"]))
+
+
+def table(
+    results: dict[str, dict],
+    part: str,
+    cell: Callable[[dict[str, dict], str], str | None] = speed,
+    names: list[str] | None = None,
+) -> str:
+    """A Markdown table of some implementations, or of all."""
+    names = implementations(results) if names is None else names
     lines = [
         f"| shape | {' | '.join(names)} | ours / best rival |",
         "|---" * (len(names) + 2) + "|",
     ]
     for shape, result in results.items():
-        speeds = [tflops(result["rows"].get(name, {}), part) for name in names]
-        cells = ["-" if x is None else f"{x:.0f}" for x in speeds]
+        cells = [cell(result["rows"].get(name, {}), part) or "-" for name in names]
         r = ratio(result["rows"], part)
         lines.append(f"| {shape} | {' | '.join(cells)} | {'-' if r is None else f'{r:.2f}'} |")
     return "\n".join(lines)

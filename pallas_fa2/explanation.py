@@ -46,10 +46,8 @@ class Explanation:
 
     def __str__(self) -> str:
         s = self.spec
-        known = self.share is not None
-        sized = isinstance(s.q_len, int) and isinstance(s.kv_len, int)
-        unknown = "depends on run-time data" if sized else "depends on the lengths"
-        share = f"{self.share:.1%} of the tiles" if known else unknown
+        unknown = f"depends on {'run-time data' if s.has_known_lengths else 'the lengths'}"
+        share = unknown if self.share is None else f"{self.share:.1%} of the tiles"
         flops = f"{self.flops / 1e9:.4g} GFLOP" if self.flops is not None else "unknown"
         moved = f"{self.bytes / 1e6:.4g} MB" if self.bytes is not None else "unknown"
         workspace = (
@@ -104,10 +102,9 @@ def explain(
         plan = make_plan(spec, device, implementation)
         chosen = BACKENDS[plan.implementation]
         kernels = chosen.describe(spec, plan.forward, plan.backward, operands)
-        known = isinstance(spec.q_len, int) and isinstance(spec.kv_len, int)
-        table = (
-            block_classes.block_classes_all_heads(spec, operands, *kernels.tile) if known else None
-        )
+        table = None
+        if spec.has_known_lengths:
+            table = block_classes.block_classes_all_heads(spec, operands, *kernels.tile)
         described.extend((spec, plan, kernels, table))
 
     names = "mask", "score", "scale", "sinks", "dropout_rng", "q_positions", "kv_positions"

@@ -63,7 +63,7 @@ class _Reader:
 
     def __init__(self, names: set[str]):
         self.names = names
-        self.num_kv_blocks: dict[int, int] = {}
+        self.visited: dict[int, int] = {}
 
     def key(self, value: Any) -> Hashable:
         kind = type(value)
@@ -75,9 +75,9 @@ class _Reader:
             return kind, value.tobytes()
         if _is_stateless(value):
             return value
-        if id(value) in self.num_kv_blocks:
-            return "again", self.num_kv_blocks[id(value)]
-        self.num_kv_blocks[id(value)] = len(self.num_kv_blocks)
+        if id(value) in self.visited:
+            return "again", self.visited[id(value)]
+        self.visited[id(value)] = len(self.visited)
         if kind in (tuple, list, dict):
             return kind, self._elements(value)
         if kind in (staticmethod, classmethod):
@@ -155,10 +155,15 @@ def _is_stateless(value: Any) -> bool:
     module = getattr(value, "__module__", None)
     if not isinstance(module, str) or module.split(".")[0] not in STATELESS_PACKAGES:
         return False
-    found: Any = sys.modules.get(module)
-    for part in getattr(value, "__qualname__", name).split("."):
-        found = getattr(found, part, None)
-    return found is value
+    return named(module, getattr(value, "__qualname__", name)) is value
+
+
+def named(module: str | None, qualified_name: str | None) -> Any:
+    """What a module that has been imported calls so, or None."""
+    value: Any = sys.modules.get(module or "")
+    for name in (qualified_name or "").split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 @functools.lru_cache(maxsize=512)

@@ -348,8 +348,8 @@ class Documents(Mask):
                 "Documents.from_lengths: lengths must be 0 or more, and their sum at most the length of a row, "
                 f"{length}, but they are {lengths}; cut the last document"
             )
-        starts = jnp.pad(jnp.cumsum(lengths, -1), [(0, 0)] * (lengths.ndim - 1) + [(1, 0)])
-        return cls.from_cu_seqlens(starts, length, longest=longest)
+        limits = jnp.pad(jnp.cumsum(lengths, -1), [(0, 0)] * (lengths.ndim - 1) + [(1, 0)])
+        return cls._from_limits(limits, length, longest)
 
     @classmethod
     def from_cu_seqlens(
@@ -368,6 +368,10 @@ class Documents(Mask):
                     "Documents.from_cu_seqlens: cu_seqlens must begin with 0 and not fall, and end at most at the length "
                     f"of a row, {length}, but they are {limits}; they are the sums of the documents' lengths"
                 )
+        return cls._from_limits(limits, length, longest)
+
+    @classmethod
+    def _from_limits(cls, limits: Any, length: int, longest: int | None) -> "Documents":
         limits = jnp.concatenate([limits, jnp.full_like(limits[..., :1], length)], -1)
         tokens = jnp.arange(length, dtype=jnp.int32)
 

@@ -4,14 +4,13 @@ import dataclasses
 import importlib
 import inspect
 import operator
-import sys
 from collections.abc import Callable, Hashable
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
-from pallas_fa2.fingerprint import fingerprint
+from pallas_fa2.fingerprint import fingerprint, named
 from pallas_fa2.ir.arrays import AuxArrays
 from pallas_fa2.ir.tokens import Arrays, Context, Token, TokenMisuse
 
@@ -139,7 +138,7 @@ class UserFn(StaticPytree):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickled function is its name, under which a decorator has put an object like this one instead."""
         name = getattr(self.fn, "__module__", None), getattr(self.fn, "__qualname__", None)
-        decorated = _found(*name)
+        decorated = named(*name)
         if not isinstance(decorated, UserFn) or decorated.fn is not self.fn:
             return super().__reduce_ex__(protocol)
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -151,17 +150,9 @@ class UserFn(StaticPytree):
         return AuxArrays(q, k, self.heads, self.params, self.pairs, self.entries)
 
 
-def _found(module: str | None, name: str | None) -> Any:
-    """What a module that has been imported calls so, or None."""
-    found: Any = sys.modules.get(module or "")
-    for part in (name or "").split("."):
-        found = getattr(found, part, None)
-    return found
-
-
 def _of_decorated(cls: type, module: str, name: str, fields: dict[str, Any]) -> Any:
     importlib.import_module(module)
-    return cls(_found(module, name).fn, **fields)
+    return cls(named(module, name).fn, **fields)
 
 
 def call_with_context(fn: Callable, args: tuple, c: Context) -> Any:

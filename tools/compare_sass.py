@@ -32,9 +32,11 @@ TRAILER = "Neutral: yes"
 Kernels = dict[str, list[list]]
 
 
-def git(*arguments: str) -> str:
-    command = ["git", *arguments]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+def git(*arguments: str, **environment: str) -> str:
+    command, variables = ["git", *arguments], {**os.environ, **environment}
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, check=True, capture_output=True, text=True
+    )
     return done.stdout.strip()
 
 
@@ -98,17 +100,11 @@ def tree_hash(revision: str | None) -> str:
     if revision is not None:
         return git("rev-parse", f"{revision}:pallas_fa2")
     with tempfile.TemporaryDirectory() as directory:
-        environment = {**os.environ, "GIT_INDEX_FILE": f"{directory}/index"}
-        for command in (["read-tree", "HEAD"], ["add", "pallas_fa2"], ["write-tree"]):
-            done = subprocess.run(
-                ["git", *command],
-                cwd=ROOT,
-                env=environment,
-                check=True,
-                capture_output=True,
-                text=True,
-            )
-    return git("rev-parse", f"{done.stdout.strip()}:pallas_fa2")
+        index = f"{directory}/index"
+        for command in (["read-tree", "HEAD"], ["add", "pallas_fa2"]):
+            git(*command, GIT_INDEX_FILE=index)
+        tree = git("write-tree", GIT_INDEX_FILE=index)
+    return git("rev-parse", f"{tree}:pallas_fa2")
 
 
 def kernels_of(tree: str, names: list[str], jobs: int, keep: pathlib.Path | None) -> Kernels:

@@ -76,6 +76,11 @@ class CallSpec:
         return self.q_heads // self.kv_heads
 
     @property
+    def has_known_lengths(self) -> bool:
+        """Whether T and S are integers, and no symbols of `jax.export`."""
+        return isinstance(self.q_len, int) and isinstance(self.kv_len, int)
+
+    @property
     def has_general_mask(self) -> bool:
         """Whether there is a mask, other than one that is known to be causal."""
         return self.mask is not None and self.causal is None

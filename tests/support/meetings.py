@@ -144,12 +144,12 @@ def _send_mail(thread, source, target, arrived, block, *, source_info):
         races.check_read(thread, clock.async_smem_clock.copy(), *source, source_info)
         races.check_write(thread, clock.async_smem_clock.copy(), *target, source_info)
     letterbox = letterbox._replace(block_id=block)
-    memory.peer_copy.deliver((letterbox, str(at.range)), clock)
+    memory.mail.deliver((letterbox, str(at.range)), clock)
 
 
 def _wait_for_mail(thread, arrived, _turn, **_):
     memory, (letterbox, at) = the_memory(), arrived
-    clock = memory.peer_copy.wait(thread, (letterbox, str(at.range)))
+    clock = memory.mail.wait(thread, (letterbox, str(at.range)))
     if clock is not None:
         with memory.lock:
             memory.clocks[thread].update(clock)

@@ -283,14 +283,14 @@ class Memory(shared_memory.GPUSharedMemory):
         self.wgmmas = collections.defaultdict(collections.deque)
         # (read clock, write clock) of every store not yet in a group
         self.uncommitted_stores = collections.defaultdict(list)
-        self.peer_copy = turns.Letterboxes(current.barrier_timeout)
+        self.mail = turns.Letterboxes(current.barrier_timeout)
         self.turns = turns.Turns(current.barrier_timeout, current.added)
         gpu_callbacks.get_races().next_cluster()
 
     def set_failed(self, exception: Exception, *args: Any, **kwargs: Any) -> None:
         current.failure = current.failure or exception
         super().set_failed(exception, *args, **kwargs)
-        self.peer_copy.abort()
+        self.mail.abort()
         self.turns.abort()
 
     def start_wgmma(self, thread: Thread, accumulator: Key) -> Clock:
