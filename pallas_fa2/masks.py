@@ -406,7 +406,7 @@ class Documents(Mask):
         return AuxArrays(q_tokens={"start": _as_position(self.starts), **ends})
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
-        # The same tokens: that each sees itself, `diagonal` finds in the code.
+        # The same tokens: that each sees itself, `coverage` finds in the code.
         same = q.length == k.length
         seen = k.index >= (jnp.minimum(q.start, q.index) if same else q.start)
         if self.longest is not None and same:

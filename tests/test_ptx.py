@@ -1,4 +1,4 @@
-"""Tiles sent between two CTAs, interpreted and on a GPU; the rest of `ptx` runs in the kernels."""
+"""Tiles sent between two CTAs, interpreted and on a GPU; the rest of the primitives runs in the kernels."""
 
 import jax
 import jax.numpy as jnp

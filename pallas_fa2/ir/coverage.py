@@ -2,7 +2,7 @@
 
 If so, there is nothing whose values a kernel must keep from spreading. As many queries as keys: if every
 token sees itself. The code is followed with one token in both places. What is computed twice from the
-same values has the same name, and is equal; for all else there are the intervals of `bounds`. Otherwise,
+same values has the same name, and is equal; for all else there are the `intervals`. Otherwise,
 where a mask reads positions alone, some pairs are tried. What the code does not say, the data may, on the
 device (`some_see_not_themselves`).
 """

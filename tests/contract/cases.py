@@ -135,7 +135,7 @@ def _extremes(q: Any, k: Any) -> Any:
 
 
 def extremes(case: Case) -> tuple[Any, np.ndarray]:
-    """What ptxas up to 13.3 computes without the minus (see `ptx.defeat_minmax_fusion`)."""
+    """What ptxas up to 13.3 computes without the minus (see `thread_values.defeat_minmax_fusion`)."""
     before, after, least = np.random.default_rng(4).integers(0, 100, (3, case.q_len), np.int32)
     tokens = {"before": before, "after": -after, "least": least}
     mask = _extremes(q_tokens=jax.tree.map(jnp.asarray, tokens))

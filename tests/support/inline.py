@@ -1,4 +1,4 @@
-"""What the library's inline code means, by its name: `ptx`, `fragments`, `pair_tile`, `lanes`, `listing`,
+"""What the library's inline code means, by its name: that of `sm90.primitives`, `block_mask_kernel`, `scheduler`,
 `module_name`."""
 
 from collections.abc import Callable

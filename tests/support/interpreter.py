@@ -8,7 +8,7 @@ as host threads. This module adds, without touching JAX's files:
 * `copy_smem_to_gmem` with a predicate, a reduction, or a commit of its own;
 * wgmma as the asynchronous operation it is: until a wait retires it, its SMEM operands are being
   read and its accumulator is being written;
-* `ptx.Mail`, copies to another block of the cluster;
+* `cluster.ClusterCopy`, copies to another block of the cluster;
 * one rule of ordering for every access (`shared.Access.happens_before`), which lets an mbarrier alone
   release a slot that was read into registers, and lets no block of the grid order another;
 * a limit on every barrier wait, so that a deadlock is an exception.

@@ -22,8 +22,8 @@ class KernelSpec:
     scale: float
     causal_offset: int | None
     mask: Any = None  # tile_code.TileMask
-    uses_mask_bits: bool = False  # its answers are in memory (`answers`)
-    # How many a block of keys has that are listed each for itself: see `visits.Visits`.
+    uses_mask_bits: bool = False  # its answers are in memory (`mask_bits`)
+    # How many a block of keys has that are listed each for itself: see `block_mask.BlockMask`.
     kv_subblocks: int = 1
     score: Any = None  # tile_code.TileScore
     dropout: Any = None  # tile_code.TileDropout
@@ -44,7 +44,7 @@ class KernelSpec:
 
     @property
     def guards_nonfinite(self) -> bool:
-        """Whether tokens that take part in nothing may be among those that do: they may hold NaN (`tamed`)."""
+        """Whether tokens that take part in nothing may be among those that do: they may hold NaN (`nonfinite`)."""
         return self.mask is not None and not self.mask.covers_every_token
 
     @property

@@ -28,7 +28,7 @@ class AuxGrads(NamedTuple):
 
     @classmethod
     def axes(cls, score: TileScore | None) -> Any:
-        """As `partition.Axes` has them, without pairs, of what `start` gives."""
+        """As `sharding.Axes` has them, without pairs, of what `start` gives."""
         if score is None or not score.diff_inputs:
             return None
         return cls("b..", "b..", "b.n.", ())  # pyright: ignore[reportArgumentType]

@@ -51,12 +51,12 @@ class AuxInputs(NamedTuple):
     head_scalars: "HeadScalars"
     row_keys: jax.Array | None  # int32 [B, N, 2, T], for dropout
     pairwise: tuple[jax.Array, ...]  # [B | 1, N | 1, T', S'] each, T' and S' whole tiles
-    # The same, where booleans are what they are: read without TMA (`answers.ask`).
+    # The same, where booleans are what they are: read without TMA (`mask_bits.compute_bits`).
     pairwise_unpacked: tuple[jax.Array, ...] = ()
 
     @classmethod
     def axes(cls) -> Any:
-        """As `partition.Axes` has them."""
+        """As `sharding.Axes` has them."""
         return cls("b..", "b..", "bn.", "bn..", "bn..", "bn..")  # pyright: ignore[reportArgumentType]
 
     def with_index_row(self, block_q: int, block_kv: int) -> "AuxInputs":

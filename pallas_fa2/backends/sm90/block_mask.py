@@ -76,7 +76,7 @@ class BlockMask(NamedTuple):
         """Tile t of head h of batch entry b has the number (b heads + h) tiles + t.
 
         Heads follow each other, and their tiles, as neighbours share data; but long ones and those of the last
-        heads come sooner, so that all CTAs are done together: see `ordering.Order`. (On the device, more than
+        heads come sooner, so that all CTAs are done together: see `tile_order_kernel.TileOrder`. (On the device, more than
         `MOST_COMPARED` stay where they are.)
         """
         tiles = self.num_blocks.shape[-1]
@@ -127,7 +127,7 @@ class BlockMask(NamedTuple):
 
 
 def order_tiles_host(counts: np.ndarray, batch: int, heads: int, hands: int) -> np.ndarray:
-    """The entries of `ordering.in_order`, on the host."""
+    """The entries of `tile_order_kernel.order_tiles`, on the host."""
     counts = tile_order_kernel.of_entries(counts, batch)
     order = tile_order_kernel.TileOrder.of(counts, batch, heads, hands)
     shape = batch, heads, order.tiles

@@ -35,7 +35,7 @@ def unpack_counts(word: Any) -> tuple[Any, Any]:
 
 
 def build_block_lists(classes: jax.Array, parts: int = 1) -> tuple[jax.Array, jax.Array]:
-    """The counts and lists of `visits.Visits`, from classes `[B | 1, heads | 1, tiles, blocks parts]`.
+    """The counts and lists of `block_mask.BlockMask`, from classes `[B | 1, heads | 1, tiles, blocks parts]`.
 
     A list ends with the blocks that are not visited. A CTA writes a list, and a warp a quarter of its
     row's blocks, after it has counted all of the row.

@@ -56,7 +56,7 @@ def _functions(spec: CallSpec) -> Iterator[tuple[str, TracedFn]]:
 
 
 def _data(code: TracedFn) -> list[tuple[str, ShapedArray]]:
-    """Of each array that a mask or score reads: its kind (a field of `tokens.Data`), and what it holds."""
+    """Of each array that a mask or score reads: its kind (a field of `arrays.AuxArrays`), and what it holds."""
     _, structure = code.key
     args = jax.tree.unflatten(structure, range(structure.num_leaves))
     paths, _ = jax.tree.flatten_with_path(args[-1])
@@ -153,7 +153,7 @@ def pairwise_bytes(spec: CallSpec) -> int:
 
 
 def needs_mask_bits(spec: CallSpec) -> bool:
-    """Whether a mask that reads data of pairs is asked before the attention (`answers`): heads share it, and its
+    """Whether a mask that reads data of pairs is asked before the attention (`mask_bits`): heads share it, and its
     answers take no more memory than queries; or there is no room for such data beside the head dims. (Beside
     scores where there is room: not measured.)"""
     if not mask_reads_pairs(spec):

@@ -23,8 +23,8 @@ class MaskPlan(NamedTuple):
     kernel_spec: KernelSpec
     data: AuxInputs | None  # without the mask's, if it has been asked
     classes: Any = None  # of tiles, [B | 1, N | 1, T tiles, S tiles]
-    block_mask: Any = None  # `visits.Visits` of queries
-    mask_bits: jax.Array | None = None  # of a mask that has been asked (`answers`)
+    block_mask: Any = None  # `block_mask.BlockMask` of queries
+    mask_bits: jax.Array | None = None  # of a mask that has been asked (`mask_bits`)
 
 
 class CompiledMods(NamedTuple):
@@ -184,7 +184,7 @@ class RuntimeAux(NamedTuple):
 
     @property
     def axes(self) -> "RuntimeAux":
-        """As `partition.Axes` has them."""
+        """As `sharding.Axes` has them."""
         data: Any = None if self.data is None else AuxInputs.axes()
         classes: Any = None if self.classes is None else "bn.."
         in_doubt: Any = None if self.may_have_unattended is None else "b"

@@ -51,7 +51,7 @@ def precompute_pays_off(
 ) -> bool:
     """Whether a mask that reads no pairs is asked once for all heads, before the attention; of the classes of its
     tiles of so many queries and keys, `[B | 1, N | 1, T tiles, S tiles]`. The rows of an attention's CTA are those
-    of `q_axis`. (For those that do, `token_data.is_asked`.)"""
+    of `q_axis`. (For those that do, `compile_mods.needs_mask_bits`.)"""
     if problem.score is not None or classes.shape[1] > 1 or any(n % FRAGMENT for n in tile):
         return False
     size = len(classes) * problem.q_len * problem.kv_len // 8
@@ -74,7 +74,7 @@ def compute_bits(
 
     A block is found by its number. Of the tile, which has so many queries and keys, a row is a query if `q_axis`
     is 0, else a key. `seen` is what each row of tiles visits; where they are keys, its lists are
-    `visits.from_last`. Where the problem's blocks of keys have parts, each of these is one here.
+    `block_mask.reversed_classes`. Where the problem's blocks of keys have parts, each of these is one here.
     """
     batch, _, tiles, blocks = seen.block_indices.shape
     asking = _BitsKernel(problem, data, tile, q_axis, (batch, tiles, blocks))
@@ -255,7 +255,7 @@ def _hidden(
     q_axis: int,
     k_end: int | None,
 ) -> jax.Array:
-    """Which pairs of a square are hidden: `hiding.pack_bits`."""
+    """Which pairs of a square are hidden: `masking.pack_bits`."""
     visible, shape = problem.mask.visible, (FRAGMENT, FRAGMENT)
     first_query, first_key = first[q_axis], first[1 - q_axis]
     numbers = data.head_scalars.load(entry, 0, visible.head_inputs)

@@ -1,7 +1,7 @@
 """Which tiles a CTA takes, one after another: dealt when a call is traced, or claimed as it becomes free.
 
 Both are an entry for each tile, int32: its number and, under a mask, the counts of the blocks that it
-visits (`visits.decode`). A number that is no tile's ends the work of a CTA.
+visits (`block_mask.unpack_counts`). A number that is no tile's ends the work of a CTA.
 """
 
 import dataclasses

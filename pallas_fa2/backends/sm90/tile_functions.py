@@ -254,7 +254,7 @@ class TileMask:
         return by_columns(some, s, pair_at)
 
     def pack_bits(self, pair_at: Callable, k_end: int | None = None) -> jax.Array:
-        """`hiding.pack_bits` of what `hide` hides of a square of 64 rows and columns."""
+        """`masking.pack_bits` of what `hide` hides of a square of 64 rows and columns."""
 
         def some(start: int) -> jax.Array:
             seen = self._evaluate(PIECE_SHAPE, pair_at(pl.ds(start, PIECE_COLUMNS)), k_end)

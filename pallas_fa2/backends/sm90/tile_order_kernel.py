@@ -1,5 +1,5 @@
 """In which order CTAs take the tiles of a mask that only the device knows: a small kernel, which counts places
-as `listing` does."""
+as `block_mask_kernel` does."""
 
 import functools
 from collections.abc import Callable
@@ -88,7 +88,7 @@ class TileOrder(NamedTuple):
 def order_tiles(counts: jax.Array, batch: int, heads: int, hands: int, before: int) -> jax.Array:
     """int32 `[before + n + 1, 2]`: rows of -1, n tiles with what they visit, and (n, 0).
 
-    `counts` is that of `visits.Visits`. Tile t of head h of batch entry b has the number
+    `counts` is that of `block_mask.BlockMask`. Tile t of head h of batch entry b has the number
     (b heads + h) tiles + t. They are in this order; but tiles that do not wait for all heads before their own
     (`Order.waits_for`) follow the last one that they wait for, from the longest to the shortest.
 

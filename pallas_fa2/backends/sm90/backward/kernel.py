@@ -97,7 +97,7 @@ def gradients(
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. If the schedule needs
-    them, dQ is added to `zeros`, of `passes.prepare`; unless tiles are ordered or heads whole, in any order:
+    them, dQ is added to `zeros`, of `preprocess.backward_preprocess`; unless tiles are ordered or heads whole, in any order:
     it is not bitwise reproducible then. Under a mask, `classes` are those of tiles, `[B | 1, N | 1, T tiles,
     S tiles]`; `data` is what masks and scores read, and `answers` are those of a mask that has been asked.
     """

@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     run_lengths: Any = None
     flags: Any = None
     aux: Any = None  # of masks and scores
-    mask_bits: Any = None  # of a mask that has been asked (`answers`)
+    mask_bits: Any = None  # of a mask that has been asked (`mask_bits`)
 
 
 class Outputs(NamedTuple):
@@ -69,7 +69,7 @@ class SharedStorage(NamedTuple):
     dsmem_arrived: Any = None
     single_arrival: Any = None
     cluster_free: Any = None
-    tickets: Any = None  # of `backward_first`
+    tickets: Any = None  # of `first_store`
     # [stages, 2, 16, 64] of each array of pairs: a piece of the queries, and half of the keys each
     pairwise: tuple[Any, ...] = ()
 

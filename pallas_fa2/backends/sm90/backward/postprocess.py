@@ -34,7 +34,7 @@ def convert_dq(
     q: jax.Array | SanitizedArray,
     visits: jax.Array | None = None,
 ) -> jax.Array:
-    """dQ, like q `[B, T, N, H]`, from the parts of all blocks as `fragments.add_fragments` has added them
+    """dQ, like q `[B, T, N, H]`, from the parts of all blocks as `register_io.add_fragments` has added them
     up. Of `visits`, a number for each block, 0 says that nothing is there."""
     schedule, inputs = BackwardSchedule(problem, config), [dq] if visits is None else [dq, visits]
 
@@ -69,7 +69,7 @@ def convert_dq(
 
 
 def finalize_pairwise_grad(pieces: jax.Array, entries: int, dtype: Any) -> jax.Array:
-    """A gradient of data of pairs, `[entries, N | 1, T', S']`, from the pieces of `token_data.Sums`.
+    """A gradient of data of pairs, `[entries, N | 1, T', S']`, from the pieces of `aux_grads.AuxGrads`.
 
     What more batch entries have is added up, in float32.
     """

@@ -9,7 +9,7 @@ The online softmax may subtract any reference from a row's scores, as long as ex
 overflow nor vanish. Ours is the maximum of the first key block; it is raised when a row's sum has
 grown a lot, and that is seen from the sum: exponentials begin as soon as the scores are there, and no
 block but the first looks for a maximum. Should scores rise within one block by so much that float32
-overflows, the tile is done again with true maxima (`RowBlock.repeat`). So it is where the output is not
+overflows, the tile is done again with true maxima (`RowBlock.recompute_exact`). So it is where the output is not
 finite and a mask may have hidden what made it so.
 """
 

@@ -92,7 +92,7 @@ class Inputs(NamedTuple):
     v: Any
     block_indices: Any = None  # under a mask
     aux: Any = None  # of masks and scores
-    mask_bits: Any = None  # of a mask that has been asked (`answers`)
+    mask_bits: Any = None  # of a mask that has been asked (`mask_bits`)
 
 
 class Outputs(NamedTuple):

@@ -119,7 +119,7 @@ def reciprocal(tile: jax.Array) -> jax.Array:
 
 def defeat_minmax_fusion(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """An int32 that varies over these axes of a tile, which ptxas takes for no maximum or minimum: it would
-    lose a minus (`tokens.negative`). It does not look behind a permutation that leaves all bytes in place."""
+    lose a minus (`ptxas_safe.neg_ptxas_safe`). It does not look behind a permutation that leaves all bytes in place."""
 
     def one(x: Any, *_: Any) -> Any:
         return llvm.inline_asm(x.type, [x], "prmt.b32 $0, $1, 0, 0x3210;", "=r,r")
