@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from pallas_fa2.ir.arrays import (
@@ -25,7 +24,17 @@ from pallas_fa2.ir.arrays import (
     vmap_over_leading_axes,
 )
 from pallas_fa2.ir.tokens import Context, Token
-from pallas_fa2.pytree_fn import StaticPytree, UserFn, call_with_context, is_static, short_repr
+from pallas_fa2.mask_fields import (
+    as_integers,
+    as_position,
+    check_integer,
+    is_known,
+    take_data,
+    take_field,
+    take_integer,
+    take_size,
+)
+from pallas_fa2.pytree_fn import StaticPytree, UserFn, call_with_context, is_static
 
 
 class Mask(StaticPytree):
@@ -113,68 +122,6 @@ class Mask(StaticPytree):
         return jnp.broadcast_to(seen, shape).reshape(*batch, heads, dims.q_len, dims.kv_len)
 
 
-def _take(mask: Mask, field: str) -> Any:
-    """A field; lists are arrays."""
-    value = getattr(mask, field)
-    if isinstance(value, list):
-        value = np.asarray(value)
-    if isinstance(value, tuple):
-        name, numbers = type(mask).__name__, ", ".join(map(str, value))
-        raise TypeError(
-            f"{name}.{field} must be one number or array, but it is a tuple; write "
-            f"{name}({numbers}), or {name}(jnp.array({list(value)}))"
-        )
-    object.__setattr__(mask, field, value)
-    return value
-
-
-def _check_number(mask: Mask, field: str, least: int = -(2**31)) -> None:
-    """Positions are int32, and so must be what they are compared with; NumPy's numbers are data, and cut to that."""
-    n = _take(mask, field)
-    too_low = isinstance(n, int | np.integer) and n < least
-    if too_low or (isinstance(n, int) and n >= 2**31):
-        low = "-2^31" if least < -1 else least
-        raise ValueError(
-            f"{type(mask).__name__}.{field} must be an integer from {low} to 2^31 - 1, but it is "
-            f"{n}; leave the mask out where it is not to limit anything"
-        )
-
-
-def _check_integer(mask: Mask, field: str, least: int = -(2**31), optional: bool = False) -> None:
-    """An integer or an array; None where it is optional."""
-    n = getattr(mask, field)
-    known = isinstance(n, int | list | tuple) or hasattr(n, "dtype") or (optional and n is None)
-    if not known:
-        raise TypeError(
-            f"{type(mask).__name__}.{field} must be an integer or an array of integers, but it is {n!r}"
-        )
-    _check_number(mask, field, least)
-
-
-def _take_integer(mask: Mask, field: str, least: int = -(2**31), optional: bool = False) -> None:
-    """A static integer (NumPy's too), or an array; None where it is optional."""
-    if isinstance(getattr(mask, field), np.integer):
-        object.__setattr__(mask, field, int(getattr(mask, field)))
-    _check_integer(mask, field, least, optional)
-
-
-def _take_data(mask: Mask, field: str) -> None:
-    """A number that is data: a Python integer is an array too, by which nothing is compiled anew."""
-    _check_number(mask, field)
-    value = getattr(mask, field)
-    if isinstance(value, int) and not isinstance(value, bool):
-        object.__setattr__(mask, field, np.asarray(value, np.int32))
-
-
-def _take_size(mask: Mask, field: str, cure: str, optional: bool = False) -> None:
-    """A static integer."""
-    _take_integer(mask, field, 1, optional)
-    if not is_static(size := getattr(mask, field)):
-        raise TypeError(
-            f"{type(mask).__name__}.{field} must be an integer, but it is {short_repr(size)}; {cure}"
-        )
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Causal(Mask):
     """A query attends to keys at its own position and before.
@@ -191,17 +138,6 @@ class Causal(Mask):
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         return q.index >= k.index
-
-
-def _as_position(n: Any) -> Any:
-    """Integers as int32, to be compared with positions; no position is beyond its limits."""
-    n = n if hasattr(n, "dtype") else jnp.asarray(n)
-    if n.dtype == jnp.int32 or not jnp.issubdtype(n.dtype, jnp.integer):
-        return n
-    limits = jnp.iinfo(jnp.int32)
-    wide = n.dtype.itemsize > 4 or n.dtype == jnp.uint32
-    xp = jnp if isinstance(n, jax.Array) else np  # which alone keeps 64 bits
-    return (xp.clip(n, None, limits.max) if wide else n).astype(jnp.int32)
 
 
 class _AsLeft:
@@ -229,7 +165,7 @@ class Window(Mask):
         if self.right is AS_LEFT:
             object.__setattr__(self, "right", self.left)
         for side in ("left", "right"):
-            _check_integer(self, side, optional=True)
+            check_integer(self, side, optional=True)
             size = getattr(self, side)
             if isinstance(size, int | np.integer) and size < -1:
                 raise ValueError(
@@ -257,7 +193,7 @@ class Window(Mask):
 
 def _unlimited_from(size: Any) -> Any:
     """Sizes of windows as int32; negative ones are beyond every position."""
-    size = _as_position(size)
+    size = as_position(size)
     if not jnp.issubdtype(size.dtype, jnp.integer):
         return size  # what is no integer is refused where the mask is traced
     return jnp.where(size < 0, jnp.iinfo(jnp.int32).max, size)
@@ -274,13 +210,13 @@ class SlidingWindow(Mask):
     size: int | Int[Array, ""]
 
     def __post_init__(self) -> None:
-        _check_integer(self, "size", least=1)
+        check_integer(self, "size", least=1)
 
     def data(self) -> AuxArrays:
         return (
             AuxArrays()
             if is_static(self.size)
-            else AuxArrays(params={"size": _as_position(self.size)})
+            else AuxArrays(params={"size": as_position(self.size)})
         )
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
@@ -302,9 +238,9 @@ class Segments(Mask):
     padding: int | None = None
 
     def __post_init__(self) -> None:
-        _take(self, "ids")
-        _take(self, "kv_ids")
-        _take_integer(self, "padding", optional=True)
+        take_field(self, "ids")
+        take_field(self, "kv_ids")
+        take_integer(self, "padding", optional=True)
         if self.kv_ids is self.ids:  # as two leaves, under `jit` they would be two arrays
             object.__setattr__(self, "kv_ids", None)
 
@@ -340,8 +276,8 @@ class Documents(Mask):
 
         What follows the last document is one of its own.
         """
-        lengths = _integers("Documents.from_lengths: lengths", lengths)
-        if _is_known(lengths) and (
+        lengths = as_integers("Documents.from_lengths: lengths", lengths)
+        if is_known(lengths) and (
             np.min(lengths, initial=0) < 0 or np.max(np.sum(lengths, -1)) > length
         ):
             raise ValueError(
@@ -360,8 +296,8 @@ class Documents(Mask):
         `cu_seqlens` is `[*B, D + 1]` and begins with 0; rows have `length` tokens T. What follows the last
         document is one of its own.
         """
-        limits = _integers("Documents.from_cu_seqlens: cu_seqlens", cu_seqlens)
-        if _is_known(limits):
+        limits = as_integers("Documents.from_cu_seqlens: cu_seqlens", cu_seqlens)
+        if is_known(limits):
             ends = np.concatenate([limits, np.full_like(limits[..., :1], length)], -1)
             if np.any(limits[..., :1] != 0) or np.any(np.diff(ends) < 0):
                 raise ValueError(
@@ -386,7 +322,7 @@ class Documents(Mask):
     @classmethod
     def from_positions(cls, positions: Any, *, longest: int | None = None) -> "Documents":
         """Of positions `[*B, T]` that begin again from 0 in each document."""
-        positions = jnp.asarray(_integers("Documents.from_positions: positions", positions))
+        positions = jnp.asarray(as_integers("Documents.from_positions: positions", positions))
         size = positions.shape[-1]
         tokens = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), positions.shape)
         starts = tokens - positions
@@ -397,13 +333,13 @@ class Documents(Mask):
         return cls(starts, ends, longest=longest)
 
     def __post_init__(self) -> None:
-        _take(self, "starts")
-        _take(self, "ends")
-        _take_size(self, "longest", "leave it out where lengths are run-time data", optional=True)
+        take_field(self, "starts")
+        take_field(self, "ends")
+        take_size(self, "longest", "leave it out where lengths are run-time data", optional=True)
 
     def data(self) -> AuxArrays:
-        ends = {} if self.ends is None else {"end": _as_position(self.ends)}
-        return AuxArrays(q_tokens={"start": _as_position(self.starts), **ends})
+        ends = {} if self.ends is None else {"end": as_position(self.ends)}
+        return AuxArrays(q_tokens={"start": as_position(self.starts), **ends})
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         # The same tokens: that each sees itself, `coverage` finds in the code.
@@ -418,22 +354,10 @@ class Documents(Mask):
         return seen & (k.index <= (jnp.maximum(last, q.index) if same else last))
 
 
-def _is_known(x: Any) -> bool:
-    return not isinstance(x, Tracer)
-
-
-def _integers(name: str, x: Any) -> Any:
-    """An int32 array, NumPy's where its numbers are known."""
-    x = np.asarray(x) if not hasattr(x, "dtype") else x
-    if not jnp.issubdtype(x.dtype, jnp.integer) and x.size:
-        raise TypeError(f"{name} must be integers, but their dtype is {x.dtype}; cast them")
-    return np.asarray(x, np.int32) if _is_known(x) else x.astype(jnp.int32)
-
-
 def _per_batch_entry(**numbers: Any) -> AuxArrays:
     """Of `[*B]` each, where there are any."""
     given = {name: n for name, n in numbers.items() if n is not None}
-    return AuxArrays(per_batch={name: _as_position(n) for name, n in given.items()})
+    return AuxArrays(per_batch={name: as_position(n) for name, n in given.items()})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -449,8 +373,8 @@ class Lengths(Mask):
     kv: int | Int[Array, "*B"] | None = None
 
     def __post_init__(self) -> None:
-        _take_data(self, "q")
-        _take_data(self, "kv")
+        take_data(self, "q")
+        take_data(self, "kv")
 
     def data(self) -> AuxArrays:
         return _per_batch_entry(q=self.q, kv=self.kv)
@@ -475,7 +399,7 @@ class Prefix(Mask):
     length: int | Int[Array, "*B"]
 
     def __post_init__(self) -> None:
-        _take_data(self, "length")
+        take_data(self, "length")
 
     def data(self) -> AuxArrays:
         return _per_batch_entry(length=self.length)
@@ -491,7 +415,7 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        _take_size(
+        take_size(
             self,
             "size",
             "for one of run-time data write mask_fn(lambda q, k, c: q.index // c.size == "
@@ -509,7 +433,7 @@ class Dense(Mask):
     array: Bool[Array, "..."]
 
     def __post_init__(self) -> None:
-        _take(self, "array")
+        take_field(self, "array")
 
     def data(self) -> AuxArrays:
         return AuxArrays(pairwise={"mask": self.array})

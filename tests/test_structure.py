@@ -26,7 +26,7 @@ SHARED = [
 # module's name begins with is its own.
 ORDER = [
     *("arithmetic", "control_flow", "device", "fingerprint"),
-    *("ir", "pytree_fn", "masks", "scores", "parse_call", "schedule", "distributed.sharding"),
+    *("ir", "pytree_fn", "mask_fields", "masks", "scores", "parse_call", "schedule", "distributed.sharding"),
     *("backends.protocol", "backends.common", "backends.xla", "backends.reference"),
     "backends.sm90.primitives",
     *(f"backends.sm90.{name}" for name in SHARED),
