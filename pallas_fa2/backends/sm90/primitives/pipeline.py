@@ -4,8 +4,11 @@ Memory is ordered by mbarriers alone, through the functions below, so that JAX's
 every kernel and look for races."""
 
 import dataclasses
+import functools
+import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -31,6 +34,34 @@ def accumulator(rows: int, columns: int) -> Any:
 
 def barriers(count: int, arrivals: int = 1) -> Any:
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["offsets"])
+@dataclasses.dataclass(frozen=True)
+class Barriers:
+    """Barriers that complete by the same number of arrivals, in one array, addressed by name.
+
+    Each array costs a register for its phases, so a kernel has few of them. A pytree: `array` is a
+    `plgpu.Barrier` where memory is allocated and a reference inside the kernel.
+    """
+
+    array: Any
+    offsets: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def allocate(cls, arrivals: int = 1, **counts: int) -> "Barriers":
+        """Lays out `counts[name]` barriers for each name, in this order."""
+        starts = itertools.accumulate(counts.values(), initial=0)
+        offsets = tuple(zip(counts, starts, strict=False))
+        return cls(barriers(sum(counts.values()), arrivals), offsets)
+
+    def offset(self, name: str) -> int:
+        """Returns the index in `array` of the first barrier of this name."""
+        return dict(self.offsets)[name]
+
+    def at(self, name: str, index: Any = 0) -> Any:
+        """Returns a reference to one barrier of this name."""
+        return self.array.at[self.offset(name) + index]
 
 
 @dataclasses.dataclass(frozen=True)
