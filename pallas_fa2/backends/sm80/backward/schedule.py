@@ -1,0 +1,53 @@
+"""Which blocks of queries a block of keys visits."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_fa2 import arithmetic
+from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.sm80.backward.config import BackwardConfig
+from pallas_fa2.schedule import raster
+
+# Of Q, dO and float32 dQ of the heads that run at the same time: a half of an A100's 40 MB of L2.
+L2_BUDGET = 20 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardSchedule:
+    """The order of CTAs, and the blocks of queries that each visits: of all heads of its group, one after another."""
+
+    spec: KernelSpec
+    config: BackwardConfig
+
+    @property
+    def kv_tiles(self) -> int:
+        return -(-self.spec.kv_len // self.config.block_kv)
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.spec.q_len // self.config.block_q)
+
+    @property
+    def raster_order(self) -> raster.RasterOrder:
+        p = self.spec
+        q_bytes = p.q_len * self.config.head_dim * (2 + 2 + 4) * p.group
+        heads = raster.heads_per_l2_group(p.kv_heads, q_bytes, L2_BUDGET)
+        return raster.RasterOrder(p.batch, p.kv_heads, self.kv_tiles, heads, p.causal)
+
+    def coordinates(self, cta: Any) -> tuple[Any, Any, Any]:
+        """Returns batch entry, head of keys and block of keys; under a causal mask the first keys meet most queries."""
+        batch, head, tile = self.raster_order.coordinates(cta)
+        return batch, head, self.kv_tiles - 1 - tile if self.spec.causal else tile
+
+    def q_range(self, kv_tile: Any) -> tuple[Any, Any]:
+        """Returns the first block of queries that sees a key, and the first that sees them all."""
+        if self.spec.causal_offset is None:
+            return I32(0), I32(0)
+        first_key, block_q = kv_tile * self.config.block_kv, self.config.block_q
+        first = arithmetic.div(jnp.maximum(first_key - self.spec.causal_offset, 0), block_q)
+        past_last = first_key + (self.config.block_kv - 1 - self.spec.causal_offset + block_q - 1)
+        full = arithmetic.div(jnp.maximum(past_last, 0), block_q)
+        return first, jnp.minimum(full, self.q_blocks)
