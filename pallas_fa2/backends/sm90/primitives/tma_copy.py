@@ -115,8 +115,8 @@ class _TmaCopy:
         cls, context: Any, arrays: Sequence[Ref], indices: Sequence[MlirValue], barrier: Any
     ) -> "_TmaCopy":
         index = ir.IndexType.get()
-        coordinates = [arith.index_cast(index, x) for x in indices[:4]]
-        return cls(context, arrays, barrier, *coordinates, indices[4:])
+        batch, row, head, column = (arith.index_cast(index, x) for x in indices[:4])
+        return cls(context, arrays, barrier, batch, row, head, column, which=indices[4:])
 
     def issue(self, view: TmaView, buffer: Ref) -> None:
         """Emit the copies."""
