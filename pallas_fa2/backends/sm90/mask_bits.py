@@ -20,16 +20,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.tile_mods import load_axis_inputs
 from pallas_fa2.backends.sm90 import block_mask
-from pallas_fa2.backends.sm90.aux_inputs import AuxInputs
 from pallas_fa2.backends.sm90.block_mask import BlockMask
 from pallas_fa2.backends.sm90.primitives import layouts, thread_ops, thread_values
 from pallas_fa2.backends.sm90.primitives.launch import build_kernel
 from pallas_fa2.backends.sm90.primitives.layouts import LANES, WARPS
 from pallas_fa2.backends.sm90.primitives.pairwise import BoolTile, PairwiseTile
-from pallas_fa2.backends.sm90.tile_functions import PIECE_COLUMNS, ArgSource, AxisInputs, TileInputs
+from pallas_fa2.backends.sm90.primitives.tile_ops import TILE_OPS
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
+from pallas_fa2.ir.tile_functions import PIECE_COLUMNS, ArgSource, AxisInputs, TileInputs
 
 FRAGMENT = 64
 # CTAs that share a row of tiles, where there are no more of them in all. With fewer, a row of which much is cut
@@ -279,7 +281,7 @@ def _hidden(
             index = layouts.index(shape, 0, number)
         else:
             index = thread_values.column_iota(count, number)
-        return AxisInputs.load(axis, index, tokens, visible.token_inputs(name), first=0)
+        return load_axis_inputs(TILE_OPS, axis, index, tokens, visible.token_inputs(name), first=0)
 
     names = ("q", "k") if q_axis == 0 else ("k", "q")
     rows = side(names[0], 0, first[0])
