@@ -29,7 +29,7 @@ def word(value: Any) -> Word:
     return np.broadcast_to(np.uint32(value & 0xFFFFFFFF), 128).astype(np.int32).view(Word)
 
 
-def inline_asm(_: Any, operands: list, code: str, constraints: str) -> Any:
+def asm(code: str, constraints: str, *operands: Any, **_: Any) -> Any:
     if code == "shl.b32 $0, -1, $1;":
         assert constraints == "=r,r"
         (count,) = (
@@ -92,21 +92,22 @@ def each(tile: Array, function: Callable, order: Callable = lambda at: 0) -> Arr
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def inline(name: str, code: Callable, result: Any, *layouts: Any) -> Callable:
-        kind, *parameters = name.split()
+    def inline_op(name: str, *layouts: Any, result: Any, **params: Any) -> Callable:
+        def decorate(code: Callable) -> Callable:
+            def run(*arrays: np.ndarray) -> np.ndarray:
+                made = code(None, *map(Array.of, arrays, layouts)).read(result.shape, result.dtype)
+                np.testing.assert_array_equal(made, INLINE[name](*arrays, **params), name)
+                return made
 
-        def run(*arrays: np.ndarray) -> np.ndarray:
-            made = code(None, *map(Array.of, arrays, layouts)).read(result.shape, result.dtype)
-            np.testing.assert_array_equal(made, INLINE[kind](*arrays, *parameters), name)
-            return made
+            return run
 
-        return run
+        return decorate
 
     for module in (masking, thread_values):
         monkeypatch.setattr(module, "arith", ARITH)
         monkeypatch.setattr(module, "i32", word)
-    monkeypatch.setattr(masking, "inline_op", inline)
-    monkeypatch.setattr(masking, "llvm", types.SimpleNamespace(inline_asm=inline_asm))
+    monkeypatch.setattr(masking, "inline_op", inline_op)
+    monkeypatch.setattr(masking, "asm", asm)
     f32 = types.SimpleNamespace(get=lambda: None)
     monkeypatch.setattr(masking, "ir", types.SimpleNamespace(F32Type=f32))
     monkeypatch.setattr(thread_values, "map_elements", each)
@@ -114,7 +115,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         thread_values, "from_thread_values", lambda mine: Array(as_objects([[mine]], (1,)))
     )
-    monkeypatch.setattr(thread_values, "thread_number", lambda: word(0) + THREADS.astype(np.int32))
+    monkeypatch.setattr(thread_values, "thread_index", lambda: word(0) + THREADS.astype(np.int32))
 
 
 def scores(columns: int) -> np.ndarray:

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_fa2.backends.sm90.primitives import launch, thread_ops, tma
+from pallas_fa2.backends.sm90.primitives import launch, layouts, thread_ops
 from tests.support import interpreter, shared
 
 
 def test_a_place_that_two_threads_write_is_a_race():
     def run(refs, _):
-        thread_ops.scatter(refs[0], thread_ops.thread_numbers() >> 1, thread_ops.thread_numbers())
+        thread_ops.scatter(refs[0], thread_ops.thread_indices() >> 1, thread_ops.thread_indices())
 
-    out = jax.ShapeDtypeStruct((tma.THREADS,), jnp.int32)
+    out = jax.ShapeDtypeStruct((layouts.THREADS,), jnp.int32)
     with pytest.raises(shared.RaceDetected, match="written twice"):
         interpreter.run(launch.build_kernel("twice", run, [], out, {"cta": 1}, 1))

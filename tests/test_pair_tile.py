@@ -34,7 +34,7 @@ def thread(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     )
     monkeypatch.setattr(pairwise, "arith", operations)
     monkeypatch.setattr(pairwise, "i32", lambda value: value)
-    monkeypatch.setattr(thread_values, "thread_number", lambda: thread.number)
+    monkeypatch.setattr(thread_values, "thread_index", lambda: thread.number)
     return thread
 
 
@@ -50,9 +50,9 @@ def test_every_thread_finds_its_values(kind: str, size: int, thread: types.Simpl
     for thread.number in range(128):
         warp, group, column = thread.number // 32, thread.number // 4 % 8, thread.number % 4 * 2
         place = {
-            "straight": lambda: pairwise._straight(keys, size),
-            "transposed": lambda: pairwise._transposed(keys, size),
-            "in_order": lambda: pairwise._in_order(1000 * size, size, False),
+            "straight": lambda: pairwise._straight_offsets(keys, size),
+            "transposed": lambda: pairwise._transposed_offsets(keys, size),
+            "in_order": lambda: pairwise._row_major_offsets(1000 * size, size, False),
         }[kind]()
         for half in (0, 8):
             for eight in range(0, tile.shape[1], 8):
@@ -77,7 +77,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pairwise, "arith", ARITH)
     monkeypatch.setattr(pairwise, "i32", lambda value: np.uint32(value & 0xFFFFFFFF))
-    monkeypatch.setattr(thread_values, "thread_number", lambda: number)
+    monkeypatch.setattr(thread_values, "thread_index", lambda: number)
     monkeypatch.setattr(pairwise, "_shuffled", shuffled)
     monkeypatch.setattr(pairwise, "_bits", bits)
 

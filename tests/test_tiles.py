@@ -34,7 +34,7 @@ def test_tiles_that_belong_together_go_to_one_cta():
 
 def test_claims_come_before_the_tiles():
     numbers = np.arange(4, dtype=np.int32)
-    claims = DynamicTileScheduler.build(numbers, 10 * numbers, hands=3)
+    claims = DynamicTileScheduler.build(numbers, 10 * numbers, num_workers=3)
     front = 3 * scheduler.CLAIM_SLOTS + 1
     assert (claims.table[:front] == -1).all() and claims.num_tiles == 4
     assert claims.table[front:].tolist() == [[0, 0], [1, 10], [2, 20], [3, 30], [4, 0]]

@@ -44,14 +44,14 @@ def _end_turn(thread, place, *, warps=1, **_):
     the_memory().turns.tell(lambda: _fetch_and_add(place, warps, thread))
 
 
-def _draw(thread, place, **_):
+def _take_ticket(thread, place, **_):
     """A ticket: how many there were before, and who of the others has stored."""
     found = []
     the_memory().turns.tell(lambda: found.append(np.int32(_fetch_and_add(place, 1, thread))))
     return found
 
 
-def _show(thread, place, ticket, *, source_info):
+def _share_ticket(thread, place, ticket, *, source_info):
     memory = the_memory()
     memory.store_buffer_content(*place, np.int32(ticket), thread)
     if memory.detect_races:
@@ -59,7 +59,7 @@ def _show(thread, place, ticket, *, source_info):
         gpu_callbacks.get_races().check_write(thread, clock, *place, source_info)
 
 
-def _use(thread, row, slot, *, source_info):
+def _resolve_ticket(thread, row, slot, *, source_info):
     memory = the_memory()
     told, ticket = _counter(row, thread), _counter(slot, thread)()
     if memory.detect_races:
@@ -76,7 +76,7 @@ def _use(thread, row, slot, *, source_info):
     return [np.int32(0)]
 
 
-def _tell(thread, place, first, **_):
+def _signal_stored(thread, place, first, **_):
     memory = the_memory()
 
     def add() -> None:
@@ -108,12 +108,12 @@ def _claim_tile(thread, last, entries, place, already, count, number, together, 
     memory.turns.tell(claim)
 
 
-def _look(thread, place, **_):
+def _prefetch_entry(thread, place, **_):
     """What is claimed there, or was a round ago."""
     return tuple(the_memory().get_buffer_content(*place, thread)[0])
 
 
-def _settle(thread, place, number, counts, turn, **_):
+def _resolve_entry(thread, place, number, counts, turn, **_):
     """An entry, or what is claimed there if it is of another round, by its last bit."""
     memory = the_memory()
     found = np.array([number, counts])
@@ -130,7 +130,7 @@ def _settle(thread, place, number, counts, turn, **_):
     return found[0] & np.int32(2**31 - 1), found[1]
 
 
-def _send_mail(thread, source, target, arrived, block, *, source_info):
+def _cluster_send(thread, source, target, arrived, block, *, source_info):
     """Copies to the same place in another block of the cluster, which finds mail there."""
     memory, (letterbox, at) = the_memory(), arrived
     value, _, _ = memory.get_buffer_content(*source, thread)
@@ -147,7 +147,7 @@ def _send_mail(thread, source, target, arrived, block, *, source_info):
     memory.mail.deliver((letterbox, str(at.range)), clock)
 
 
-def _wait_for_mail(thread, arrived, _turn, **_):
+def _cluster_wait(thread, arrived, _turn, **_):
     memory, (letterbox, at) = the_memory(), arrived
     clock = memory.mail.wait(thread, (letterbox, str(at.range)))
     if clock is not None:
@@ -155,19 +155,19 @@ def _wait_for_mail(thread, arrived, _turn, **_):
             memory.clocks[thread].update(clock)
 
 
-# By its name.
+# By the names of inline operations.
 OPERATIONS = {
-    "_await_turn": _await_turn,
-    "_claim_tile": _claim_tile,
-    "_draw": _draw,
-    "_end_turn": _end_turn,
-    "_give_turn": functools.partial(_end_turn, warps=4),
-    "_look": _look,
-    "_show": _show,
-    "_send_mail": _send_mail,
-    "_settle": _settle,
-    "_take_turn": _take_turn,
-    "_tell": _tell,
-    "_use": _use,
-    "_wait_for_mail": _wait_for_mail,
+    "claim_tile": _claim_tile,
+    "cluster_send": _cluster_send,
+    "cluster_wait": _cluster_wait,
+    "end_dq_turn": _end_turn,
+    "give_dq_turn": functools.partial(_end_turn, warps=4),
+    "prefetch_entry": _prefetch_entry,
+    "resolve_dq_ticket": _resolve_ticket,
+    "resolve_entry": _resolve_entry,
+    "share_dq_ticket": _share_ticket,
+    "signal_dq_stored": _signal_stored,
+    "take_dq_ticket": _take_ticket,
+    "take_dq_turn": _take_turn,
+    "wait_dq_turn": _await_turn,
 }

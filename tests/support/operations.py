@@ -35,7 +35,7 @@ class LoadTask(gpu_callbacks.AsyncCopyGmemToSmemTask):
 
 
 class _LoadRowsTask(LoadTask):
-    """One of `tma.Rows`: the thread's next arrival at a barrier brings it, with those before."""
+    """A load of `tma.HeadRows`: the thread's next arrival at a barrier brings it, with those before."""
 
     def __init__(self, *where: Any, clock: Any):
         gpu_callbacks.AsyncCopyTask.__init__(self, *where)
@@ -116,8 +116,8 @@ def _end(size: int, unit: int) -> float:
     return size // unit * unit if size > unit and size % unit else math.inf
 
 
-def copy_rows(thread, mesh_location, buffer, *operands, way, view, panel, source_info):
-    """`tma.Rows` by inline code. TMA clips at the end of an array, but a view of whole units before."""
+def copy_rows(thread, mesh_location, buffer, *operands, direction, view, panel, source_info):
+    """Copy `tma.HeadRows` by inline code. TMA clips at the end of an array, but a view of whole units before."""
     memory, arrays = the_memory(), [x for x in operands if isinstance(x, tuple)]
     _, batch, first, head, column, *which = map(int, operands[len(arrays) :])
     array = arrays[which[0] if which else 0]
@@ -136,7 +136,7 @@ def copy_rows(thread, mesh_location, buffer, *operands, way, view, panel, source
     outside = array, interpret_utils.Access(window)
     clock = memory.incr_clock(thread) if memory.detect_races else None
     common = mesh_location, thread
-    if way == "load":
+    if direction == "load":
         task = _LoadRowsTask(*common, *outside, *buffer, source_info, clock=clock)
     else:
         task = gpu_callbacks.AsyncCopySmemToGmemTask(
@@ -155,24 +155,24 @@ def add_to_gmem(thread, place, value, *, source_info):
         gpu_callbacks.get_races().check_add(thread, clock, *place, source_info)
 
 
-def _put_fragments(thread, place, tile, anew, *, source_info):
-    """Stores, or adds atomically."""
+def _put_fragments(thread, place, tile, overwrite, *, source_info):
+    """Store, or add atomically."""
     memory, numbers = the_memory(), inline.to_fragments(tile)
-    _update(thread, place, lambda old: numbers if int(anew) else old + numbers)
+    _update(thread, place, lambda old: numbers if int(overwrite) else old + numbers)
     if memory.detect_races:
         clock, races = memory.incr_clock(thread).generic_clock, gpu_callbacks.get_races()
-        if int(anew):
+        if int(overwrite):
             races.check_write(thread, clock, *place, source_info)
         else:
             told = shared.current.told.get(row_of(place))
             races.check_add(thread, clock, *place, source_info, follows=told)
 
 
-def _take_fragments(thread, place, there, *, source_info):
-    """Zeros if nothing is `there`."""
+def _take_fragments(thread, place, exists, *, source_info):
+    """Load, or return zeros if the tile does not exist."""
     memory = the_memory()
     found, _, _ = memory.get_buffer_content(*place, thread)
-    if not int(there):
+    if not int(exists):
         return [inline.from_fragments(np.zeros_like(found))]
     if memory.detect_races:
         clock = memory.incr_clock(thread).generic_clock
@@ -227,14 +227,13 @@ def _scatter(thread, target, places, *values, source_info):
         gpu_callbacks.get_races().check_scatter(thread, key, written, source_info)
 
 
-# Of inline code, by its name.
+# By the names of inline operations.
 OPERATIONS = {
     **meetings.OPERATIONS,
-    "_gather": _gather,
-    "_scatter": _scatter,
-    "_scatter_pairs": _scatter,
-    "_put_fragments": _put_fragments,
-    "_store_rows": _store_rows,
+    "gather": _gather,
+    "scatter": _scatter,
+    "put_fragments": _put_fragments,
+    "store_rows": _store_rows,
     "take_fragments": _take_fragments,
 }
 
