@@ -35,6 +35,9 @@ def _load_packed_bools(tile, *, transposed):
 
 # What becomes of an array in memory that is loaded into registers.
 LOADED: dict[str, Callable[..., np.ndarray]] = {
+    "load_fragment_words": lambda values: from_fragments(
+        values.reshape(-1, 2, 2, 128).transpose(0, 3, 1, 2)
+    ),
     "load_fragments": from_fragments,
     "load_packed_bools": _load_packed_bools,
     "load_pairwise": _load_pairwise,
@@ -45,6 +48,9 @@ STORED: dict[str, Callable[[np.ndarray], np.ndarray]] = {"store_fragments": to_f
 
 # What is added to device memory from registers.
 ADDED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "add_fragment_words": lambda tile: (
+        to_fragments(tile).reshape(-1, 128, 2, 2).transpose(0, 2, 3, 1).reshape(-1)
+    ),
     "add_column_sums": lambda tile: tile.sum(0),
     "add_fragments": to_fragments,
     "add_row_sums": lambda tile: tile.sum(1),
@@ -104,6 +110,7 @@ def _warp_exclusive_count(x):
 # What is computed in registers. A warpgroup is one thread here: its four warps share their votes.
 INLINE: dict[str, Callable[..., Any]] = {
     "apply_bits": _apply_bits,
+    "as_left": lambda tile: tile,
     "cluster_expect_tx": lambda *_: None,
     "cluster_init": lambda *_: None,
     "column_iota": lambda start, *, count: start + np.arange(count, dtype="int32"),

@@ -14,7 +14,7 @@ from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_fa2.backends.sm90.primitives import swizzle
-from tests.support import inline, meetings, shared
+from tests.support import bulk, inline, meetings, shared
 from tests.support.shared import row_of, the_memory
 
 
@@ -229,6 +229,7 @@ def _scatter(thread, target, places, *values, source_info):
 
 # By the names of inline operations.
 OPERATIONS = {
+    **bulk.OPERATIONS,
     **meetings.OPERATIONS,
     "gather": _gather,
     "scatter": _scatter,

@@ -53,14 +53,15 @@ class Warpgroup(jaxpr_interpret.JaxprInterpreter):
                 found, access.shape, shape, dtype, key, access, memory, source_info, *[None] * 3
             )
         if clock is not None:
-            generic = clock.generic_clock
+            generic = memory.clock_of_access(self.thread, key, clock).generic_clock
             gpu_callbacks.get_races().check_read(self.thread, generic, key, access, source_info)
         return found
 
     def write(self, place: Any, value: np.ndarray, source_info: Any) -> None:
-        _, _, clock = shared.the_memory().store_buffer_content(*place, value, self.thread)
+        memory = shared.the_memory()
+        _, _, clock = memory.store_buffer_content(*place, value, self.thread)
         if clock is not None:
-            generic = clock.generic_clock
+            generic = memory.clock_of_access(self.thread, place[0], clock).generic_clock
             gpu_callbacks.get_races().check_write(self.thread, generic, *place, source_info)
 
     def allocate_registers(self, value: Any, source_info: Any) -> Any:
@@ -164,6 +165,13 @@ def _wgmma(eqn: Any) -> Callable:
     def run(warpgroup: Warpgroup, *values: Any) -> Sequence:
         operations.multiply(warpgroup.thread, *locate(values), source_info=eqn.source_info)
         return ()
+
+    return run
+
+
+def _mma(_: Any) -> Callable:
+    def run(_: Warpgroup, acc: np.ndarray, left: np.ndarray, right: np.ndarray) -> Sequence:
+        return [acc + left.astype(acc.dtype) @ right.astype(acc.dtype)]
 
     return run
 
@@ -283,7 +291,9 @@ def _inline(eqn: Any) -> Callable:
         operations.copy_rows(*threads, *operands, **op.params, source_info=where)
 
     def operate(warpgroup: Warpgroup, *operands: Any) -> Sequence | None:
-        return operations.OPERATIONS[op.name](warpgroup.thread, *operands, source_info=where)
+        return operations.OPERATIONS[op.name](
+            warpgroup.thread, *operands, **op.params, source_info=where
+        )
 
     def compute(_: Warpgroup, *values: Any) -> Sequence | None:
         out = inline.INLINE[op.name](*values, **op.params)
@@ -311,6 +321,7 @@ RULES: dict[Any, programs.Rule] = {
     gpu.copy_smem_to_gmem_p: _copy_to_gmem,
     gpu.inline_mgpu_p: _inline,
     gpu.load_p: _get,
+    gpu.mma_p: _mma,
     gpu.set_max_registers_p: _of_thread(lambda *_: None),
     gpu.wait_smem_to_gmem_p: _of_thread(
         lambda memory, thread, params: memory.wait_smem_to_gmem(

@@ -70,24 +70,23 @@ def gradients(
     exist, so that its probabilities are 0; and -rowsum(dO O).
     """
     schedule = BackwardSchedule(spec, config)
-    outputs = jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)
     blocks = spec.batch, spec.q_heads, schedule.q_blocks, config.warpgroups
     sums = jnp.zeros((*blocks, config.dq_size // config.warpgroups), jnp.float32)
-    grid = {"cta": schedule.raster_order.count}
-    memory = shared_storage(config, q.dtype)
+    outputs = sums, lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype)
+    inputs = q, k, v, dout, lse, delta
 
     def run(refs: tuple, memory: SharedStorage) -> None:
-        *inputs, dq, dk, dv = refs
-        KeyBlock.start(schedule, Arrays(*inputs, dq, dk, dv), memory).differentiate()
+        KeyBlock.start(schedule, Arrays(*refs), memory).differentiate()
 
-    kernel = launch.build_kernel("attention_gradients", run, memory, outputs, grid, config.warpgroups)
+    grid, memory = {"cta": schedule.raster_order.count}, shared_storage(config, q.dtype)
+    kernel = launch.build_kernel("attention_gradients", run, memory, (), grid, config.warpgroups)
 
+    @launch.isolate_from_fusion
     def add_up(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        sums = jax.new_ref(arrays[-1])
-        dk, dv = kernel(*arrays[:-1], sums)
-        return sums[...], dk, dv
+        inputs, outputs = arrays[:-3], arrays[-3:]
+        return pl.run_state(lambda refs: kernel(*inputs, *refs))(outputs)
 
-    sums, dk, dv = add_up(q, k, v, dout, lse, delta, sums)
+    sums, dk, dv = add_up(*inputs, *outputs)
     return convert_dq(spec, config, sums, q), dk, dv
 
 
@@ -296,7 +295,7 @@ class KeyBlock:
 
     def store(self, dk: jax.Array, dv: jax.Array) -> None:
         """Stores dK and dV through the buffers of K and V."""
-        self.wait_for_copies()  # everyone has read K and V
+        async_copy.sync_cta(self.config.warpgroups)  # everyone has read K and V
         limit = self.spec.kv_len - self.first_key
         rows = pl.ds(self.first_key, self.config.block_kv)
         stores = (self.memory.k, dk * self.spec.scale, self.arrays.dk), (self.memory.v, dv, self.arrays.dv)

@@ -8,7 +8,7 @@ class ForwardConfig:
     """Tile sizes of one forward kernel. A CTA computes `block_q` query rows of one head."""
 
     head_dim: int  # of queries and keys: a multiple of 32 up to 256; arrays may have less
-    value_dim: int
+    value_dim: int  # of values: no more
     warpgroups: int = 1
     # Tiles of 64 query rows a warpgroup: 16 or 32 rows a warp. Two share each fragment of K and V, which halves the
     # traffic of shared memory (FlashAttention-2's scheme on A100).
@@ -33,6 +33,6 @@ class ForwardConfig:
     @property
     def smem_bytes(self) -> int:
         """Returns the bytes of shared memory that a CTA takes."""
-        q_rows = self.block_q * max(self.head_dim, self.value_dim)  # the output leaves through Q's buffer
+        q_rows = self.block_q * self.head_dim
         kv_rows = self.stages * self.block_kv * (self.head_dim + self.value_dim)
         return 2 * (q_rows + kv_rows)

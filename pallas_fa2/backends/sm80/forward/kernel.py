@@ -22,7 +22,7 @@ from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.schedule import ForwardSchedule
 from pallas_fa2.backends.sm80.primitives import async_copy, mma
-from pallas_fa2.backends.sm90.primitives import launch, layouts, masking, pipeline, swizzle, thread_values
+from pallas_fa2.backends.sm90.primitives import launch, layouts, masking, pipeline, thread_values
 from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
 from pallas_fa2.control_flow import cond, when
 
@@ -33,7 +33,7 @@ NO_MAXIMUM = -1e30
 class SharedStorage(NamedTuple):
     """Shared memory of a CTA."""
 
-    q: Any  # [block_q, H or Hv, the larger]: the output leaves through it
+    q: Any  # [block_q, H]: the output leaves through it, as Hv <= H
     k: Any  # [stages, block_kv, H]
     v: Any  # [stages, block_kv, Hv]
 
@@ -191,7 +191,7 @@ class RowBlock:
 
     def store(self, states: list[Softmax]) -> None:
         """Stores O = diag(l)^-1 O and lse = m + log l: Algorithm 1, lines 12-15."""
-        self.wait_for_copies(0)  # everyone has read Q: its buffer takes the output
+        # Everyone has read Q: its buffer takes the output.
         limit = self.spec.q_len - self.first_row
         for n, state in enumerate(states):
             total = plgpu.layout_cast(state.row_sum.sum(axis=1), ROW_LAYOUT)
@@ -199,7 +199,8 @@ class RowBlock:
             share = jnp.where(empty, 0.0, 1 / total)
             lse = state.maximum * self.spec.scale + jnp.log(total)
             out = state.out * layouts.broadcast_rows(share, state.out.shape)
-            self.own_rows(self.memory.q, n)[...] = out.astype(self.out.dtype)
+            own = self.own_rows(self.memory.q, n).at[:, pl.ds(0, self.config.value_dim)]
+            own[...] = out.astype(self.out.dtype)
             row = self.tile_row(n)
             async_copy.store_row_values(
                 jnp.where(empty, -jnp.inf, lse),

@@ -6,18 +6,24 @@ dim that is a multiple of 8 needs no padded copy in device memory. Copies are or
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.inline import asm, i32, inline_op
 from pallas_fa2.backends.sm90.primitives import swizzle
-from pallas_fa2.backends.sm90.primitives.inline import inline_op
-from pallas_fa2.backends.sm90.primitives.layouts import ROW_LAYOUT
-from pallas_fa2.backends.sm90.primitives.thread_values import address, i32, scalars, thread_number
+from pallas_fa2.backends.sm90.primitives.layouts import ROW_LAYOUT, THREADS
+from pallas_fa2.backends.sm90.primitives.thread_values import (
+    address,
+    scalars,
+    thread_index,
+    warpgroup_thread_index,
+)
+from pallas_fa2.backends.sm90.primitives.types import MlirValue, Ref, Registers, Scalar
 
 CHUNK_BYTES = 16  # that a thread copies at once
 _SCALAR = plgpu.Layout.WG_SPLAT
@@ -42,7 +48,7 @@ class _ThreadChunks:
     chunk c ^ (r % 8) of 8, or at c ^ (r % 8 // 2) of 4.
     """
 
-    def __init__(self, buffer: Any, array: Any, threads: int):
+    def __init__(self, buffer: Ref, array: Ref, warpgroups: int):
         buffer_type, array_type = ir.MemRefType(buffer.type), ir.MemRefType(array.type)
         (_, self.dim), ((stride, _), _) = array_type.shape, array_type.get_strides_and_offset()
         row_groups, panels, group_rows, width = buffer_type.shape
@@ -51,8 +57,9 @@ class _ThreadChunks:
         row_bytes, group_bytes = panels * panel_bytes, panels * panel_bytes * group_rows
         self.columns_per_chunk = CHUNK_BYTES // size
         chunks = 8 if row_bytes % 128 == 0 else 4  # that neighbouring threads copy, of a row
+        threads = THREADS * warpgroups
         rows_per_pass = threads // chunks
-        thread = arith.andi(thread_number(), i32(threads - 1))
+        thread = arith.andi(thread_index(), i32(threads - 1))
         self.row = arith.shrui(thread, i32(chunks.bit_length() - 1))
         self.chunk = arith.andi(thread, i32(chunks - 1))
         low = arith.andi(self.row, i32(group_rows - 1))
@@ -89,7 +96,7 @@ class _ThreadChunks:
             first = j * self._chunks * self.columns_per_chunk
             yield _Pass(row, smem, gmem, first, first + self._chunks * self.columns_per_chunk)
 
-    def exists(self, step: _Pass, limit: Any | None) -> Any | None:
+    def exists(self, step: _Pass, limit: MlirValue | None) -> MlirValue | None:
         """Returns whether the thread's chunk is one of the array's; None if all are."""
         conditions = []
         if limit is not None:
@@ -103,117 +110,114 @@ class _ThreadChunks:
         return conditions[0] if len(conditions) == 1 else arith.andi(*conditions)
 
 
-def load_rows(array: Any, buffer: Any, warpgroups: int, limit: Any | None = None) -> None:
-    """Copies `[rows, dim]` of device memory into a swizzled `[rows, columns]` buffer, columns >= dim.
+def load_rows(array: Ref, buffer: Ref, warpgroups: int, limit: Scalar | None = None) -> None:
+    """Copy `[rows, dim]` of device memory into a swizzled `[rows, columns]` buffer, columns >= dim.
 
     Rows from `limit` on (if it is given) and columns from dim on do not exist and become zeros. All threads of the CTA
     take part.
     """
+    limits = () if limit is None else (I32(limit),)
 
-    def load(_: Any, array: Any, buffer: Any, *limits: Any) -> None:
-        chunks = _ThreadChunks(buffer, array, 128 * warpgroups)
+    @inline_op("load_rows", plgpu.RefType(), swizzle.as_operand(buffer), *[_SCALAR] * len(limits))
+    def load(_, array: Ref, buffer: Ref, *limits: Registers) -> None:
+        chunks = _ThreadChunks(buffer, array, warpgroups)
         bound = limits[0].registers[()] if limits else None
         for step in chunks.passes():
             operands = [chunks.smem, chunks.gmem]
-            where = f"[$0 + {step.smem_offset}], [$1 + {step.gmem_offset}], 16"
+            code = f"[$0 + {step.smem_offset}], [$1 + {step.gmem_offset}], {CHUNK_BYTES}"
             if (exists := chunks.exists(step, bound)) is not None:
                 operands.append(arith.select(exists, i32(CHUNK_BYTES), i32(0)))
-                where += ", $2"
+                code += ", $2"
             constraints = ",".join(["r", "l", "r"][: len(operands)])
-            _run(f"cp.async.cg.shared.global.L2::128B {where};", constraints, *operands)
+            asm(f"cp.async.cg.shared.global.L2::128B {code};", constraints, *operands)
 
-    limits = () if limit is None else (I32(limit),)
-    inline_op("load_rows", load, None, plgpu.RefType(), swizzle.as_operand(buffer), *[_SCALAR] * len(limits))(
-        array, buffer, *limits
-    )
+    load(array, buffer, *limits)
 
 
-def store_rows(buffer: Any, array: Any, warpgroups: int, limit: Any) -> None:
-    """Stores the rows before `limit` of a swizzled buffer to `[rows, dim]` of device memory, 16 bytes a thread at a time.
+def store_rows(buffer: Ref, array: Ref, warpgroups: int, limit: Scalar) -> None:
+    """Store the rows before `limit` of a swizzled buffer to `[rows, dim]` of device memory, 16 bytes a thread at a time.
 
     All threads of the CTA take part.
     """
 
-    def store(_: Any, buffer: Any, array: Any, limit: Any) -> None:
-        chunks = _ThreadChunks(buffer, array, 128 * warpgroups)
+    @inline_op("store_smem_rows", swizzle.as_operand(buffer), plgpu.RefType(), _SCALAR)
+    def store(_, buffer: Ref, array: Ref, limit: Registers) -> None:
+        chunks = _ThreadChunks(buffer, array, warpgroups)
         for step in chunks.passes():
+            if step.first_column >= chunks.dim:
+                continue
             exists = chunks.exists(step, limit.registers[()])
+            assert exists is not None
             code = (
                 "{ .reg .b32 a, b, c, d; "
                 f"ld.shared.v4.b32 {{a, b, c, d}}, [$0 + {step.smem_offset}]; "
                 f"@$2 st.global.v4.b32 [$1 + {step.gmem_offset}], {{a, b, c, d}}; }}"
             )
-            _run(code, "r,l,b", chunks.smem, chunks.gmem, exists)
+            asm(code, "r,l,b", chunks.smem, chunks.gmem, exists)
 
-    inline_op("store_rows", store, None, swizzle.as_operand(buffer), plgpu.RefType(), _SCALAR)(
-        buffer, array, I32(limit)
+    store(buffer, array, I32(limit))
+
+
+@inline_op("load_vector", plgpu.RefType(), plgpu.RefType())
+def load_vector(_, vector: Ref, buffer: Ref) -> None:
+    """Copy float32 `[n]`, n a multiple of 4 up to 512, by the first threads of each warpgroup."""
+    (count,) = ir.MemRefType(vector.type).shape
+    thread = warpgroup_thread_index()
+    offset = arith.shli(thread, i32(4))
+    i64 = ir.IntegerType.get_signless(64)
+    smem = arith.addi(address(buffer, 32), offset)
+    gmem = arith.addi(address(vector), arith.extui(i64, offset))
+    code = (
+        f"{{ .reg .pred p; setp.lt.s32 p, $2, {count // 4}; "
+        "@p cp.async.cg.shared.global [$0], [$1], 16; }"
     )
+    asm(code, "r,l,r", smem, gmem, thread)
 
 
-def load_vector(vector: Any, buffer: Any) -> None:
-    """Copies float32 `[n]`, n a multiple of 4 up to 512, by the first threads of each warpgroup."""
+def store_row_values(values: jax.Array, vector: Ref, limit: Scalar) -> None:
+    """Store float32 `[64]`, a value for each row of a tile, of which rows from `limit` on do not exist."""
+    _store_row_values(values, vector, I32(limit))
 
-    def load(_: Any, vector: Any, buffer: Any) -> None:
-        (count,) = ir.MemRefType(vector.type).shape
-        thread = arith.andi(thread_number(), i32(127))
-        offset = arith.shli(thread, i32(4))
-        i64 = ir.IntegerType.get_signless(64)
-        smem = arith.addi(address(buffer, 32), offset)
-        gmem = arith.addi(address(vector), arith.extui(i64, offset))
+
+@inline_op("store_row_values", ROW_LAYOUT, plgpu.RefType(), _SCALAR)
+def _store_row_values(_, values: Registers, vector: Ref, limit: Registers) -> None:
+    """A thread has rows r and r + 8 of its warp's 16, the same as three neighbors."""
+    thread = warpgroup_thread_index()
+    lane = arith.andi(thread, i32(31))
+    row = arith.addi(arith.shli(arith.shrui(thread, i32(5)), i32(4)), arith.shrui(lane, i32(2)))
+    i64 = ir.IntegerType.get_signless(64)
+    gmem = arith.addi(address(vector), arith.extui(i64, arith.shli(row, i32(2))))
+    leader = arith.andi(lane, i32(3))
+    for half, value in enumerate(scalars(values)):
         code = (
-            f"{{ .reg .pred p; setp.lt.s32 p, $2, {count // 4}; "
-            "@p cp.async.cg.shared.global [$0], [$1], 16; }"
+            "{ .reg .pred p; setp.eq.s32 p, $3, 0; setp.lt.and.s32 p, $2, $4, p; "
+            f"@p st.global.f32 [$0 + {32 * half}], $1; }}"
         )
-        _run(code, "r,l,r", smem, gmem, thread)
-
-    inline_op("load_vector", load, None, plgpu.RefType(), plgpu.RefType())(vector, buffer)
-
-
-def store_row_values(values: jax.Array, vector: Any, limit: Any) -> None:
-    """Stores float32 `[64]`, a value for each row of a tile, of which rows from `limit` on do not exist."""
-
-    def store(_: Any, values: Any, vector: Any, limit: Any) -> None:
-        """A thread has rows r and r + 8 of its warp's 16, the same as three neighbours."""
-        thread = arith.andi(thread_number(), i32(127))
-        lane = arith.andi(thread, i32(31))
-        row = arith.addi(
-            arith.shli(arith.shrui(thread, i32(5)), i32(4)), arith.shrui(lane, i32(2))
-        )
-        i64 = ir.IntegerType.get_signless(64)
-        gmem = arith.addi(address(vector), arith.extui(i64, arith.shli(row, i32(2))))
-        leader = arith.andi(lane, i32(3))
-        for half, value in enumerate(scalars(values)):
-            code = (
-                "{ .reg .pred p; setp.eq.s32 p, $3, 0; setp.lt.and.s32 p, $2, $4, p; "
-                f"@p st.global.f32 [$0 + {32 * half}], $1; }}"
-            )
-            at = arith.addi(row, i32(8 * half))
-            _run(code, "l,f,r,r,r", gmem, value, at, leader, limit.registers[()])
-
-    inline_op("store_row_values", store, None, ROW_LAYOUT, plgpu.RefType(), _SCALAR)(
-        values, vector, I32(limit)
-    )
+        half_row = arith.addi(row, i32(8 * half))
+        asm(code, "l,f,r,r,r", gmem, value, half_row, leader, limit.registers[()])
 
 
-def commit_group() -> None:
-    """Makes a group of the thread's copies since the last one."""
-    inline_op("commit_group", lambda _: _run("cp.async.commit_group;", ""), None)()
+@inline_op("commit_group")
+def commit_group(_) -> None:
+    """Make a group of the thread's copies since the last one."""
+    asm("cp.async.commit_group;", "")
 
 
 def wait_groups(pending: int) -> None:
-    """Waits until all but the last `pending` of the thread's groups have landed."""
-    code = f"cp.async.wait_group {pending};"
-    inline_op(f"wait_groups {pending}", lambda _: _run(code, ""), None)()
+    """Wait until all but the last `pending` of the thread's groups have landed."""
+
+    @inline_op("wait_groups", pending=pending)
+    def wait(_) -> None:
+        asm(f"cp.async.wait_group {pending};", "")
+
+    wait()
 
 
 def sync_cta(warpgroups: int) -> None:
-    """Lets all threads of the CTA wait for each other; what each has seen, all see then."""
-    code = f"bar.sync {CTA_BARRIER}, {128 * warpgroups};"
-    inline_op(f"sync_cta {warpgroups}", lambda _: _run(code, ""), None)()
+    """Let all threads of the CTA wait for each other; what each has done in shared memory, all see then."""
 
+    @inline_op("sync_cta")
+    def sync(_) -> None:
+        asm(f"bar.sync {CTA_BARRIER}, {THREADS * warpgroups};", "")
 
-def _run(code: str, constraints: str, *operands: Any) -> None:
-    void = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(void, list(operands), code, constraints, has_side_effects=True)
-
-
+    sync()

@@ -1,52 +1,51 @@
 """Operands of mma.sync (m16n8k16): fragments of swizzled shared memory and of accumulators."""
 
-from typing import Any
-
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa2.backends.common.inline import inline_op
 from pallas_fa2.backends.sm90.primitives import layouts
-from pallas_fa2.backends.sm90.primitives.inline import inline_op
 from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT
+from pallas_fa2.backends.sm90.primitives.types import Ref, Registers, Slice
 
 K_STEP = 16  # the K of an instruction: rows of a right operand that are loaded at a time
 
 
-def load_left(ref: Any, transposed: bool = False) -> jax.Array:
-    """Loads a left operand `[64, k]`, or its transpose, from swizzled shared memory by ldmatrix."""
-    ref = plgpu.transpose_ref(ref, (1, 0)) if transposed else ref
+def load_left(ref: Ref, transposed: bool = False) -> jax.Array:
+    """Load a left operand `[64, k]`, or its transpose, from swizzled shared memory by ldmatrix."""
+    ref = ref.transpose((1, 0)) if transposed else ref
     return plgpu.load(ref, layout=plgpu.Layout.MMA_LHS(ref.dtype))
 
 
-def load_right(ref: Any, transposed: bool = False) -> jax.Array:
-    """Loads a right operand `[k, n]`, or its transpose, from swizzled shared memory by ldmatrix."""
-    ref = plgpu.transpose_ref(ref, (1, 0)) if transposed else ref
+def load_right(ref: Ref, transposed: bool = False) -> jax.Array:
+    """Load a right operand `[k, n]`, or its transpose, from swizzled shared memory by ldmatrix."""
+    ref = ref.transpose((1, 0)) if transposed else ref
     return plgpu.load(ref, layout=plgpu.Layout.MMA_RHS(ref.dtype))
 
 
 def as_left(tile: jax.Array) -> jax.Array:
-    """Returns a 16-bit accumulator tile as a left operand: the same registers by another name."""
+    """Return a 16-bit accumulator tile as a left operand: the same registers by another name."""
     layout = plgpu.Layout.MMA_LHS(tile.dtype)
 
-    def rename(_: Any, tile: Any) -> Any:
+    @inline_op("as_left", ACC_LAYOUT, result=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout))
+    def rename(_, tile: Registers) -> Registers:
         target = layout.to_mgpu()
         registers = tile.registers.reshape(target.registers_shape(tile.shape))
         return mgpu.FragmentedArray(_registers=registers, _layout=target, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout)
-    return inline_op("as_left", rename, result, ACC_LAYOUT)(tile)
+    return rename(tile)
 
 
-def panel_slices(buffer: Any) -> list[Any]:
-    """Returns slices of a buffer's columns, whole swizzled panels each: 64 columns, or 32 where rows are no multiple."""
+def panel_slices(buffer: Ref) -> list[Slice]:
+    """Return slices of a buffer's columns, whole swizzled panels each: 64 columns, or 32 where rows are no multiple."""
     columns = buffer.shape[-1]
     return layouts.slices(columns, 64 if columns % 64 == 0 else 32)
 
 
-def multiply_rows(acc: jax.Array, left: jax.Array, buffer: Any) -> jax.Array:
-    """Returns acc + left @ buffer, a few rows of the buffer `[k, n]` after another."""
+def multiply_rows(acc: jax.Array, left: jax.Array, buffer: Ref) -> jax.Array:
+    """Return acc + left @ buffer, a few rows of the buffer `[k, n]` after another."""
     for start in range(0, left.shape[1], K_STEP):
         right = load_right(buffer.at[pl.ds(start, K_STEP)])
         acc = plgpu.mma(acc, left[:, start : start + K_STEP], right)
