@@ -307,7 +307,9 @@ def _inline(eqn: Any) -> Callable:
         (("copy_rows",), copy),
         (inline.INLINE, compute),
     )
-    meaning = next(meaning for names, meaning in kinds if op.name in names)
+    meaning = next((meaning for names, meaning in kinds if op.name in names), None)
+    if meaning is None:
+        raise KeyError(op.name)
     return lambda warpgroup, *values: meaning(warpgroup, *locate(values)) or ()
 
 
