@@ -102,7 +102,7 @@ def test_backward(name: str) -> None:
     found = interpreter.run(
         functools.partial(gradients, spec, config), q, k, v, dout, lse, delta.astype("float32")
     )
-    for actual, gradient in zip(found, expected, strict=True):
+    for actual, gradient in zip(found[:3], expected, strict=True):
         np.testing.assert_allclose(actual.astype("float32"), gradient, atol=3e-2)
 
 

@@ -18,13 +18,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
-from pallas_fa2.arithmetic import I32, LOG2E
+from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.aux_grads import AuxGrads
+from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.key_mods import KeyInputs, KeyMods
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
 from pallas_fa2.backends.sm80.primitives import accumulate, async_copy, mma
-from pallas_fa2.backends.sm90.primitives import launch, layouts, masking, pipeline, thread_values
+from pallas_fa2.backends.sm90.block_mask import BlockMask, block_id, unpack_counts
+from pallas_fa2.backends.sm90.mask_bits import load_bits
+from pallas_fa2.backends.sm90.primitives import launch, layouts, pipeline, thread_values
 from pallas_fa2.control_flow import cond, when
+from pallas_fa2.ir.tile_functions import AxisInputs
 
 
 class SharedStorage(NamedTuple):
@@ -40,8 +46,8 @@ class SharedStorage(NamedTuple):
     p: Any  # [block_kv, block_q] where columns are divided
 
 
-class Arrays(NamedTuple):
-    """Arrays in device memory."""
+class Inputs(NamedTuple):
+    """Arrays in device memory that are read."""
 
     q: Any
     k: Any
@@ -49,9 +55,18 @@ class Arrays(NamedTuple):
     dout: Any
     lse: Any  # -lse in base 2, float32 [B, N, T'], -inf in rows that do not exist or see nothing
     delta: Any  # -delta
-    dq: Any  # float32 [B, N, blocks of queries, warpgroups, a warpgroup's tile], added to
+    block_mask: BlockMask | None  # under a mask: the blocks of queries of the whole group
+    aux: AuxInputs | None  # what masks, scores and dropout read
+    mask_bits: Any  # of a mask that is precomputed
+
+
+class Outputs(NamedTuple):
+    """Arrays in device memory that are written or added to."""
+
+    dq: Any  # float32 [B, N, blocks of queries, warpgroups, a warpgroup's tile]
     dk: Any
     dv: Any
+    aux_grads: AuxGrads | None
 
 
 def gradients(
@@ -63,31 +78,45 @@ def gradients(
     dout: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns dq, dk and dv, like q `[B, T, N, H]`, k `[B, S, K, H]` and v `[B, S, K, Hv]`.
+    block_mask: BlockMask | None = None,
+    aux: AuxInputs | None = None,
+    mask_bits: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, AuxGrads | None]:
+    """Return dq, dk and dv, like q `[B, T, N, H]`, k `[B, S, K, H]` and v `[B, S, K, Hv]`, and gradients of aux inputs.
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of 64, both negated: -lse in base 2, -inf where a row does not
-    exist, so that its probabilities are 0; and -rowsum(dO O).
+    exist, so that its probabilities are 0; and -rowsum(dO O). Under a mask, `block_mask` lists the blocks of queries of every
+    block of keys; `aux` is what masks, scores and dropout read, and `mask_bits` are those of a mask that is precomputed.
     """
     schedule = BackwardSchedule(spec, config)
     blocks = spec.batch, spec.q_heads, schedule.q_blocks, config.warpgroups
     sums = jnp.zeros((*blocks, config.dq_size // config.warpgroups), jnp.float32)
-    outputs = sums, lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype)
-    inputs = q, k, v, dout, lse, delta
+    aux_grads = None
+    if aux is not None:
+        aux = aux.with_index_row(*config.tile)
+        if spec.score is not None:
+            lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
+            aux_grads = AuxGrads.zeros(spec, q.dtype, lengths, aux)
+    block_mask = jax.tree.map(jnp.asarray, block_mask)
+    inputs = Inputs(q, k, v, dout, lse, delta, block_mask, aux, mask_bits)
+    outputs = Outputs(sums, lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype), aux_grads)
+    read, read_tree = jax.tree.flatten(inputs)
+    written, written_tree = jax.tree.flatten(outputs)
 
     def run(refs: tuple, memory: SharedStorage) -> None:
-        KeyBlock.start(schedule, Arrays(*refs), memory).differentiate()
+        inputs = jax.tree.unflatten(read_tree, refs[: len(read)])
+        outputs = jax.tree.unflatten(written_tree, refs[len(read) :])
+        KeyBlock.start(schedule, inputs, outputs, memory).differentiate()
 
     grid, memory = {"cta": schedule.raster_order.count}, shared_storage(config, q.dtype)
     kernel = launch.build_kernel("attention_gradients", run, memory, (), grid, config.warpgroups)
 
     @launch.isolate_from_fusion
-    def add_up(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        inputs, outputs = arrays[:-3], arrays[-3:]
-        return pl.run_state(lambda refs: kernel(*inputs, *refs))(outputs)
+    def add_up(read: list, written: tuple) -> tuple:
+        return pl.run_state(lambda refs: kernel(*read, *refs))(written)
 
-    sums, dk, dv = add_up(*inputs, *outputs)
-    return convert_dq(spec, config, sums, q), dk, dv
+    outputs = jax.tree.unflatten(written_tree, add_up(read, tuple(written)))
+    return convert_dq(spec, config, outputs.dq, q), outputs.dk, outputs.dv, outputs.aux_grads
 
 
 def shared_storage(config: BackwardConfig, dtype: Any) -> SharedStorage:
@@ -109,30 +138,56 @@ def shared_storage(config: BackwardConfig, dtype: Any) -> SharedStorage:
     )
 
 
+class Step(NamedTuple):
+    """A block of queries of one head against a block of keys."""
+
+    head: Any
+    block: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class KeyBlock:
     """A block of keys of one head, and the blocks of queries of its group that see it."""
 
     schedule: BackwardSchedule
-    arrays: Arrays
+    inputs: Inputs
+    outputs: Outputs
     memory: SharedStorage
-    batch: Any
-    kv_head: Any
-    first_key: Any
-    first_block: Any  # of queries that see a key
-    first_full: Any  # block of queries that see all keys
-    is_last_tile: Any
+    coordinates: tuple[Any, Any, Any]  # batch entry, head of keys and block of keys
+    first_block: Any  # of queries that see a key, without a general mask
+    num_steps: Any
+    num_full: Any  # under a general mask: the first of them
     warpgroup: Any
 
     @classmethod
-    def start(cls, schedule: BackwardSchedule, arrays: Arrays, memory: SharedStorage) -> "KeyBlock":
-        batch, head, tile = schedule.coordinates(lax.axis_index("cta"))
+    def start(
+        cls, schedule: BackwardSchedule, inputs: Inputs, outputs: Outputs, memory: SharedStorage
+    ) -> "KeyBlock":
+        coordinates = schedule.coordinates(lax.axis_index("cta"))
+        batch, head, tile = coordinates
         warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
-        first_key = tile * schedule.config.block_kv
-        is_last = tile == schedule.kv_tiles - 1
-        return cls(
-            schedule, arrays, memory, batch, head, first_key, *schedule.q_range(tile), is_last, warpgroup
-        )
+        first_block, num_full = I32(0), I32(0)
+        if inputs.block_mask is None:
+            first_block = schedule.first_q_block(tile)
+            num_steps = (schedule.q_blocks - first_block) * schedule.spec.group
+        else:
+            counts = layouts.index_broadcast(inputs.block_mask.num_blocks, batch, head)[tile]
+            num_steps, num_partial = unpack_counts(counts)
+            num_full = num_steps - num_partial
+        counts = first_block, num_steps, num_full, warpgroup
+        return cls(schedule, inputs, outputs, memory, coordinates, *counts)
+
+    @property
+    def batch(self) -> Any:
+        return self.coordinates[0]
+
+    @property
+    def kv_head(self) -> Any:
+        return self.coordinates[1]
+
+    @property
+    def first_key(self) -> Any:
+        return self.coordinates[2] * self.config.block_kv
 
     @property
     def spec(self) -> KernelSpec:
@@ -142,60 +197,57 @@ class KeyBlock:
     def config(self) -> BackwardConfig:
         return self.schedule.config
 
-    @property
-    def steps_per_head(self) -> Any:
-        return self.schedule.q_blocks - self.first_block
-
     def differentiate(self) -> None:
-        """Computes dK and dV of the block, and adds to dQ: Algorithm 2, lines 6-21."""
+        """Compute dK and dV of the block, and add to dQ: Algorithm 2, lines 6-21."""
+        first = self.load_step(I32(0))
         self.load_keys()
-        self.load_block(I32(0))
+        self.load_block(I32(0), first)
         v_fragments = None
         if self.config.v_in_registers:
             self.wait_for_copies()
             v_fragments = self.left_panels(self.memory.v)
-        state = tuple(
-            thread_values.zero_accumulator((64, self.config.share(dim, 0).size if self.config.split_columns else dim))
-            for dim in (self.config.head_dim, self.config.value_dim)
-        )  # line 7
-        steps = self.steps_per_head * self.spec.group
-        state = lax.fori_loop(I32(0), steps, functools.partial(self.step, v_fragments, steps), state)
-        self.store(*state)  # line 20
+        split = self.config.split_columns
+        dims = (self.config.head_dim, self.config.value_dim)
+        columns = (self.config.share(dim, 0).size if split else dim for dim in dims)
+        dk, dv = (thread_values.zero_accumulator((64, size)) for size in columns)  # line 7
+        body = functools.partial(self.step, v_fragments)
+        _, dk, dv = lax.fori_loop(I32(0), self.num_steps, body, (first, dk, dv))
+        self.store(dk, dv)  # line 20
 
-    def step(self, v_fragments: list | None, steps: Any, t: Any, state: tuple) -> tuple:
-        """Adds what one block of queries gives: Algorithm 2, lines 9-18."""
-        dk, dv = state
-        head, block = self.q_coordinates(t)
+    def step(self, v_fragments: list | None, t: Any, carry: tuple) -> tuple:
+        """Add what one block of queries gives: Algorithm 2, lines 9-18."""
+        step, dk, dv = carry
+        next_step = self.load_step(t + 1)
         q, dout, lse, delta = self.buffers(t)
         self.wait_for_copies()  # the block is there, and everyone has read the one before
         if self.config.stages > 1:
-            when(t + 1 < steps)(lambda: self.load_block(t + 1))
-        columns = self.score_columns
+            self.load_block(t + 1, next_step)
+        columns, mods = self.score_columns, self.mods(step, masked=False)
         s = self.multiply_keys(self.memory.k, q.at[columns], None)  # line 11
-        s = self.apply_mask(s, block)
-        scale = self.spec.scale * LOG2E
-        exponent = s * scale + self.query_values(lse.at[columns], s)
-        p = jnp.exp2(exponent)  # line 12
+        exponent = mods.exponents(s, layouts.load_row(1, lse.at[columns], jnp.float32))
+        p = mods.apply_dropout(mods.probabilities(self.mask(exponent, t, step)))  # line 12
         dp = self.multiply_keys(self.memory.v, dout.at[columns], v_fragments)  # line 14
-        ds = (p * (dp + self.query_values(delta.at[columns], s))).astype(q.dtype)  # line 15
-        p = p.astype(q.dtype)
+        ds = mods.ds(p, s, dp, layouts.load_row(1, delta.at[columns], jnp.float32))  # line 15
+        p, ds = mods.undropped(p).astype(q.dtype), ds.astype(q.dtype)
         self.memory.ds.at[self.score_rows, columns][...] = ds
         if self.config.split_columns:
             self.memory.p.at[:, columns][...] = p
             async_copy.sync_cta(self.config.warpgroups)
-            dv = self.multiply_shared(dv, self.memory.p, dout.at[:, self.share(self.config.value_dim)])
-            dk = self.multiply_shared(dk, self.memory.ds, q.at[:, self.share(self.config.head_dim)])
+            own_dout = dout.at[:, self.share(self.config.value_dim)]
+            dv = self.multiply_shared(dv, self.memory.p, own_dout)  # line 13
+            own_q = q.at[:, self.share(self.config.head_dim)]
+            dk = self.multiply_shared(dk, self.memory.ds, own_q)  # line 18
         else:
             dv = mma.multiply_rows(dv, mma.as_left(p), dout)  # line 13
             dk = mma.multiply_rows(dk, mma.as_left(ds), q)  # line 18
         async_copy.sync_cta(self.config.warpgroups)  # dS is there; Q and dO have been read
         if self.config.stages == 1:
-            when(t + 1 < steps)(lambda: self.load_block(t + 1))
-        self.add_dq(head, block)  # line 17
-        return dk, dv
+            self.load_block(t + 1, next_step)
+        self.add_dq(step)  # line 17
+        return next_step, dk, dv
 
     def multiply_keys(self, keys: Any, queries: Any, fragments: list | None) -> jax.Array:
-        """Returns keys @ queries^T of the warpgroup's rows of keys: S^T or dP^T."""
+        """Return keys @ queries^T of the warpgroup's rows of keys: S^T or dP^T."""
         acc = thread_values.zero_accumulator((64, self.config.score_columns))
         for i, columns in enumerate(mma.panel_slices(keys)):
             left = fragments[i] if fragments else mma.load_left(keys.at[self.score_rows, columns])
@@ -203,50 +255,65 @@ class KeyBlock:
         return acc
 
     def multiply_shared(self, acc: jax.Array, left: Any, right: Any) -> jax.Array:
-        """Returns acc + left @ right, both in shared memory."""
+        """Return acc + left @ right, both in shared memory."""
         for panel in mma.panel_slices(left):
             fragment = mma.load_left(left.at[:, panel])
             acc = mma.multiply_rows(acc, fragment, right.at[panel])
         return acc
 
-    def add_dq(self, head: Any, block: Any) -> None:
-        """Adds dQ_i = dS K, of the warpgroup's columns, to device memory."""
+    def add_dq(self, step: Step) -> None:
+        """Add dQ_i = dS K, of the warpgroup's columns, to device memory."""
         columns = self.share(self.config.head_dim)
         dq = thread_values.zero_accumulator((self.config.block_q, columns.size))
         for start in range(0, self.config.block_kv, mma.K_STEP):
             rows = pl.ds(start, mma.K_STEP)
             left = mma.load_left(self.memory.ds.at[rows], transposed=True)
             dq = plgpu.mma(dq, left, mma.load_right(self.memory.k.at[rows, columns]))
-        target = self.arrays.dq.at[self.batch, head, block, self.warpgroup]
+        target = self.outputs.dq.at[self.batch, step.head, step.block, self.warpgroup]
         accumulate.add_tile(target, dq, self.config.vector_atomics)
 
-    def apply_mask(self, s: jax.Array, block: Any) -> jax.Array:
-        """Sets to -inf the scores of queries before the first that sees a key.
+    def mask(self, exponent: jax.Array, t: Any, step: Step) -> jax.Array:
+        """Set to -inf where a query does not see a key, if the step is partial.
 
         Keys past the end are zeros: what they add to dQ is 0, and their dK and dV are not stored.
         """
-        if self.spec.causal_offset is None:
-            return s
+        if self.spec.mask is not None:
+            is_partial = t >= self.num_full
+        elif self.spec.causal:
+            is_partial = step.block < self.schedule.first_full_q_block(self.coordinates[2])
+        else:
+            return exponent
 
         def mask() -> jax.Array:
-            first_query = block * self.config.block_q + self.score_columns.start
-            shift = self.first_key + self.score_rows.start - first_query - self.spec.causal_offset
-            return masking.mask_before(s, layouts.index(s.shape, 0, shift))
+            bits = ()
+            if self.spec.uses_mask_bits:
+                fragment = 0 if self.config.split_columns else self.warpgroup
+                tile = self.coordinates[2]
+                bits = load_bits(self.inputs.mask_bits, self.batch, tile, step.block, fragment)
+            first_bit = 0 if isinstance(self.score_columns.start, int) else None
+            return self.mods(step, masked=True).apply_mask(exponent, bits, first_bit)
 
-        return cond(block < self.first_full, mask, lambda: s)
+        return cond(is_partial, mask, lambda: exponent)
 
-    def query_values(self, values: Any, s: jax.Array) -> jax.Array:
-        """Returns a value of each query, broadcast over the keys."""
-        return layouts.broadcast_columns(layouts.load_row(1, values, jnp.float32), s.shape)
+    def mods(self, step: Step, masked: bool) -> KeyMods:
+        """Load what scores and dropout, and the mask if `masked`, read of the keys."""
+        head, aux = (self.batch, step.head), self.inputs.aux
+        first_key = self.first_key + self.score_rows.start
+        first_query = step.block * self.config.block_q + self.score_columns.start
+        inputs = KeyInputs(AxisInputs(0), {})
+        if aux is not None:
+            inputs = KeyInputs.load(self.spec, aux, head, first_key, masked)
+        place = head, first_key, first_query
+        return KeyMods(self.spec, aux, self.outputs.aux_grads, *place, inputs, masked)
 
     @property
     def score_rows(self) -> Any:
-        """Returns the keys, within the block, whose scores the warpgroup forms."""
+        """Return the keys, within the block, whose scores the warpgroup forms."""
         return pl.ds(0, 64) if self.config.split_columns else pl.ds(self.warpgroup * 64, 64)
 
     @property
     def score_columns(self) -> Any:
-        """Returns the queries, within a block, whose scores the warpgroup forms."""
+        """Return the queries, within a block, whose scores the warpgroup forms."""
         size = self.config.score_columns
         return pl.ds(self.warpgroup * size, size) if self.config.split_columns else pl.ds(0, size)
 
@@ -256,36 +323,46 @@ class KeyBlock:
     def left_panels(self, keys: Any) -> list[jax.Array]:
         return [mma.load_left(keys.at[self.score_rows, x]) for x in mma.panel_slices(keys)]
 
-    def q_coordinates(self, t: Any) -> tuple[Any, Any]:
-        """Returns the head and the block of queries of step t."""
-        if self.spec.group == 1:
-            return self.kv_head, self.first_block + t
-        member = lax.div(t, self.steps_per_head)
-        block = t - member * self.steps_per_head + self.first_block
-        return self.kv_head * self.spec.group + member, block
+    def load_step(self, t: Any) -> Step:
+        """Return the head and the block of queries of step t; of the one after the last, whatever follows there."""
+        if self.inputs.block_mask is None:
+            blocks = self.schedule.q_blocks - self.first_block
+            member = I32(0) if self.spec.group == 1 else lax.div(t, blocks)
+            block = t - member * blocks + self.first_block
+        else:
+            indices = self.inputs.block_mask.block_indices
+            listed = layouts.index_broadcast(indices, *self.coordinates)
+            index = block_id(listed[jnp.minimum(t, indices.shape[-1] - 1)])
+            member = arithmetic.div(index, self.schedule.q_blocks)
+            block = arithmetic.rem(index, self.schedule.q_blocks)
+        return Step(self.kv_head * self.spec.group + member, block)
 
     def buffers(self, t: Any) -> tuple[Any, ...]:
         stage = arithmetic.rem(t, self.config.stages) if self.config.stages > 1 else 0
         m = self.memory
         return tuple(x.at[stage] for x in (m.q, m.dout, m.lse, m.delta))
 
-    def load_block(self, t: Any) -> None:
-        """Begins to copy the queries of step t, and makes a group of the copies so far."""
-        head, block = self.q_coordinates(t)
-        first, size = block * self.config.block_q, self.config.block_q
+    def load_block(self, t: Any, step: Step) -> None:
+        """Begin to copy the queries of step t, if there is one, and make a group of the copies so far."""
+        first, size = step.block * self.config.block_q, self.config.block_q
         limit = None if self.spec.q_len % size == 0 else self.spec.q_len - first
-        q, dout, lse, delta = self.buffers(t)
-        for array, buffer in ((self.arrays.q, q), (self.arrays.dout, dout)):
-            rows = array.at[self.batch, pl.ds(first, size), head]
-            async_copy.load_rows(rows, buffer, self.config.warpgroups, limit)
-        for array, buffer in ((self.arrays.lse, lse), (self.arrays.delta, delta)):
-            async_copy.load_vector(array.at[self.batch, head, pl.ds(first, size)], buffer)
+
+        def load() -> None:
+            q, dout, lse, delta = self.buffers(t)
+            for array, buffer in ((self.inputs.q, q), (self.inputs.dout, dout)):
+                rows = array.at[self.batch, pl.ds(first, size), step.head]
+                async_copy.load_rows(rows, buffer, self.config.warpgroups, limit)
+            for array, buffer in ((self.inputs.lse, lse), (self.inputs.delta, delta)):
+                values = array.at[self.batch, step.head, pl.ds(first, size)]
+                async_copy.load_vector(values, buffer)
+
+        when(t < self.num_steps)(load)
         async_copy.commit_group()
 
     def load_keys(self) -> None:
         size = self.config.block_kv
         limit = None if self.spec.kv_len % size == 0 else self.spec.kv_len - self.first_key
-        for array, buffer in ((self.arrays.k, self.memory.k), (self.arrays.v, self.memory.v)):
+        for array, buffer in ((self.inputs.k, self.memory.k), (self.inputs.v, self.memory.v)):
             rows = array.at[self.batch, pl.ds(self.first_key, size), self.kv_head]
             async_copy.load_rows(rows, buffer, self.config.warpgroups, limit)
 
@@ -294,11 +371,14 @@ class KeyBlock:
         async_copy.sync_cta(self.config.warpgroups)
 
     def store(self, dk: jax.Array, dv: jax.Array) -> None:
-        """Stores dK and dV through the buffers of K and V."""
+        """Store dK and dV through the buffers of K and V."""
         async_copy.sync_cta(self.config.warpgroups)  # everyone has read K and V
         limit = self.spec.kv_len - self.first_key
         rows = pl.ds(self.first_key, self.config.block_kv)
-        stores = (self.memory.k, dk * self.spec.scale, self.arrays.dk), (self.memory.v, dv, self.arrays.dv)
+        stores = (
+            (self.memory.k, dk * self.spec.scale, self.outputs.dk),
+            (self.memory.v, dv * self.spec.dropout_scale, self.outputs.dv),
+        )
         for buffer, gradient, _ in stores:
             own = buffer.at[self.score_rows]
             if self.config.split_columns:
@@ -313,7 +393,7 @@ class KeyBlock:
 def convert_dq(
     spec: KernelSpec, config: BackwardConfig, sums: jax.Array, q: jax.Array
 ) -> jax.Array:
-    """Returns dQ like q, from the float32 tiles that CTAs have added up."""
+    """Return dQ like q, from the float32 tiles that CTAs have added up."""
     size = config.block_q
     blocks = sums.shape[2]
 

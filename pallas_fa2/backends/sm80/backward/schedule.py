@@ -38,16 +38,22 @@ class BackwardSchedule:
         return raster.RasterOrder(p.batch, p.kv_heads, self.kv_tiles, heads, p.causal)
 
     def coordinates(self, cta: Any) -> tuple[Any, Any, Any]:
-        """Returns batch entry, head of keys and block of keys; under a causal mask the first keys meet most queries."""
+        """Return batch entry, head of keys and block of keys; under a causal mask the first keys meet most queries."""
         batch, head, tile = self.raster_order.coordinates(cta)
         return batch, head, self.kv_tiles - 1 - tile if self.spec.causal else tile
 
-    def q_range(self, kv_tile: Any) -> tuple[Any, Any]:
-        """Returns the first block of queries that sees a key, and the first that sees them all."""
+    def first_q_block(self, kv_tile: Any) -> Any:
+        """Return the first block of queries that sees a key of a tile, under a causal mask."""
         if self.spec.causal_offset is None:
-            return I32(0), I32(0)
-        first_key, block_q = kv_tile * self.config.block_kv, self.config.block_q
-        first = arithmetic.div(jnp.maximum(first_key - self.spec.causal_offset, 0), block_q)
-        past_last = first_key + (self.config.block_kv - 1 - self.spec.causal_offset + block_q - 1)
-        full = arithmetic.div(jnp.maximum(past_last, 0), block_q)
-        return first, jnp.minimum(full, self.q_blocks)
+            return I32(0)
+        first_key = kv_tile * self.config.block_kv
+        first_query = jnp.maximum(first_key - self.spec.causal_offset, 0)
+        return arithmetic.div(first_query, self.config.block_q)
+
+    def first_full_q_block(self, kv_tile: Any) -> Any:
+        """Return the first block of queries that sees all keys of a tile, under a causal mask."""
+        assert self.spec.causal_offset is not None
+        last_key = (kv_tile + 1) * self.config.block_kv - 1
+        block_q = self.config.block_q
+        first_query = jnp.maximum(last_key - self.spec.causal_offset, 0)
+        return arithmetic.div(first_query + (block_q - 1), block_q)

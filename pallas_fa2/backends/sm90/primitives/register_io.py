@@ -36,12 +36,14 @@ def _with_eviction(priority: str, instruction: str) -> str:
     return f"{{ .reg .b64 policy; {policy} {instruction} }}"
 
 
-def add_fragments(target: Ref, tile: jax.Array, late: bool = False) -> None:
+def add_fragments(target: Ref, tile: jax.Array, late: bool = False, vectors: bool = True) -> None:
     """Add a float32 tile of 64 rows to device memory, as it lies in registers, 16 bytes at a time.
 
     `target` is as large, `[4096]` for 64 columns, in the order (eight, warp, group, thread, half,
     element) that `load_fragments` undoes: row 16 warp + 8 half + group and column 8 eight + 2 thread +
     element (PTX ISA, wgmma's D fragment). A warp then adds 512 bytes side by side.
+
+    Vectors need compute capability 9.0; without them, values are added one by one.
 
     With `late`, a thread's address waits for the tile. Where registers are short, ptxas reads the thread's
     index anew each time, and would wait for it before it starts the products that follow.
@@ -53,8 +55,13 @@ def add_fragments(target: Ref, tile: jax.Array, late: bool = False) -> None:
         start = _thread_start(target, 16, after=values[0] if late else None)
         for i in range(0, len(values), 4):
             # 128 threads add 2048 bytes
-            code = f"red.relaxed.gpu.global.add.v4.f32 [$0 + {512 * i}], {{$1, $2, $3, $4}};"
-            asm(code, "l,f,f,f,f", start, *values[i : i + 4])
+            if vectors:
+                code = f"red.relaxed.gpu.global.add.v4.f32 [$0 + {512 * i}], {{$1, $2, $3, $4}};"
+                asm(code, "l,f,f,f,f", start, *values[i : i + 4])
+                continue
+            for e, value in enumerate(values[i : i + 4]):
+                code = f"red.relaxed.gpu.global.add.f32 [$0 + {512 * i + 4 * e}], $1;"
+                asm(code, "l,f", start, value)
 
     add(target, tile)
 
