@@ -23,7 +23,7 @@ from pallas_fa2.planning.plan import Plan, make_plan
 from pallas_fa2.scores import Score, as_scores
 from pallas_fa2.scores import bias as add_bias
 
-Implementation = Literal["reference", "blockwise", "hopper", "fused"]
+Implementation = Literal["reference", "blockwise", "hopper", "ampere", "fused"]
 Scores = Score | Callable | tuple[Score | Callable, ...]
 
 

@@ -22,18 +22,23 @@ from tests.contract.cases import Case
 Two = tuple[int, int]
 
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
+A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0", 108)
 
 
 @contextlib.contextmanager
-def planned_for_h200(cores: int = H200.num_sms) -> Iterator[None]:
+def planned_for(device: Device) -> Iterator[None]:
     """What is traced inside may be interpreted or compiled, not run."""
-    device = H200._replace(num_sms=cores)
     with contextlib.ExitStack() as patches:
         for module in ("api", "explanation"):
             patches.enter_context(
                 mock.patch(f"pallas_fa2.{module}.device_of", lambda array: device)
             )
         yield
+
+
+def planned_for_h200(cores: int = H200.num_sms) -> contextlib.AbstractContextManager[None]:
+    """What is traced inside may be interpreted or compiled, not run."""
+    return planned_for(H200._replace(num_sms=cores))
 
 
 @contextlib.contextmanager

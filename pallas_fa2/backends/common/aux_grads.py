@@ -67,3 +67,19 @@ class AuxGrads(NamedTuple):
         """Return the array that holds the gradient of another input, and its field."""
         arrays = {"q": self.q, "k": self.k, "real": self.per_head}
         return arrays[source.side], score.diff_inputs_of(source.side).index(source)
+
+
+def pairwise_from_fragments(pieces: jax.Array, entries: int, dtype: Any) -> jax.Array:
+    """Return the gradient of a pairwise array, `[entries, N | 1, T', S']`, from the pieces of `AuxGrads`, by XLA.
+
+    A piece is a tile of 64 keys and 16 queries as it lies in registers (`register_io.add_fragments`). Batch entries that
+    share the array are summed in float32.
+    """
+    batch, heads, q_pieces, k_pieces, _ = pieces.shape
+    if batch > entries:
+        pieces = pieces.astype(jnp.float32).sum(0, keepdims=True)
+    # (eight, warp, group, thread, half, element): queries are eight, thread, element; keys are warp, half, group
+    x = pieces.reshape(*pieces.shape[:4], 2, 4, 8, 4, 2, 2)
+    x = x.transpose(0, 1, 2, 4, 7, 9, 3, 5, 8, 6)
+    shape = pieces.shape[0], heads, q_pieces * PIECE_COLUMNS, k_pieces * 64
+    return x.reshape(shape).astype(dtype)

@@ -97,14 +97,11 @@ class KeyMods:
         exists = layouts.broadcast_rows(key < spec.kv_len, s.shape) & (column_lse != -jnp.inf)
         return jnp.where(exists, lax.concatenate(pieces, 1) + column_lse, -jnp.inf)
 
-    def apply_mask(
-        self, exponent: jax.Array, bits: Sequence[jax.Array] = (), first_bit: int = 0
-    ) -> jax.Array:
-        """Set to -inf where a query does not see a key, by the mask's bits, of columns from `first_bit` on, if they are
-        precomputed."""
+    def apply_mask(self, exponent: jax.Array, bits: Sequence[jax.Array] = ()) -> jax.Array:
+        """Set to -inf where a query does not see a key, by the mask's bits if they are precomputed."""
         spec = self.spec
         if bits:
-            return masking.apply_bits(exponent, bits, first_bit)
+            return masking.apply_bits(exponent, bits)
         if spec.mask is not None:
             return spec.mask.apply(exponent, self.inputs_at)
         # where a query comes before the first that sees a key

@@ -290,8 +290,9 @@ class KeyBlock:
                 fragment = 0 if self.config.split_columns else self.warpgroup
                 tile = self.coordinates[2]
                 bits = load_bits(self.inputs.mask_bits, self.batch, tile, step.block, fragment)
-            first_bit = 0 if isinstance(self.score_columns.start, int) else None
-            return self.mods(step, masked=True).apply_mask(exponent, bits, first_bit)
+                if self.config.split_columns:  # the bits of the first query are the highest
+                    bits = [word << (self.score_columns.start >> 1) for word in bits]
+            return self.mods(step, masked=True).apply_mask(exponent, bits)
 
         return cond(is_partial, mask, lambda: exponent)
 

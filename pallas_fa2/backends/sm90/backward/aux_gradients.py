@@ -1,5 +1,7 @@
 """Gradients of the arrays that scores read, in their shapes and dtypes."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -13,14 +15,18 @@ from pallas_fa2.ir.tile_functions import ArgSource
 
 
 def aux_gradients(
-    spec: CallSpec, score: TileScore | None, sums: AuxGrads | None, floats: list[jax.Array]
+    spec: CallSpec,
+    score: TileScore | None,
+    sums: AuxGrads | None,
+    floats: list[jax.Array],
+    finalize_pairwise: Callable = postprocess.finalize_pairwise_grad,
 ) -> list[jax.Array]:
     """Of the floats that scores read, in the shapes and dtypes that they have."""
 
     def of(source: ArgSource, x: jax.Array) -> jax.Array:
         if sums is None or score is None or source not in score.diff_inputs:
             return jnp.zeros(x.shape, x.dtype)
-        total = _not_shared(spec, score, sums, source, x)
+        total = _not_shared(spec, score, sums, source, x, finalize_pairwise)
         shared = tuple(i for i in range(NUM_LEADING_AXES) if x.shape[i] == 1)
         return total.sum(shared, keepdims=True).astype(x.dtype)
 
@@ -28,12 +34,17 @@ def aux_gradients(
 
 
 def _not_shared(
-    spec: CallSpec, score: TileScore, sums: AuxGrads, source: ArgSource, x: jax.Array
+    spec: CallSpec,
+    score: TileScore,
+    sums: AuxGrads,
+    source: ArgSource,
+    x: jax.Array,
+    finalize_pairwise: Callable,
 ) -> jax.Array:
     """With the axes `[B, K, G, T, S]`, before what is shared is added up, but for batch entries that share
     pairs."""
     if source.side == "pair":
-        return _of_pairs(spec, sums.pairwise_of(score, source), x)
+        return _of_pairs(spec, sums.pairwise_of(score, source), x, finalize_pairwise)
     array, field = sums.field_of(score, source)
     if source.side == "real":
         return array[:, field].sum(-1).reshape(spec.batch, spec.kv_heads, spec.group, 1, 1)
@@ -43,11 +54,13 @@ def _not_shared(
     return array[:, field, :length].reshape(shape)
 
 
-def _of_pairs(spec: CallSpec, pieces: jax.Array, x: jax.Array) -> jax.Array:
+def _of_pairs(
+    spec: CallSpec, pieces: jax.Array, x: jax.Array, finalize_pairwise: Callable
+) -> jax.Array:
     heads = pieces.shape[1]
     split = (spec.kv_heads, spec.group) if heads > 1 else (1, 1)
     # where groups or their heads share it, there is more to add up
     dtype = x.dtype if x.shape[1:3] == split else jnp.dtype("float32")
-    total = postprocess.finalize_pairwise_grad(pieces, min(len(pieces), x.shape[0]), dtype)
+    total = finalize_pairwise(pieces, min(len(pieces), x.shape[0]), dtype)
     total = total[..., : spec.q_len, : spec.kv_len]
     return total.reshape(-1, *split, spec.q_len, spec.kv_len)
