@@ -12,7 +12,7 @@ from pallas_fa2.backends.sm90.configs import ConfigRule
 from tests.contract import suite
 from tests.contract.cases import GENERAL, MASKED, PLAIN, Case
 from tests.support import interpreter
-from tests.support.hopper import each_variant, is_first, name, planned_with
+from tests.support.hopper import each_variant, is_first, name, planned_with, runs_on_ampere
 from tests.support.tiers import slow_but
 
 # Head dims and the kernels' own lengths are nothing for which reference and blockwise have branches.
@@ -50,6 +50,14 @@ def test_contract_of_hopper(case: Case, tuned: ConfigRule) -> None:
     gradients = is_first(case, tuned)
     with planned_with(tuned):
         suite.check(case, "hopper", gradients=gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [case for case in PLAIN + MASKED + GENERAL if runs_on_ampere(case)], ids=str
+)
+def test_contract_of_ampere(case: Case) -> None:
+    suite.check(case, "ampere")
 
 
 @pytest.mark.gpu

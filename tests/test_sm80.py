@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -15,8 +16,12 @@ from pallas_fa2.backends.sm80.backward.kernel import gradients
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.kernel import attention
 from pallas_fa2.backends.sm80.primitives import async_copy
+from tests.contract import suite
+from tests.contract.cases import GENERAL, MASKED, PLAIN, Case
 from tests.support import interpreter
+from tests.support.hopper import A100, planned_for, runs_on_ampere
 from tests.support.shared import RaceDetected
+from tests.support.tiers import slow_but
 
 LOG2E = float(np.log2(np.e))
 
@@ -111,7 +116,11 @@ def _run(kind: str, name: str) -> None:
 
 
 # (kernel, case, how many meetings and waits its program has)
-MEETINGS = [("forward", "4_warps", 3, 2), ("forward", "2_stages", 3, 2), ("backward", "1_stage", 5, 1)]
+MEETINGS = [
+    ("forward", "4_warps", 3, 2),
+    ("forward", "2_stages", 3, 2),
+    ("backward", "1_stage", 5, 1),
+]
 
 
 @pytest.mark.parametrize(
@@ -136,8 +145,26 @@ def test_each_meeting_is_missed(kernel: str, case: str, meeting: int, monkeypatc
 def test_each_wait_is_missed(kernel: str, case: str, wait: int, monkeypatch: Any) -> None:
     """With one wait for one group of copies less, what they bring is read before it is there."""
     original, calls = async_copy.wait_groups, itertools.count()
-    monkeypatch.setattr(
-        async_copy, "wait_groups", lambda n: original(n + (next(calls) == wait))
-    )
+    monkeypatch.setattr(async_copy, "wait_groups", lambda n: original(n + (next(calls) == wait)))
     with pytest.raises(RaceDetected):
         _run(kernel, case)
+
+
+# One for each branch of the kernels, head dims included; the others take a second each.
+QUICK = re.compile(
+    r"full_111|causal_(1|more_keys|end_more_queries)|h(96|128|192|256)(_causal.*)?|grouped|hv_.*|packed_h136"
+    r"|window_h96|documents_h64|holes_h.*|capped_h.*|additive_causal_h64|biased.*|dropout.*|rising_7_h64"
+)
+CASES = [
+    case
+    for case in PLAIN + MASKED + GENERAL
+    if runs_on_ampere(case) and max(case.q_len, case.kv_len) < 700
+]
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(lambda case: bool(QUICK.fullmatch(case.name)), CASES), ids=str
+)
+def test_contract_interpreted(case: Case) -> None:
+    with planned_for(A100):
+        suite.check(case, "ampere", jit=interpreter.jit)

@@ -68,7 +68,9 @@ class Accesses:
                 self._merged.clear()
             self._barrier.wait()
         except threading.BrokenBarrierError:
-            raise TimeoutError(f"{shared.name(thread)} met nobody at a barrier of its CTA") from None
+            raise TimeoutError(
+                f"{shared.name(thread)} met nobody at a barrier of its CTA"
+            ) from None
 
 
 def _next_clock(thread: Any) -> Any:

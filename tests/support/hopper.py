@@ -41,6 +41,16 @@ def planned_for_h200(cores: int = H200.num_sms) -> contextlib.AbstractContextMan
     return planned_for(H200._replace(num_sms=cores))
 
 
+def runs_on_ampere(case: Case) -> bool:
+    """Return whether the mma.sync kernels take a case."""
+    values = case.value_dim or case.head_dim
+    return (
+        jnp.dtype(case.dtype).itemsize == 2
+        and all(dim % 8 == 0 and dim <= 256 for dim in (case.head_dim, values))
+        and (case.scale is None or case.scale > 0)
+    )
+
+
 @contextlib.contextmanager
 def rounded_as_in_kernels() -> Iterator[None]:
     """`blockwise`, traced inside, rounds the operands of products and the output that delta is formed of to 16 bits.

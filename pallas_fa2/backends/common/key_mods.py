@@ -124,7 +124,10 @@ class KeyMods:
         assert self.aux is not None and self.aux.row_keys is not None
         queries = pl.ds(self.first_query, p.shape[1])
         words = (self.aux.row_keys.at[(*self.head, i, queries)] for i in range(2))
-        row_keys, axis = RowKeys(*(layouts.load_row(1, x, I32) for x in words)), self.key_inputs.axis
+        row_keys, axis = (
+            RowKeys(*(layouts.load_row(1, x, I32) for x in words)),
+            self.key_inputs.axis,
+        )
         given = dropout.explicit_positions
         positions = axis.arrays[dropout.key_positions] if given else axis.index
         return dropout.mark_dropped(p, row_keys, positions, 0)

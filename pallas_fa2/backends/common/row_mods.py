@@ -19,7 +19,6 @@ from pallas_fa2.backends.sm90.primitives.layouts import ROW_LAYOUT, ROWS_PER_WAR
 from pallas_fa2.backends.sm90.primitives.pairwise import PairwiseTile
 from pallas_fa2.backends.sm90.primitives.tile_ops import TILE_OPS
 from pallas_fa2.backends.sm90.primitives.types import Ref, Scalar, Slice
-from pallas_fa2.control_flow import rematerialize
 from pallas_fa2.ir.tile_functions import (
     PIECE_COLUMNS,
     ArgSource,

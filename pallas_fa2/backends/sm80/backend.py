@@ -126,8 +126,7 @@ def _sanitize_for_backward(
     q_finite, k_finite, dout_finite = (jnp.isfinite(x).all(-1, keepdims=True) for x in (q, k, dout))
     rows = (q_finite & dout_finite)[..., 0].swapaxes(1, 2)
     q, k, dout = (
-        jnp.where(finite, x, 0)
-        for finite, x in ((q_finite, q), (k_finite, k), (dout_finite, dout))
+        jnp.where(finite, x, 0) for finite, x in ((q_finite, q), (k_finite, k), (dout_finite, dout))
     )
     return q, k, dout, jnp.where(rows, lse, jnp.nan)
 

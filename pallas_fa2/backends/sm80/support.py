@@ -33,7 +33,9 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
         return reason
     listed = max(-(-spec.kv_len // 64), spec.group * -(-spec.q_len // 64))
     if spec.has_general_mask and listed > block_mask_kernel.MAX_BLOCKS:
-        return f"its masks list {block_mask_kernel.MAX_BLOCKS} blocks at most, and here are {listed}"
+        return (
+            f"its masks list {block_mask_kernel.MAX_BLOCKS} blocks at most, and here are {listed}"
+        )
     if (elements := _entry_elements(spec)) > MAX_ELEMENTS:
         return f"a batch entry has fewer than 2^31 elements, and here are {elements}"
     return configs.unsupported_reason(spec, device)

@@ -17,8 +17,12 @@ class BackwardConfig:
     # Whether warpgroups divide the columns of dK and dV, and not the keys: beyond H = 128, the gradients of 64 keys would
     # take more registers than a warpgroup has.
     split_columns: bool = False
-    v_in_registers: bool = False  # whether fragments of V are loaded once (32 registers at Hv = 128)
-    vector_atomics: bool = False  # whether dQ is added 16 bytes at a time: from compute capability 9.0 on
+    v_in_registers: bool = (
+        False  # whether fragments of V are loaded once (32 registers at Hv = 128)
+    )
+    vector_atomics: bool = (
+        False  # whether dQ is added 16 bytes at a time: from compute capability 9.0 on
+    )
     block_q: ClassVar[int] = 64
 
     @property

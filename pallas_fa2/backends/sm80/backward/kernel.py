@@ -403,11 +403,15 @@ def convert_dq(
         batch, head, block = arithmetic.unravel(lax.axis_index("cta"), sums.shape[:3])
         warpgroup = lax.axis_index("warpgroup") if config.warpgroups > 1 else I32(0)
         columns = config.share(config.head_dim, warpgroup)
-        tile = accumulate.load_tile(sums.at[batch, head, block, warpgroup], columns.size, config.vector_atomics)
+        tile = accumulate.load_tile(
+            sums.at[batch, head, block, warpgroup], columns.size, config.vector_atomics
+        )
         buffer.at[:, columns][...] = (tile * spec.scale).astype(q.dtype)
         async_copy.sync_cta(config.warpgroups)
         rows = pl.ds(block * size, size)
-        async_copy.store_rows(buffer, dq.at[batch, rows, head], config.warpgroups, spec.q_len - block * size)
+        async_copy.store_rows(
+            buffer, dq.at[batch, rows, head], config.warpgroups, spec.q_len - block * size
+        )
 
     panel = config.panel(config.head_dim, shared=True)
     memory = [pipeline.swizzled_smem(size, config.head_dim, dtype=q.dtype, panel=panel)]

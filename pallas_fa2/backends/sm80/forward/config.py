@@ -16,7 +16,9 @@ class ForwardConfig:
     block_kv: int = 64
     # Buffers of K and of V. With one, the copy of V hides behind S = Q K^T, and that of the next K behind P V.
     stages: int = 1
-    q_in_registers: bool = False  # whether fragments of Q are loaded once, and not for each block of keys
+    q_in_registers: bool = (
+        False  # whether fragments of Q are loaded once, and not for each block of keys
+    )
 
     @property
     def rows_per_warpgroup(self) -> int:

@@ -174,7 +174,9 @@ class RowBlock:
         (j, states), (k, v) = carry, (self.memory.k, self.memory.v)
         next_j = self.load_block_index(t + 1)
         one_stage = self.config.stages == 1
-        self.wait_for_copies(0 if one_stage else 1)  # K_j is there, and everyone has read the block before
+        self.wait_for_copies(
+            0 if one_stage else 1
+        )  # K_j is there, and everyone has read the block before
         if one_stage:
             self.load_block(self.inputs.v, v, t, j)
         else:
@@ -184,7 +186,9 @@ class RowBlock:
             self.wait_for_copies(0)  # V_j is there, and everyone has read K_j
             self.load_block(self.inputs.k, k, t + 1, next_j)
         scaled = self.apply_mods(scores, t, j)
-        updates = [self.update(*x, state) for x, state in zip(scaled, states, strict=True)]  # line 9
+        updates = [
+            self.update(*x, state) for x, state in zip(scaled, states, strict=True)
+        ]  # line 9
         updates = self.apply_dropout(updates, j)
         if not one_stage:
             self.wait_for_copies(1)  # V_j is there
@@ -243,9 +247,7 @@ class RowBlock:
             key_inputs = KeyInputs.in_gmem(spec, aux, self.head, first_row, keys)
         return RowMods(spec, block_kv, first_row, first_key, row_inputs, key_inputs)
 
-    def update(
-        self, s: jax.Array, scale: float, state: Softmax
-    ) -> tuple[jax.Array, Softmax]:
+    def update(self, s: jax.Array, scale: float, state: Softmax) -> tuple[jax.Array, Softmax]:
         """Return P, and m, l and O rescaled to the new maximum."""
         highest = layouts.fold_octets(jnp.maximum, s).max(axis=1) * scale
         maximum = jnp.maximum(state.maximum, highest)
@@ -306,7 +308,9 @@ class RowBlock:
 
     def load_queries(self) -> None:
         rows = pl.ds(self.first_row, self.config.block_q)
-        limit = None if self.spec.q_len % self.config.block_q == 0 else self.spec.q_len - self.first_row
+        limit = (
+            None if self.spec.q_len % self.config.block_q == 0 else self.spec.q_len - self.first_row
+        )
         source = self.inputs.q.at[self.coordinates[0], rows, self.coordinates[1]]
         async_copy.load_rows(source, self.memory.q, self.config.warpgroups, limit)
 
