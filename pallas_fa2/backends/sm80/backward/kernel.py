@@ -26,7 +26,7 @@ from pallas_fa2.backends.common.key_mods import KeyInputs, KeyMods
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
 from pallas_fa2.backends.sm80.primitives import accumulate, async_copy, mma
-from pallas_fa2.backends.sm90.block_mask import BlockMask, block_id, unpack_counts
+from pallas_fa2.backends.sm90.block_mask import BlockMask, reversed_block_id, unpack_counts
 from pallas_fa2.backends.sm90.mask_bits import load_bits
 from pallas_fa2.backends.sm90.primitives import launch, layouts, pipeline, thread_values
 from pallas_fa2.control_flow import cond, when
@@ -333,7 +333,8 @@ class KeyBlock:
         else:
             indices = self.inputs.block_mask.block_indices
             listed = layouts.index_broadcast(indices, *self.coordinates)
-            index = block_id(listed[jnp.minimum(t, indices.shape[-1] - 1)])
+            listed = listed[jnp.minimum(t, indices.shape[-1] - 1)]
+            index = reversed_block_id(listed, self.spec.group * self.schedule.q_blocks)
             member = arithmetic.div(index, self.schedule.q_blocks)
             block = arithmetic.rem(index, self.schedule.q_blocks)
         return Step(self.kv_head * self.spec.group + member, block)

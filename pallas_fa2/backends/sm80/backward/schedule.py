@@ -9,7 +9,7 @@ from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.block_mask import BlockMask
+from pallas_fa2.backends.sm90.block_mask import BlockMask, reversed_classes
 from pallas_fa2.backends.sm90.tile_order_kernel import array_namespace
 from pallas_fa2.schedule import raster
 
@@ -18,15 +18,19 @@ L2_BUDGET = 20 << 20
 
 
 def block_mask_by_keys(spec: KernelSpec, classes: Any) -> BlockMask:
-    """Return the blocks of queries of a whole group that each block of keys visits, head by head, from the classes of
-    tiles, `[B | 1, N | 1, T tiles, S tiles]`."""
+    """Return the blocks of queries of a whole group that each block of keys visits, by their distance from the last one,
+    from the classes of tiles, `[B | 1, N | 1, T tiles, S tiles]`.
+
+    A block of keys that nobody sees visits the last one, of which the mask bits are known.
+    """
     xp = array_namespace(classes)
     batch, heads, q_tiles, kv_tiles = classes.shape
     kv_heads, group = (1 if heads == 1 else spec.kv_heads), spec.group
     shape = batch, kv_heads, group, q_tiles, kv_tiles
     classes = classes.reshape(batch, kv_heads, -1, q_tiles, kv_tiles)
     classes = xp.moveaxis(xp.broadcast_to(classes, shape), -1, 2)
-    return BlockMask.from_classes(classes.reshape(batch, kv_heads, kv_tiles, -1))
+    classes = classes.reshape(batch, kv_heads, kv_tiles, -1)
+    return BlockMask.from_classes(reversed_classes(classes))
 
 
 @dataclasses.dataclass(frozen=True)
