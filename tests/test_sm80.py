@@ -86,6 +86,11 @@ BACKWARDS = {
         KernelSpec(1, 70, 130, 1, 1, 0.125, None),
         (80, 96),
     ),
+    "32_keys_a_warp": (
+        BackwardConfig(64, 64, warpgroups=1, key_tiles=2, score_queries=32, k_in_registers=True),
+        KernelSpec(1, 100, 200, 1, 1, 0.125, 100),
+        (64, 64),
+    ),
     "split_columns": (
         BackwardConfig(256, 128, split_columns=True),
         KernelSpec(1, 130, 100, 1, 1, 0.0625, 0),

@@ -63,6 +63,7 @@ class KeyMods:
     first_query: Scalar
     key_inputs: KeyInputs
     masked: bool  # whether inputs of the mask are loaded as well
+    may_exceed: bool  # whether some keys may not exist: zeros that nothing masks
 
     def inputs_at(self, columns: Slice) -> TileInputs:
         """Load what masks and scores read of some columns."""
@@ -110,7 +111,7 @@ class KeyMods:
 
     def probabilities(self, exponent: jax.Array) -> jax.Array:
         """Return P^T in float32."""
-        if self.spec.score is None:
+        if self.spec.score is None and self.may_exceed:
             # Keys past the end are zeros. Their part of dQ is 0 and their dK and dV are not stored, as long as p
             # stays finite; a true p is at most 1.
             exponent = jnp.minimum(exponent, 0.0)

@@ -202,19 +202,17 @@ class KeyBlock:
         first = self.load_step(I32(0))
         self.load_keys()
         self.load_block(I32(0), first)
-        v_fragments = None
-        if self.config.v_in_registers:
-            self.wait_for_copies()
-            v_fragments = self.left_panels(self.memory.v)
+        k_fragments, v_fragments = self.load_fragments()
         split = self.config.split_columns
         dims = (self.config.head_dim, self.config.value_dim)
         columns = (self.config.share(dim, 0).size if split else dim for dim in dims)
-        dk, dv = (thread_values.zero_accumulator((64, size)) for size in columns)  # line 7
-        body = functools.partial(self.step, v_fragments)
+        tiles = range(self.config.key_tiles)
+        dk, dv = ([thread_values.zero_accumulator((64, n)) for _ in tiles] for n in columns)  # line 7
+        body = functools.partial(self.step, k_fragments, v_fragments)
         _, dk, dv = lax.fori_loop(I32(0), self.num_steps, body, (first, dk, dv))
         self.store(dk, dv)  # line 20
 
-    def step(self, v_fragments: list | None, t: Any, carry: tuple) -> tuple:
+    def step(self, k_fragments: list, v_fragments: list, t: Any, carry: tuple) -> tuple:
         """Add what one block of queries gives: Algorithm 2, lines 9-18."""
         step, dk, dv = carry
         next_step = self.load_step(t + 1)
@@ -222,44 +220,69 @@ class KeyBlock:
         self.wait_for_copies()  # the block is there, and everyone has read the one before
         if self.config.stages > 1:
             self.load_block(t + 1, next_step)
-        columns, mods = self.score_columns, self.mods(step, masked=False)
-        s = self.multiply_keys(self.memory.k, q.at[columns], None)  # line 11
-        exponent = mods.exponents(s, layouts.load_row(1, lse.at[columns], jnp.float32))
-        p = mods.apply_dropout(mods.probabilities(self.mask(exponent, t, step)))  # line 12
-        dp = self.multiply_keys(self.memory.v, dout.at[columns], v_fragments)  # line 14
-        ds = mods.ds(p, s, dp, layouts.load_row(1, delta.at[columns], jnp.float32))  # line 15
-        p, ds = mods.undropped(p).astype(q.dtype), ds.astype(q.dtype)
-        self.memory.ds.at[self.score_rows, columns][...] = ds
+        for columns in self.score_columns:
+            mods = [self.mods(step, rows, columns, masked=False) for rows in self.score_rows]
+            s = self.multiply_keys(self.memory.k, q.at[columns], k_fragments)  # line 11
+            column_lse = layouts.load_row(1, lse.at[columns], jnp.float32)
+            exponents = [m.exponents(x, column_lse) for m, x in zip(mods, s, strict=True)]
+            exponents = self.mask(exponents, t, step, columns)
+            p = [m.apply_dropout(m.probabilities(x)) for m, x in zip(mods, exponents, strict=True)]  # line 12
+            dp = self.multiply_keys(self.memory.v, dout.at[columns], v_fragments)  # line 14
+            column_delta = layouts.load_row(1, delta.at[columns], jnp.float32)
+            each = zip(mods, p, s, dp, strict=True)
+            ds = [m.ds(*tiles, column_delta).astype(q.dtype) for m, *tiles in each]  # line 15
+            p = [m.undropped(x).astype(q.dtype) for m, x in zip(mods, p, strict=True)]
+            self.store_tiles(self.memory.ds, columns, ds)
+            if self.config.split_columns:
+                self.store_tiles(self.memory.p, columns, p)
+            else:
+                dv = mma.multiply_rows(dv, list(map(mma.as_left, p)), dout.at[columns])  # line 13
+                dk = mma.multiply_rows(dk, list(map(mma.as_left, ds)), q.at[columns])  # line 18
         if self.config.split_columns:
-            self.memory.p.at[:, columns][...] = p
             async_copy.sync_cta(self.config.warpgroups)
             own_dout = dout.at[:, self.share(self.config.value_dim)]
             dv = self.multiply_shared(dv, self.memory.p, own_dout)  # line 13
             own_q = q.at[:, self.share(self.config.head_dim)]
             dk = self.multiply_shared(dk, self.memory.ds, own_q)  # line 18
-        else:
-            dv = mma.multiply_rows(dv, mma.as_left(p), dout)  # line 13
-            dk = mma.multiply_rows(dk, mma.as_left(ds), q)  # line 18
         async_copy.sync_cta(self.config.warpgroups)  # dS is there; Q and dO have been read
         if self.config.stages == 1:
             self.load_block(t + 1, next_step)
         self.add_dq(step)  # line 17
         return next_step, dk, dv
 
-    def multiply_keys(self, keys: Any, queries: Any, fragments: list | None) -> jax.Array:
-        """Return keys @ queries^T of the warpgroup's rows of keys: S^T or dP^T."""
-        acc = thread_values.zero_accumulator((64, self.config.score_columns))
+    def multiply_keys(self, keys: Any, queries: Any, fragments: list) -> list[jax.Array]:
+        """Return keys @ queries^T of each of the warpgroup's tiles of keys: S^T or dP^T."""
+        tiles = self.score_rows
+        accs = [thread_values.zero_accumulator((64, queries.shape[0])) for _ in tiles]
         for i, columns in enumerate(mma.panel_slices(keys)):
-            left = fragments[i] if fragments else mma.load_left(keys.at[self.score_rows, columns])
-            acc = plgpu.mma(acc, left, mma.load_right(queries.at[:, columns], transposed=True))
-        return acc
+            lefts = fragments[i] if fragments else self.left_fragments(keys, columns)
+            right = mma.load_right(queries.at[:, columns], transposed=True)
+            accs = [plgpu.mma(acc, left, right) for acc, left in zip(accs, lefts, strict=True)]
+        return accs
 
-    def multiply_shared(self, acc: jax.Array, left: Any, right: Any) -> jax.Array:
-        """Return acc + left @ right, both in shared memory."""
+    def multiply_shared(self, accs: list[jax.Array], left: Any, right: Any) -> list[jax.Array]:
+        """Return acc + left @ right of each tile of keys, both in shared memory."""
         for panel in mma.panel_slices(left):
-            fragment = mma.load_left(left.at[:, panel])
-            acc = mma.multiply_rows(acc, fragment, right.at[panel])
-        return acc
+            accs = mma.multiply_rows(accs, self.left_fragments(left, panel), right.at[panel])
+        return accs
+
+    def left_fragments(self, keys: Any, columns: Any) -> list[jax.Array]:
+        return [mma.load_left(keys.at[rows, columns]) for rows in self.score_rows]
+
+    def load_fragments(self) -> tuple[list, list]:
+        """Load the fragments of K and V that are kept in registers, of each panel of columns and tile of keys."""
+        kept = self.config.k_in_registers, self.config.v_in_registers
+        if any(kept):
+            self.wait_for_copies()
+        k, v = (
+            [self.left_fragments(keys, x) for x in mma.panel_slices(keys)] if is_kept else []
+            for keys, is_kept in zip((self.memory.k, self.memory.v), kept, strict=True)
+        )
+        return k, v
+
+    def store_tiles(self, buffer: Any, columns: Any, tiles: list[jax.Array]) -> None:
+        for rows, tile in zip(self.score_rows, tiles, strict=True):
+            buffer.at[rows, columns][...] = tile
 
     def add_dq(self, step: Step) -> None:
         """Add dQ_i = dS K, of the warpgroup's columns, to device memory."""
@@ -272,7 +295,7 @@ class KeyBlock:
         target = self.outputs.dq.at[self.batch, step.head, step.block, self.warpgroup]
         accumulate.add_tile(target, dq, self.config.vector_atomics)
 
-    def mask(self, exponent: jax.Array, t: Any, step: Step) -> jax.Array:
+    def mask(self, exponents: list[jax.Array], t: Any, step: Step, columns: Any) -> list[jax.Array]:
         """Set to -inf where a query does not see a key, if the step is partial.
 
         Keys past the end are zeros: what they add to dQ is 0, and their dK and dV are not stored.
@@ -282,47 +305,55 @@ class KeyBlock:
         elif self.spec.causal:
             is_partial = step.block < self.schedule.first_full_q_block(self.coordinates[2])
         else:
-            return exponent
+            return exponents
 
-        def mask() -> jax.Array:
-            bits = ()
-            if self.spec.uses_mask_bits:
-                fragment = 0 if self.config.split_columns else self.warpgroup
-                tile = self.coordinates[2]
-                bits = load_bits(self.inputs.mask_bits, self.batch, tile, step.block, fragment)
-                if self.config.split_columns:  # the bits of the first query are the highest
-                    bits = [word << (self.score_columns.start >> 1) for word in bits]
-            return self.mods(step, masked=True).apply_mask(exponent, bits)
+        def mask() -> list[jax.Array]:
+            masked = []
+            for n, (rows, exponent) in enumerate(zip(self.score_rows, exponents, strict=True)):
+                bits = self.load_mask_bits(step, n, columns)
+                mods = self.mods(step, rows, columns, masked=True)
+                masked.append(mods.apply_mask(exponent, bits))
+            return masked
 
-        return cond(is_partial, mask, lambda: exponent)
+        return cond(is_partial, mask, lambda: exponents)
 
-    def mods(self, step: Step, masked: bool) -> KeyMods:
-        """Load what scores and dropout, and the mask if `masked`, read of the keys."""
+    def load_mask_bits(self, step: Step, n: int, columns: Any) -> list[jax.Array]:
+        """Load the bits of the n-th tile of keys, those of the first of these columns as the highest ones."""
+        if not self.spec.uses_mask_bits:
+            return []
+        first = 0 if self.config.split_columns else self.warpgroup * self.config.key_tiles
+        place = self.batch, self.coordinates[2], step.block, first + n
+        bits = load_bits(self.inputs.mask_bits, *place)
+        return [word << (columns.start // 2) for word in bits]
+
+    def mods(self, step: Step, rows: Any, columns: Any, masked: bool) -> KeyMods:
+        """Load what scores and dropout, and the mask if `masked`, read of a tile of keys."""
         head, aux = (self.batch, step.head), self.inputs.aux
-        first_key = self.first_key + self.score_rows.start
-        first_query = step.block * self.config.block_q + self.score_columns.start
+        first_key = self.first_key + rows.start
+        first_query = step.block * self.config.block_q + columns.start
         inputs = KeyInputs(AxisInputs(0), {})
         if aux is not None:
             inputs = KeyInputs.load(self.spec, aux, head, first_key, masked)
         place = head, first_key, first_query
-        return KeyMods(self.spec, aux, self.outputs.aux_grads, *place, inputs, masked)
+        ragged = self.spec.kv_len % self.config.block_kv != 0
+        return KeyMods(self.spec, aux, self.outputs.aux_grads, *place, inputs, masked, ragged)
 
     @property
-    def score_rows(self) -> Any:
-        """Return the keys, within the block, whose scores the warpgroup forms."""
-        return pl.ds(0, 64) if self.config.split_columns else pl.ds(self.warpgroup * 64, 64)
+    def score_rows(self) -> list[Any]:
+        """Return the tiles of keys, within the block, whose scores the warpgroup forms."""
+        first = 0 if self.config.split_columns else self.warpgroup * (64 * self.config.key_tiles)
+        return [pl.ds(first + 64 * n, 64) for n in range(self.config.key_tiles)]
 
     @property
-    def score_columns(self) -> Any:
-        """Return the queries, within a block, whose scores the warpgroup forms."""
+    def score_columns(self) -> list[Any]:
+        """Return the queries, within a block, whose scores the warpgroup forms, so many at once."""
         size = self.config.score_columns
-        return pl.ds(self.warpgroup * size, size) if self.config.split_columns else pl.ds(0, size)
+        if self.config.split_columns:
+            return [pl.ds(self.warpgroup * size, size)]
+        return layouts.slices(self.config.block_q, size)
 
     def share(self, dim: int) -> Any:
         return self.config.share(dim, self.warpgroup)
-
-    def left_panels(self, keys: Any) -> list[jax.Array]:
-        return [mma.load_left(keys.at[self.score_rows, x]) for x in mma.panel_slices(keys)]
 
     def load_step(self, t: Any) -> Step:
         """Return the head and the block of queries of step t; of the one after the last, whatever follows there."""
@@ -372,22 +403,22 @@ class KeyBlock:
         async_copy.wait_groups(0)
         async_copy.sync_cta(self.config.warpgroups)
 
-    def store(self, dk: jax.Array, dv: jax.Array) -> None:
+    def store(self, dk: list[jax.Array], dv: list[jax.Array]) -> None:
         """Store dK and dV through the buffers of K and V."""
         async_copy.sync_cta(self.config.warpgroups)  # everyone has read K and V
         limit = self.spec.kv_len - self.first_key
         rows = pl.ds(self.first_key, self.config.block_kv)
         stores = (
-            (self.memory.k, dk * self.spec.scale, self.outputs.dk),
-            (self.memory.v, dv * self.spec.dropout_scale, self.outputs.dv),
+            (self.memory.k, dk, self.spec.scale, self.outputs.dk),
+            (self.memory.v, dv, self.spec.dropout_scale, self.outputs.dv),
         )
-        for buffer, gradient, _ in stores:
-            own = buffer.at[self.score_rows]
+        for buffer, tiles, scale, _ in stores:
+            columns = pl.ds(0, buffer.shape[1])
             if self.config.split_columns:
-                own = buffer.at[:, self.share(buffer.shape[1])]
-            own[...] = gradient.astype(buffer.dtype)
+                columns = self.share(buffer.shape[1])
+            self.store_tiles(buffer, columns, [(x * scale).astype(buffer.dtype) for x in tiles])
         async_copy.sync_cta(self.config.warpgroups)
-        for buffer, _, target in stores:
+        for buffer, _, _, target in stores:
             target = target.at[self.batch, rows, self.kv_head]
             async_copy.store_rows(buffer, target, self.config.warpgroups, limit)
 

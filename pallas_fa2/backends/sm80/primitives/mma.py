@@ -44,9 +44,10 @@ def panel_slices(buffer: Ref) -> list[Slice]:
     return layouts.slices(columns, 64 if columns % 64 == 0 else 32)
 
 
-def multiply_rows(acc: jax.Array, left: jax.Array, buffer: Ref) -> jax.Array:
-    """Return acc + left @ buffer, a few rows of the buffer `[k, n]` after another."""
-    for start in range(0, left.shape[1], K_STEP):
+def multiply_rows(accs: list[jax.Array], lefts: list[jax.Array], buffer: Ref) -> list[jax.Array]:
+    """Return acc + left @ buffer of each tile of rows; they share the fragments of the buffer `[k, n]`."""
+    for start in range(0, buffer.shape[0], K_STEP):
         right = load_right(buffer.at[pl.ds(start, K_STEP)])
-        acc = plgpu.mma(acc, left[:, start : start + K_STEP], right)
-    return acc
+        pairs = zip(accs, lefts, strict=True)
+        accs = [plgpu.mma(acc, left[:, start : start + K_STEP], right) for acc, left in pairs]
+    return accs
