@@ -87,7 +87,7 @@ def _rows(place: Any, count: int, columns: int) -> tuple[Any, int]:
     axis = next(i for i, x in enumerate(window[:-1]) if isinstance(x, slice))
     start = window[axis].start
     count = max(0, min(count, window[axis].stop - start))
-    if start + count > shape[axis]:
+    if count and start + count > shape[axis]:
         raise IndexError(f"rows {start} to {start + count} of {shape[axis]}")
     window[axis] = slice(start, start + count, 1)
     return (key, interpret_utils.Access(tuple(window))), count

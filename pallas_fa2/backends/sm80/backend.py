@@ -71,7 +71,7 @@ def backward(
         q, k, v, out, dout, lse, dlse, runtime = args
         problem = mods.kernel_spec(q.shape[0], q.shape[2], k.shape[2])
         problem, aux, classes, _, bits = mods.plan_mask(problem, runtime, config.tile, q_axis=1)
-        block_mask = None if classes is None else block_mask_by_keys(problem, classes)
+        block_mask = None if classes is None else block_mask_by_keys(classes)
         delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
         delta = -delta if dlse is None else dlse - delta
         if problem.guards_nonfinite:
@@ -137,13 +137,15 @@ def describe(
     """Describe the kernels of a call, of which nothing runs."""
     blocks = ", blocks from lists" if spec.has_general_mask else ""
     rows = spec.batch * spec.q_heads * round_up(spec.q_len, backward.block_q)
+    keys = spec.batch * spec.q_heads * round_up(spec.kv_len, backward.block_kv)
+    shares = 0 if spec.group == 1 else keys * (backward.head_dim + backward.value_dim)
     return KernelDescription(
         forward.tile,
         f"mma.sync, a CTA of {4 * forward.warpgroups} warps for {forward.block_q} queries, {forward.block_kv} keys at a "
         f"time{blocks}",
         f"mma.sync, a CTA of {4 * backward.warpgroups} warps for {backward.block_kv} keys, {backward.block_q} queries at "
         f"a time{blocks}; float32 dQ, atomic additions in any order",
-        4 * rows * (backward.head_dim + 2),
+        4 * (rows * (backward.head_dim + 2) + shares),
     )
 
 

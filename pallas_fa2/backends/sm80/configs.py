@@ -44,13 +44,15 @@ def backward_config(spec: CallSpec, device: Device) -> BackwardConfig | None:
     """Return the backward's configuration, or None if no kernel fits."""
     dims, available = kernel_dims(spec.head_dim, spec.value_dim), smem_bytes(device)
     vectors = float(device.capability) >= 9.0
-    if dims[0] > 128:
-        candidates = [BackwardConfig(*dims, split_columns=True)]
-    elif dims[0] == 96:  # its columns are no whole panels of two warpgroups
+    if dims[0] == 64:  # 32 keys a warp
+        candidates = [BackwardConfig(*dims, warpgroups=1, key_tiles=2, score_queries=32)]
+    elif dims[0] == 96:  # columns are no whole panels of two warpgroups
         candidates = [BackwardConfig(*dims, warpgroups=1)]
     else:
-        wide = BackwardConfig(*dims, v_in_registers=dims[0] == 128)
-        candidates = [wide, BackwardConfig(*dims, warpgroups=1)]
+        tiles = 2 if dims[0] == 128 else 1
+        candidates = [BackwardConfig(*dims, split_columns=True, key_tiles=tiles)]
+        if dims[0] == 128:
+            candidates.append(BackwardConfig(*dims, split_columns=True))
     fitting = (config for config in candidates if config.smem_bytes <= available)
     config = next(fitting, None)
     return None if config is None else dataclasses.replace(config, vector_atomics=vectors)

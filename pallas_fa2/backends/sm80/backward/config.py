@@ -53,9 +53,9 @@ class BackwardConfig:
         return pl.ds(warpgroup * size, size)
 
     @property
-    def dq_size(self) -> int:
-        """Return the float32 values of a block of queries in the array where dQ is added up."""
-        return self.block_q * self.head_dim
+    def column_shares(self) -> int:
+        """Return into how many parts warpgroups divide the columns of dK and dV."""
+        return self.warpgroups if self.split_columns else 1
 
     @property
     def smem_bytes(self) -> int:

@@ -1,7 +1,9 @@
 """FlashAttention-2, Algorithm 2, by mma.sync: a CTA for each block of keys of a head.
 
 The products are transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T leave registers as left operands of dV and
-dK. dS goes through shared memory once, for dQ, which is added up in float32 in device memory.
+dK. dS goes through shared memory once, for dQ, which is added up in float32 in device memory. Heads of a group have dK and
+dV of their own, which are added up afterwards: with all heads in one CTA, Q and dO of more heads than L2 holds are in use at
+a time (a call with gradients took 1.19 of the time, llama8b_8k).
 
 Beyond H = 128 (`split_columns`) the warpgroups divide the columns of dK, dV and dQ, each forms the scores of half of the
 queries, and P goes through shared memory as dS does.
@@ -28,7 +30,13 @@ from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
 from pallas_fa2.backends.sm80.primitives import accumulate, async_copy, mma
 from pallas_fa2.backends.sm90.block_mask import BlockMask, reversed_block_id, unpack_counts
 from pallas_fa2.backends.sm90.mask_bits import load_bits
-from pallas_fa2.backends.sm90.primitives import launch, layouts, pipeline, thread_values
+from pallas_fa2.backends.sm90.primitives import (
+    launch,
+    layouts,
+    pipeline,
+    register_io,
+    thread_values,
+)
 from pallas_fa2.control_flow import cond, when
 from pallas_fa2.ir.tile_functions import AxisInputs
 
@@ -55,7 +63,7 @@ class Inputs(NamedTuple):
     dout: Any
     lse: Any  # -lse in base 2, float32 [B, N, T'], -inf in rows that do not exist or see nothing
     delta: Any  # -delta
-    block_mask: BlockMask | None  # under a mask: the blocks of queries of the whole group
+    block_mask: BlockMask | None  # of each block of keys, under a mask
     aux: AuxInputs | None  # what masks, scores and dropout read
     mask_bits: Any  # of a mask that is precomputed
 
@@ -63,8 +71,8 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """Arrays in device memory that are written or added to."""
 
-    dq: Any  # float32 [B, N, blocks of queries, warpgroups, a warpgroup's tile]
-    dk: Any
+    dq: Any  # float32 [B, N, blocks of 64 queries, warpgroups, a warpgroup's tile], added to
+    dk: Any  # like k, or of each head of a group float32 [B, N, blocks of 64 keys, shares of columns, a share's tile]
     dv: Any
     aux_grads: AuxGrads | None
 
@@ -89,8 +97,14 @@ def gradients(
     block of keys; `aux` is what masks, scores and dropout read, and `mask_bits` are those of a mask that is precomputed.
     """
     schedule = BackwardSchedule(spec, config)
-    blocks = spec.batch, spec.q_heads, schedule.q_blocks, config.warpgroups
-    sums = jnp.zeros((*blocks, config.dq_size // config.warpgroups), jnp.float32)
+    sums = jnp.zeros(tiles_shape(spec, schedule.q_blocks, config.head_dim, config.warpgroups), jnp.float32)
+    dk, dv = lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype)
+    if spec.group > 1:
+        blocks = schedule.kv_tiles * (config.block_kv // 64)
+        dk, dv = (
+            lax.empty(tiles_shape(spec, blocks, dim, config.column_shares), jnp.float32)
+            for dim in (config.head_dim, config.value_dim)
+        )
     aux_grads = None
     if aux is not None:
         aux = aux.with_index_row(*config.tile)
@@ -99,7 +113,7 @@ def gradients(
             aux_grads = AuxGrads.zeros(spec, q.dtype, lengths, aux)
     block_mask = jax.tree.map(jnp.asarray, block_mask)
     inputs = Inputs(q, k, v, dout, lse, delta, block_mask, aux, mask_bits)
-    outputs = Outputs(sums, lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype), aux_grads)
+    outputs = Outputs(sums, dk, dv, aux_grads)
     read, read_tree = jax.tree.flatten(inputs)
     written, written_tree = jax.tree.flatten(outputs)
 
@@ -116,7 +130,17 @@ def gradients(
         return pl.run_state(lambda refs: kernel(*read, *refs))(written)
 
     outputs = jax.tree.unflatten(written_tree, add_up(read, tuple(written)))
-    return convert_dq(spec, config, outputs.dq, q), outputs.dk, outputs.dv, outputs.aux_grads
+    dq, dk, dv, aux_grads = outputs
+    dq = convert_tiles(dq, q, spec.scale, config.vector_atomics)
+    if spec.group > 1:
+        dk = convert_tiles(dk, k, spec.scale, vectors=True)
+        dv = convert_tiles(dv, v, spec.dropout_scale, vectors=True)
+    return dq, dk, dv, aux_grads
+
+
+def tiles_shape(spec: KernelSpec, blocks: int, dim: int, shares: int) -> tuple[int, ...]:
+    """Return the shape of float32 tiles of all heads, `[B, N, blocks of 64 rows, shares of columns, a share's tile]`."""
+    return spec.batch, spec.q_heads, blocks, shares, 64 * dim // shares
 
 
 def shared_storage(config: BackwardConfig, dtype: Any) -> SharedStorage:
@@ -138,13 +162,6 @@ def shared_storage(config: BackwardConfig, dtype: Any) -> SharedStorage:
     )
 
 
-class Step(NamedTuple):
-    """A block of queries of one head against a block of keys."""
-
-    head: Any
-    block: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class KeyBlock:
     """A block of keys of one head, and the blocks of queries of its group that see it."""
@@ -153,7 +170,7 @@ class KeyBlock:
     inputs: Inputs
     outputs: Outputs
     memory: SharedStorage
-    coordinates: tuple[Any, Any, Any]  # batch entry, head of keys and block of keys
+    coordinates: tuple[Any, Any, Any]  # batch entry, head and block of keys
     first_block: Any  # of queries that see a key, without a general mask
     num_steps: Any
     num_full: Any  # under a general mask: the first of them
@@ -169,7 +186,7 @@ class KeyBlock:
         first_block, num_full = I32(0), I32(0)
         if inputs.block_mask is None:
             first_block = schedule.first_q_block(tile)
-            num_steps = (schedule.q_blocks - first_block) * schedule.spec.group
+            num_steps = schedule.q_blocks - first_block
         else:
             counts = layouts.index_broadcast(inputs.block_mask.num_blocks, batch, head)[tile]
             num_steps, num_partial = unpack_counts(counts)
@@ -182,8 +199,12 @@ class KeyBlock:
         return self.coordinates[0]
 
     @property
-    def kv_head(self) -> Any:
+    def head(self) -> Any:
         return self.coordinates[1]
+
+    @property
+    def kv_head(self) -> Any:
+        return arithmetic.div(self.head, self.spec.group)
 
     @property
     def first_key(self) -> Any:
@@ -199,7 +220,7 @@ class KeyBlock:
 
     def differentiate(self) -> None:
         """Compute dK and dV of the block, and add to dQ: Algorithm 2, lines 6-21."""
-        first = self.load_step(I32(0))
+        first = self.load_q_block(I32(0))
         self.load_keys()
         self.load_block(I32(0), first)
         k_fragments, v_fragments = self.load_fragments()
@@ -213,19 +234,19 @@ class KeyBlock:
         self.store(dk, dv)  # line 20
 
     def step(self, k_fragments: list, v_fragments: list, t: Any, carry: tuple) -> tuple:
-        """Add what one block of queries gives: Algorithm 2, lines 9-18."""
-        step, dk, dv = carry
-        next_step = self.load_step(t + 1)
+        """Add what the t-th block of queries that is visited, i, gives: Algorithm 2, lines 9-18."""
+        i, dk, dv = carry
+        next_i = self.load_q_block(t + 1)
         q, dout, lse, delta = self.buffers(t)
         self.wait_for_copies()  # the block is there, and everyone has read the one before
         if self.config.stages > 1:
-            self.load_block(t + 1, next_step)
+            self.load_block(t + 1, next_i)
         for columns in self.score_columns:
-            mods = [self.mods(step, rows, columns, masked=False) for rows in self.score_rows]
+            mods = [self.mods(i, rows, columns, masked=False) for rows in self.score_rows]
             s = self.multiply_keys(self.memory.k, q.at[columns], k_fragments)  # line 11
             column_lse = layouts.load_row(1, lse.at[columns], jnp.float32)
             exponents = [m.exponents(x, column_lse) for m, x in zip(mods, s, strict=True)]
-            exponents = self.mask(exponents, t, step, columns)
+            exponents = self.mask(exponents, t, i, columns)
             p = [m.apply_dropout(m.probabilities(x)) for m, x in zip(mods, exponents, strict=True)]  # line 12
             dp = self.multiply_keys(self.memory.v, dout.at[columns], v_fragments)  # line 14
             column_delta = layouts.load_row(1, delta.at[columns], jnp.float32)
@@ -246,9 +267,9 @@ class KeyBlock:
             dk = self.multiply_shared(dk, self.memory.ds, own_q)  # line 18
         async_copy.sync_cta(self.config.warpgroups)  # dS is there; Q and dO have been read
         if self.config.stages == 1:
-            self.load_block(t + 1, next_step)
-        self.add_dq(step)  # line 17
-        return next_step, dk, dv
+            self.load_block(t + 1, next_i)
+        self.add_dq(i)  # line 17
+        return next_i, dk, dv
 
     def multiply_keys(self, keys: Any, queries: Any, fragments: list) -> list[jax.Array]:
         """Return keys @ queries^T of each of the warpgroup's tiles of keys: S^T or dP^T."""
@@ -284,7 +305,7 @@ class KeyBlock:
         for rows, tile in zip(self.score_rows, tiles, strict=True):
             buffer.at[rows, columns][...] = tile
 
-    def add_dq(self, step: Step) -> None:
+    def add_dq(self, i: Any) -> None:
         """Add dQ_i = dS K, of the warpgroup's columns, to device memory."""
         columns = self.share(self.config.head_dim)
         dq = thread_values.zero_accumulator((self.config.block_q, columns.size))
@@ -292,10 +313,10 @@ class KeyBlock:
             rows = pl.ds(start, mma.K_STEP)
             left = mma.load_left(self.memory.ds.at[rows], transposed=True)
             dq = plgpu.mma(dq, left, mma.load_right(self.memory.k.at[rows, columns]))
-        target = self.outputs.dq.at[self.batch, step.head, step.block, self.warpgroup]
+        target = self.outputs.dq.at[self.batch, self.head, i, self.warpgroup]
         accumulate.add_tile(target, dq, self.config.vector_atomics)
 
-    def mask(self, exponents: list[jax.Array], t: Any, step: Step, columns: Any) -> list[jax.Array]:
+    def mask(self, exponents: list[jax.Array], t: Any, i: Any, columns: Any) -> list[jax.Array]:
         """Set to -inf where a query does not see a key, if the step is partial.
 
         Keys past the end are zeros: what they add to dQ is 0, and their dK and dV are not stored.
@@ -303,34 +324,34 @@ class KeyBlock:
         if self.spec.mask is not None:
             is_partial = t >= self.num_full
         elif self.spec.causal:
-            is_partial = step.block < self.schedule.first_full_q_block(self.coordinates[2])
+            is_partial = i < self.schedule.first_full_q_block(self.coordinates[2])
         else:
             return exponents
 
         def mask() -> list[jax.Array]:
             masked = []
             for n, (rows, exponent) in enumerate(zip(self.score_rows, exponents, strict=True)):
-                bits = self.load_mask_bits(step, n, columns)
-                mods = self.mods(step, rows, columns, masked=True)
+                bits = self.load_mask_bits(i, n, columns)
+                mods = self.mods(i, rows, columns, masked=True)
                 masked.append(mods.apply_mask(exponent, bits))
             return masked
 
         return cond(is_partial, mask, lambda: exponents)
 
-    def load_mask_bits(self, step: Step, n: int, columns: Any) -> list[jax.Array]:
+    def load_mask_bits(self, i: Any, n: int, columns: Any) -> list[jax.Array]:
         """Load the bits of the n-th tile of keys, those of the first of these columns as the highest ones."""
         if not self.spec.uses_mask_bits:
             return []
         first = 0 if self.config.split_columns else self.warpgroup * self.config.key_tiles
-        place = self.batch, self.coordinates[2], step.block, first + n
+        place = self.batch, self.coordinates[2], i, first + n
         bits = load_bits(self.inputs.mask_bits, *place)
         return [word << (columns.start // 2) for word in bits]
 
-    def mods(self, step: Step, rows: Any, columns: Any, masked: bool) -> KeyMods:
+    def mods(self, i: Any, rows: Any, columns: Any, masked: bool) -> KeyMods:
         """Load what scores and dropout, and the mask if `masked`, read of a tile of keys."""
-        head, aux = (self.batch, step.head), self.inputs.aux
+        head, aux = (self.batch, self.head), self.inputs.aux
         first_key = self.first_key + rows.start
-        first_query = step.block * self.config.block_q + columns.start
+        first_query = i * self.config.block_q + columns.start
         inputs = KeyInputs(AxisInputs(0), {})
         if aux is not None:
             inputs = KeyInputs.load(self.spec, aux, head, first_key, masked)
@@ -355,38 +376,32 @@ class KeyBlock:
     def share(self, dim: int) -> Any:
         return self.config.share(dim, self.warpgroup)
 
-    def load_step(self, t: Any) -> Step:
-        """Return the head and the block of queries of step t; of the one after the last, whatever follows there."""
+    def load_q_block(self, t: Any) -> Any:
+        """Return the block of queries that is visited as the t-th; of the one after the last, whatever follows there."""
         if self.inputs.block_mask is None:
-            blocks = self.schedule.q_blocks - self.first_block
-            member = I32(0) if self.spec.group == 1 else lax.div(t, blocks)
-            block = t - member * blocks + self.first_block
-        else:
-            indices = self.inputs.block_mask.block_indices
-            listed = layouts.index_broadcast(indices, *self.coordinates)
-            listed = listed[jnp.minimum(t, indices.shape[-1] - 1)]
-            index = reversed_block_id(listed, self.spec.group * self.schedule.q_blocks)
-            member = arithmetic.div(index, self.schedule.q_blocks)
-            block = arithmetic.rem(index, self.schedule.q_blocks)
-        return Step(self.kv_head * self.spec.group + member, block)
+            return self.first_block + t
+        indices = self.inputs.block_mask.block_indices
+        listed = layouts.index_broadcast(indices, *self.coordinates)
+        index = listed[jnp.minimum(t, indices.shape[-1] - 1)]
+        return reversed_block_id(index, self.schedule.q_blocks)
 
     def buffers(self, t: Any) -> tuple[Any, ...]:
         stage = arithmetic.rem(t, self.config.stages) if self.config.stages > 1 else 0
         m = self.memory
         return tuple(x.at[stage] for x in (m.q, m.dout, m.lse, m.delta))
 
-    def load_block(self, t: Any, step: Step) -> None:
-        """Begin to copy the queries of step t, if there is one, and make a group of the copies so far."""
-        first, size = step.block * self.config.block_q, self.config.block_q
+    def load_block(self, t: Any, i: Any) -> None:
+        """Begin to copy block i of queries, the t-th, if there is one, and make a group of the copies so far."""
+        first, size = i * self.config.block_q, self.config.block_q
         limit = None if self.spec.q_len % size == 0 else self.spec.q_len - first
 
         def load() -> None:
             q, dout, lse, delta = self.buffers(t)
             for array, buffer in ((self.inputs.q, q), (self.inputs.dout, dout)):
-                rows = array.at[self.batch, pl.ds(first, size), step.head]
+                rows = array.at[self.batch, pl.ds(first, size), self.head]
                 async_copy.load_rows(rows, buffer, self.config.warpgroups, limit)
             for array, buffer in ((self.inputs.lse, lse), (self.inputs.delta, delta)):
-                values = array.at[self.batch, step.head, pl.ds(first, size)]
+                values = array.at[self.batch, self.head, pl.ds(first, size)]
                 async_copy.load_vector(values, buffer)
 
         when(t < self.num_steps)(load)
@@ -404,7 +419,12 @@ class KeyBlock:
         async_copy.sync_cta(self.config.warpgroups)
 
     def store(self, dk: list[jax.Array], dv: list[jax.Array]) -> None:
-        """Store dK and dV through the buffers of K and V."""
+        """Store dK and dV: through the buffers of K and V, or of a head of a group as they lie in registers."""
+        if self.spec.group > 1:
+            for target, tiles in ((self.outputs.dk, dk), (self.outputs.dv, dv)):
+                for n, tile in enumerate(tiles):
+                    self.store_share(target, n, tile)
+            return
         async_copy.sync_cta(self.config.warpgroups)  # everyone has read K and V
         limit = self.spec.kv_len - self.first_key
         rows = pl.ds(self.first_key, self.config.block_kv)
@@ -422,31 +442,35 @@ class KeyBlock:
             target = target.at[self.batch, rows, self.kv_head]
             async_copy.store_rows(buffer, target, self.config.warpgroups, limit)
 
+    def store_share(self, target: Any, n: int, tile: jax.Array) -> None:
+        """Store the n-th tile of keys of a head of a group."""
+        first, share = self.coordinates[2] * (self.config.block_kv // 64), self.warpgroup
+        if not self.config.split_columns:
+            first, share = first + self.warpgroup * self.config.key_tiles, 0
+        register_io.store_fragments(target.at[self.batch, self.head, first + n, share], tile)
 
-def convert_dq(
-    spec: KernelSpec, config: BackwardConfig, sums: jax.Array, q: jax.Array
-) -> jax.Array:
-    """Return dQ like q, from the float32 tiles that CTAs have added up."""
-    size = config.block_q
-    blocks = sums.shape[2]
+
+def convert_tiles(tiles: jax.Array, like: jax.Array, scale: float, vectors: bool) -> jax.Array:
+    """Return dQ, dK or dV like q, k or v `[B, T, K, H]` from float32 tiles, `[B, N, blocks, shares, a share's tile]`, of which
+    those of a group's heads are added up."""
+    batch, length, heads, _ = like.shape
+    _, q_heads, blocks, shares, size = tiles.shape
+    columns, group = size // 64, q_heads // heads
 
     def run(refs: tuple, memory: list[Any]) -> None:
-        (sums, dq), (buffer,) = refs, memory
-        batch, head, block = arithmetic.unravel(lax.axis_index("cta"), sums.shape[:3])
-        warpgroup = lax.axis_index("warpgroup") if config.warpgroups > 1 else I32(0)
-        columns = config.share(config.head_dim, warpgroup)
-        tile = accumulate.load_tile(
-            sums.at[batch, head, block, warpgroup], columns.size, config.vector_atomics
-        )
-        buffer.at[:, columns][...] = (tile * spec.scale).astype(q.dtype)
-        async_copy.sync_cta(config.warpgroups)
-        rows = pl.ds(block * size, size)
-        async_copy.store_rows(
-            buffer, dq.at[batch, rows, head], config.warpgroups, spec.q_len - block * size
-        )
+        (tiles, target), (buffer,) = refs, memory
+        entry, head, block = arithmetic.unravel(lax.axis_index("cta"), (batch, heads, blocks))
+        share = lax.axis_index("warpgroup") if shares > 1 else I32(0)
+        each = (tiles.at[entry, head * group + i, block, share] for i in range(group))
+        loaded = (accumulate.load_tile(x, columns, vectors) for x in each)
+        total = functools.reduce(jnp.add, loaded) * scale
+        buffer.at[:, pl.ds(share * columns, columns)][...] = total.astype(like.dtype)
+        async_copy.sync_cta(shares)
+        rows = target.at[entry, pl.ds(block * 64, 64), head]
+        async_copy.store_rows(buffer, rows, shares, length - block * 64)
 
-    panel = config.panel(config.head_dim, shared=True)
-    memory = [pipeline.swizzled_smem(size, config.head_dim, dtype=q.dtype, panel=panel)]
-    out_type = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    grid = {"cta": spec.batch * spec.q_heads * blocks}
-    return launch.build_kernel("convert_dq", run, memory, out_type, grid, config.warpgroups)(sums)
+    panel = 64 if columns % 64 == 0 else 32
+    memory = [pipeline.swizzled_smem(64, shares * columns, dtype=like.dtype, panel=panel)]
+    out_type = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    kernel = launch.build_kernel("convert", run, memory, out_type, {"cta": batch * heads * blocks}, shares)
+    return kernel(tiles)

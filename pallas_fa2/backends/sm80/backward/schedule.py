@@ -10,32 +10,24 @@ from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.block_mask import BlockMask, reversed_classes
-from pallas_fa2.backends.sm90.tile_order_kernel import array_namespace
 from pallas_fa2.schedule import raster
 
 # Of Q, dO and float32 dQ of the heads that run at the same time: a half of an A100's 40 MB of L2.
 L2_BUDGET = 20 << 20
 
 
-def block_mask_by_keys(spec: KernelSpec, classes: Any) -> BlockMask:
-    """Return the blocks of queries of a whole group that each block of keys visits, by their distance from the last one,
-    from the classes of tiles, `[B | 1, N | 1, T tiles, S tiles]`.
+def block_mask_by_keys(classes: Any) -> BlockMask:
+    """Return the blocks of queries that each block of keys visits, by their distance from the last one, from the classes
+    of tiles, `[B | 1, N | 1, T tiles, S tiles]`.
 
     A block of keys that nobody sees visits the last one, of which the mask bits are known.
     """
-    xp = array_namespace(classes)
-    batch, heads, q_tiles, kv_tiles = classes.shape
-    kv_heads, group = (1 if heads == 1 else spec.kv_heads), spec.group
-    shape = batch, kv_heads, group, q_tiles, kv_tiles
-    classes = classes.reshape(batch, kv_heads, -1, q_tiles, kv_tiles)
-    classes = xp.moveaxis(xp.broadcast_to(classes, shape), -1, 2)
-    classes = classes.reshape(batch, kv_heads, kv_tiles, -1)
-    return BlockMask.from_classes(reversed_classes(classes))
+    return BlockMask.from_classes(reversed_classes(classes.swapaxes(2, 3)))
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardSchedule:
-    """The order of CTAs, and the blocks of queries that each visits: of all heads of its group, one after another."""
+    """The order of CTAs, and the blocks of queries that each visits."""
 
     spec: KernelSpec
     config: BackwardConfig
@@ -51,12 +43,12 @@ class BackwardSchedule:
     @property
     def raster_order(self) -> raster.RasterOrder:
         p = self.spec
-        q_bytes = p.q_len * self.config.head_dim * (2 + 2 + 4) * p.group
-        heads = raster.heads_per_l2_group(p.kv_heads, q_bytes, L2_BUDGET)
-        return raster.RasterOrder(p.batch, p.kv_heads, self.kv_tiles, heads, p.causal)
+        q_bytes = p.q_len * self.config.head_dim * (2 + 2 + 4)
+        heads = raster.heads_per_l2_group(p.q_heads, q_bytes, L2_BUDGET)
+        return raster.RasterOrder(p.batch, p.q_heads, self.kv_tiles, heads, p.causal)
 
     def coordinates(self, cta: Any) -> tuple[Any, Any, Any]:
-        """Return batch entry, head of keys and block of keys; under a causal mask the first keys meet most queries."""
+        """Return batch entry, head and block of keys; under a causal mask the first keys meet most queries."""
         batch, head, tile = self.raster_order.coordinates(cta)
         return batch, head, self.kv_tiles - 1 - tile if self.spec.causal else tile
 
