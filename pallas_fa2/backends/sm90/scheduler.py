@@ -62,7 +62,7 @@ class StaticTileScheduler:
 
     @property
     def num_workers(self) -> int:
-        """The number of CTAs."""
+        """Return the number of CTAs."""
         return self.table.shape[0]
 
     def initial_work(self) -> Entry:
@@ -123,12 +123,12 @@ class DynamicTileScheduler:
 
     @property
     def num_tiles(self) -> int:
-        """The number of tiles."""
+        """Return the number of tiles."""
         return self.table.shape[0] - self.header_rows(self.num_workers) - 1
 
     @property
     def _num_static_tiles(self) -> int:
-        """How many of a CTA's claims are known when traced."""
+        """Return how many of a CTA's claims are known when traced."""
         return 1 if self.static_first_tile else 0
 
     def _claims_before(self, k: Scalar) -> Scalar:
