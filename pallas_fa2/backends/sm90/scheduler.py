@@ -81,7 +81,7 @@ class StaticTileScheduler:
     def prime(self) -> None:
         """Request the first tile, by the warpgroup that loads."""
 
-    def request_next(self, k: Scalar, in_time: jax.Array) -> None:
+    def request_next(self, k: Scalar, in_time: bool | jax.Array) -> None:
         """Request the k-th tile, by the warpgroup that loads, if now is in time for its loads."""
 
 
@@ -171,7 +171,7 @@ class DynamicTileScheduler:
         if not self.static_first_tile:
             self._send_claim(I32(0))
 
-    def request_next(self, k: Scalar, in_time: jax.Array) -> None:
+    def request_next(self, k: Scalar, in_time: bool | jax.Array) -> None:
         """Request the k-th tile, by the warpgroup that loads, if now is in time for its loads."""
         when(in_time & self._begins_claim(k))(lambda: self._send_claim(k))
 
