@@ -182,10 +182,10 @@ def test_fragments_lie_side_by_side() -> None:
     np.testing.assert_array_equal(masking.apply_bits(s, words), np.where(visible, s, -math.inf))
 
 
-def test_values_lie_where_the_tensor_cores_put_them() -> None:
+def test_values_are_where_the_tensor_cores_put_them() -> None:
     """By Mosaic's own numbers of threads and registers."""
     for layout, shape in ((ACC_LAYOUT, (FRAGMENT, 16)), (ROW_LAYOUT, (FRAGMENT,))):
         x = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-        lie = Array.of(x, layout)
-        assert lie.registers.shape == layout.to_mgpu().registers_shape(shape)
-        np.testing.assert_array_equal(lie.read(shape, np.int32), x)
+        array = Array.of(x, layout)
+        assert array.registers.shape == layout.to_mgpu().registers_shape(shape)
+        np.testing.assert_array_equal(array.read(shape, np.int32), x)

@@ -1,4 +1,4 @@
-"""Threads that write numbers of their own."""
+"""Operations on an int32 of each thread."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from pallas_fa2.backends.sm90.primitives import launch, layouts, thread_ops
 from tests.support import interpreter, shared
 
 
-def test_a_place_that_two_threads_write_is_a_race():
+def test_an_index_that_two_threads_write_is_a_race():
     def run(refs, _):
         thread_ops.scatter(refs[0], thread_ops.thread_indices() >> 1, thread_ops.thread_indices())
 

@@ -90,12 +90,12 @@ class TileFunction:
 
     @property
     def pairwise_inputs(self) -> list[ArgSource]:
-        """What it reads of pairwise arrays."""
+        """Return what it reads of pairwise arrays."""
         return [s for s in self.sources if s.side == "pair"]
 
     @property
     def head_inputs(self) -> list[ArgSource]:
-        """What it reads that all tokens of a head share."""
+        """Return what it reads that all tokens of a head share."""
         return [s for s in self.sources if s.side in ("integer", "real")]
 
     def reads_index(self, side: str) -> bool:
@@ -137,14 +137,14 @@ class TileFunction:
         return count
 
     def is_key_interval(self) -> bool:
-        """Return whether the keys that a query sees, by this mask, are contiguous."""
+        """Return whether the keys that a query attends to, by this mask, are contiguous."""
         results = []
         self._trace(lambda inputs: results.append(self.key_bounds(inputs) is not None), "k")
         return results[0]
 
     def key_bounds(self, inputs: TileInputs) -> dict[str, jax.Array] | None:
-        """Return the index of the first key that each query sees, by this mask, and of the last one: "low", "high"
-        or both. None if no comparisons with a key's index say what a query sees."""
+        """Return the index of the first key that each query attends to, by this mask, and of the last one: "low",
+        "high" or both. None if comparisons with a key's index alone do not say what it attends to."""
         (visible,) = self.evaluate(inputs, PIECE_SHAPE)
         limits = visible.bounds
         if not limits or any(x.column.array is not inputs.k.index for x in limits):

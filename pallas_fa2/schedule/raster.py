@@ -26,7 +26,7 @@ class RasterOrder:
 
     @property
     def count(self) -> int:
-        """The number of tiles."""
+        """Return the number of tiles."""
         return self.batch * self.heads * self.tiles
 
     def coordinates(self, tile_id: IntOrArray) -> tuple[IntOrArray, IntOrArray, IntOrArray]:

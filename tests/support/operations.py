@@ -1,6 +1,6 @@
-"""What the interpreter's equations do to memory, one at a time, on the host.
+"""The effects of the interpreter's equations on memory, one at a time, on the host.
 
-Operations are called with the thread and with what `meetings` says.
+Operations are called as those of `meetings`.
 """
 
 import math
@@ -53,7 +53,7 @@ _ATOMIC = threading.Lock()
 
 
 def _update(thread: Any, place: tuple, change: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Stores change(what is there), as one operation."""
+    """Store change(what is there), as one operation."""
     memory = the_memory()
     with _ATOMIC:
         old, _, _ = memory.get_buffer_content(*place, thread)
@@ -112,7 +112,7 @@ def copy_to_gmem(thread, mesh_location, source, target, reduction, *, source_inf
 
 
 def _end(size: int, unit: int) -> float:
-    """Where what a view in whole units shows is not all that there is; of one unit, it is."""
+    """Return where a view in whole units ends before the array does; a view of one unit does not."""
     return size // unit * unit if size > unit and size % unit else math.inf
 
 
@@ -146,7 +146,7 @@ def copy_rows(thread, mesh_location, buffer, *operands, direction, view, panel, 
 
 
 def add_to_gmem(thread, place, value, *, source_info):
-    """Adds from registers, atomically per element."""
+    """Add from registers, atomically per element."""
     memory = the_memory()
     memory.turns.wait(thread, row_of(place))
     _update(thread, place, lambda old: old + value)
@@ -181,7 +181,7 @@ def _take_fragments(thread, place, exists, *, source_info):
 
 
 def _store_rows(thread, target, tile, first_column, rows, *, source_info):
-    """Those rows and columns that there are."""
+    """Store the rows and columns that exist."""
     memory, (key, access) = the_memory(), target
     (axis,) = (i for i, x in enumerate(access.range[:-1]) if isinstance(x, slice))
     first, rows = access.range[axis].start, min(int(rows), len(tile))
@@ -199,7 +199,7 @@ def _store_rows(thread, target, tile, first_column, rows, *, source_info):
 
 
 def _gather(thread, source, places, *, source_info):
-    """For each thread the number at its place of a row; 0 where there is no such place."""
+    """Return for each thread the element at its index of a row; 0 where there is none."""
     memory, (key, row) = the_memory(), source
     found, _, _ = memory.get_buffer_content(key, row, thread)
     if memory.detect_races:
@@ -210,7 +210,7 @@ def _gather(thread, source, places, *, source_info):
 
 
 def _scatter(thread, target, places, *values, source_info):
-    """Each thread's values side by side, to its place of a row; what has no place there is dropped."""
+    """Store each thread's values side by side at its index of a row; an index beyond it is dropped."""
     key, row = target
     *outer, inside = row.range
     there = (places[:, None] * len(values) + np.arange(len(values))).reshape(-1)
@@ -240,7 +240,7 @@ OPERATIONS = {
 
 
 def multiply(thread, accumulator, a, b, *, source_info):
-    """What an operand is, if it is no place, comes from registers."""
+    """Add a product to an accumulator. An operand that is an array comes from registers."""
     memory = the_memory()
     factors = [
         x if isinstance(x, np.ndarray) else memory.get_buffer_content(*x, thread)[0] for x in (a, b)

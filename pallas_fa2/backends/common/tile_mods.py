@@ -68,14 +68,14 @@ class TileMask:
     """A mask on a tile of scores: which pairs of tokens are visible."""
 
     visible: TileFunction
-    # Whether it is known that every query sees a key and every key is seen. Where it is not, what
-    # nobody sees may be NaN.
+    # Whether it is known that every query attends to a key, and every key is attended to. Where it is not, what
+    # nobody attends to may be NaN.
     covers_every_token: bool
     ops: TileOps
 
     @functools.cached_property
     def is_key_interval(self) -> bool:
-        """Whether it is known that the keys which a query sees are contiguous."""
+        """Return whether it is known that the keys which a query attends to are contiguous."""
         return self.visible.is_key_interval()
 
     def apply_interval(
@@ -193,12 +193,12 @@ class TileDropout:
 
     @property
     def explicit_positions(self) -> bool:
-        """Whether a user gave the keys' positions, of which nothing is then known."""
+        """Return whether a user gave the keys' positions, of which nothing is then known."""
         return self.key_positions.position is not None
 
     @property
     def scale(self) -> float:
-        """The factor of probabilities that are kept."""
+        """Return the factor of probabilities that are kept."""
         return dropout.scale(self.threshold)
 
     def mark_dropped(

@@ -28,7 +28,8 @@ from pallas_fa2.backends.sm90.block_mask import BlockMask
 from pallas_fa2.backends.sm90.primitives import layouts, thread_ops, thread_values
 from pallas_fa2.backends.sm90.primitives.launch import build_kernel
 from pallas_fa2.backends.sm90.primitives.layouts import LANES, WARPS
-from pallas_fa2.backends.sm90.primitives.pairwise import BoolTile, PairwiseTile
+from pallas_fa2.backends.sm90.primitives.packed_bools import BoolTile
+from pallas_fa2.backends.sm90.primitives.pairwise import PairwiseTile
 from pallas_fa2.backends.sm90.primitives.tile_ops import TILE_OPS
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from pallas_fa2.ir.tile_functions import PIECE_COLUMNS, ArgSource, AxisInputs, TileInputs

@@ -41,12 +41,12 @@ class SanitizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the array."""
+        """Return the array's shape."""
         return self.array.shape
 
     @property
     def dtype(self) -> Any:
-        """That of the array."""
+        """Return the array's dtype."""
         return self.array.dtype
 
 
@@ -89,23 +89,23 @@ class SanitizePass:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Batch entries, heads and blocks."""
+        """Return the numbers of batch entries, heads and blocks."""
         batch, length, heads, _ = self.arrays[0].array.shape
         return batch, heads, -(-arithmetic.round_up(length, self.multiple) // self.block)
 
     @property
     def fragments(self) -> list[Slice]:
-        """Slices of a block, 64 rows each. The last may reach past the block."""
+        """Return slices of a block, 64 rows each. The last may reach past the block."""
         return [pl.ds(x, ROWS_PER_WARPGROUP) for x in range(0, self.block, ROWS_PER_WARPGROUP)]
 
     @property
     def buffers(self) -> list[Scratch]:
-        """Shared memory for a block of each array."""
+        """Allocate shared memory for a block of each array."""
         return [x.buffer(len(self.fragments) * ROWS_PER_WARPGROUP) for x in self.arrays]
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:
-        """The sanitized arrays, and a flag for each block."""
+        """Return the shapes of the sanitized arrays, and of a flag for each block."""
         copies = (jax.ShapeDtypeStruct(x.array.shape, x.array.dtype) for x in self.arrays)
         return [*copies, jax.ShapeDtypeStruct((math.prod(self.grid),), I32)]
 

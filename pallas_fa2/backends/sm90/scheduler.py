@@ -62,7 +62,7 @@ class StaticTileScheduler:
 
     @property
     def num_workers(self) -> int:
-        """The number of CTAs."""
+        """Return the number of CTAs."""
         return self.table.shape[0]
 
     def initial_work(self) -> Entry:
@@ -81,7 +81,7 @@ class StaticTileScheduler:
     def prime(self) -> None:
         """Request the first tile, by the warpgroup that loads."""
 
-    def request_next(self, k: Scalar, in_time: jax.Array) -> None:
+    def request_next(self, k: Scalar, in_time: bool | jax.Array) -> None:
         """Request the k-th tile, by the warpgroup that loads, if now is in time for its loads."""
 
 
@@ -123,12 +123,12 @@ class DynamicTileScheduler:
 
     @property
     def num_tiles(self) -> int:
-        """The number of tiles."""
+        """Return the number of tiles."""
         return self.table.shape[0] - self.header_rows(self.num_workers) - 1
 
     @property
     def _num_static_tiles(self) -> int:
-        """How many of a CTA's claims are known when traced."""
+        """Return how many of a CTA's claims are known when traced."""
         return 1 if self.static_first_tile else 0
 
     def _claims_before(self, k: Scalar) -> Scalar:
@@ -171,7 +171,7 @@ class DynamicTileScheduler:
         if not self.static_first_tile:
             self._send_claim(I32(0))
 
-    def request_next(self, k: Scalar, in_time: jax.Array) -> None:
+    def request_next(self, k: Scalar, in_time: bool | jax.Array) -> None:
         """Request the k-th tile, by the warpgroup that loads, if now is in time for its loads."""
         when(in_time & self._begins_claim(k))(lambda: self._send_claim(k))
 

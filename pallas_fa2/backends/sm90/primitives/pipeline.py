@@ -83,7 +83,7 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
+        """Return the number of stages."""
         return self.buffers[0].shape[0]
 
     def stage(self, step: Scalar) -> jax.Array:
@@ -126,7 +126,7 @@ class Pipeline:
                 plgpu.copy_gmem_to_smem(source, buffer.at[s], self.full.at[full])
 
     def buffers_at(self, step: Scalar) -> tuple[Ref, ...]:
-        """Return the buffers of a step, whoever uses them."""
+        """Return the buffers of a step, without waiting."""
         # LLVM would keep descriptors of the one stage in registers, through all loops.
         s = self.stage(step) if self.stages > 1 else rematerialize(I32(0))
         return tuple(buffer.at[s] for buffer in self.buffers)

@@ -155,8 +155,8 @@ def store_rows(target: Ref, tile: jax.Array, first_column: Scalar, rows: Scalar)
 
 @inline_op("store_rows", plgpu.RefType(), ACC_LAYOUT, _SCALAR, _SCALAR)
 def _store_rows(_, target: Ref, tile: Registers, first_column: Registers, rows: Registers) -> None:
-    """Of PTX's accumulator fragments, four neighbors have two columns of each eight, of rows r and r + 8. They
-    exchange them, so that each stores an eight of every four at once."""
+    # Of PTX's accumulator fragments, four neighbors have two columns of each eight, of rows r and r + 8. They
+    # exchange them, so that each stores an eight of every four at once.
     kind = ir.MemRefType(target.type)
     (stride, _), _ = kind.get_strides_and_offset()
     i64, word = (ir.IntegerType.get_signless(bits) for bits in (64, 32))
@@ -194,7 +194,7 @@ def _transpose_among_four(words: list[MlirValue], neighbor: MlirValue) -> list[M
 
 
 def _shuffle_xor(value: MlirValue, lanes: int, register: str) -> MlirValue:
-    """Emit the value of the lane whose index differs in these bits."""
+    """Emit the exchange of a value with the lane whose index differs in these bits."""
     code = f"shfl.sync.bfly.b32 $0, $1, {lanes}, {LANES - 1}, -1;"
     return asm(code, f"={register},{register}", value, result=value.type)
 

@@ -28,14 +28,14 @@ def dispatch_warpgroups(warpgroup: Scalar, *roles: Callable[[], None]) -> None:
     One switch, not an if after another: a warpgroup's registers then hold nothing for the others. The
     last role, which only loads, is the first branch, as Pallas lowers that twice (see `control_flow`).
     """
-    *first_of_role, last = (i for i, role in enumerate(roles) if i == 0 or role is not roles[i - 1])
-    if not first_of_role:
+    *leading, last = (i for i, role in enumerate(roles) if i == 0 or role is not roles[i - 1])
+    if not leading:
         return roles[last]()
     branch = I32(1)
-    for first in first_of_role[1:]:
+    for first in leading[1:]:
         branch += jnp.where(warpgroup >= first, I32(1), I32(0))
     branch = jnp.where(warpgroup >= last, I32(0), branch)
-    lax.switch(branch, [roles[last], *(roles[i] for i in first_of_role)])
+    lax.switch(branch, [roles[last], *(roles[i] for i in leading)])
 
 
 def sync_before_exit(done: Sequence[Barrier], branch: int) -> None:

@@ -58,7 +58,7 @@ def gather(_, source: Ref, indices: Registers) -> Registers:
         f"{{ .reg .pred p; .reg .b64 a; setp.lt.u32 p, $2, {size}; mad.wide.u32 a, $2, 4, $1; "
         "mov.b32 $0, 0; @p ld.global.nc.b32 $0, [a]; }"
     )
-    return asm_i32(code, "=&r,l,r", address(source), thread_value(indices), apart=False)
+    return asm_i32(code, "=&r,l,r", address(source), thread_value(indices), side_effects=False)
 
 
 def scatter(target: Ref, indices: jax.Array, *values: jax.Array) -> None:
@@ -92,7 +92,11 @@ def warp_sum(_, x: Registers) -> Registers:
     return asm_i32("redux.sync.add.s32 $0, $1, -1;", "=r,r", thread_value(x))
 
 
-def asm_i32(code: str, constraints: str, *operands: MlirValue, apart: bool = True) -> Registers:
-    """Return what PTX leaves in $0 of each thread. Without `apart` it may run anywhere, or not at all."""
+def asm_i32(
+    code: str, constraints: str, *operands: MlirValue, side_effects: bool = True
+) -> Registers:
+    """Return what PTX leaves in $0 of each thread. Without side effects it may run anywhere, or not at all."""
     word = ir.IntegerType.get_signless(32)
-    return from_thread_values(asm(code, constraints, *operands, result=word, side_effects=apart))
+    return from_thread_values(
+        asm(code, constraints, *operands, result=word, side_effects=side_effects)
+    )

@@ -56,6 +56,18 @@ def first_column() -> MlirValue:
     return arith.shli(arith.andi(thread_index(), i32(3)), i32(1))
 
 
+def thread_field(first: int, count: int, weight: int) -> MlirValue:
+    """Emit some bits of the thread's index, as an integer times the weight, a power of two."""
+    bits = arith.andi(thread_index(), i32(((1 << count) - 1) << first))
+    shift = weight.bit_length() - 1 - first
+    return arith.shli(bits, i32(shift)) if shift >= 0 else arith.shrui(bits, i32(-shift))
+
+
+def sum_i32(*terms: MlirValue) -> MlirValue:
+    """Emit the sum of integers."""
+    return functools.reduce(arith.addi, terms)
+
+
 def splat(value: MlirValue) -> Registers:
     """Return an int32 scalar array of a value that all threads share."""
     return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
@@ -87,7 +99,7 @@ def thread_value(array: Registers) -> MlirValue:
 
 
 def from_thread_values(value: MlirValue) -> Registers:
-    """Return the int32 array `[THREADS]` to which each thread adds its own value."""
+    """Return the int32 array `[THREADS]` of the threads' own values."""
     layout = PER_THREAD.to_mgpu()
     register = llvm.mlir_undef(layout.registers_element_type(value.type))
     registers = np.array([llvm.insertelement(register, value, i32(0))], object)
@@ -127,7 +139,7 @@ def zero_accumulator(shape: tuple[int, int]) -> jax.Array:
 def reciprocal(tile: jax.Array) -> jax.Array:
     """Return 1 / x, off by one unit in the last place and flushing denormal numbers."""
 
-    def of_element(x: MlirValue, *_: Any) -> MlirValue:
+    def compute(x: MlirValue, *_: Any) -> MlirValue:
         code = "rcp.approx.ftz.f32 $0, $1;"
         return asm(code, "=f,f", x, result=x.type, side_effects=False)
 
@@ -136,17 +148,17 @@ def reciprocal(tile: jax.Array) -> jax.Array:
         ACC_LAYOUT,
         result=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, ACC_LAYOUT),
     )
-    def of_tile(_, tile: Registers) -> Registers:
-        return map_elements(tile, of_element)
+    def apply(_, tile: Registers) -> Registers:
+        return map_elements(tile, compute)
 
-    return of_tile(tile)
+    return apply(tile)
 
 
 def defeat_minmax_fusion(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Return an int32 that varies over these axes of a tile, as what ptxas takes for no maximum or minimum: it would
     lose a minus (`ptxas_safe.neg_ptxas_safe`). It does not look behind a permutation that leaves all bytes in place."""
 
-    def of_element(x: MlirValue, *_: Any) -> MlirValue:
+    def compute(x: MlirValue, *_: Any) -> MlirValue:
         return asm("prmt.b32 $0, $1, 0, 0x3210;", "=r,r", x, result=x.type, side_effects=False)
 
     scalar = plgpu.Layout.WG_SPLAT(shape=())
@@ -158,7 +170,7 @@ def defeat_minmax_fusion(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
         result=plgpu.ShapeDtypeStruct(x.shape, I32, layout),
     )
     def permute(_, array: Registers) -> Registers:
-        return map_elements(array, of_element) if axes else splat(of_element(array.registers[()]))
+        return map_elements(array, compute) if axes else splat(compute(array.registers[()]))
 
     return permute(x)
 
@@ -188,7 +200,7 @@ def column_iota(count: int, start: Scalar) -> jax.Array:
 
 @inline_op("fence_before_wgmma_wait", ACC_LAYOUT)
 def fence_before_wgmma_wait(_, positive: Registers) -> None:
-    """Let ptxas move no wait for WGMMA across this line, once `positive`, a tile, is known.
+    """Keep ptxas from moving a wait for WGMMA across this line. `positive` is a tile that is known before it.
 
     It would otherwise wait for a product before the exponentials that should run beside it.
     """

@@ -51,13 +51,13 @@ class HeadRows:
 
     @property
     def ref(self) -> Ref:
-        """The view of the array for Pallas's own copies."""
+        """Return the view of the array that Pallas's own copies take."""
         indices = self.batch, self.rows, self.head
         return self.array.at[indices if self.columns is None else (*indices, self.columns)]
 
     @property
     def has_ragged_length(self) -> bool:
-        """Whether the rows end within a group. A sequence shorter than that is a group of its own."""
+        """Return whether the sequence ends within a group of 8 rows. A sequence shorter than that is a group of its own."""
         length = self.array.shape[1]
         return length > SWIZZLE_ROWS and length % SWIZZLE_ROWS != 0
 
@@ -83,7 +83,7 @@ class HeadRows:
         )
 
     def load(self, buffer: Ref, barriers: Barrier, i: Scalar) -> None:
-        """Fill shared memory, and arrive once at barrier i of an array when the rows are there."""
+        """Load the rows to shared memory, and arrive once at barrier i of an array when the rows are there."""
         if self.needs_custom_copy(buffer):
             self.copy(buffer, BarrierArray.of(barriers), i)
             plgpu.barrier_arrive(barriers.at[i])
