@@ -23,8 +23,6 @@ class KernelSpec:
     causal_offset: int | None
     mask: Any = None  # tile_code.TileMask
     uses_mask_bits: bool = False  # its answers are in memory (`mask_bits`)
-    # How many a block of keys has that are listed each for itself: see `block_mask.BlockMask`.
-    kv_subblocks: int = 1
     score: Any = None  # tile_code.TileScore
     dropout: Any = None  # tile_code.TileDropout
     q_index_offset: int = 0  # the index of the first row

@@ -92,9 +92,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """`out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
     part = causal_trim(spec)
-    extras = CompiledMods.compile(
-        spec, part, part.operands(operands), *config.tile, may_have_parts=True
-    )
+    extras = CompiledMods.compile(spec, part, part.operands(operands), *config.tile)
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, traced: RuntimeAux) -> tuple:
         problem = extras.kernel_spec(q.shape[0], q.shape[2], k.shape[2])

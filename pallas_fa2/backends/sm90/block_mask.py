@@ -42,35 +42,26 @@ def _count(x: Any) -> np.ndarray:
     return np.arange(x.shape[-1], dtype=np.int32).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-# Of the blocks that are visited without parts; parts that are no neighbours take two copies.
-WORTH_PARTS = 0.98
-
-
 class BlockMask(NamedTuple):
     """The blocks that each tile visits: full ones first, then those that the mask cuts.
 
     A tile that sees nothing visits one block nevertheless, as one that is cut.
-
-    A block may have parts, each with an entry in a list: those that follow each other there are a block. So
-    it is full if all its parts are, and the last that a tile visits may have some that it does not see.
     """
 
     num_blocks: Any  # int32 [B | 1, heads | 1, tiles]: blocks, and full ones from `FULL_BIT` on
-    block_indices: Any  # int32 [B | 1, heads | 1, tiles, blocks parts], which: see `block`
+    block_indices: Any  # int32 [B | 1, heads | 1, tiles, blocks], which: see `block_id`
 
     @classmethod
-    def from_classes(cls, classes: Any, parts: int = 1) -> "BlockMask":
-        """From the classes of tiles, `[B | 1, heads | 1, tiles, blocks parts]`."""
-        assert classes.shape[-1] % parts == 0
+    def from_classes(cls, classes: Any) -> "BlockMask":
+        """List the blocks of each tile, from their classes `[B | 1, heads | 1, tiles, blocks]`."""
         if array_namespace(classes) is jnp:
-            return cls(*block_mask_kernel.build_block_lists(classes, parts))
+            return cls(*block_mask_kernel.build_block_lists(classes))
         assert EMPTY < PARTIAL < FULL
         rank = np.int32(FULL) - classes
         lists = np.sort(rank * np.int32(MAX_BLOCKS + 1) + _count(classes), -1)
         full = np.sum(classes == FULL, -1, dtype=np.int32)
         visited = np.maximum(np.sum(classes != EMPTY, -1, dtype=np.int32), np.int32(1))
-        visited = (visited + np.int32(parts - 1)) // np.int32(parts)
-        return cls(visited + full // np.int32(parts) * np.int32(1 << FULL_BIT), lists)
+        return cls(visited + full * np.int32(1 << FULL_BIT), lists)
 
     def dynamic_schedule(self, batch: int, heads: int, hands: int) -> DynamicTileScheduler:
         """Tile t of head h of batch entry b has the number (b heads + h) tiles + t.
@@ -155,35 +146,6 @@ def tile_costs(counts: np.ndarray) -> np.ndarray:
     """Of tiles. Their beginnings and ends cost about as much as a block, and the mask half as much."""
     visited, cut = unpack_counts(counts)
     return visited + 0.5 * cut + 1.0
-
-
-def pad_subblocks(classes: Any, parts: int) -> Any:
-    """With empty parts at the end, if blocks of so many were not whole."""
-    missing = -classes.shape[-1] % parts
-    return array_namespace(classes).pad(classes, [(0, 0)] * (classes.ndim - 1) + [(0, missing)])
-
-
-def merge_subblocks(classes: Any, parts: int) -> Any:
-    """Of blocks, from the classes of their parts."""
-    if parts == 1:
-        return classes
-    of_parts = classes.reshape(*classes.shape[:-1], -1, parts)
-    least, most = of_parts.min(-1), of_parts.max(-1)
-    return array_namespace(classes).where(least == most, most, np.int32(PARTIAL))
-
-
-def subblocks_pay_off(of_parts: Any, classes: Any, parts: int) -> bool:
-    """Whether tiles visit fewer blocks by the classes of so many parts of each than by those of blocks. Of what
-    only the device knows, they may, unless there is one block alone."""
-    if classes.shape[-1] == 1 or of_parts.shape[-1] > MAX_BLOCKS:
-        return False
-    if array_namespace(classes) is jnp:
-        return True
-    by_parts, whole = (
-        np.sum(unpack_counts(BlockMask.from_classes(*x).num_blocks)[0])
-        for x in ((of_parts, parts), (classes, 1))
-    )
-    return bool(by_parts < WORTH_PARTS * whole)
 
 
 def mark_last_partial(classes: Any) -> Any:

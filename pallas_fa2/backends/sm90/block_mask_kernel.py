@@ -34,8 +34,8 @@ def unpack_counts(word: Any) -> tuple[Any, Any]:
     return word & np.int32(MAX_BLOCKS), word >> np.int32(FULL_BIT)
 
 
-def build_block_lists(classes: jax.Array, parts: int = 1) -> tuple[jax.Array, jax.Array]:
-    """The counts and lists of `block_mask.BlockMask`, from classes `[B | 1, heads | 1, tiles, blocks parts]`.
+def build_block_lists(classes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The counts and lists of `block_mask.BlockMask`, from classes `[B | 1, heads | 1, tiles, blocks]`.
 
     A list ends with the blocks that are not visited. A CTA writes a list, and a warp a quarter of its
     row's blocks, after it has counted all of the row.
@@ -75,8 +75,7 @@ def build_block_lists(classes: jax.Array, parts: int = 1) -> tuple[jax.Array, ja
         total, before = map(thread_ops.sum_of_lanes, sums)
         all_cut, all_full = unpack_counts(total)
         thread_ops.strided_loop(quarter, first + lane, LANES, place, before)
-        visited = div(jnp.maximum(all_full + all_cut, 1) + (parts - 1), parts)
-        count_of_row = visited + (div(all_full, parts) << FULL_BIT)
+        count_of_row = jnp.maximum(all_full + all_cut, 1) + (all_full << FULL_BIT)
         thread_ops.scatter(counts, jnp.where(thread == 0, row, rows), count_of_row)
 
     out = [jax.ShapeDtypeStruct(shape, I32) for shape in ((rows,), (rows, blocks))]

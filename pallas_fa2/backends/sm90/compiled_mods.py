@@ -37,9 +37,6 @@ class CompiledMods(NamedTuple):
     dropout: TileDropout | None
     classes: np.ndarray | None  # of tiles, [B | 1, N | 1, T tiles, S tiles], if known when traced
     runtime: "RuntimeAux"
-    kv_subblocks: int = (
-        1  # that a block of keys has where the mask is asked: classes are those of parts
-    )
 
     @classmethod
     def compile(
@@ -50,11 +47,8 @@ class CompiledMods(NamedTuple):
         block_q: int,
         block_kv: int,
         wanted: tuple[bool, ...] = (),
-        may_have_parts: bool = False,
     ) -> "CompiledMods":
-        """Of a call that has tiles of so many queries and keys. Where its mask will be asked, blocks of keys
-        `may_have_parts`, of 64 keys each, if tiles visit fewer of them so.
-        """
+        """Compile what a call has beside q, k and v, for tiles of so many queries and keys."""
         mask, score = compile_mods.compile_mask(spec), compile_mods.compile_score(spec, wanted)
         functions = mask, score, compile_mods.compile_dropout(spec)
         spec = part.spec(spec)
@@ -67,16 +61,6 @@ class CompiledMods(NamedTuple):
         ):
             return extras
         classes = extras._classify(operands, block_q, block_kv)
-        parts = block_kv // mask_bits.FRAGMENT
-        if (
-            may_have_parts
-            and parts > 1
-            and extras._uses_mask_bits_only(classes, (block_q, block_kv))
-        ):
-            of_parts = extras._classify(operands, block_q, mask_bits.FRAGMENT)
-            of_parts = block_mask.pad_subblocks(of_parts, parts)
-            if block_mask.subblocks_pay_off(of_parts, classes, parts):
-                classes, extras = of_parts, extras._replace(kv_subblocks=parts)
         if isinstance(classes, np.ndarray):
             return extras._replace(classes=classes)
         return extras._replace(runtime=RuntimeAux(data, classes))
@@ -90,14 +74,6 @@ class CompiledMods(NamedTuple):
         if isinstance(classes, np.ndarray):
             return classes
         return jnp.broadcast_to(classes, (spec.batch, *classes.shape[1:]))
-
-    def _uses_mask_bits_only(self, classes: Any, tile: tuple[int, int]) -> bool:
-        """Whether the forward, in a launch of all heads, asks the mask, and has no other use for the numbers of
-        keys."""
-        spec = self.spec
-        problem = self.kernel_spec(spec.batch, spec.q_heads, spec.kv_heads)
-        others = self.score is not None or self.dropout is not None
-        return not others and self.wants_mask_bits(problem, classes, tile, q_axis=0)
 
     def kernel_spec(self, batch: int, q_heads: int, kv_heads: int) -> KernelSpec:
         """Of a launch, of some batch entries and heads."""
@@ -151,14 +127,10 @@ class CompiledMods(NamedTuple):
         if classes is None:
             found, classes = mask_bits.compute_bits_and_classes(problem, traced.data, tile, q_axis)
             classes = block_mask.mark_last_partial(classes) if problem.kv_len % tile[1] else classes
-        whole = block_mask.merge_subblocks(classes, self.kv_subblocks)
-        asks = found is None and self.wants_mask_bits(problem, whole, tile, q_axis)
-        if asks:
-            problem = dataclasses.replace(problem, kv_subblocks=self.kv_subblocks)
-        else:  # with the heads of one device, it may not be worth it
-            classes = whole
+        # With the heads of one device, it may not be worth it.
+        asks = found is None and self.wants_mask_bits(problem, classes, tile, q_axis)
         if q_axis == 0:
-            seen = block_mask.BlockMask.from_classes(classes, problem.kv_subblocks)
+            seen = block_mask.BlockMask.from_classes(classes)
         elif asks:
             seen = block_mask.BlockMask.from_classes(
                 block_mask.reversed_classes(classes.swapaxes(2, 3))

@@ -74,7 +74,7 @@ def compute_bits(
 
     A block is found by its number. Of the tile, which has so many queries and keys, a row is a query if `q_axis`
     is 0, else a key. `seen` is what each row of tiles visits; where they are keys, its lists are
-    `block_mask.reversed_classes`. Where the problem's blocks of keys have parts, each of these is one here.
+    `block_mask.reversed_classes`.
     """
     batch, _, tiles, blocks = seen.block_indices.shape
     asking = _BitsKernel(problem, data, tile, q_axis, (batch, tiles, blocks))
@@ -82,9 +82,7 @@ def compute_bits(
     def run(refs: tuple, _: Any) -> None:
         counts, lists, data, answers = jax.tree.unflatten(tree, refs)
         entry, row, _ = asking.axes
-        visited, cut = (
-            x * problem.kv_subblocks for x in block_mask.unpack_counts(counts[entry, 0, row])
-        )
+        visited, cut = block_mask.unpack_counts(counts[entry, 0, row])
 
         def number(place: Any) -> Any:
             # A share may have no block; it reads an entry nevertheless.
@@ -175,12 +173,12 @@ class _BitsKernel:
     given: AuxInputs
     tile: tuple[int, int]  # queries and keys
     q_axis: int
-    counts: tuple[int, int, int]  # batch entries, tiles, and blocks (or parts) that each may visit
+    counts: tuple[int, int, int]  # batch entries, tiles, and blocks that each may visit
 
     @property
     def squares(self) -> tuple[int, int]:
         rows, columns = _rows_first(self.tile, self.q_axis)
-        return rows // FRAGMENT, columns // (FRAGMENT * self.problem.kv_subblocks)
+        return rows // FRAGMENT, columns // FRAGMENT
 
     @property
     def shares(self) -> int:

@@ -107,16 +107,11 @@ class Arrays(NamedTuple):
     inputs: Inputs
     outputs: Outputs
 
-    def kv_subblock(self, tile: QueryTile, t: Any, i: Any) -> Any:
-        """Which keys the tile visits as the i-th part of its t-th block."""
-        place = tile.list_index(t)
+    def kv_block(self, tile: QueryTile, t: Any) -> Any:
+        """Return the block of keys that the tile visits as its t-th."""
+        index = tile.list_index(t)
         if self.inputs.block_indices is None:
-            return place
-        place = place * tile.schedule.spec.kv_subblocks + i
+            return index
         return block_mask.block_id(
-            layouts.index_broadcast(self.inputs.block_indices, *tile.coordinates)[place]
+            layouts.index_broadcast(self.inputs.block_indices, *tile.coordinates)[index]
         )
-
-    def kv_block(self, tile: QueryTile, t: Any) -> list[Any]:
-        """All parts of a block, mostly one."""
-        return [self.kv_subblock(tile, t, i) for i in range(tile.schedule.spec.kv_subblocks)]

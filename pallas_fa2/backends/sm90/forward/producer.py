@@ -11,7 +11,7 @@ from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.sm90.forward.memory import Arrays, SharedStorage
 from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule, QueryTile
 from pallas_fa2.backends.sm90.primitives import layouts, roles
-from pallas_fa2.backends.sm90.primitives.tma import GatheredRows, HeadRows
+from pallas_fa2.backends.sm90.primitives.tma import HeadRows
 from pallas_fa2.backends.sm90.scheduler import for_each_tile
 from pallas_fa2.control_flow import when
 
@@ -29,16 +29,11 @@ def produce(schedule: ForwardSchedule, arrays: Arrays, memory: SharedStorage) ->
         tile = QueryTile(schedule, *entry)
         (batch, head, _), (first_step, first_data) = tile.coordinates, before
 
-        def parts(t: Any) -> list[Any]:
-            size = schedule.kv_entry_size
-            return [pl.ds(part * size, size) for part in arrays.kv_block(tile, t)]
-
         def keys(t: Any) -> Any:
-            (whole,) = parts(t)  # blocks have parts only where nothing else comes with their keys
-            return whole
+            return pl.ds(arrays.kv_block(tile, t) * config.block_kv, config.block_kv)
 
-        def rows_of(source: Any, t: Any) -> GatheredRows:
-            return GatheredRows([HeadRows(source, batch, part, tile.kv_head) for part in parts(t)])
+        def rows_of(source: Any, t: Any) -> HeadRows:
+            return HeadRows(source, batch, keys(t), tile.kv_head)
 
         def load_keys(t: Any) -> None:
             memory.k_pipeline.tma_load(first_step + t, rows_of(inputs.k, t))

@@ -95,10 +95,9 @@ class RowBlock(RowScores):
             self.row_inputs(masked=self.masked),
         )
         problem, first_key = self.schedule.spec, self.first_key(0)
-        answers = self.load_mask_bits(
-            self.key_index_of(0), self.masked
-        )  # of no meaning unless it is cut
-        following = self.key_index_of(self.tile.next_partial)
+        # of no meaning unless it is cut
+        answers = self.load_mask_bits(self.kv_block_index(0), self.masked)
+        following = self.kv_block_index(self.tile.next_partial)
         (k,) = keys.consumer_wait(self.kv_step0)
         self.turns.sync()
 
@@ -154,7 +153,7 @@ class RowBlock(RowScores):
         last = jnp.maximum(end - 1, 0)  # 0 where there are none
 
         def step(t: Any, carry: tuple) -> tuple:
-            (state, answers), following = carry, self.key_index_of(jnp.minimum(t + 1, last))
+            (state, answers), following = carry, self.kv_block_index(jnp.minimum(t + 1, last))
             look = functools.partial(self.load_mask_bits, following, masked)
             return self.kv_block(t, masked, state, answers, look)
 
@@ -361,9 +360,7 @@ class RowBlock(RowScores):
         """
         rows, config = self.shape[0], self.schedule.config
         pieces = HeadRows.existing_columns(self.arrays.inputs.k, config.key_pieces)
-        of_block, of_entry = (
-            keys // config.retry_block_kv for keys in (config.block_kv, self.schedule.kv_entry_size)
-        )
+        of_block = config.block_kv // config.retry_block_kv
 
         def scores(s_acc: Any, first_key: Any, wild: Any) -> jax.Array:
             for piece in pieces:
@@ -377,9 +374,8 @@ class RowBlock(RowScores):
         def step(t: Any, state: tuple) -> tuple:
             acc, reference, total = state
             block, piece = arithmetic.div(t, of_block), arithmetic.rem(t, of_block)
-            number = self.arrays.kv_subblock(self.tile, block, arithmetic.div(piece, of_entry))
-            within = arithmetic.rem(piece, of_entry)
-            first_key = number * self.schedule.kv_entry_size + within * config.retry_block_kv
+            number = self.kv_block_index(block)
+            first_key = number * config.block_kv + piece * config.retry_block_kv
             square, wild = (
                 pipeline.accumulator(rows, config.retry_block_kv),
                 self.nonfinite_keys(first_key),
@@ -389,7 +385,7 @@ class RowBlock(RowScores):
             s, scale = self.apply_score(s, first_key, queries, data)
 
             def hide() -> jax.Array:
-                answers = self.load_mask_bits([number], True, [within])
+                answers = self.load_mask_bits(number, True, [piece])
                 return self.apply_mask(s, first_key, queries, data, answers)
 
             if self.schedule.spec.uses_mask_bits:  # not about a block of which nothing is hidden

@@ -1,7 +1,6 @@
 """What masks, scores and dropout make of 64 query rows of the Hopper forward."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -122,13 +121,13 @@ class RowScores:
             row_keys = RowKeys(*(layouts.load_row(0, x, I32) for x in words))
         return RowInputs(side, data.head_scalars.load(batch, head, numbers), row_keys)
 
-    def key_index_of(self, t: Any) -> list[Any]:
-        """Of the parts of the block of keys that is visited as the t-th: to be loaded a while before they are needed."""
+    def kv_block_index(self, t: Any) -> Any:
+        """Load the index of the block of keys that is visited as the t-th, a while before it is needed."""
         return self.arrays.kv_block(self.tile, t)
 
     def first_key(self, t: Any) -> Any:
-        """Of a block in parts, that of the first: nobody asks for it."""
-        return self.key_index_of(t)[0] * self.schedule.kv_entry_size
+        """Load the index of the first key of the block that is visited as the t-th."""
+        return self.kv_block_index(t) * self.schedule.config.block_kv
 
     @property
     def aux_pipelines(self) -> list[Pipeline]:
@@ -208,16 +207,13 @@ class RowScores:
 
         return problem.score.apply(s, problem.scale, pair_at)
 
-    def load_mask_bits(
-        self, numbers: list[Any], masked: bool, squares: Any = None
-    ) -> list[jax.Array]:
-        """Of a mask that has been asked, of these parts of a block or some squares of them: to be loaded a while
-        before."""
+    def load_mask_bits(self, block: Any, masked: bool, squares: Any = None) -> list[jax.Array]:
+        """Load the bits of a mask that has been asked, of a block or some squares of it: a while before."""
         if not (masked and self.schedule.spec.uses_mask_bits):
             return []
         batch, _, row = self.tile.coordinates
-        load = functools.partial(mask_bits.load_bits, self.arrays.inputs.mask_bits, batch, row)
-        return [word for x in numbers for word in load(x, self.warpgroup, squares=squares)]
+        bits = self.arrays.inputs.mask_bits
+        return mask_bits.load_bits(bits, batch, row, block, self.warpgroup, squares=squares)
 
     def apply_mask(
         self,

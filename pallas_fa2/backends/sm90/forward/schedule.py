@@ -23,11 +23,6 @@ class ForwardSchedule:
     config: ForwardConfig
 
     @property
-    def kv_entry_size(self) -> int:
-        """Keys of an entry in lists."""
-        return self.config.block_kv // self.spec.kv_subblocks
-
-    @property
     def q_tiles(self) -> int:
         return -(-self.spec.q_len // self.config.block_q)
 
