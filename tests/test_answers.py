@@ -56,7 +56,7 @@ def extras_of(mask, **options):
 
 
 def problem_of(extras):
-    return extras.kernel_spec(B, extras.spec.q_heads, extras.spec.q_heads)
+    return extras.make_kernel_spec(B, extras.spec.q_heads, extras.spec.q_heads)
 
 
 def dense(mask):
@@ -172,7 +172,7 @@ PER_HEAD = fa.mask_fn(
 
 
 def is_asked(extras, classes=None, q_axis=0):
-    classes = extras.classes_of(extras.runtime) if classes is None else classes
+    classes = extras.get_classes(extras.runtime) if classes is None else classes
     return extras.wants_mask_bits(problem_of(extras), classes, (128, 128), q_axis)
 
 
@@ -340,9 +340,9 @@ def test_who_is_asked_about_all_tiles(mask, options, asked):
     found = []
     jax.make_jaxpr(lambda mask: found.append(extras_of(mask, **options)))(mask)
     (extras,) = found
-    assert (extras.classes_of(extras.runtime) is None) == asked
+    assert (extras.get_classes(extras.runtime) is None) == asked
     known = extras_of(mask, **options)
-    assert known.classes_of(known.runtime) is not None
+    assert known.get_classes(known.runtime) is not None
 
 
 @pytest.mark.parametrize("known", [slow(True), False])

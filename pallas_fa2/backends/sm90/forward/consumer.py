@@ -1,7 +1,8 @@
 """A consumer warpgroup of the forward: Algorithm 1 of FlashAttention-2 (arXiv:2307.08691).
 
 Pipelined as Algorithm 2 of FlashAttention-3 (arXiv:2407.08608): S of a block and P V of the block before are
-multiplied together, and the softmax runs while the latter is in flight. Line numbers are FlashAttention-2's.
+multiplied together, and the softmax runs while the latter is in flight; warpgroups take turns at the tensor cores
+(`WarpgroupTurns`). Line numbers are FlashAttention-2's. docs/design/forward.md explains the whole.
 """
 
 import functools
@@ -44,7 +45,7 @@ def mainloop(rows: WarpgroupRows) -> tuple[jax.Array, SoftmaxState]:
     """Return O, unnormalized, and the softmax of 64 rows against all their key blocks: lines 5 to 11."""
     state, next_bits = first_kv_block(rows)
     begin: Scalar = I32(1)
-    for masked, end in rows.tile.compute_loop_ends():  # full blocks run no code of the mask
+    for masked, end in rows.tile.compute_loop_ends():  # full blocks run none of the mask's code
         if masked and not rows.schedule.has_partial_blocks:
             continue
         bits = next_bits if masked else []
