@@ -42,7 +42,7 @@ class KernelSpec:
 
     @property
     def guards_nonfinite(self) -> bool:
-        """Whether arrays may have tokens that no other sees: they may hold NaN or infinity (`nonfinite`)."""
+        """Whether some token may have no partner, and so hold NaN or infinity that must not spread (`nonfinite`)."""
         return self.mask is not None and not self.mask.covers_every_token
 
     @property

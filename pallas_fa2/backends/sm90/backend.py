@@ -59,7 +59,7 @@ def describe(
     jax.eval_shape(plan_backward, operands)
     (schedule,) = schedules
     q_stages, do_stages = backward.stages
-    tiles = "tiles from lists of those that are seen" if spec.has_general_mask else "tiles in order"
+    tiles = "tiles listed by a block mask" if spec.has_general_mask else "tiles in order"
     pairs = ", in pairs" if backward.two_cta else ""
     return KernelDescription(
         forward.tile,

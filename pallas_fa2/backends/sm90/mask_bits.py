@@ -64,11 +64,11 @@ def precompute_pays_off(
 def compute_bits(
     spec: KernelSpec, aux: AuxInputs, tiles: BlockMask, tile: tuple[int, int], q_axis: int
 ) -> jax.Array:
-    """Return the bits of partial blocks, int32 `[B | 1, tiles, blocks, fragments of a tile's rows, of its columns, 128]`.
+    """Return the bits of partial blocks, int32 `[B | 1, tiles, blocks, row fragments, column fragments, 128]`.
 
-    A block lies at its index. Of the tile, which has so many queries and keys, rows are queries if `q_axis` is 0,
-    else keys. `tiles` lists what each row of tiles visits; where rows are keys, its lists are those of
-    `block_mask.reversed_classes`.
+    A fragment is 64 rows and columns. Blocks lie by their indices. Rows of the tile, which has so many queries and
+    keys, are queries if `q_axis` is 0, else keys. `tiles` lists what each row of tiles visits; where rows are keys,
+    its lists are those of `block_mask.reversed_classes`.
     """
     batch, _, num_tiles, num_blocks = tiles.block_indices.shape
     kernel = BitsKernel(spec, aux, tile, q_axis, (batch, num_tiles, num_blocks))
@@ -100,10 +100,10 @@ MASKED, VISIBLE = 1, 2 * LANES
 def compute_bits_and_classes(
     spec: KernelSpec, aux: AuxInputs, tile: tuple[int, int], q_axis: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the bits of all blocks, as `compute_bits`, and the classes of tiles by what the mask says,
+    """Return the bits of all blocks, as `compute_bits`, and the classes of tiles that follow from them,
     `[B | 1, 1, T tiles, S tiles]`.
 
-    Where an array says what is visible, to classify tiles takes as long as to read them.
+    Where the mask is an array, to classify its tiles alone takes as long.
     """
     num_tiles = -(-spec.q_len // tile[0]), -(-spec.kv_len // tile[1])
     counts = _num_distinct_entries(spec, aux), *rows_first(num_tiles, q_axis)

@@ -126,7 +126,7 @@ def _load_sanitized(
 
 
 def _find_nonfinite_keys(rows: WarpgroupRows, first_key: Scalar) -> jax.Array | None:
-    """Return NaN for those of 64 keys of which values are not finite and 0 for others, or None if all count."""
+    """Return NaN for those of 64 keys of which values are not finite and 0 for the rest, or None if no guard is needed."""
     if not rows.spec.guards_nonfinite:
         return None
     v = rows.arrays.inputs.v

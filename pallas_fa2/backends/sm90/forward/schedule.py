@@ -33,7 +33,7 @@ class ForwardSchedule:
 
     @property
     def has_partial_blocks(self) -> bool:
-        """Whether some query may see a part of a key block only."""
+        """Whether a tile may visit blocks of which a query sees some keys only."""
         ragged = self.spec.kv_len % self.config.block_kv != 0
         return self.spec.causal or ragged or self.spec.mask is not None
 
