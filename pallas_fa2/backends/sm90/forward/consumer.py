@@ -103,9 +103,9 @@ def kv_block(
     of the loop.
     """
     state, bits = carry
+    next_block = rows.load_kv_block_index(jnp.minimum(t + 1, last)) if bits else 0
     k_pipeline, v_pipeline = rows.memory.k_pipeline, rows.memory.v_pipeline
     kv_step, chunks = rows.position.kv_step + t, rows.config.pv_chunks
-    next_block = rows.load_kv_block_index(jnp.minimum(t + 1, last)) if bits else 0
     score_mask = ScoreMask.load(rows, t, masked)
     s_init = masked_accumulator(rows, bits)  # while K and the tensor cores are waited for
     (k,) = k_pipeline.consumer_wait(kv_step)
