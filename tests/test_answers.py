@@ -1,6 +1,5 @@
 """What a mask says of tiles that it cuts, asked once for all heads."""
 
-import dataclasses
 import functools
 
 import jax
@@ -39,18 +38,15 @@ def grid(q, k, c):
 
 
 GRID = grid(q_tokens={"id": IDS}, k_tokens={"id": OF_KEYS}, params={"reach": jnp.int32(4)})
-GRID_OF_FEWER = grid(
-    q_tokens={"id": IDS}, k_tokens={"id": OF_KEYS[:, :300]}, params={"reach": jnp.int32(4)}
-)
 ONE_ENTRY = fa.mask_fn(lambda q, k: ((q.index * 7 - k.index) % 5 < 3) | (q.index - k.index == 3))
 # The first 128 keys are seen by nobody, but a kernel meets a block of queries with them.
 UNSEEN = ONE_ENTRY & (lambda q, k: k.index >= 140)
 DENSE = fa.Dense(jax.random.bernoulli(jax.random.key(2), 0.3, (B, 1, T, S)))
 
 
-def described(mask, q_heads=4, dim=64, keys=S, **options):
+def described(mask, q_heads=4, dim=64, **options):
     q = jax.ShapeDtypeStruct((B, T, q_heads, dim), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((B, keys, q_heads, dim), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((B, S, q_heads, dim), jnp.bfloat16)
     return parse_call(q, k, k, mask=mask, **options)
 
 
@@ -60,12 +56,12 @@ def extras_of(mask, **options):
 
 
 def problem_of(extras):
-    return extras.kernel_spec(B, extras.spec.q_heads, extras.spec.q_heads)
+    return extras.make_kernel_spec(B, extras.spec.q_heads, extras.spec.q_heads)
 
 
-def dense(mask, keys=S):
-    spec, operands = described(mask, keys=keys)
-    index = jnp.arange(T).reshape(1, 1, 1, T, 1), jnp.arange(keys).reshape(1, 1, 1, 1, keys)
+def dense(mask):
+    spec, operands = described(mask)
+    index = jnp.arange(T).reshape(1, 1, 1, T, 1), jnp.arange(S).reshape(1, 1, 1, 1, S)
     return np.asarray(spec.mask.on_leading_axes(*index, operands.mask))[:, 0, 0]
 
 
@@ -116,39 +112,6 @@ def test_answers_are_those_of_the_mask(mask, q_axis, tile):
     found = interpreter.run(ask, data, BlockMask(*map(jnp.asarray, seen)))
     assert np.sum(classes == block_classes.PARTIAL) >= 3
     check(found, mask, classes, tile, q_axis)
-
-
-@pytest.mark.parametrize(
-    "mask, keys", [(GRID, S), (GRID_OF_FEWER, 300), (ONE_ENTRY, S), (ONE_ENTRY, 300)]
-)
-def test_of_blocks_in_parts_all_are_asked_that_a_tile_visits_as_cut(mask, keys):
-    """Also full ones beside others, and such as nobody sees, or that there are not."""
-    spec, operands = described(mask, keys=keys)
-    problem = dataclasses.replace(problem_of(extras_of(mask, keys=keys)), kv_subblocks=2)
-    classes = np.array(block_classes.block_classes(spec, operands, 128, 64)[:, 0])
-    classes[:, :, 0, 1] = block_classes.FULL  # only to be listed so
-    seen = BlockMask.from_classes(block_mask.pad_subblocks(classes, 2), 2)
-
-    def ask(data, seen):
-        return mask_bits.compute_bits(problem, data, seen, (128, 128), 0)
-
-    data = pack_inputs.pack(spec, operands, 0)
-    found = hidden(interpreter.run(ask, data, BlockMask(*map(jnp.asarray, seen))))
-    sees = dense(mask, keys)
-    padding = [(0, 0), (0, -T % 128), (0, -keys % 128)]
-    expected = ~np.pad(np.broadcast_to(sees, (len(sees), T, keys)), padding)
-    visited, cut = block_mask.unpack_counts(seen.num_blocks)
-    for entry, _, row in np.ndindex(seen.num_blocks.shape):
-        one = entry, 0, row
-        asked = block_mask.block_id(seen.block_indices[one])[
-            2 * (visited - cut)[one] : 2 * visited[one]
-        ]
-        assert len(asked) >= 2
-        for part in asked:
-            got = found[entry, row, part]
-            want = expected[entry, row * 128 : (row + 1) * 128, part * 64 : (part + 1) * 64]
-            rows = min(128, T - row * 128)
-            assert np.array_equal(got[:rows], want[:rows])
 
 
 def check(words, mask, classes, tile, q_axis):
@@ -209,7 +172,7 @@ PER_HEAD = fa.mask_fn(
 
 
 def is_asked(extras, classes=None, q_axis=0):
-    classes = extras.classes_of(extras.runtime) if classes is None else classes
+    classes = extras.get_classes(extras.runtime) if classes is None else classes
     return extras.wants_mask_bits(problem_of(extras), classes, (128, 128), q_axis)
 
 
@@ -277,48 +240,6 @@ def test_an_attention_that_reads_answers_reads_no_data_of_the_mask(monkeypatch, 
         and not problem.token_inputs("q", masked=True)
     )
     assert problem.reads_index("k", masked=True) == drops
-
-
-SCATTERED = fa.mask_fn(lambda q, k: (k.index // 64 % 2 == 0) & ((q.index + k.index) % 9 > 0))
-
-
-@pytest.mark.parametrize(
-    "mask, options, tile, parts",
-    [
-        (SCATTERED, {}, (128, 128), 2),
-        (ONE_ENTRY, {}, (128, 128), 1),  # all tiles are visited
-        (SCATTERED, {}, (128, 64), 1),
-        (SCATTERED, {}, (192, 96), 1),
-        (SCATTERED, {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, (128, 128), 1),
-        (SCATTERED, {"score": fa.soft_cap(3.0)}, (128, 128), 1),
-        (PER_HEAD, {}, (128, 128), 1),
-    ],
-)
-def test_whose_blocks_of_keys_have_parts(mask, options, tile, parts):
-    """Those of a mask that is asked, whose tiles visit fewer so; and of no backward."""
-    spec, operands = described(mask, **options)
-    common = spec, causal_trim(spec), operands, *tile
-    with asking_first():
-        assert CompiledMods.compile(*common, may_have_parts=True).kv_subblocks == parts
-        assert CompiledMods.compile(*common).kv_subblocks == 1
-
-
-def test_a_launch_of_few_heads_that_does_not_ask_has_no_parts():
-    """As of one device of many. What its tiles visit is known by its blocks then."""
-    spec, operands = described(SCATTERED)
-    common = spec, causal_trim(spec), operands, 128, 128
-    with asking_first():
-        extras = CompiledMods.compile(*common, may_have_parts=True)
-    assert extras.kv_subblocks == 2
-    of_launch = extras.plan_mask(problem_of(extras), extras.runtime, (128, 128), 0)
-    assert not of_launch.kernel_spec.uses_mask_bits and of_launch.kernel_spec.kv_subblocks == 1
-    assert of_launch.mask_bits is None and of_launch.data is not None
-    whole = CompiledMods.compile(*common)
-    classes = whole.classes_of(whole.runtime)
-    np.testing.assert_array_equal(of_launch.classes, classes)
-    np.testing.assert_array_equal(
-        of_launch.block_mask.num_blocks, BlockMask.from_classes(classes).num_blocks
-    )
 
 
 def test_answers_take_no_more_memory_than_queries():
@@ -419,9 +340,9 @@ def test_who_is_asked_about_all_tiles(mask, options, asked):
     found = []
     jax.make_jaxpr(lambda mask: found.append(extras_of(mask, **options)))(mask)
     (extras,) = found
-    assert (extras.classes_of(extras.runtime) is None) == asked
+    assert (extras.get_classes(extras.runtime) is None) == asked
     known = extras_of(mask, **options)
-    assert known.classes_of(known.runtime) is not None
+    assert known.get_classes(known.runtime) is not None
 
 
 @pytest.mark.parametrize("known", [slow(True), False])

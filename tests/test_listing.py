@@ -20,9 +20,9 @@ SHAPES = [
 ]
 
 
-def check_lists(classes, parts=1):
-    counts, lists = interpreter.run(lambda x: BlockMask.from_classes(x, parts), classes)
-    want = BlockMask.from_classes(classes, parts)
+def check_lists(classes):
+    counts, lists = interpreter.run(BlockMask.from_classes, classes)
+    want = BlockMask.from_classes(classes)
     np.testing.assert_array_equal(counts, want.num_blocks)
     np.testing.assert_array_equal(
         block_mask.block_id(lists), block_mask.block_id(want.block_indices)
@@ -32,13 +32,6 @@ def check_lists(classes, parts=1):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_are_listed_as_on_the_host(shape):
     check_lists(np.random.default_rng(0).integers(0, 3, shape).astype(np.int32))
-
-
-@pytest.mark.parametrize("parts, blocks", [(2, 10), (2, 260), (3, 129)])
-def test_blocks_in_parts_are_counted_as_on_the_host(parts, blocks):
-    classes = np.random.default_rng(0).integers(0, 3, (1, 2, 7, blocks)).astype(np.int32)
-    classes[:, :, 0] = EMPTY
-    check_lists(classes, parts)
 
 
 @pytest.mark.parametrize("of", [EMPTY, PARTIAL, FULL])

@@ -197,14 +197,14 @@ def test_queries_come_ahead_where_there_is_room(dims, rows, buffers, columns):
 def test_what_leaves_together_makes_up_an_output(rows):
     for tuned in FORWARD_CONFIGS:
         config = tuned.config.with_double_buffered_q(rows)
-        columns = [i for x in config.epilogue_pieces for i in range(x.start, x.start + x.size)]
+        columns = [i for x in config.epilogue_tiles for i in range(x.start, x.start + x.size)]
         assert columns == list(range(config.value_dim)), tuned
 
 
 def test_values_that_are_multiplied_at_once_make_up_a_block():
     for tuned in FORWARD_CONFIGS:
         keys = [
-            i for part in tuned.config.pv_pieces for i in range(part.start, part.start + part.size)
+            i for part in tuned.config.pv_chunks for i in range(part.start, part.start + part.size)
         ]
         assert keys == list(range(tuned.config.block_kv)), tuned
 

@@ -2,14 +2,12 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks.shapes import DOCUMENTS
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import block_mask, block_mask_kernel, tile_order_kernel
+from pallas_fa2.backends.sm90 import block_mask, tile_order_kernel
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
 from pallas_fa2.backends.sm90.block_mask import BlockMask
@@ -36,44 +34,6 @@ def test_a_tile_that_sees_nothing_visits_one_block_that_is_cut():
     seen = BlockMask.from_classes(np.full((1, 1, 2, 3), EMPTY, np.int32))
     visited, cut = block_mask.unpack_counts(seen.num_blocks)
     assert visited.tolist() == cut.tolist() == [[[1, 1]]]
-
-
-def test_parts_that_follow_each_other_are_a_block():
-    """It is full if both are; the last one here has a part that nobody sees."""
-    classes = np.array([FULL, PARTIAL, FULL, EMPTY, FULL, PARTIAL, EMPTY, EMPTY], np.int32)
-    seen = BlockMask.from_classes(classes[None, None, None], 2)
-    visited, cut = block_mask.unpack_counts(seen.num_blocks)
-    assert (visited.item(), cut.item()) == (3, 2)
-    assert block_mask.block_id(seen.block_indices).ravel().tolist() == [0, 2, 4, 1, 5, 3, 6, 7]
-
-
-def test_parts_are_fewer_where_they_need_not_be_neighbours():
-    classes = np.array([FULL, EMPTY] * 3, np.int32)[None, None, None]
-    whole = np.full((1, 1, 1, 3), PARTIAL, np.int32)
-    assert block_mask.subblocks_pay_off(block_mask.pad_subblocks(classes, 2), whole, 2)
-    assert not block_mask.subblocks_pay_off(np.full_like(classes, PARTIAL), whole, 2)
-    assert block_mask.subblocks_pay_off(jnp.asarray(classes), jnp.asarray(whole), 2)
-    assert not block_mask.subblocks_pay_off(
-        jnp.asarray(classes[..., :2]), jnp.asarray(whole[..., :1]), 2
-    )
-
-
-def test_as_many_parts_as_a_list_may_have():
-    blocks = block_mask_kernel.MAX_BLOCKS // 2 + 1  # of two parts, one more than it may have
-    of_parts, whole = (jax.ShapeDtypeStruct((1, 1, 1, n), jnp.int32) for n in (2 * blocks, blocks))
-    assert not block_mask.subblocks_pay_off(of_parts, whole, 2)
-
-
-@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
-def test_a_block_is_as_its_parts_are_if_these_are_alike(convert):
-    classes = [EMPTY, EMPTY, FULL, FULL, PARTIAL, PARTIAL, EMPTY, FULL, FULL, PARTIAL]
-    found = block_mask.merge_subblocks(convert(np.array([[classes]], np.int32)), 2)
-    assert found.ravel().tolist() == [EMPTY, FULL, PARTIAL, PARTIAL, PARTIAL]
-
-
-def test_missing_parts_are_empty():
-    classes = np.array([FULL, EMPTY] * 3, np.int32)[None, None, None]
-    np.testing.assert_array_equal(block_mask.pad_subblocks(classes[..., :5], 2), classes)
 
 
 @pytest.mark.parametrize("each, heads", [(1, 6), (6, 6)])

@@ -1,7 +1,7 @@
-"""Which blocks a tile visits under a mask, and which CTA takes which tiles.
+"""The key blocks that each tile visits under a mask, and the order in which CTAs take the tiles.
 
-Everything here is NumPy where the classes of tiles are known when a call is traced, and JAX on the
-device where they depend on data.
+Everything here is NumPy where block classes are known when a call is traced, and JAX on the device where they
+depend on data.
 """
 
 from typing import Any, NamedTuple
@@ -17,177 +17,141 @@ from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 
 
 def unpack_counts(counts: Any) -> tuple[Any, Any]:
-    """How many blocks a tile visits, and how many of them are cut."""
+    """Return how many blocks a tile visits, and how many of them are partial."""
     visited, full = block_mask_kernel.unpack_counts(counts)
     return visited, visited - full
 
 
-def block_id(listed: Any) -> Any:
-    """Which one an entry of a tile's list is; lists that were sorted have its class above it."""
-    return listed & np.int32(MAX_BLOCKS)
+def block_id(list_entry: Any) -> Any:
+    """Return the index of a block from its entry in a tile's list; lists that were sorted have its class above it."""
+    return list_entry & np.int32(MAX_BLOCKS)
 
 
 def reversed_classes(classes: Any) -> Any:
-    """With blocks by their distance from the last one: lists begin there then."""
+    """Return the classes with blocks by their distance from the last one: lists then begin there."""
     return array_namespace(classes).flip(classes, -1)
 
 
-def reversed_block_id(listed: Any, blocks: int) -> Any:
-    """Which one an entry of such a tile's list is, of so many."""
-    return np.int32(blocks - 1) - block_id(listed)
+def reversed_block_id(list_entry: Any, blocks: int) -> Any:
+    """Return the index of a block from its entry in a list of `reversed_classes` of so many blocks."""
+    return np.int32(blocks - 1) - block_id(list_entry)
 
 
-def _count(x: Any) -> np.ndarray:
-    """0, 1, 2, ... along the last axis."""
+def _indices(x: Any) -> np.ndarray:
+    """Return 0, 1, 2, ... along the last axis."""
     return np.arange(x.shape[-1], dtype=np.int32).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-# Of the blocks that are visited without parts; parts that are no neighbours take two copies.
-WORTH_PARTS = 0.98
-
-
 class BlockMask(NamedTuple):
-    """The blocks that each tile visits: full ones first, then those that the mask cuts.
+    """A list of the blocks that each tile visits: full ones first, then partial ones.
 
-    A tile that sees nothing visits one block nevertheless, as one that is cut.
-
-    A block may have parts, each with an entry in a list: those that follow each other there are a block. So
-    it is full if all its parts are, and the last that a tile visits may have some that it does not see.
+    A tile that sees nothing visits one block nevertheless, as a partial one.
     """
 
     num_blocks: Any  # int32 [B | 1, heads | 1, tiles]: blocks, and full ones from `FULL_BIT` on
-    block_indices: Any  # int32 [B | 1, heads | 1, tiles, blocks parts], which: see `block`
+    block_indices: Any  # int32 [B | 1, heads | 1, tiles, blocks]: entries for `block_id`
 
     @classmethod
-    def from_classes(cls, classes: Any, parts: int = 1) -> "BlockMask":
-        """From the classes of tiles, `[B | 1, heads | 1, tiles, blocks parts]`."""
-        assert classes.shape[-1] % parts == 0
+    def from_classes(cls, classes: Any) -> "BlockMask":
+        """List the blocks of each tile, from their classes `[B | 1, heads | 1, tiles, blocks]`."""
         if array_namespace(classes) is jnp:
-            return cls(*block_mask_kernel.build_block_lists(classes, parts))
+            return cls(*block_mask_kernel.build_block_lists(classes))
         assert EMPTY < PARTIAL < FULL
         rank = np.int32(FULL) - classes
-        lists = np.sort(rank * np.int32(MAX_BLOCKS + 1) + _count(classes), -1)
+        lists = np.sort(rank * np.int32(MAX_BLOCKS + 1) + _indices(classes), -1)
         full = np.sum(classes == FULL, -1, dtype=np.int32)
         visited = np.maximum(np.sum(classes != EMPTY, -1, dtype=np.int32), np.int32(1))
-        visited = (visited + np.int32(parts - 1)) // np.int32(parts)
-        return cls(visited + full // np.int32(parts) * np.int32(1 << FULL_BIT), lists)
+        return cls(visited + full * np.int32(1 << FULL_BIT), lists)
 
-    def dynamic_schedule(self, batch: int, heads: int, hands: int) -> DynamicTileScheduler:
-        """Tile t of head h of batch entry b has the number (b heads + h) tiles + t.
+    def dynamic_schedule(self, batch: int, heads: int, num_workers: int) -> DynamicTileScheduler:
+        """Return a scheduler whose tiles the CTAs claim. Tile t of head h of batch entry b has the id
+        (b heads + h) tiles + t.
 
-        Heads follow each other, and their tiles, as neighbours share data; but long ones and those of the last
-        heads come sooner, so that all CTAs are done together: see `tile_order_kernel.TileOrder`. (On the device, more than
-        `MOST_COMPARED` stay where they are.)
+        Heads follow each other, and their tiles, as neighbors share data; but long tiles and those of the last
+        heads come sooner, so that all CTAs end together: see `tile_order_kernel.TileOrder`. (On the device, more
+        than `MOST_COMPARED` tiles stay in the order of their ids.)
         """
         tiles = self.num_blocks.shape[-1]
-        hands = min(hands, batch * heads * tiles)
+        num_workers = min(num_workers, batch * heads * tiles)
         if isinstance(self.num_blocks, np.ndarray):
-            entries = order_tiles_host(self.num_blocks, batch, heads, hands)
-            return DynamicTileScheduler.build(entries[:, 0], entries[:, 1], hands)
-        if (
-            tile_order_kernel.of_entries(self.num_blocks, batch).size
-            > tile_order_kernel.MOST_COMPARED
-        ):
-            numbers = np.arange(batch * heads * tiles, dtype=np.int32)
+            entries = order_tiles_host(self.num_blocks, batch, heads, num_workers)
+            return DynamicTileScheduler.build(entries[:, 0], entries[:, 1], num_workers)
+        counts = tile_order_kernel.of_entries(self.num_blocks, batch)
+        if counts.size > tile_order_kernel.MOST_COMPARED:
+            tile_ids = np.arange(batch * heads * tiles, dtype=np.int32)
             counts = jnp.broadcast_to(self.num_blocks, (batch, heads, tiles))
-            return DynamicTileScheduler.build(numbers, counts.reshape(-1), hands)
-        front = DynamicTileScheduler.header_rows(hands)
-        return DynamicTileScheduler(
-            tile_order_kernel.order_tiles(self.num_blocks, batch, heads, hands, front), hands
-        )
+            return DynamicTileScheduler.build(tile_ids, counts.reshape(-1), num_workers)
+        header = DynamicTileScheduler.header_rows(num_workers)
+        table = tile_order_kernel.order_tiles(self.num_blocks, batch, heads, num_workers, header)
+        return DynamicTileScheduler(table, num_workers)
 
     def static_schedule(
-        self, batch: int, heads: int, section: int, hands: int
+        self, batch: int, heads: int, l2_head_group: int, num_workers: int
     ) -> StaticTileScheduler | DynamicTileScheduler:
-        """As `claim`; but known tiles are dealt.
+        """Return a scheduler as `dynamic_schedule`; but tiles of known masks are dealt to the CTAs beforehand.
 
-        Sections of so many heads (a divisor of their number) follow each other, as each has its data in L2;
-        their tiles go from the longest to the shortest, and if all are done earlier so, those that are `LONG`
-        come before all sections.
+        Groups of so many heads (a divisor of their number) follow each other, as the data of each are in L2; their
+        tiles go from the longest to the shortest, and if all CTAs end earlier so, those that are `LONG` come
+        before all groups.
         """
         if not isinstance(self.num_blocks, np.ndarray):
-            return self.dynamic_schedule(batch, heads, hands)
-        hands = min(hands, batch * heads * self.num_blocks.shape[-1])
-        entries = self._in_sections(batch, heads, section)
-        dealt = [
-            StaticTileScheduler.deal(x, tile_costs(x[:, 1]), hands) for x in _orders(entries, hands)
+            return self.dynamic_schedule(batch, heads, num_workers)
+        num_workers = min(num_workers, batch * heads * self.num_blocks.shape[-1])
+        entries = self._entries_by_head_group(batch, heads, l2_head_group)
+        schedulers = [
+            StaticTileScheduler.deal(x, tile_costs(x[:, 1]), num_workers)
+            for x in _candidate_orders(entries, num_workers)
         ]
-        return min(dealt, key=lambda x: max(x.worker_costs))
+        return min(schedulers, key=lambda x: max(x.worker_costs))
 
-    def _in_sections(self, batch: int, heads: int, section: int) -> np.ndarray:
-        """int32 `[all tiles, 2]`: numbers and counts."""
+    def _entries_by_head_group(self, batch: int, heads: int, l2_head_group: int) -> np.ndarray:
+        """Return the ids and counts of all tiles in the order of groups, int32 `[all tiles, 2]`."""
         tiles = self.num_blocks.shape[-1]
         visited, _ = block_mask_kernel.unpack_counts(self.num_blocks)
         order = np.argsort(-visited, -1, kind="stable").astype(np.int32)
         head = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads, 1)
-        found = head * np.int32(tiles) + order, np.take_along_axis(self.num_blocks, order, -1)
+        ids, counts = head * np.int32(tiles) + order, np.take_along_axis(self.num_blocks, order, -1)
         shape = batch, heads, tiles
-        each = (np.broadcast_to(x, shape).reshape(-1, section, tiles) for x in found)
-        return np.stack([x.swapaxes(1, 2).reshape(-1) for x in each], -1)
+        grouped = (
+            np.broadcast_to(x, shape).reshape(-1, l2_head_group, tiles) for x in (ids, counts)
+        )
+        return np.stack([x.swapaxes(1, 2).reshape(-1) for x in grouped], -1)
 
 
-def order_tiles_host(counts: np.ndarray, batch: int, heads: int, hands: int) -> np.ndarray:
-    """The entries of `tile_order_kernel.order_tiles`, on the host."""
+def order_tiles_host(counts: np.ndarray, batch: int, heads: int, num_workers: int) -> np.ndarray:
+    """Return the entries of `tile_order_kernel.order_tiles`, computed on the host."""
     counts = tile_order_kernel.of_entries(counts, batch)
-    order = tile_order_kernel.TileOrder.of(counts, batch, heads, hands)
+    order = tile_order_kernel.TileOrder.of(counts, batch, heads, num_workers)
     shape = batch, heads, order.tiles
-    known = np.broadcast_to(np.arange(counts.size).reshape(counts.shape), shape).reshape(-1)
-    numbers, counts = np.arange(known.size), counts.reshape(-1)
+    row = np.broadcast_to(np.arange(counts.size).reshape(counts.shape), shape).reshape(-1)
+    tile_ids, counts = np.arange(row.size), counts.reshape(-1)
     visited, _ = block_mask_kernel.unpack_counts(counts)
-    waits = order.heads_before(visited, np.float32(visited.sum()))[known]
-    head = numbers // order.tiles
-    early = waits <= head
-    by_length = np.where(early, known, 0), np.where(early, -visited[known], 0)
-    places = np.lexsort((numbers, *by_length, ~early, np.minimum(waits, head)))
-    return np.stack([places, counts[known[places]]], -1).astype(np.int32)
+    heads_before = order.heads_before(visited, np.float32(visited.sum()))[row]
+    head = tile_ids // order.tiles
+    early = heads_before <= head
+    by_length = np.where(early, row, 0), np.where(early, -visited[row], 0)
+    sorted_ids = np.lexsort((tile_ids, *by_length, ~early, np.minimum(heads_before, head)))
+    return np.stack([sorted_ids, counts[row[sorted_ids]]], -1).astype(np.int32)
 
 
-def _orders(entries: np.ndarray, hands: int) -> list[np.ndarray]:
-    """The same, and with those first that are `LONG`, if any are."""
-    each = tile_costs(entries[:, 1])
-    long = each > LONG * each.sum() / hands
+def _candidate_orders(entries: np.ndarray, num_workers: int) -> list[np.ndarray]:
+    """Return the entries as they are and, if any tiles are `LONG`, with these first."""
+    costs = tile_costs(entries[:, 1])
+    long = costs > LONG * costs.sum() / num_workers
     if not long.any():
         return [entries]
-    return [entries, entries[np.argsort(np.where(long, -each, 0), kind="stable")]]
+    return [entries, entries[np.argsort(np.where(long, -costs, 0), kind="stable")]]
 
 
 def tile_costs(counts: np.ndarray) -> np.ndarray:
-    """Of tiles. Their beginnings and ends cost about as much as a block, and the mask half as much."""
-    visited, cut = unpack_counts(counts)
-    return visited + 0.5 * cut + 1.0
-
-
-def pad_subblocks(classes: Any, parts: int) -> Any:
-    """With empty parts at the end, if blocks of so many were not whole."""
-    missing = -classes.shape[-1] % parts
-    return array_namespace(classes).pad(classes, [(0, 0)] * (classes.ndim - 1) + [(0, missing)])
-
-
-def merge_subblocks(classes: Any, parts: int) -> Any:
-    """Of blocks, from the classes of their parts."""
-    if parts == 1:
-        return classes
-    of_parts = classes.reshape(*classes.shape[:-1], -1, parts)
-    least, most = of_parts.min(-1), of_parts.max(-1)
-    return array_namespace(classes).where(least == most, most, np.int32(PARTIAL))
-
-
-def subblocks_pay_off(of_parts: Any, classes: Any, parts: int) -> bool:
-    """Whether tiles visit fewer blocks by the classes of so many parts of each than by those of blocks. Of what
-    only the device knows, they may, unless there is one block alone."""
-    if classes.shape[-1] == 1 or of_parts.shape[-1] > MAX_BLOCKS:
-        return False
-    if array_namespace(classes) is jnp:
-        return True
-    by_parts, whole = (
-        np.sum(unpack_counts(BlockMask.from_classes(*x).num_blocks)[0])
-        for x in ((of_parts, parts), (classes, 1))
-    )
-    return bool(by_parts < WORTH_PARTS * whole)
+    """Return the costs of tiles in blocks: the prologue and epilogue cost about as much as a block, and the mask half
+    as much."""
+    visited, partial = unpack_counts(counts)
+    return visited + 0.5 * partial + 1.0
 
 
 def mark_last_partial(classes: Any) -> Any:
-    """The last block as cut, if it was full: it reaches past the end."""
+    """Return the classes with the last block partial if it was full, because it reaches past the end."""
     xp = array_namespace(classes)
-    last = _count(classes) == classes.shape[-1] - 1
+    last = _indices(classes) == classes.shape[-1] - 1
     return xp.where(last & (classes == FULL), np.int32(PARTIAL), classes)

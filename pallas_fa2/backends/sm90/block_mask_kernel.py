@@ -1,7 +1,7 @@
-"""What tiles visit under a mask that only the device knows: a small kernel.
+"""A small kernel that lists the blocks that tiles visit under a mask whose classes depend on data.
 
-XLA would sort, in several kernels, most of which take little longer than their launch. Here places are
-counted instead: by warps that wait for nobody, and so count again what others have counted too.
+XLA would sort, in several kernels, most of which take little longer than their launch. Here each warp computes the
+prefix counts that it needs, redundantly, so that no warps synchronize.
 """
 
 import math
@@ -24,21 +24,21 @@ from pallas_fa2.backends.sm90.primitives.thread_values import (
 )
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 
-# Where the second of two numbers in a word begins: each is at most `MOST`.
+# The bit at which the second of two counts in a word begins: each is at most `MAX_BLOCKS`.
 FULL_BIT = 16
 MAX_BLOCKS = (1 << (FULL_BIT - 1)) - 1
 
 
 def unpack_counts(word: Any) -> tuple[Any, Any]:
-    """The numbers below and from `FULL_BIT` on."""
+    """Return the counts below `FULL_BIT` and from it on."""
     return word & np.int32(MAX_BLOCKS), word >> np.int32(FULL_BIT)
 
 
-def build_block_lists(classes: jax.Array, parts: int = 1) -> tuple[jax.Array, jax.Array]:
-    """The counts and lists of `block_mask.BlockMask`, from classes `[B | 1, heads | 1, tiles, blocks parts]`.
+def build_block_lists(classes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the counts and lists of `block_mask.BlockMask`, from classes `[B | 1, heads | 1, tiles, blocks]`.
 
-    A list ends with the blocks that are not visited. A CTA writes a list, and a warp a quarter of its
-    row's blocks, after it has counted all of the row.
+    A list ends with the blocks that are not visited. A CTA writes the list of a row of blocks, and a warp the
+    entries of a quarter of them, after it has counted the whole row.
     """
     *outer, blocks = classes.shape
     assert (EMPTY, PARTIAL, FULL) == (0, 1, 2) and blocks <= MAX_BLOCKS
@@ -48,36 +48,36 @@ def build_block_lists(classes: jax.Array, parts: int = 1) -> tuple[jax.Array, ja
     def run(refs: tuple, _: Any) -> None:
         classes, counts, lists = refs
         row, thread = lax.axis_index("cta"), thread_ops.thread_indices()
-        classes, found = classes.at[row], lists.at[row]
+        classes, block_list = classes.at[row], lists.at[row]
         lane, first = rem(thread, LANES), div(thread, LANES) * quarter
         end = jnp.minimum(first + quarter, blocks)
 
-        def seen(columns: list[Any]) -> list[Any]:
-            """1 in the half of its class, of each block that is visited."""
-            found = [thread_ops.gather(classes, column) for column in columns]
-            return [jnp.where(x == FULL, 1 << FULL_BIT, x) for x in found]
+        def load(columns: list[Any]) -> list[Any]:
+            """Load the classes of blocks as counts: 1, or 1 << FULL_BIT, of each that is visited."""
+            loaded = [thread_ops.gather(classes, column) for column in columns]
+            return [jnp.where(x == FULL, 1 << FULL_BIT, x) for x in loaded]
 
         def count(columns: list[Any], sums: tuple[Any, Any]) -> tuple[Any, Any]:
-            for column, x in zip(columns, seen(columns), strict=True):
+            for column, x in zip(columns, load(columns), strict=True):
                 sums = sums[0] + x, sums[1] + jnp.where(column < first, x, 0)
             return sums
 
-        def place(columns: list[Any], before: Any) -> Any:
-            for column, x in zip(columns, seen(columns), strict=True):
-                cut, full = unpack_counts(before + warp_exclusive_count(x))
-                at = jnp.where(x == 1, all_full + cut, all_full + all_cut + column - full - cut)
-                at = jnp.where(x > 1, full, at)
-                thread_ops.scatter(found, jnp.where(column < end, at, blocks), column)
+        def store(columns: list[Any], before: Any) -> Any:
+            for column, x in zip(columns, load(columns), strict=True):
+                partial, full = unpack_counts(before + warp_exclusive_count(x))
+                empty = all_full + all_partial + column - full - partial
+                index = jnp.where(x == 1, all_full + partial, empty)
+                index = jnp.where(x > 1, full, index)
+                thread_ops.scatter(block_list, jnp.where(column < end, index, blocks), column)
                 before = before + thread_ops.warp_sum(x)
             return before
 
         sums = thread_ops.strided_loop(blocks, lane, LANES, count, (0 * thread, 0 * thread))
         total, before = map(thread_ops.warp_sum, sums)
-        all_cut, all_full = unpack_counts(total)
-        thread_ops.strided_loop(quarter, first + lane, LANES, place, before)
-        visited = div(jnp.maximum(all_full + all_cut, 1) + (parts - 1), parts)
-        count_of_row = visited + (div(all_full, parts) << FULL_BIT)
-        thread_ops.scatter(counts, jnp.where(thread == 0, row, rows), count_of_row)
+        all_partial, all_full = unpack_counts(total)
+        thread_ops.strided_loop(quarter, first + lane, LANES, store, before)
+        row_counts = jnp.maximum(all_full + all_partial, 1) + (all_full << FULL_BIT)
+        thread_ops.scatter(counts, jnp.where(thread == 0, row, rows), row_counts)
 
     out = [jax.ShapeDtypeStruct(shape, I32) for shape in ((rows,), (rows, blocks))]
     kernel = launch.build_kernel("list_blocks", run, [], out, {"cta": rows}, 1)
@@ -86,12 +86,12 @@ def build_block_lists(classes: jax.Array, parts: int = 1) -> tuple[jax.Array, ja
 
 
 def warp_exclusive_count(x: jax.Array) -> jax.Array:
-    """Of the lanes below a lane, where x is 0, 1 or 1 << FULL_BIT."""
-    return _warp_exclusive_count(x)
+    """Return the sum of x over the lanes below each lane, where x is 0, 1 or 1 << FULL_BIT."""
+    return _sum_of_lanes_before(x)  # pyright: ignore[reportCallIssue]
 
 
 @inline_op("warp_exclusive_count", PER_THREAD, result=PER_THREAD_I32)
-def _warp_exclusive_count(_: Any, x: Any) -> Any:
+def _sum_of_lanes_before(_: Any, x: Any) -> Any:
     code = (
         "{ .reg .pred p; .reg .b32 below, low, high; mov.u32 below, %lanemask_lt; "
         "setp.eq.b32 p, $1, 1; vote.sync.ballot.b32 low, p, -1; and.b32 low, low, below; "

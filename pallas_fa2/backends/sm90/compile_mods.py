@@ -1,4 +1,4 @@
-"""A call's mask, scores and dropout as functions on register tiles, and what they read."""
+"""Compiles a call's mask, scores and dropout to functions on register tiles."""
 
 import collections
 import functools
@@ -18,14 +18,14 @@ from pallas_fa2.ir.call_spec import CallSpec
 from pallas_fa2.ir.tile_functions import ArgSource, TileFunction, combined_scores
 from pallas_fa2.ir.trace import TracedFn
 
-# The largest head dim beside which shared memory has room for data of pairs.
+# The largest head dim beside which shared memory has room for pairwise inputs.
 MAX_DIM_WITH_PAIRWISE = 128
 
 
 def unsupported_reason(spec: CallSpec) -> str | None:
-    """What of a mask or score no kernel runs."""
+    """Return what of a mask or score the kernels do not support, or None."""
     for owner, code in _functions(spec):
-        for _, aval in _data(code):
+        for _, aval in _inputs(code):
             if aval.shape != ():
                 return f"its {owner} read single numbers, not arrays of shape {aval.shape}"
             known = legality.DTYPES + (legality.NARROW if owner == "scores" else ())
@@ -39,19 +39,20 @@ def unsupported_reason(spec: CallSpec) -> str | None:
         value, derivative = combined_scores(spec.scores)
         codes.append((value, legality.SCORE, "its scores"))
         codes.append((derivative, legality.GRADIENT, "gradients of its scores"))
-    reasons = (legality.unsupported_reason(code, *language) for code, *language in codes)
+    reasons = (legality.unsupported_reason(code, *allowed) for code, *allowed in codes)
     return next(filter(None, reasons), None)
 
 
 def _functions(spec: CallSpec) -> Iterator[tuple[str, TracedFn]]:
+    """Yield the mask and the score functions."""
     if spec.has_general_mask:
         yield "masks", cast(TracedFn, spec.mask)
     for score in spec.scores:
         yield "scores", score
 
 
-def _data(code: TracedFn) -> list[tuple[str, ShapedArray]]:
-    """Of each array that a mask or score reads: its kind (a field of `arrays.AuxArrays`), and what it holds."""
+def _inputs(code: TracedFn) -> list[tuple[str, ShapedArray]]:
+    """Return, for each array that a mask or score reads, its kind (a field of `arrays.AuxArrays`) and its type."""
     _, structure = code.key
     args = jax.tree.unflatten(structure, range(structure.num_leaves))
     paths, _ = jax.tree.flatten_with_path(args[-1])
@@ -69,36 +70,39 @@ _SIDES: dict[str, Any] = {
 
 
 class _Sources(NamedTuple):
-    q: ArgSource  # of the tokens' positions
+    """Where the kernels find each argument of a call's functions."""
+
+    q: ArgSource  # the positions of queries
     k: ArgSource
     mask: list[ArgSource]
-    scores: list[ArgSource]  # of all, one after another
+    scores: list[ArgSource]  # those of all score functions, one after another
 
 
 @functools.lru_cache(maxsize=512)
 def _sources(spec: CallSpec) -> _Sources:
     counts = collections.Counter()
 
-    def next_of(kind: str, dtype: Any) -> ArgSource:
-        number = "real" if jnp.issubdtype(dtype, jnp.floating) else "integer"
-        side = _SIDES.get(kind, number)
+    def next_source(kind: str, dtype: Any) -> ArgSource:
+        scalar = "real" if jnp.issubdtype(dtype, jnp.floating) else "integer"
+        side = _SIDES.get(kind, scalar)
         counts[side] += 1
         return ArgSource(side, counts[side] - 1, dtype.name)
 
     int32 = jnp.dtype("int32")
     q, k = (
-        next_of(f"{side}_tokens", int32)
+        next_source(f"{side}_tokens", int32)
         if spec.has_explicit_positions
         else ArgSource(side, None, "int32")
         for side in ("q", "k")
     )
-    found = {"masks": [], "scores": []}
+    sources = {"masks": [], "scores": []}
     for owner, code in _functions(spec):
-        found[owner] += [next_of(kind, aval.dtype) for kind, aval in _data(code)]
-    return _Sources(q, k, found["masks"], found["scores"])
+        sources[owner] += [next_source(kind, aval.dtype) for kind, aval in _inputs(code)]
+    return _Sources(q, k, sources["masks"], sources["scores"])
 
 
 def compile_mask(spec: CallSpec) -> TileMask | None:
+    """Compile the mask of a call, if it has one that is not causal."""
     if not spec.has_general_mask:
         return None
     assert spec.mask is not None
@@ -109,17 +113,19 @@ def compile_mask(spec: CallSpec) -> TileMask | None:
     return TileMask(visible, coverage.mask_covers_every_token(spec), TILE_OPS)
 
 
-def compile_score(spec: CallSpec, wanted: tuple[bool, ...]) -> TileScore | None:
-    """Of the floats that it reads, those are `wanted` whose gradient is."""
+def compile_score(spec: CallSpec, needs_grad: tuple[bool, ...]) -> TileScore | None:
+    """Compile the score functions of a call and their derivatives by the score and by the floating-point inputs that
+    need gradients (none if `needs_grad` is empty)."""
     if not spec.scores:
         return None
     sources = _sources(spec)
     value, derivative = combined_scores(spec.scores)
     args = [ArgSource("score", None, "float32"), sources.q, sources.k, *sources.scores]
-    slope, *others = derivative.jaxpr.outvars
-    each = zip(others, float_sources(spec), wanted or [False] * len(others), strict=True)
-    kept = [(v, s) for v, s, asked_for in each if asked_for and not _is_zero(v)]
-    outvars = [slope, *(v for v, _ in kept)]
+    by_score, *by_inputs = derivative.jaxpr.outvars
+    needs_grad = needs_grad or (False,) * len(by_inputs)
+    candidates = zip(by_inputs, float_sources(spec), needs_grad, strict=True)
+    kept = [(v, s) for v, s, needed in candidates if needed and not _is_zero(v)]
+    outvars = [by_score, *(v for v, _ in kept)]
     derivative = derivative.replace(jaxpr=derivative.jaxpr.replace(outvars=outvars))
     return TileScore(
         TileFunction.compile(value, args, TARGET_OPS),
@@ -129,6 +135,7 @@ def compile_score(spec: CallSpec, wanted: tuple[bool, ...]) -> TileScore | None:
 
 
 def compile_dropout(spec: CallSpec) -> TileDropout | None:
+    """Compile the dropout of a call, unless its rate is 0."""
     threshold = dropout.threshold(spec.dropout_rate)
     return TileDropout(threshold, _sources(spec).k, TILE_OPS) if threshold else None
 
@@ -138,21 +145,21 @@ def _is_zero(v: Any) -> bool:
 
 
 def storage_dtype(dtype: str) -> Any:
-    """What pairs of this dtype are in memory: booleans as 0 and 1 in 16 bits."""
+    """Return the dtype in which pairwise inputs are stored: booleans as 0 and 1 in 16 bits."""
     return jnp.dtype("bfloat16" if dtype == "bool" else dtype)
 
 
 def pairwise_bytes(spec: CallSpec) -> int:
-    """Of all the data that a pair of tokens has, in a kernel of attention."""
+    """Return how many bytes of pairwise inputs the attention kernels load for each pair of tokens."""
     sources = _sources(spec)
     readers = sources.scores if needs_mask_bits(spec) else (*sources.mask, *sources.scores)
     return sum(storage_dtype(s.dtype).itemsize for s in readers if s.side == "pair")
 
 
 def needs_mask_bits(spec: CallSpec) -> bool:
-    """Whether a mask that reads data of pairs is asked before the attention (`mask_bits`): heads share it, and its
-    answers take no more memory than queries; or there is no room for such data beside the head dims. (Beside
-    scores where there is room: not measured.)"""
+    """Return whether a mask that reads pairwise inputs is precomputed (`mask_bits`): heads share it, and its bits
+    take no more memory than queries; or there is no room for such inputs beside the head dims. (Beside scores
+    where there is room: not measured.)"""
     if not mask_reads_pairs(spec):
         return False
     if max(spec.head_dim, spec.value_dim) > MAX_DIM_WITH_PAIRWISE:
@@ -163,16 +170,18 @@ def needs_mask_bits(spec: CallSpec) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def mask_reads_pairs(spec: CallSpec) -> bool:
+    """Return whether the mask reads pairwise inputs."""
     mask = compile_mask(spec)
     return mask is not None and bool(mask.visible.pairwise_inputs)
 
 
 def num_token_rows(spec: CallSpec, side: str) -> int:
-    """How many rows of data queries or keys have."""
+    """Return how many per-token inputs queries or keys have."""
     sources = _sources(spec)
-    of_all = (sources.q, sources.k, *sources.mask, *sources.scores)
-    return sum(s.side == side and s.position is not None for s in of_all)
+    args = (sources.q, sources.k, *sources.mask, *sources.scores)
+    return sum(s.side == side and s.position is not None for s in args)
 
 
 def float_sources(spec: CallSpec) -> list[ArgSource]:
+    """Return the floating-point inputs of scores."""
     return [s for s in _sources(spec).scores if jnp.issubdtype(s.dtype, jnp.floating)]

@@ -11,181 +11,157 @@ from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.causal_trim import CausalTrim
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.tile_mods import TileDropout, TileMask, TileScore
-from pallas_fa2.backends.sm90 import block_mask, compile_mods, mask_bits, pack_inputs
+from pallas_fa2.backends.sm90 import compile_mods, mask_bits, pack_inputs
+from pallas_fa2.backends.sm90.block_mask import BlockMask, mark_last_partial, reversed_classes
 from pallas_fa2.distributed.sharding import Axes
 from pallas_fa2.ir import block_classes
 from pallas_fa2.ir.call_spec import CallSpec, Operands
 
 
+class RuntimeAux(NamedTuple):
+    """The arrays of a call beside q, k and v, with all batch entries or with those of a launch."""
+
+    aux: AuxInputs | None
+    classes: jax.Array | None  # int32 [B, N | 1, T tiles, S tiles], if they depend on data
+    # int32 [B]: whether some token of the batch entry may have no partner
+    may_have_unattended: jax.Array | None = None
+
+    @property
+    def axes(self) -> "RuntimeAux":
+        """The axes of each array, as `sharding.Axes` names them."""
+        aux: Any = None if self.aux is None else AuxInputs.axes()
+        classes: Any = None if self.classes is None else "bn.."
+        unattended: Any = None if self.may_have_unattended is None else "b"
+        return RuntimeAux(aux, classes, unattended)
+
+
 class MaskPlan(NamedTuple):
-    """What a kernel of attention finds of a mask."""
+    """How a launch evaluates its mask, and the arrays that it reads for it."""
 
     kernel_spec: KernelSpec
-    data: AuxInputs | None  # without the mask's, if it has been asked
+    aux: AuxInputs | None  # None if only a mask that is precomputed would read it
     classes: Any = None  # of tiles, [B | 1, N | 1, T tiles, S tiles]
-    block_mask: Any = None  # `block_mask.BlockMask` of queries
-    mask_bits: jax.Array | None = None  # of a mask that has been asked (`mask_bits`)
+    block_mask: BlockMask | None = None  # the key blocks of each tile of queries
+    mask_bits: jax.Array | None = None  # of a mask that is precomputed (`mask_bits`)
 
 
 class CompiledMods(NamedTuple):
-    """What a call has beside q, k and v: a mask that is not causal, score functions, and dropout."""
+    """The mods of a call, as FlexAttention calls them: a mask that is not causal, score functions, and dropout."""
 
-    spec: CallSpec  # of the rows and keys that take part
+    spec: CallSpec  # with the lengths that `trim` leaves
     trim: CausalTrim
     mask: TileMask | None
     score: TileScore | None
     dropout: TileDropout | None
     classes: np.ndarray | None  # of tiles, [B | 1, N | 1, T tiles, S tiles], if known when traced
-    runtime: "RuntimeAux"
-    kv_subblocks: int = (
-        1  # that a block of keys has where the mask is asked: classes are those of parts
-    )
+    runtime: RuntimeAux
 
     @classmethod
     def compile(
         cls,
         spec: CallSpec,
-        part: CausalTrim,
+        trim: CausalTrim,
         operands: Operands,
         block_q: int,
         block_kv: int,
-        wanted: tuple[bool, ...] = (),
-        may_have_parts: bool = False,
+        needs_grad: tuple[bool, ...] = (),
     ) -> "CompiledMods":
-        """Of a call that has tiles of so many queries and keys. Where its mask will be asked, blocks of keys
-        `may_have_parts`, of 64 keys each, if tiles visit fewer of them so.
+        """Compile the mods of a call, and classify its tiles of so many queries and keys.
+
+        `operands` are trimmed; `needs_grad` says which floating-point inputs of scores need gradients.
         """
-        mask, score = compile_mods.compile_mask(spec), compile_mods.compile_score(spec, wanted)
+        mask, score = compile_mods.compile_mask(spec), compile_mods.compile_score(spec, needs_grad)
         functions = mask, score, compile_mods.compile_dropout(spec)
-        spec = part.spec(spec)
-        data = None
+        spec = trim.spec(spec)
+        aux = None
         if functions != (None, None, None):
-            data = pack_inputs.pack(spec, operands, part.first_query)
-        extras = cls(spec, part, *functions, None, RuntimeAux(data, None))
+            aux = pack_inputs.pack(spec, operands, trim.first_query)
+        mods = cls(spec, trim, *functions, None, RuntimeAux(aux, None))
+        # A mask of pairwise inputs that depend on data is classified as it is precomputed.
         if mask is None or (
             compile_mods.needs_mask_bits(spec) and block_classes.is_traced(operands)
         ):
-            return extras
-        classes = extras._classify(operands, block_q, block_kv)
-        parts = block_kv // mask_bits.FRAGMENT
-        if (
-            may_have_parts
-            and parts > 1
-            and extras._uses_mask_bits_only(classes, (block_q, block_kv))
-        ):
-            of_parts = extras._classify(operands, block_q, mask_bits.FRAGMENT)
-            of_parts = block_mask.pad_subblocks(of_parts, parts)
-            if block_mask.subblocks_pay_off(of_parts, classes, parts):
-                classes, extras = of_parts, extras._replace(kv_subblocks=parts)
+            return mods
+        classes = mods._classify(operands, block_q, block_kv)
         if isinstance(classes, np.ndarray):
-            return extras._replace(classes=classes)
-        return extras._replace(runtime=RuntimeAux(data, classes))
+            return mods._replace(classes=classes)
+        return mods._replace(runtime=RuntimeAux(aux, classes))
 
     def _classify(self, operands: Operands, block_q: int, block_kv: int) -> Any:
+        """Return the classes of tiles, int32 `[B | 1, N | 1, T tiles, S tiles]`: NumPy if known when traced."""
         spec = self.spec
         classes = block_classes.block_classes(spec, operands, block_q, block_kv)
         classes = classes.reshape(classes.shape[0], -1, *classes.shape[3:])
         if spec.kv_len % block_kv:
-            classes = block_mask.mark_last_partial(classes)
+            classes = mark_last_partial(classes)
         if isinstance(classes, np.ndarray):
             return classes
         return jnp.broadcast_to(classes, (spec.batch, *classes.shape[1:]))
 
-    def _uses_mask_bits_only(self, classes: Any, tile: tuple[int, int]) -> bool:
-        """Whether the forward, in a launch of all heads, asks the mask, and has no other use for the numbers of
-        keys."""
-        spec = self.spec
-        problem = self.kernel_spec(spec.batch, spec.q_heads, spec.kv_heads)
-        others = self.score is not None or self.dropout is not None
-        return not others and self.wants_mask_bits(problem, classes, tile, q_axis=0)
-
-    def kernel_spec(self, batch: int, q_heads: int, kv_heads: int) -> KernelSpec:
-        """Of a launch, of some batch entries and heads."""
-        spec, part = self.spec, self.trim
+    def make_kernel_spec(self, batch: int, q_heads: int, kv_heads: int) -> KernelSpec:
+        """Return the description of a launch of so many batch entries and heads."""
         return KernelSpec(
             batch=batch,
-            q_len=part.q_len,
-            kv_len=part.kv_len,
+            q_len=self.trim.q_len,
+            kv_len=self.trim.kv_len,
             q_heads=q_heads,
             kv_heads=kv_heads,
-            scale=spec.scale,
-            causal_offset=part.offset,
+            scale=self.spec.scale,
+            causal_offset=self.trim.offset,
             mask=self.mask,
             score=self.score,
             dropout=self.dropout,
-            q_index_offset=part.first_query,
+            q_index_offset=self.trim.first_query,
         )
 
     def sharded_axes(self, arguments: tuple, results: tuple) -> Axes | None:
-        """Of a kernel's call, whose last argument is `traced`; None where it stays whole.
+        """Return the axes of a launch whose last argument is a `RuntimeAux`, or None if it must not be sharded.
 
-        So it does where gradients of data of pairs are formed, in another way for each number of entries.
+        That is where pairwise gradients are formed, in another way for each number of batch entries.
         """
         if self.score is not None and self.score.diff_inputs_of("pair"):
             return None
         return Axes((*arguments, self.runtime.axes), results)
 
-    def classes_of(self, traced: "RuntimeAux") -> Any:
-        return traced.classes if self.classes is None else self.classes
+    def get_classes(self, runtime: RuntimeAux) -> Any:
+        """Return the classes of the tiles of a launch, or None if they are not known before the mask is evaluated."""
+        return runtime.classes if self.classes is None else self.classes
 
     def wants_mask_bits(
-        self, problem: KernelSpec, classes: Any, tile: tuple[int, int], q_axis: int
+        self, spec: KernelSpec, classes: Any, tile: tuple[int, int], q_axis: int
     ) -> bool:
-        """Whether the mask is asked before the attention."""
-        if problem.mask.visible.pairwise_inputs:
+        """Return whether a launch precomputes the mask."""
+        if spec.mask.visible.pairwise_inputs:
             return compile_mods.needs_mask_bits(self.spec)
-        return mask_bits.precompute_pays_off(problem, self.spec.head_dim, classes, tile, q_axis)
+        return mask_bits.precompute_pays_off(spec, self.spec.head_dim, classes, tile, q_axis)
 
     def plan_mask(
-        self, problem: KernelSpec, traced: "RuntimeAux", tile: tuple[int, int], q_axis: int
+        self, spec: KernelSpec, runtime: RuntimeAux, tile: tuple[int, int], q_axis: int
     ) -> MaskPlan:
-        """Of tiles of so many queries and keys. A CTA of attention has those of `q_axis`.
+        """Classify, list and precompute the mask of a launch with tiles of so many queries and keys.
 
-        Where the classes of tiles are not known, the mask is asked about all of them.
+        The rows of a CTA of the attention are queries if `q_axis` is 0, else keys. Where classes are not known,
+        the mask is evaluated on all tiles.
         """
-        if problem.mask is None:
-            return MaskPlan(problem, traced.data)
-        classes, found = self.classes_of(traced), None
-        seen: Any = None
-        assert traced.data is not None
+        aux, classes = runtime.aux, self.get_classes(runtime)
+        if spec.mask is None:
+            return MaskPlan(spec, aux)
+        assert aux is not None
+        bits = block_mask = None
         if classes is None:
-            found, classes = mask_bits.compute_bits_and_classes(problem, traced.data, tile, q_axis)
-            classes = block_mask.mark_last_partial(classes) if problem.kv_len % tile[1] else classes
-        whole = block_mask.merge_subblocks(classes, self.kv_subblocks)
-        asks = found is None and self.wants_mask_bits(problem, whole, tile, q_axis)
-        if asks:
-            problem = dataclasses.replace(problem, kv_subblocks=self.kv_subblocks)
-        else:  # with the heads of one device, it may not be worth it
-            classes = whole
+            bits, classes = mask_bits.compute_bits_and_classes(spec, aux, tile, q_axis)
+            classes = mark_last_partial(classes) if spec.kv_len % tile[1] else classes
+        # With the heads of one device, it may not pay off.
+        precomputes = bits is None and self.wants_mask_bits(spec, classes, tile, q_axis)
         if q_axis == 0:
-            seen = block_mask.BlockMask.from_classes(classes, problem.kv_subblocks)
-        elif asks:
-            seen = block_mask.BlockMask.from_classes(
-                block_mask.reversed_classes(classes.swapaxes(2, 3))
-            )
-        if asks:
-            found = mask_bits.compute_bits(problem, traced.data, seen, tile, q_axis)
-        if found is None:
-            return MaskPlan(problem, traced.data, classes, seen)
-        data = None if self.score is None and self.dropout is None else traced.data
-        return MaskPlan(
-            dataclasses.replace(problem, uses_mask_bits=True), data, classes, seen, found
-        )
-
-
-class RuntimeAux(NamedTuple):
-    """Arrays with all batch entries, or with those of a launch."""
-
-    data: AuxInputs | None
-    classes: jax.Array | None
-    may_have_unattended: jax.Array | None = (
-        None  # int32 [B]: whether tokens may take part in nothing
-    )
-
-    @property
-    def axes(self) -> "RuntimeAux":
-        """As `sharding.Axes` has them."""
-        data: Any = None if self.data is None else AuxInputs.axes()
-        classes: Any = None if self.classes is None else "bn.."
-        in_doubt: Any = None if self.may_have_unattended is None else "b"
-        return RuntimeAux(data, classes, in_doubt)
+            block_mask = BlockMask.from_classes(classes)
+        elif precomputes:
+            block_mask = BlockMask.from_classes(reversed_classes(classes.swapaxes(2, 3)))
+        if precomputes:
+            assert block_mask is not None
+            bits = mask_bits.compute_bits(spec, aux, block_mask, tile, q_axis)
+        if bits is None:
+            return MaskPlan(spec, aux, classes, block_mask)
+        aux = None if self.score is None and self.dropout is None else aux
+        spec = dataclasses.replace(spec, uses_mask_bits=True)
+        return MaskPlan(spec, aux, classes, block_mask, bits)

@@ -97,7 +97,9 @@ def gradients(
     block of keys; `aux` is what masks, scores and dropout read, and `mask_bits` are those of a mask that is precomputed.
     """
     schedule = BackwardSchedule(spec, config)
-    sums = jnp.zeros(tiles_shape(spec, schedule.q_blocks, config.head_dim, config.warpgroups), jnp.float32)
+    sums = jnp.zeros(
+        tiles_shape(spec, schedule.q_blocks, config.head_dim, config.warpgroups), jnp.float32
+    )
     dk, dv = lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype)
     if spec.group > 1:
         blocks = schedule.kv_tiles * (config.block_kv // 64)
@@ -228,7 +230,9 @@ class KeyBlock:
         dims = (self.config.head_dim, self.config.value_dim)
         columns = (self.config.share(dim, 0).size if split else dim for dim in dims)
         tiles = range(self.config.key_tiles)
-        dk, dv = ([thread_values.zero_accumulator((64, n)) for _ in tiles] for n in columns)  # line 7
+        dk, dv = (
+            [thread_values.zero_accumulator((64, n)) for _ in tiles] for n in columns
+        )  # line 7
         body = functools.partial(self.step, k_fragments, v_fragments)
         _, dk, dv = lax.fori_loop(I32(0), self.num_steps, body, (first, dk, dv))
         self.store(dk, dv)  # line 20
@@ -247,7 +251,9 @@ class KeyBlock:
             column_lse = layouts.load_row(1, lse.at[columns], jnp.float32)
             exponents = [m.exponents(x, column_lse) for m, x in zip(mods, s, strict=True)]
             exponents = self.mask(exponents, t, i, columns)
-            p = [m.apply_dropout(m.probabilities(x)) for m, x in zip(mods, exponents, strict=True)]  # line 12
+            p = [
+                m.apply_dropout(m.probabilities(x)) for m, x in zip(mods, exponents, strict=True)
+            ]  # line 12
             dp = self.multiply_keys(self.memory.v, dout.at[columns], v_fragments)  # line 14
             column_delta = layouts.load_row(1, delta.at[columns], jnp.float32)
             each = zip(mods, p, s, dp, strict=True)
@@ -472,5 +478,7 @@ def convert_tiles(tiles: jax.Array, like: jax.Array, scale: float, vectors: bool
     panel = 64 if columns % 64 == 0 else 32
     memory = [pipeline.swizzled_smem(64, shares * columns, dtype=like.dtype, panel=panel)]
     out_type = jax.ShapeDtypeStruct(like.shape, like.dtype)
-    kernel = launch.build_kernel("convert", run, memory, out_type, {"cta": batch * heads * blocks}, shares)
+    kernel = launch.build_kernel(
+        "convert", run, memory, out_type, {"cta": batch * heads * blocks}, shares
+    )
     return kernel(tiles)

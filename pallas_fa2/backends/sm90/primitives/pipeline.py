@@ -120,7 +120,7 @@ class Pipeline:
         s = self.stage(step)
         for source, buffer in zip(sources, self.buffers, strict=True):
             full = self.full_offset + s
-            if isinstance(source, tma.HeadRows | tma.GatheredRows):
+            if isinstance(source, tma.HeadRows):
                 source.load(buffer.at[s], self.full, full)
             else:
                 plgpu.copy_gmem_to_smem(source, buffer.at[s], self.full.at[full])

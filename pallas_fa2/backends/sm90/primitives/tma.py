@@ -1,11 +1,9 @@
 """Rows of a head between device memory and shared memory by TMA, for any length and head dim."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -116,27 +114,3 @@ class HeadRows:
             return copy("row_groups")
         beyond = self.rows.start + self.rows.size > self.array.shape[1]
         cond(beyond, lambda: copy("row_groups"), lambda: copy("whole"))
-
-
-class GatheredRows(NamedTuple):
-    """Parts that lie one below the other in shared memory, wherever their rows are in device memory."""
-
-    parts: list[HeadRows]
-
-    def load(self, buffer: Any, barriers: Any, i: Any) -> None:
-        """As `Rows.load`."""
-        first, size = self.parts[0], buffer.shape[0] // len(self.parts)
-        whole = dataclasses.replace(first, rows=pl.ds(first.rows.start, buffer.shape[0]))
-        if len(self.parts) == 1:
-            return whole.load(buffer, barriers, i)
-
-        def load_each() -> None:
-            for n, part in enumerate(self.parts):
-                part.copy(buffer.at[pl.ds(n * size, size)], BarrierArray.of(barriers), i)
-            plgpu.barrier_arrive(barriers.at[i])
-
-        # A copy of 64 rows takes as long as one of 128.
-        later = enumerate(self.parts[1:], 1)
-        follow = (x.rows.start == first.rows.start + n * size for n, x in later)
-        together = functools.reduce(jnp.logical_and, follow)
-        cond(together, lambda: whole.load(buffer, barriers, i), load_each)
