@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2.backends.common import block_mask, mask_bits, pack_inputs
+from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.causal_trim import causal_trim
-from pallas_fa2.backends.sm90 import block_mask, configs, mask_bits, pack_inputs
-from pallas_fa2.backends.sm90.block_mask import BlockMask
-from pallas_fa2.backends.sm90.compiled_mods import CompiledMods
+from pallas_fa2.backends.common.compiled_mods import CompiledMods
+from pallas_fa2.backends.sm90 import configs
 from pallas_fa2.ir import block_classes
 from pallas_fa2.parse_call import parse_call
 from tests.contract.rule import assert_as_dense

@@ -13,6 +13,8 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import register_io
+from pallas_fa2.backends.common.primitives.layouts import WARPS
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.dq.first_store import (
     ALL_STORED,
@@ -20,8 +22,6 @@ from pallas_fa2.backends.sm90.backward.dq.first_store import (
     DqTickets,
     FirstStoreSchedule,
 )
-from pallas_fa2.backends.sm90.primitives import register_io
-from pallas_fa2.backends.sm90.primitives.layouts import WARPS
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from tests.contract import suite
 from tests.contract.cases import MASKED, Case

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2.backends.common import block_mask_kernel
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import block_mask_kernel
+from pallas_fa2.backends.common.scheduler import DynamicTileScheduler
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.dq import ordered
 from pallas_fa2.backends.sm90.backward.dq.ordered import DeterministicSchedule, OrderedBlockMask
 from pallas_fa2.backends.sm90.backward.schedule import Step
-from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from tests.contract.rule import assert_as_dense
 from tests.support import compile_gate, interpreter, shared

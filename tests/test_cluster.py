@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.backends.sm90.primitives import cluster, launch, pipeline
+from pallas_fa2.backends.common.primitives import launch, swizzle
+from pallas_fa2.backends.sm90.primitives import cluster, pipeline
 from tests.support import interpreter, shared
 
 STEPS, TILE = 3, (64, 64)
@@ -38,8 +39,8 @@ def exchange(bug: str | None = None) -> jax.Array:
         "exchange",
         lambda refs, memory: body(*refs, *memory),
         [
-            pipeline.swizzled_smem(*TILE, dtype=jnp.float16),
-            pipeline.swizzled_smem(1, *TILE, dtype=jnp.float16),
+            swizzle.swizzled_smem(*TILE, dtype=jnp.float16),
+            swizzle.swizzled_smem(1, *TILE, dtype=jnp.float16),
             plgpu.SMEM((1, 2), jnp.uint32),
             plgpu.Barrier(),
             plgpu.ClusterBarrier(collective_axes=("pair",)),

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.sm90 import scheduler
-from pallas_fa2.backends.sm90.primitives import launch
+from pallas_fa2.backends.common import scheduler
+from pallas_fa2.backends.common.primitives import launch
 from pallas_fa2.backends.sm90.support import KERNEL_DIMS
 from tests.support import compile_gate
 from tests.support.hopper import (

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_fa2 as fa
 from pallas_fa2.backends.common.inline import InlineOp, inline_op
-from pallas_fa2.backends.sm90.primitives import launch, thread_ops
+from pallas_fa2.backends.common.primitives import launch, thread_ops
 from tests.support import inline, interpreter, operations
 
 FILES = sorted(pathlib.Path(fa.__file__).parent.rglob("*.py"))

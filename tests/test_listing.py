@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pallas_fa2.backends.sm90 import block_mask
-from pallas_fa2.backends.sm90.block_mask import BlockMask
+from pallas_fa2.backends.common import block_mask
+from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from tests.support import interpreter
 

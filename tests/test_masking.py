@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pallas_fa2.backends.sm90.primitives import masking, thread_values
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
+from pallas_fa2.backends.common.primitives import masking, thread_values
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
 from tests.support.device_arith import ARITH
 from tests.support.inline import INLINE
 

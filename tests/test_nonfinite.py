@@ -13,12 +13,12 @@ from jax import lax
 
 import pallas_fa2 as fa
 from pallas_fa2 import arithmetic
-from pallas_fa2.backends.common import kernel_spec
-from pallas_fa2.backends.sm90 import compile_mods
+from pallas_fa2.backends.common import compile_mods, kernel_spec
+from pallas_fa2.backends.common.primitives import launch
 from pallas_fa2.backends.sm90.backward import preprocess
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.nonfinite import ArrayToSanitize, SanitizePass
-from pallas_fa2.backends.sm90.primitives import launch, pipeline
+from pallas_fa2.backends.sm90.primitives import pipeline
 from pallas_fa2.parse_call import parse_call
 from tests.support import interpreter
 from tests.support.hopper import planned_for_h200

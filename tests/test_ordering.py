@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_fa2.backends.sm90 import block_mask, block_mask_kernel, tile_order_kernel
-from pallas_fa2.backends.sm90.block_mask import BlockMask
+from pallas_fa2.backends.common import block_mask, block_mask_kernel, tile_order_kernel
+from pallas_fa2.backends.common.block_mask import BlockMask
 from tests.support import arithmetic, compile_gate, interpreter
 from tests.support.tiers import slow_but
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pallas_fa2.backends.sm90.primitives import packed_bools, thread_values
+from pallas_fa2.backends.common.primitives import packed_bools, thread_values
 from tests.support.device_arith import ARITH
 
 

@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from pallas_fa2.backends.sm90.primitives import pairwise, thread_values
+from pallas_fa2.backends.common.primitives import pairwise, thread_values
 
 
 def swizzled_offsets(queries: int, keys: int, size: int) -> np.ndarray:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2.backends.common.compile_mods import pairwise_bytes
 from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.compile_mods import pairwise_bytes
 from pallas_fa2.backends.sm90.configs import FORWARD_CONFIGS, forward_configs
 from pallas_fa2.backends.sm90.support import MAX_TOKEN_ROWS
 from pallas_fa2.backends.xla.blockwise import TILE_BYTES, block_sizes

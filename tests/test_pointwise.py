@@ -9,7 +9,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.sm90 import compile_mods
+from pallas_fa2.backends.common import compile_mods
 from pallas_fa2.ir import evaluate
 from pallas_fa2.ir.tile_functions import combined_scores
 from pallas_fa2.ir.tile_values import TileValue, broadcast_to_tile

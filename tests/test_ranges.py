@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.sm90 import compile_mods
+from pallas_fa2.backends.common import compile_mods
 from pallas_fa2.parse_call import parse_call
 from tests.contract.rule import assert_within_rule
 from tests.support import compile_gate, interpreter

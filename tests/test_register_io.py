@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.backends.sm90.primitives import layouts, register_io
-from pallas_fa2.backends.sm90.primitives.launch import build_kernel
+from pallas_fa2.backends.common.primitives import layouts, register_io
+from pallas_fa2.backends.common.primitives.launch import build_kernel
 from tests.support import interpreter
 
 

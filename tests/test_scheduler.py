@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2.backends.common import scheduler
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import scheduler
+from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
-from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
 from tests.contract.rule import assert_as_dense
 from tests.support import interpreter
 from tests.support.hopper import all_at_once, packed_inputs, planned_for_h200, whole_heads

@@ -17,20 +17,15 @@ from pallas_fa2 import api
 
 PACKAGE = pathlib.Path(fa.__file__).parent
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
-# Modules of sm90 that its forward and its backward share.
-SHARED = [
-    *("scheduler", "block_mask_kernel", "tile_order_kernel", "block_mask", "nonfinite"),
-    *("compile_mods", "pack_inputs", "mask_bits_kernel", "mask_bits"),
-]  # fmt: skip
 # A module imports those before it in this list: of its own entry too, of a later one never. The first entry that a
 # module's name begins with is its own.
 ORDER = [
     *("arithmetic", "control_flow", "device", "fingerprint"),
     *("ir", "pytree_fn", "mask_fields", "masks", "scores", "parse_call", "schedule", "distributed.sharding"),
     *("backends.protocol", "backends.common", "backends.xla", "backends.reference"),
-    "backends.sm90.primitives",
-    *(f"backends.sm90.{name}" for name in SHARED),
+    *("backends.sm90.primitives", "backends.sm90.nonfinite"),
     *("backends.sm90.forward", "backends.sm90.backward", "backends.sm90"),
+    *("backends.sm80.primitives", "backends.sm80.forward", "backends.sm80.backward", "backends.sm80"),
     *("backends", "planning.tuned", "planning.plan", "autodiff", "api", "explanation", "planning", "flax", "distributed"),
     *("__init__", "__main__"),
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_fa2.backends.sm90.primitives import launch, layouts, thread_ops
+from pallas_fa2.backends.common.primitives import launch, layouts, thread_ops
 from tests.support import interpreter, shared
 
 

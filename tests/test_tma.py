@@ -10,7 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.backends.sm90.primitives import launch, pipeline, swizzle
+from pallas_fa2.backends.common.primitives import launch, swizzle
+from pallas_fa2.backends.sm90.primitives import pipeline
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows
 from tests.support import compile_gate, interpreter
 from tests.support.tiers import slow_but
@@ -46,7 +47,7 @@ def through_shared_memory(
         plgpu.wait_smem_to_gmem(0)
 
     panel = panel or swizzle.panel_width(columns, dim, x.dtype)
-    memory = pipeline.swizzled_smem(TILE, columns, dtype=x.dtype, panel=panel), pipeline.barriers(3)
+    memory = swizzle.swizzled_smem(TILE, columns, dtype=x.dtype, panel=panel), pipeline.barriers(3)
     shape = jax.ShapeDtypeStruct((batch, length, heads, dim), x.dtype)
     return launch.build_kernel("copy", run, memory, shape, {"cta": batch * heads * tiles}, 1)(x)
 
@@ -109,7 +110,7 @@ def test_an_array_of_barriers_must_be_the_only_one_of_its_kind() -> None:
             HeadRows(refs[0], 0, pl.ds(0, TILE), 0).load(buffer, barriers, 0)
 
         barriers = pipeline.barriers(3), pipeline.barriers(3)
-        memory = pipeline.swizzled_smem(TILE, 128, dtype=x.dtype), *barriers
+        memory = swizzle.swizzled_smem(TILE, 128, dtype=x.dtype), *barriers
         return launch.build_kernel("copy", run, memory, x, {"cta": 1}, 1)(x)
 
     x = jax.ShapeDtypeStruct((1, 70, 1, 128), jnp.bfloat16)

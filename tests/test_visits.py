@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from benchmarks.shapes import DOCUMENTS
+from pallas_fa2.backends.common import block_mask, tile_order_kernel
+from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import block_mask, tile_order_kernel
+from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
-from pallas_fa2.backends.sm90.block_mask import BlockMask
-from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from pallas_fa2.schedule import raster
 from tests.support import interpreter

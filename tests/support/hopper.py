@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.sm90 import configs, mask_bits, scheduler
+from pallas_fa2.backends.common import mask_bits, scheduler
+from pallas_fa2.backends.common.primitives.launch import build_kernel
+from pallas_fa2.backends.sm90 import configs
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.primitives.launch import build_kernel
 from pallas_fa2.backends.xla import tile
 from pallas_fa2.device import Device
 from pallas_fa2.parse_call import parse_call

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from pallas_fa2.backends.common import dropout
-from pallas_fa2.backends.sm90.primitives import layouts
+from pallas_fa2.backends.common.primitives import layouts
 from tests.support import programs
 
 

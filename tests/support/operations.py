@@ -13,7 +13,7 @@ import numpy as np
 from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from pallas_fa2.backends.sm90.primitives import swizzle
+from pallas_fa2.backends.common.primitives import swizzle
 from tests.support import bulk, inline, meetings, shared
 from tests.support.shared import row_of, the_memory
 

@@ -16,12 +16,12 @@ from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.dropout import RowKeys
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import layouts, masking, register_io, thread_values
+from pallas_fa2.backends.common.primitives.layouts import ROWS_PER_WARPGROUP
+from pallas_fa2.backends.common.primitives.pairwise import PairwiseTile
+from pallas_fa2.backends.common.primitives.tile_ops import TARGET_OPS, TILE_OPS
+from pallas_fa2.backends.common.primitives.types import Scalar, Slice
 from pallas_fa2.backends.common.tile_mods import load_axis_inputs
-from pallas_fa2.backends.sm90.primitives import layouts, masking, register_io, thread_values
-from pallas_fa2.backends.sm90.primitives.layouts import ROWS_PER_WARPGROUP
-from pallas_fa2.backends.sm90.primitives.pairwise import PairwiseTile
-from pallas_fa2.backends.sm90.primitives.tile_ops import TARGET_OPS, TILE_OPS
-from pallas_fa2.backends.sm90.primitives.types import Scalar, Slice
 from pallas_fa2.control_flow import rematerialize
 from pallas_fa2.ir.tile_functions import PIECE_COLUMNS, ArgSource, AxisInputs, TileInputs
 from pallas_fa2.ir.tile_values import TileValue, broadcast_to_tile

@@ -13,12 +13,12 @@ from pallas_fa2.arithmetic import I32, LOG2E
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.dropout import RowKeys
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import layouts, masking, thread_values
+from pallas_fa2.backends.common.primitives.layouts import ROW_LAYOUT, ROWS_PER_WARPGROUP
+from pallas_fa2.backends.common.primitives.pairwise import PairwiseTile
+from pallas_fa2.backends.common.primitives.tile_ops import TILE_OPS
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
 from pallas_fa2.backends.common.tile_mods import load_axis_inputs
-from pallas_fa2.backends.sm90.primitives import layouts, masking, thread_values
-from pallas_fa2.backends.sm90.primitives.layouts import ROW_LAYOUT, ROWS_PER_WARPGROUP
-from pallas_fa2.backends.sm90.primitives.pairwise import PairwiseTile
-from pallas_fa2.backends.sm90.primitives.tile_ops import TILE_OPS
-from pallas_fa2.backends.sm90.primitives.types import Ref, Scalar, Slice
 from pallas_fa2.ir.tile_functions import (
     PIECE_COLUMNS,
     ArgSource,

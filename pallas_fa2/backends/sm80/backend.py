@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa2.arithmetic import LOG2E, round_up
+from pallas_fa2.backends.common.aux_gradients import aux_gradients
 from pallas_fa2.backends.common.aux_grads import AuxGrads, pairwise_from_fragments
 from pallas_fa2.backends.common.batching import batched
 from pallas_fa2.backends.common.causal_trim import causal_trim
+from pallas_fa2.backends.common.compiled_mods import CompiledMods, RuntimeAux
+from pallas_fa2.backends.common.second_order import forbid_second_order
 from pallas_fa2.backends.protocol import Backend, KernelDescription
 from pallas_fa2.backends.sm80 import configs, support
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
@@ -16,9 +19,6 @@ from pallas_fa2.backends.sm80.backward.kernel import gradients
 from pallas_fa2.backends.sm80.backward.schedule import block_mask_by_keys
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.kernel import attention
-from pallas_fa2.backends.sm90.backend import _forbid_second_order
-from pallas_fa2.backends.sm90.backward import aux_gradients
-from pallas_fa2.backends.sm90.compiled_mods import CompiledMods, RuntimeAux
 from pallas_fa2.ir.call_spec import CallSpec, Operands, split_floats
 
 
@@ -35,11 +35,12 @@ def forward(
     mods = CompiledMods.compile(spec, trim, trim.operands(operands), *config.tile)
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, runtime: RuntimeAux) -> tuple:
-        problem = mods.kernel_spec(q.shape[0], q.shape[2], k.shape[2])
-        problem, aux, _, block_mask, bits = mods.plan_mask(problem, runtime, config.tile, q_axis=0)
-        if problem.guards_nonfinite:
+        kernel_spec = mods.make_kernel_spec(q.shape[0], q.shape[2], k.shape[2])
+        plan = mods.plan_mask(kernel_spec, runtime, config.tile, q_axis=0)
+        if kernel_spec.guards_nonfinite:
             k, v = _sanitize_keys(k, v)
-        return attention(problem, config, q, k, v, block_mask, aux, bits)
+        masks = plan.block_mask, plan.aux, plan.mask_bits
+        return attention(plan.kernel_spec, config, q, k, v, *masks)
 
     axes = mods.sharded_axes(("b.n.", "b.k.", "b.k."), ("b.n.", "bn."))
     out, lse = batched(kernel, support.batch_limit(spec), axes)(
@@ -65,23 +66,24 @@ def backward(
     trim = causal_trim(spec)
     trimmed_operands = trim.operands(operands)
     mods = CompiledMods.compile(spec, trim, trimmed_operands, *config.tile, wanted)
-    q, k, v, out, lse, dout, dlse = _forbid_second_order((q, k, v, out, lse, dout, dlse))
+    q, k, v, out, lse, dout, dlse = forbid_second_order((q, k, v, out, lse, dout, dlse))
 
     def kernel(*args: Any) -> tuple:
         q, k, v, out, dout, lse, dlse, runtime = args
-        problem = mods.kernel_spec(q.shape[0], q.shape[2], k.shape[2])
-        problem, aux, classes, _, bits = mods.plan_mask(problem, runtime, config.tile, q_axis=1)
-        block_mask = None if classes is None else block_mask_by_keys(classes)
+        kernel_spec = mods.make_kernel_spec(q.shape[0], q.shape[2], k.shape[2])
+        plan = mods.plan_mask(kernel_spec, runtime, config.tile, q_axis=1)
+        block_mask = None if plan.classes is None else block_mask_by_keys(plan.classes)
         delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
         delta = -delta if dlse is None else dlse - delta
-        if problem.guards_nonfinite:
+        if kernel_spec.guards_nonfinite:
             q, k, dout, lse = _sanitize_for_backward(q, k, dout, lse)
-        extra = -problem.q_len % config.block_q
+        extra = -kernel_spec.q_len % config.block_q
         lse, delta = (
             jnp.pad(x, ((0, 0), (0, 0), (0, extra)), constant_values=fill)
             for x, fill in ((lse, -jnp.inf), (delta, 0.0))
         )
-        return gradients(problem, config, q, k, v, dout, lse, delta, block_mask, aux, bits)
+        masks = block_mask, plan.aux, plan.mask_bits
+        return gradients(plan.kernel_spec, config, q, k, v, dout, lse, delta, *masks)
 
     arguments = ("b.n.", "b.k.", "b.k.", "b.n.", "b.n.", "bn.", None if dlse is None else "bn.")
     axes = mods.sharded_axes(arguments, ("b.n.", "b.k.", "b.k.", AuxGrads.axes(mods.score)))
@@ -98,9 +100,7 @@ def backward(
     dq = trim.untrim_queries(dq)
     dk, dv = (trim.untrim_keys(x, spec.kv_len) for x in (dk, dv))
     floats, trimmed = (split_floats(x.scores)[0] for x in (operands, trimmed_operands))
-    dscores = aux_gradients.aux_gradients(
-        mods.spec, mods.score, aux_grads, trimmed, pairwise_from_fragments
-    )
+    dscores = aux_gradients(mods.spec, mods.score, aux_grads, trimmed, pairwise_from_fragments)
     dscores = [trim.untrim_aux(dx, x) for dx, x in zip(dscores, floats, strict=True)]
     return dq, dk, dv, tuple(dscores)
 

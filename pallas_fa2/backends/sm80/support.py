@@ -1,7 +1,7 @@
 """Which calls the mma.sync kernels take."""
 
+from pallas_fa2.backends.common import block_mask_kernel, compile_mods
 from pallas_fa2.backends.sm80 import configs
-from pallas_fa2.backends.sm90 import block_mask_kernel, compile_mods
 from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
 

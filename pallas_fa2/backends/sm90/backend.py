@@ -7,17 +7,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa2.arithmetic import LOG2E, round_up
+from pallas_fa2.backends.common.aux_gradients import aux_gradients
 from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.batching import batched
 from pallas_fa2.backends.common.causal_trim import causal_trim
+from pallas_fa2.backends.common.compiled_mods import CompiledMods, RuntimeAux
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.second_order import forbid_second_order
 from pallas_fa2.backends.protocol import Backend, KernelDescription
 from pallas_fa2.backends.sm90 import configs, support
-from pallas_fa2.backends.sm90.backward import aux_gradients, preprocess
+from pallas_fa2.backends.sm90.backward import postprocess, preprocess
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.kernel import gradients, schedule_of
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
-from pallas_fa2.backends.sm90.compiled_mods import CompiledMods, RuntimeAux
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.kernel import attention
 from pallas_fa2.ir import block_classes, coverage
@@ -71,19 +73,6 @@ def describe(
     )
 
 
-@jax.custom_jvp
-def _forbid_second_order(arrays: tuple) -> tuple:
-    return arrays
-
-
-@_forbid_second_order.defjvp
-def _(*_: Any) -> Any:
-    raise NotImplementedError(
-        "the gradients of the hopper kernels cannot be differentiated again; ask for "
-        "implementation='blockwise' where second derivatives are needed"
-    )
-
-
 def forward(
     spec: CallSpec,
     config: ForwardConfig,
@@ -130,7 +119,7 @@ def backward(
     if mods.make_kernel_spec(spec.batch, spec.q_heads, spec.kv_heads).guards_nonfinite:
         unattended = coverage.batch_entries_without_self_attention(mods.spec, trimmed)
         mods = mods._replace(runtime=mods.runtime._replace(may_have_unattended=unattended))
-    q, k, v, out, lse, dout, dlse = _forbid_second_order((q, k, v, out, lse, dout, dlse))
+    q, k, v, out, lse, dout, dlse = forbid_second_order((q, k, v, out, lse, dout, dlse))
 
     def kernel(*args: Any) -> tuple:
         q, k, v, out, dout, lse, dlse, runtime = args
@@ -172,7 +161,9 @@ def backward(
     dk = trim.untrim_keys(dk, spec.kv_len)
     dv = trim.untrim_keys(dv, spec.kv_len)
     floats, trimmed_floats = (split_floats(x.scores)[0] for x in (operands, trimmed))
-    dscores = aux_gradients.aux_gradients(mods.spec, mods.score, sums, trimmed_floats)
+    dscores = aux_gradients(
+        mods.spec, mods.score, sums, trimmed_floats, postprocess.finalize_pairwise_grad
+    )
     dscores = [trim.untrim_aux(dx, x) for dx, x in zip(dscores, floats, strict=True)]
     return dq, dk, dv, tuple(dscores)
 

@@ -18,10 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.sm90.primitives import layouts, pipeline, swizzle, thread_ops, votes
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, ROWS_PER_WARPGROUP
+from pallas_fa2.backends.common.primitives import layouts, swizzle, thread_ops, votes
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROWS_PER_WARPGROUP
+from pallas_fa2.backends.common.primitives.types import Barrier, Ref, Scalar, Scratch, Slice
 from pallas_fa2.backends.sm90.primitives.tma import AlternateSource, HeadRows
-from pallas_fa2.backends.sm90.primitives.types import Barrier, Ref, Scalar, Scratch, Slice
 from pallas_fa2.control_flow import when
 
 
@@ -76,7 +76,7 @@ class ArrayToSanitize(NamedTuple):
     def buffer(self, rows: int) -> Scratch:
         """Allocate shared memory for rows of it."""
         panel = swizzle.panel_width(self.dim, self.array.shape[3], self.array.dtype)
-        return pipeline.swizzled_smem(rows, self.dim, dtype=self.array.dtype, panel=panel)
+        return swizzle.swizzled_smem(rows, self.dim, dtype=self.array.dtype, panel=panel)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The calls that the sm90 kernels support."""
 
-from pallas_fa2.backends.sm90 import block_mask_kernel, compile_mods
+from pallas_fa2.backends.common import block_mask_kernel, compile_mods
+from pallas_fa2.backends.common.primitives import swizzle
 from pallas_fa2.backends.sm90.backward import config
-from pallas_fa2.backends.sm90.primitives import swizzle
 from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
 

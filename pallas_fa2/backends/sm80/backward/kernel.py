@@ -23,20 +23,20 @@ from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
+from pallas_fa2.backends.common.block_mask import BlockMask, reversed_block_id, unpack_counts
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.key_mods import KeyInputs, KeyMods
+from pallas_fa2.backends.common.mask_bits import load_bits
+from pallas_fa2.backends.common.primitives import (
+    launch,
+    layouts,
+    register_io,
+    swizzle,
+    thread_values,
+)
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
 from pallas_fa2.backends.sm80.primitives import accumulate, async_copy, mma
-from pallas_fa2.backends.sm90.block_mask import BlockMask, reversed_block_id, unpack_counts
-from pallas_fa2.backends.sm90.mask_bits import load_bits
-from pallas_fa2.backends.sm90.primitives import (
-    launch,
-    layouts,
-    pipeline,
-    register_io,
-    thread_values,
-)
 from pallas_fa2.control_flow import cond, when
 from pallas_fa2.ir.tile_functions import AxisInputs
 
@@ -146,7 +146,7 @@ def tiles_shape(spec: KernelSpec, blocks: int, dim: int, shares: int) -> tuple[i
 
 
 def shared_storage(config: BackwardConfig, dtype: Any) -> SharedStorage:
-    operand = functools.partial(pipeline.swizzled_smem, dtype=dtype)
+    operand = functools.partial(swizzle.swizzled_smem, dtype=dtype)
     split = config.split_columns
     k_panel = config.panel(config.head_dim, shared=True)  # for dQ
     q_panel, v_panel = (config.panel(dim, split) for dim in (config.head_dim, config.value_dim))
@@ -476,7 +476,7 @@ def convert_tiles(tiles: jax.Array, like: jax.Array, scale: float, vectors: bool
         async_copy.store_rows(buffer, rows, shares, length - block * 64)
 
     panel = 64 if columns % 64 == 0 else 32
-    memory = [pipeline.swizzled_smem(64, shares * columns, dtype=like.dtype, panel=panel)]
+    memory = [swizzle.swizzled_smem(64, shares * columns, dtype=like.dtype, panel=panel)]
     out_type = jax.ShapeDtypeStruct(like.shape, like.dtype)
     kernel = launch.build_kernel(
         "convert", run, memory, out_type, {"cta": batch * heads * blocks}, shares

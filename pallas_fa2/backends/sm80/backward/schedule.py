@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.block_mask import BlockMask, reversed_classes
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.block_mask import BlockMask, reversed_classes
 from pallas_fa2.schedule import raster
 
 # Of Q, dO and float32 dQ of the heads that run at the same time: a half of an A100's 40 MB of L2.

@@ -19,15 +19,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32, LOG2E
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
+from pallas_fa2.backends.common.block_mask import BlockMask, block_id, unpack_counts
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.mask_bits import load_bits
+from pallas_fa2.backends.common.primitives import launch, layouts, swizzle, thread_values
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
 from pallas_fa2.backends.common.row_mods import KeyInputs, RowInputs, RowMods
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.schedule import ForwardSchedule
 from pallas_fa2.backends.sm80.primitives import async_copy, mma
-from pallas_fa2.backends.sm90.block_mask import BlockMask, block_id, unpack_counts
-from pallas_fa2.backends.sm90.mask_bits import load_bits
-from pallas_fa2.backends.sm90.primitives import launch, layouts, pipeline, thread_values
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
 from pallas_fa2.control_flow import cond, when
 from pallas_fa2.ir.call_spec import MASKED_SCORE_THRESHOLD
 from pallas_fa2.ir.tile_functions import AxisInputs
@@ -80,7 +80,7 @@ def attention(
     `mask_bits` are those of a mask that is precomputed.
     """
     schedule = ForwardSchedule(spec, config)
-    operand = functools.partial(pipeline.swizzled_smem, dtype=q.dtype)
+    operand = functools.partial(swizzle.swizzled_smem, dtype=q.dtype)
     panel, v_panel = (64 if dim % 64 == 0 else 32 for dim in (config.head_dim, config.value_dim))
     memory = SharedStorage(
         q=operand(config.block_q, config.head_dim, panel=panel),

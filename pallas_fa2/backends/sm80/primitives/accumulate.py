@@ -13,15 +13,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_fa2.backends.common.inline import asm, i32, inline_op
-from pallas_fa2.backends.sm90.primitives import register_io
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, THREADS
-from pallas_fa2.backends.sm90.primitives.thread_values import (
+from pallas_fa2.backends.common.primitives import register_io
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, THREADS
+from pallas_fa2.backends.common.primitives.thread_values import (
     address,
     scalars,
     vector,
     warpgroup_thread_index,
 )
-from pallas_fa2.backends.sm90.primitives.types import MlirValue, Ref, Registers
+from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers
 
 
 def add_tile(target: Ref, tile: jax.Array, vectors: bool) -> None:

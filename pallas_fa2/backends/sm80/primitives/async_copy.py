@@ -9,21 +9,22 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.inline import asm, i32, inline_op
-from pallas_fa2.backends.sm90.primitives import swizzle
-from pallas_fa2.backends.sm90.primitives.layouts import ROW_LAYOUT, THREADS
-from pallas_fa2.backends.sm90.primitives.thread_values import (
+from pallas_fa2.backends.common.primitives import swizzle
+from pallas_fa2.backends.common.primitives.layouts import ROW_LAYOUT, THREADS
+from pallas_fa2.backends.common.primitives.thread_values import (
     address,
     scalars,
     thread_index,
     warpgroup_thread_index,
 )
-from pallas_fa2.backends.sm90.primitives.types import MlirValue, Ref, Registers, Scalar
+from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers, Scalar
 
 CHUNK_BYTES = 16  # that a thread copies at once
 _SCALAR = plgpu.Layout.WG_SPLAT
@@ -52,7 +53,7 @@ class _ThreadChunks:
         buffer_type, array_type = ir.MemRefType(buffer.type), ir.MemRefType(array.type)
         (_, self.dim), ((stride, _), _) = array_type.shape, array_type.get_strides_and_offset()
         row_groups, panels, group_rows, width = buffer_type.shape
-        size = array_type.element_type.width // 8
+        size = mgpu.utils.bitwidth(array_type.element_type) // 8
         panel_bytes = width * size
         row_bytes, group_bytes = panels * panel_bytes, panels * panel_bytes * group_rows
         self.columns_per_chunk = CHUNK_BYTES // size

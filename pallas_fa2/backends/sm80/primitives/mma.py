@@ -6,9 +6,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.backends.common.inline import inline_op
-from pallas_fa2.backends.sm90.primitives import layouts
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT
-from pallas_fa2.backends.sm90.primitives.types import Ref, Registers, Slice
+from pallas_fa2.backends.common.primitives import layouts
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT
+from pallas_fa2.backends.common.primitives.types import Ref, Registers, Slice
 
 K_STEP = 16  # the K of an instruction: rows of a right operand that are loaded at a time
 

@@ -11,13 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.primitives import register_io, thread_values
 from pallas_fa2.backends.sm90.backward.config import DQ_TILE, QUERY_PANEL
 from pallas_fa2.backends.sm90.backward.dq.first_store import DqTickets
 from pallas_fa2.backends.sm90.backward.dq.head_per_cta import DqVisit, HeadPerCtaSchedule
 from pallas_fa2.backends.sm90.backward.dq.ordered import DqSemaphore
 from pallas_fa2.backends.sm90.backward.roles import TransposedConsumer
 from pallas_fa2.backends.sm90.backward.schedule import KvTile, Step
-from pallas_fa2.backends.sm90.primitives import register_io, thread_values
 from pallas_fa2.control_flow import cond, when
 
 

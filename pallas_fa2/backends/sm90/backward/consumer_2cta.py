@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa2.backends.common.primitives import register_io, thread_values
 from pallas_fa2.backends.sm90.backward.config import CLUSTER_AXIS, DQ_TILE
 from pallas_fa2.backends.sm90.backward.dq.ordered import (
     DeterministicSchedule,
@@ -21,7 +22,6 @@ from pallas_fa2.backends.sm90.backward.roles import TransposedConsumer
 from pallas_fa2.backends.sm90.backward.schedule import KvTile, Step
 from pallas_fa2.backends.sm90.backward.transposed_tile import concat_columns
 from pallas_fa2.backends.sm90.nonfinite import sanitized_rows
-from pallas_fa2.backends.sm90.primitives import register_io, thread_values
 from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
 from pallas_fa2.control_flow import cond, when
 

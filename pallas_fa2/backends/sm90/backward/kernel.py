@@ -24,7 +24,14 @@ from jax import lax
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
+from pallas_fa2.backends.common.compile_mods import storage_dtype
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.scheduler import (
+    DynamicTileScheduler,
+    StaticTileScheduler,
+    for_each_tile,
+    launch_persistent,
+)
 from pallas_fa2.backends.sm90.backward import postprocess, preprocess
 from pallas_fa2.backends.sm90.backward.config import CLUSTER_AXIS, BackwardConfig
 from pallas_fa2.backends.sm90.backward.consumer import (
@@ -50,17 +57,10 @@ from pallas_fa2.backends.sm90.backward.memory import Inputs, Outputs, SharedStor
 from pallas_fa2.backends.sm90.backward.producer import Producer
 from pallas_fa2.backends.sm90.backward.roles import WarpgroupRole
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
-from pallas_fa2.backends.sm90.compile_mods import storage_dtype
 from pallas_fa2.backends.sm90.primitives.roles import (
     dispatch_warpgroups,
     set_max_registers,
     sync_before_exit,
-)
-from pallas_fa2.backends.sm90.scheduler import (
-    DynamicTileScheduler,
-    StaticTileScheduler,
-    for_each_tile,
-    launch_persistent,
 )
 
 

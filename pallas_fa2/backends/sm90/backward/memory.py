@@ -11,8 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.backends.common.aux_grads import AuxGrads
+from pallas_fa2.backends.common.primitives import swizzle
 from pallas_fa2.backends.sm90.backward.config import CLUSTER_AXIS, QUERY_PANEL, BackwardConfig
-from pallas_fa2.backends.sm90.primitives import cluster, pipeline, swizzle
+from pallas_fa2.backends.sm90.primitives import cluster, pipeline
 from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
 from pallas_fa2.ir.tile_functions import PIECE_COLUMNS
 
@@ -176,7 +177,7 @@ def shared_storage(
     """`dims` are those of the arrays, H and Hv. `row_data` is how many rows lie with lse: what masks and
     scores read of queries. `pairs` are the dtypes of what they read of pairs. So many steps have `tickets`."""
     block_q, kv_rows = config.block_q, config.kv_rows
-    operand = functools.partial(pipeline.swizzled_smem, dtype=dtype)
+    operand = functools.partial(swizzle.swizzled_smem, dtype=dtype)
     # P is multiplied by dO, and dS by Q and K: WGMMA takes one swizzle for both.
     panel = swizzle.panel_width(config.head_dim, dims[0], dtype, whole=config.two_cta)
     v_panel = swizzle.panel_width(config.value_dim, dims[1], dtype, whole=config.two_cta)
@@ -189,7 +190,7 @@ def shared_storage(
         extra = math.prod(row_data) - 1
         stages = config.pairwise_stages(sum(kind.itemsize for kind in pairs), extra)
         shape = stages, 2, PIECE_COLUMNS, kv_rows // 2
-        pieces = tuple(pipeline.swizzled_smem(*shape, dtype=kind) for kind in pairs)
+        pieces = tuple(swizzle.swizzled_smem(*shape, dtype=kind) for kind in pairs)
         rings += stages * len(pairs)
     memory = SharedStorage(
         k=operand(k_stages, kv_rows, config.head_dim, panel=panel),

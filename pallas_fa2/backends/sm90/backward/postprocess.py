@@ -13,12 +13,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import launch, register_io, swizzle
+from pallas_fa2.backends.common.primitives.layouts import ROWS_PER_WARPGROUP
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.preprocess import _block
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
 from pallas_fa2.backends.sm90.nonfinite import SanitizedArray
-from pallas_fa2.backends.sm90.primitives import launch, pipeline, register_io, swizzle
-from pallas_fa2.backends.sm90.primitives.layouts import ROWS_PER_WARPGROUP
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows
 from pallas_fa2.ir.tile_functions import PIECE_COLUMNS
 
@@ -60,7 +60,7 @@ def convert_dq(
     kernel = launch.build_kernel(
         "finish_gradients",
         run,
-        [pipeline.swizzled_smem(config.block_q, config.head_dim, dtype=q.dtype, panel=panel)],
+        [swizzle.swizzled_smem(config.block_q, config.head_dim, dtype=q.dtype, panel=panel)],
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         {"cta": schedule.blocks},
         1,
@@ -102,7 +102,7 @@ def finalize_pairwise_grad(pieces: jax.Array, entries: int, dtype: Any) -> jax.A
     kernel = launch.build_kernel(
         "finish_pair_gradients",
         run,
-        [pipeline.swizzled_smem(*size, dtype=dtype)],
+        [swizzle.swizzled_smem(*size, dtype=dtype)],
         jax.ShapeDtypeStruct(shape, dtype),
         {"cta": math.prod(grid)},
         1,

@@ -15,11 +15,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import launch, layouts, register_io
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
 from pallas_fa2.backends.sm90.nonfinite import ArrayToSanitize, SanitizePass, any_row_nonfinite
-from pallas_fa2.backends.sm90.primitives import launch, layouts, pipeline, register_io
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT
+from pallas_fa2.backends.sm90.primitives import pipeline
 from pallas_fa2.control_flow import cond, when
 
 

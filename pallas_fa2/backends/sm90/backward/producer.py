@@ -5,10 +5,10 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
+from pallas_fa2.backends.common.primitives import layouts
 from pallas_fa2.backends.sm90.backward.roles import WarpgroupRole
 from pallas_fa2.backends.sm90.backward.schedule import KvTile, Step
 from pallas_fa2.backends.sm90.nonfinite import sanitized_rows
-from pallas_fa2.backends.sm90.primitives import layouts
 from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
 from pallas_fa2.control_flow import when
 from pallas_fa2.ir.tile_functions import PIECE_COLUMNS

@@ -13,17 +13,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common import mask_bits
+from pallas_fa2.backends.common.primitives import layouts, thread_values
+from pallas_fa2.backends.common.primitives.tile_ops import TILE_OPS
+from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.backends.common.tile_mods import load_axis_inputs
-from pallas_fa2.backends.sm90 import mask_bits
 from pallas_fa2.backends.sm90.backward.config import CLUSTER_AXIS, QUERY_PANEL, BackwardConfig
 from pallas_fa2.backends.sm90.backward.memory import Inputs, Outputs, SharedStorage
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule, KvTile, Step
 from pallas_fa2.backends.sm90.backward.transposed_tile import TransposedTile, concat_columns
-from pallas_fa2.backends.sm90.primitives import layouts, pipeline, thread_values
+from pallas_fa2.backends.sm90.primitives import pipeline
 from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
-from pallas_fa2.backends.sm90.primitives.tile_ops import TILE_OPS
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows
-from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.control_flow import cond, when
 from pallas_fa2.ir.tile_functions import AxisInputs
 

@@ -11,17 +11,17 @@ import numpy as np
 from jax import lax
 
 from pallas_fa2 import arithmetic
-from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import tile_order_kernel
-from pallas_fa2.backends.sm90.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.block_mask import (
+from pallas_fa2.backends.common import tile_order_kernel
+from pallas_fa2.backends.common.block_mask import (
     BlockMask,
     reversed_block_id,
     reversed_classes,
     unpack_counts,
 )
-from pallas_fa2.backends.sm90.primitives import layouts
-from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import layouts
+from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
+from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.schedule import raster
 from pallas_fa2.schedule.raster import list_schedule
 

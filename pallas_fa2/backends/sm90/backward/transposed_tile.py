@@ -16,13 +16,13 @@ from pallas_fa2.arithmetic import LOG2E
 from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.dropout import RowKeys
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import layouts, masking, register_io, thread_values
+from pallas_fa2.backends.common.primitives.pairwise import PairwiseTile
+from pallas_fa2.backends.common.primitives.tile_ops import TARGET_OPS, TILE_OPS
 from pallas_fa2.backends.common.tile_mods import load_axis_inputs
 from pallas_fa2.backends.sm90.backward.config import QUERY_PANEL
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule, Step
-from pallas_fa2.backends.sm90.primitives import layouts, masking, register_io, thread_values
-from pallas_fa2.backends.sm90.primitives.pairwise import PairwiseTile
 from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
-from pallas_fa2.backends.sm90.primitives.tile_ops import TARGET_OPS, TILE_OPS
 from pallas_fa2.ir.tile_functions import PIECE_COLUMNS, ArgSource, AxisInputs, TileInputs
 from pallas_fa2.ir.tile_values import TileValue, broadcast_to_tile
 

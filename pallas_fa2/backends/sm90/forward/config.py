@@ -4,8 +4,9 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from pallas_fa2.backends.sm90.primitives import layouts, pipeline
-from pallas_fa2.backends.sm90.primitives.types import Slice
+from pallas_fa2.backends.common.primitives import layouts
+from pallas_fa2.backends.common.primitives.types import Slice
+from pallas_fa2.backends.sm90.primitives import pipeline
 
 
 @dataclasses.dataclass(frozen=True)

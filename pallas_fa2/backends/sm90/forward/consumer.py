@@ -16,6 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.primitives import layouts
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, slice_columns
+from pallas_fa2.backends.common.primitives.named_barriers import WarpgroupTurns
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar
+from pallas_fa2.backends.common.scheduler import for_each_tile
 from pallas_fa2.backends.sm90.forward.epilogue import epilogue
 from pallas_fa2.backends.sm90.forward.memory import Arrays, SharedStorage
 from pallas_fa2.backends.sm90.forward.rows import WarpgroupRows
@@ -26,11 +31,7 @@ from pallas_fa2.backends.sm90.forward.score_mask import (
     masked_accumulator,
 )
 from pallas_fa2.backends.sm90.forward.softmax import SoftmaxState
-from pallas_fa2.backends.sm90.primitives import layouts, pipeline, roles
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, slice_columns
-from pallas_fa2.backends.sm90.primitives.named_barriers import WarpgroupTurns
-from pallas_fa2.backends.sm90.primitives.types import Ref, Scalar
-from pallas_fa2.backends.sm90.scheduler import for_each_tile
+from pallas_fa2.backends.sm90.primitives import pipeline, roles
 
 
 class LoopState(NamedTuple):

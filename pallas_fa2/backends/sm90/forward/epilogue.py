@@ -10,13 +10,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import LOG2E
+from pallas_fa2.backends.common.primitives import layouts, votes
+from pallas_fa2.backends.common.primitives.types import Scalar, Slice
 from pallas_fa2.backends.sm90.forward.exact_retry import recompute_exact
 from pallas_fa2.backends.sm90.forward.rows import WarpgroupRows
 from pallas_fa2.backends.sm90.forward.schedule import PipelinePosition
 from pallas_fa2.backends.sm90.forward.softmax import SoftmaxState
-from pallas_fa2.backends.sm90.primitives import layouts, votes
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows
-from pallas_fa2.backends.sm90.primitives.types import Scalar, Slice
 from pallas_fa2.control_flow import cond, when
 
 

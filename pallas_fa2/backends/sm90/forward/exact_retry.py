@@ -16,14 +16,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.primitives import layouts
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
 from pallas_fa2.backends.sm90 import nonfinite
 from pallas_fa2.backends.sm90.forward.rows import WarpgroupRows
 from pallas_fa2.backends.sm90.forward.score_mask import ScoreMask, load_mask_bits
 from pallas_fa2.backends.sm90.forward.softmax import exponentials, no_key_threshold
-from pallas_fa2.backends.sm90.primitives import layouts, pipeline
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
+from pallas_fa2.backends.sm90.primitives import pipeline
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows
-from pallas_fa2.backends.sm90.primitives.types import Ref, Scalar, Slice
 from pallas_fa2.control_flow import cond
 
 

@@ -11,19 +11,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
+from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90.block_mask import BlockMask
+from pallas_fa2.backends.common.scheduler import (
+    DynamicTileScheduler,
+    StaticTileScheduler,
+    launch_persistent,
+)
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.consumer import consume
 from pallas_fa2.backends.sm90.forward.memory import Arrays, Inputs, Outputs, SharedStorage
 from pallas_fa2.backends.sm90.forward.producer import produce
 from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule
 from pallas_fa2.backends.sm90.primitives import roles
-from pallas_fa2.backends.sm90.scheduler import (
-    DynamicTileScheduler,
-    StaticTileScheduler,
-    launch_persistent,
-)
 
 
 def attention(

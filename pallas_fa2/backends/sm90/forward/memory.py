@@ -6,15 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa2.backends.common import block_mask
+from pallas_fa2.backends.common.compile_mods import storage_dtype
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import block_mask
-from pallas_fa2.backends.sm90.compile_mods import storage_dtype
+from pallas_fa2.backends.common.primitives import layouts, swizzle
+from pallas_fa2.backends.common.primitives.types import Barrier, Ref, Scalar
+from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.schedule import QueryTile
-from pallas_fa2.backends.sm90.primitives import layouts, pipeline, swizzle
+from pallas_fa2.backends.sm90.primitives import pipeline
 from pallas_fa2.backends.sm90.primitives.pipeline import Barriers, Pipeline
-from pallas_fa2.backends.sm90.primitives.types import Barrier, Ref, Scalar
-from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
 
 
 class SharedStorage(NamedTuple):
@@ -41,7 +42,7 @@ class SharedStorage(NamedTuple):
         v_panel = swizzle.panel_width(config.value_dim, v.shape[3], q.dtype)
 
         def smem(*shape: int, panel: int | None = panel) -> Any:
-            return pipeline.swizzled_smem(*shape, dtype=q.dtype, panel=panel)
+            return swizzle.swizzled_smem(*shape, dtype=q.dtype, panel=panel)
 
         pairwise = _allocate_pairwise(spec, config, key_rows)
         pairwise_slots = sum(buffer.shape[1] for buffer in pairwise) * groups
@@ -115,7 +116,7 @@ def _allocate_pairwise(spec: KernelSpec, config: ForwardConfig, key_rows: int) -
         return []
     stages = config.pairwise_stages(sum(dtype.itemsize for dtype in dtypes), key_rows)
     shape = config.warpgroups, stages, config.rows_per_warpgroup, config.block_kv
-    return [pipeline.swizzled_smem(*shape, dtype=dtype) for dtype in dtypes]
+    return [swizzle.swizzled_smem(*shape, dtype=dtype) for dtype in dtypes]
 
 
 class Inputs(NamedTuple):

@@ -9,12 +9,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.primitives import layouts
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
+from pallas_fa2.backends.common.scheduler import for_each_tile
 from pallas_fa2.backends.sm90.forward.memory import Arrays, SharedStorage
 from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule, PipelinePosition, QueryTile
-from pallas_fa2.backends.sm90.primitives import layouts, roles
+from pallas_fa2.backends.sm90.primitives import roles
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows
-from pallas_fa2.backends.sm90.primitives.types import Ref, Scalar, Slice
-from pallas_fa2.backends.sm90.scheduler import for_each_tile
 from pallas_fa2.control_flow import when
 
 # Key blocks before a tile's end at which the next tile is claimed: a claim is answered in about as many (2500

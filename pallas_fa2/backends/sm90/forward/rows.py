@@ -8,12 +8,12 @@ from jax.experimental import pallas as pl
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import layouts
+from pallas_fa2.backends.common.primitives.named_barriers import WarpgroupTurns
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.memory import Arrays, SharedStorage
 from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule, PipelinePosition, QueryTile
-from pallas_fa2.backends.sm90.primitives import layouts
-from pallas_fa2.backends.sm90.primitives.named_barriers import WarpgroupTurns
-from pallas_fa2.backends.sm90.primitives.types import Ref, Scalar, Slice
 
 
 @dataclasses.dataclass(frozen=True)

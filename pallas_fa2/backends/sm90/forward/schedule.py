@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa2 import arithmetic
+from pallas_fa2.backends.common import block_mask
+from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import block_mask
-from pallas_fa2.backends.sm90.block_mask import BlockMask
+from pallas_fa2.backends.common.primitives.types import Scalar
+from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
-from pallas_fa2.backends.sm90.primitives.types import Scalar
-from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.schedule import raster
 
 

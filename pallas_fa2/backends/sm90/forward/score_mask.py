@@ -11,17 +11,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32, LOG2E
+from pallas_fa2.backends.common import mask_bits
 from pallas_fa2.backends.common.dropout import RowKeys
+from pallas_fa2.backends.common.primitives import layouts, masking, thread_values
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
+from pallas_fa2.backends.common.primitives.pairwise import PairwiseTile
+from pallas_fa2.backends.common.primitives.tile_ops import TILE_OPS
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar
 from pallas_fa2.backends.common.tile_mods import load_axis_inputs
-from pallas_fa2.backends.sm90 import mask_bits
 from pallas_fa2.backends.sm90.forward.rows import WarpgroupRows
 from pallas_fa2.backends.sm90.forward.softmax import SoftmaxState
-from pallas_fa2.backends.sm90.primitives import layouts, masking, thread_values
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
-from pallas_fa2.backends.sm90.primitives.pairwise import PairwiseTile
 from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
-from pallas_fa2.backends.sm90.primitives.tile_ops import TILE_OPS
-from pallas_fa2.backends.sm90.primitives.types import Ref, Scalar
 from pallas_fa2.control_flow import cond, when
 from pallas_fa2.ir.tile_functions import (
     PIECE_COLUMNS,

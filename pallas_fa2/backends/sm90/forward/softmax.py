@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from pallas_fa2.arithmetic import LOG2E
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90.primitives import layouts, thread_values, votes
-from pallas_fa2.backends.sm90.primitives.types import Scalar
+from pallas_fa2.backends.common.primitives import layouts, thread_values, votes
+from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.control_flow import cond
 from pallas_fa2.ir.call_spec import MASKED_SCORE_THRESHOLD
 

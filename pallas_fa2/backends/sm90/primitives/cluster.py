@@ -12,9 +12,9 @@ from jaxlib.mlir import ir
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.inline import asm, inline_op
-from pallas_fa2.backends.sm90.primitives import swizzle
-from pallas_fa2.backends.sm90.primitives.thread_values import address, elect_one
-from pallas_fa2.backends.sm90.primitives.types import MlirValue, Ref, Registers, Scalar
+from pallas_fa2.backends.common.primitives import swizzle
+from pallas_fa2.backends.common.primitives.thread_values import address, elect_one
+from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers, Scalar
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 

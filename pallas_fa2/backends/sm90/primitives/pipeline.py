@@ -11,22 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.sm90.primitives import swizzle, tma
-from pallas_fa2.backends.sm90.primitives.types import Barrier, Ref, Scalar, Scratch
+from pallas_fa2.backends.common.primitives.types import Barrier, Ref, Scalar, Scratch
+from pallas_fa2.backends.sm90.primitives import tma
 from pallas_fa2.control_flow import rematerialize
 
 SHARED_MEMORY_BYTES = 232_448  # of one CTA on sm_90
-
-
-def swizzled_smem(*shape: int, dtype: DTypeLike, panel: int | None = None) -> Scratch:
-    """Allocate shared memory that TMA fills and WGMMA reads, in panels of so many columns, the widest if None. The
-    operands of a product have the same."""
-    width = panel or swizzle.panel_width(shape[-1], shape[-1], dtype)
-    assert width is not None, shape
-    return plgpu.SMEM(shape, dtype, transforms=swizzle.tiles(width, dtype))
 
 
 def accumulator(rows: int, columns: int) -> Scratch:

@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.sm90.primitives.types import Barrier, Scalar
+from pallas_fa2.backends.common.primitives.types import Barrier, Scalar
 from pallas_fa2.control_flow import rematerialize
 
 REGISTERS_PER_THREAD_SLOT = 512  # of a multiprocessor, for one thread of each warpgroup

@@ -7,13 +7,13 @@ from typing import NamedTuple
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.backends.sm90.primitives.swizzle import (
+from pallas_fa2.backends.common.primitives.swizzle import (
     SWIZZLE_ROWS,
     has_partial_panel,
     swizzle_columns,
 )
+from pallas_fa2.backends.common.primitives.types import Barrier, Ref, Scalar, Slice
 from pallas_fa2.backends.sm90.primitives.tma_copy import BarrierArray, TmaView, copy_rows
-from pallas_fa2.backends.sm90.primitives.types import Barrier, Ref, Scalar, Slice
 from pallas_fa2.control_flow import cond
 
 

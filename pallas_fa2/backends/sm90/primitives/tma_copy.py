@@ -23,9 +23,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
 
 from pallas_fa2.backends.common.inline import asm, i32, inline_op
-from pallas_fa2.backends.sm90.primitives.layouts import THREADS, WARPS
-from pallas_fa2.backends.sm90.primitives.swizzle import SWIZZLE_ROWS, as_operand, swizzle_columns
-from pallas_fa2.backends.sm90.primitives.types import Barrier, MlirValue, Ref, Scalar
+from pallas_fa2.backends.common.primitives.layouts import THREADS, WARPS
+from pallas_fa2.backends.common.primitives.swizzle import SWIZZLE_ROWS, as_operand, swizzle_columns
+from pallas_fa2.backends.common.primitives.types import Barrier, MlirValue, Ref, Scalar
 
 type TmaView = Literal["whole", "row_groups", "panels"]
 

@@ -21,9 +21,9 @@ from jaxlib.mlir.dialects import llvm
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.inline import inline_op
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import thread_values
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
-from pallas_fa2.backends.sm90.primitives import thread_values
 from pallas_fa2.ir.block_classes import EMPTY
 
 # In a row's word, from this bit on, how many warps have stored their part; how many tickets there were, below.

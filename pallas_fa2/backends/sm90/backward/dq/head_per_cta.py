@@ -15,13 +15,13 @@ from jax import lax
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common import tile_order_kernel
+from pallas_fa2.backends.common.block_mask import BlockMask, reversed_classes
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import tile_order_kernel
+from pallas_fa2.backends.common.primitives import layouts
+from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule, KvTile, Step
-from pallas_fa2.backends.sm90.block_mask import BlockMask, reversed_classes
-from pallas_fa2.backends.sm90.primitives import layouts
-from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.ir.block_classes import EMPTY, PARTIAL
 from pallas_fa2.schedule import raster
 

@@ -26,16 +26,16 @@ from jaxlib.mlir.dialects import llvm
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common import tile_order_kernel
 from pallas_fa2.backends.common.inline import inline_op
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import tile_order_kernel
+from pallas_fa2.backends.common.primitives import layouts, thread_values
+from pallas_fa2.backends.common.primitives.named_barriers import NamedBarrier
+from pallas_fa2.backends.common.scheduler import DynamicTileScheduler
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.memory import TURN_BARRIERS, SharedStorage
 from pallas_fa2.backends.sm90.backward.producer import Producer
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule, KvTile, Step
-from pallas_fa2.backends.sm90.primitives import layouts, thread_values
-from pallas_fa2.backends.sm90.primitives.named_barriers import NamedBarrier
-from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from pallas_fa2.schedule import raster
 

@@ -11,8 +11,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Literal
 
 from pallas_fa2.backends.common import dropout
+from pallas_fa2.backends.common.primitives.tile_ops import TARGET_OPS, TILE_OPS
 from pallas_fa2.backends.common.tile_mods import TileDropout, TileMask, TileScore
-from pallas_fa2.backends.sm90.primitives.tile_ops import TARGET_OPS, TILE_OPS
 from pallas_fa2.ir import coverage, legality
 from pallas_fa2.ir.call_spec import CallSpec
 from pallas_fa2.ir.tile_functions import ArgSource, TileFunction, combined_scores

@@ -17,14 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common import block_mask
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
+from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import block_mask
-from pallas_fa2.backends.sm90.block_mask import BlockMask
-from pallas_fa2.backends.sm90.mask_bits_kernel import FRAGMENT, BitsKernel, rows_first
-from pallas_fa2.backends.sm90.primitives import thread_ops, thread_values
-from pallas_fa2.backends.sm90.primitives.layouts import LANES, WARPS
-from pallas_fa2.backends.sm90.primitives.types import Ref, Scalar
+from pallas_fa2.backends.common.mask_bits_kernel import FRAGMENT, BitsKernel, rows_first
+from pallas_fa2.backends.common.primitives import thread_ops, thread_values
+from pallas_fa2.backends.common.primitives.layouts import LANES, WARPS
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 
 # A mask is precomputed where that saves so many operations on pairs: on all of a GPU's SMs they take 12 us, and the

@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.inline import asm, inline_op
-from pallas_fa2.backends.sm90.primitives.types import Registers, Scalar
+from pallas_fa2.backends.common.primitives.types import Registers, Scalar
 from pallas_fa2.control_flow import cond
 
 

@@ -10,7 +10,7 @@ from jaxlib.mlir import ir
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.inline import asm, inline_op
-from pallas_fa2.backends.sm90.primitives.thread_values import (
+from pallas_fa2.backends.common.primitives.thread_values import (
     PER_THREAD,
     PER_THREAD_I32,
     address,
@@ -18,7 +18,7 @@ from pallas_fa2.backends.sm90.primitives.thread_values import (
     thread_value,
     warpgroup_thread_index,
 )
-from pallas_fa2.backends.sm90.primitives.types import MlirValue, Ref, Registers, Scalar
+from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers, Scalar
 
 # Loads of a thread that are under way together: a row of 512 takes as long as one load.
 UNROLL = 16

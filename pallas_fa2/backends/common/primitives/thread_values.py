@@ -17,15 +17,15 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.inline import asm, i32, inline_op
-from pallas_fa2.backends.sm90.primitives.layouts import (
+from pallas_fa2.backends.common.primitives.layouts import (
     ACC_LAYOUT,
     COL_LAYOUT,
     ROW_LAYOUT,
     THREADS,
     WARPS,
 )
-from pallas_fa2.backends.sm90.primitives.named_barriers import NamedBarrier
-from pallas_fa2.backends.sm90.primitives.types import (
+from pallas_fa2.backends.common.primitives.named_barriers import NamedBarrier
+from pallas_fa2.backends.common.primitives.types import (
     MlirValue,
     Ref,
     RegisterIndex,

@@ -13,10 +13,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_fa2.backends.common.inline import i32, inline_op
-from pallas_fa2.backends.sm90.primitives import swizzle
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT
-from pallas_fa2.backends.sm90.primitives.thread_values import sum_i32, thread_field
-from pallas_fa2.backends.sm90.primitives.types import MlirValue, Ref, Registers
+from pallas_fa2.backends.common.primitives import swizzle
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT
+from pallas_fa2.backends.common.primitives.thread_values import sum_i32, thread_field
+from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers
 
 LINE_BYTES = swizzle.SWIZZLE_BYTES  # of a row of a panel, whose 16-byte chunks swizzling permutes
 PANEL_BYTES = swizzle.SWIZZLE_ROWS * LINE_BYTES

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_fa2.backends.sm90 import block_mask_kernel, tile_order_kernel
-from pallas_fa2.backends.sm90.block_mask_kernel import FULL_BIT, MAX_BLOCKS
-from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
-from pallas_fa2.backends.sm90.tile_order_kernel import LONG, array_namespace
+from pallas_fa2.backends.common import block_mask_kernel, tile_order_kernel
+from pallas_fa2.backends.common.block_mask_kernel import FULL_BIT, MAX_BLOCKS
+from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
+from pallas_fa2.backends.common.tile_order_kernel import LONG, array_namespace
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 
 

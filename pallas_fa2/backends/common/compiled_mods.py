@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_fa2.backends.common import compile_mods, mask_bits, pack_inputs
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
+from pallas_fa2.backends.common.block_mask import BlockMask, mark_last_partial, reversed_classes
 from pallas_fa2.backends.common.causal_trim import CausalTrim
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.tile_mods import TileDropout, TileMask, TileScore
-from pallas_fa2.backends.sm90 import compile_mods, mask_bits, pack_inputs
-from pallas_fa2.backends.sm90.block_mask import BlockMask, mark_last_partial, reversed_classes
 from pallas_fa2.distributed.sharding import Axes
 from pallas_fa2.ir import block_classes
 from pallas_fa2.ir.call_spec import CallSpec, Operands

@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 
 from pallas_fa2.arithmetic import I32, div, rem
-from pallas_fa2.backends.sm90.block_mask_kernel import MAX_BLOCKS, unpack_counts
-from pallas_fa2.backends.sm90.primitives import launch, thread_ops
-from pallas_fa2.backends.sm90.primitives.layouts import LANES, THREADS, WARPS
+from pallas_fa2.backends.common.block_mask_kernel import MAX_BLOCKS, unpack_counts
+from pallas_fa2.backends.common.primitives import launch, thread_ops
+from pallas_fa2.backends.common.primitives.layouts import LANES, THREADS, WARPS
 
 # How long before all are done a tile begins at the latest, of the time that it takes, if heads share what they visit.
 # (With less, CTAs end apart; with more, more heads run side by side, of which L2 holds few: docs/decisions/0058-tile-hoisting.md.)

@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.sm90.primitives import swizzle
-from pallas_fa2.backends.sm90.primitives.types import Ref, RegisterLayout, Scalar, Slice
+from pallas_fa2.backends.common.primitives import swizzle
+from pallas_fa2.backends.common.primitives.types import Ref, RegisterLayout, Scalar, Slice
 
 THREADS, WARPS, LANES = 128, 4, 32  # of a warpgroup, of a warpgroup, of a warp
 

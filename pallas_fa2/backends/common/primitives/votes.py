@@ -10,10 +10,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_fa2.backends.common.inline import asm, i32, inline_op
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
-from pallas_fa2.backends.sm90.primitives.named_barriers import NamedBarrier
-from pallas_fa2.backends.sm90.primitives.thread_values import SCALAR_I32, scalars, splat
-from pallas_fa2.backends.sm90.primitives.types import MlirValue, Registers, Scalar
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
+from pallas_fa2.backends.common.primitives.named_barriers import NamedBarrier
+from pallas_fa2.backends.common.primitives.thread_values import SCALAR_I32, scalars, splat
+from pallas_fa2.backends.common.primitives.types import MlirValue, Registers, Scalar
 
 _WARP_ANY = "vote.sync.any.pred p, p, -1;"
 

@@ -15,9 +15,9 @@ from jax import lax
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32, div, rem
 from pallas_fa2.backends.common.inline import inline_op
-from pallas_fa2.backends.sm90.primitives import launch, thread_ops
-from pallas_fa2.backends.sm90.primitives.layouts import LANES, WARPS
-from pallas_fa2.backends.sm90.primitives.thread_values import (
+from pallas_fa2.backends.common.primitives import launch, thread_ops
+from pallas_fa2.backends.common.primitives.layouts import LANES, WARPS
+from pallas_fa2.backends.common.primitives.thread_values import (
     PER_THREAD,
     PER_THREAD_I32,
     thread_value,

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa2.backends.common.aux_grads import AuxGrads
+from pallas_fa2.backends.common.compile_mods import float_sources
 from pallas_fa2.backends.common.tile_mods import TileScore
-from pallas_fa2.backends.sm90.backward import postprocess
-from pallas_fa2.backends.sm90.compile_mods import float_sources
 from pallas_fa2.ir.arrays import K_AXIS, NUM_LEADING_AXES, Q_AXIS
 from pallas_fa2.ir.call_spec import CallSpec
 from pallas_fa2.ir.tile_functions import ArgSource
@@ -19,7 +18,7 @@ def aux_gradients(
     score: TileScore | None,
     sums: AuxGrads | None,
     floats: list[jax.Array],
-    finalize_pairwise: Callable = postprocess.finalize_pairwise_grad,
+    finalize_pairwise: Callable,
 ) -> list[jax.Array]:
     """Of the floats that scores read, in the shapes and dtypes that they have."""
 

@@ -13,9 +13,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_fa2.backends.common.inline import asm, i32, inline_op
-from pallas_fa2.backends.sm90.primitives import thread_values
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
-from pallas_fa2.backends.sm90.primitives.types import MlirValue, RegisterIndex, Registers
+from pallas_fa2.backends.common.primitives import thread_values
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
+from pallas_fa2.backends.common.primitives.types import MlirValue, RegisterIndex, Registers
 
 type Predicate = Callable[
     [RegisterIndex, int], MlirValue

@@ -16,15 +16,15 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.inline import asm, asm_words, i32, inline_op
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, LANES, ROWS_PER_WARPGROUP
-from pallas_fa2.backends.sm90.primitives.thread_values import (
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, LANES, ROWS_PER_WARPGROUP
+from pallas_fa2.backends.common.primitives.thread_values import (
     address,
     elements,
     scalars,
     thread_index,
     vector,
 )
-from pallas_fa2.backends.sm90.primitives.types import MlirValue, Ref, Registers, Scalar
+from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers, Scalar
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 

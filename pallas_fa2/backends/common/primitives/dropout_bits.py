@@ -10,9 +10,9 @@ from jaxlib.mlir.dialects import arith
 from pallas_fa2.backends.common import dropout
 from pallas_fa2.backends.common.dropout import RowKeys
 from pallas_fa2.backends.common.inline import i32, inline_op
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, COL_LAYOUT, ROW_LAYOUT
-from pallas_fa2.backends.sm90.primitives.thread_values import map_elements, scalars
-from pallas_fa2.backends.sm90.primitives.types import MlirValue, RegisterIndex, Registers
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, COL_LAYOUT, ROW_LAYOUT
+from pallas_fa2.backends.common.primitives.thread_values import map_elements, scalars
+from pallas_fa2.backends.common.primitives.types import MlirValue, RegisterIndex, Registers
 
 
 def negate_dropped(

@@ -4,8 +4,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa2.backends.common.primitives import (
+    dropout_bits,
+    layouts,
+    masking,
+    thread_values,
+    votes,
+)
 from pallas_fa2.backends.common.tile_mods import TileOps
-from pallas_fa2.backends.sm90.primitives import dropout_bits, layouts, masking, thread_values, votes
 from pallas_fa2.ir.tile_values import TargetOps
 
 

@@ -18,9 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32, div, rem
 from pallas_fa2.backends.common.inline import asm_words, inline_op
-from pallas_fa2.backends.sm90.primitives import thread_values
-from pallas_fa2.backends.sm90.primitives.launch import build_kernel, isolate_from_fusion
-from pallas_fa2.backends.sm90.primitives.types import MlirValue, Ref, Registers, Scalar, Scratch
+from pallas_fa2.backends.common.primitives import thread_values
+from pallas_fa2.backends.common.primitives.launch import build_kernel, isolate_from_fusion
+from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers, Scalar, Scratch
 from pallas_fa2.control_flow import when
 from pallas_fa2.schedule.raster import list_schedule
 

@@ -14,13 +14,13 @@ from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import layouts, thread_values
+from pallas_fa2.backends.common.primitives.launch import build_kernel
+from pallas_fa2.backends.common.primitives.packed_bools import BoolTile
+from pallas_fa2.backends.common.primitives.pairwise import PairwiseTile
+from pallas_fa2.backends.common.primitives.tile_ops import TILE_OPS
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar
 from pallas_fa2.backends.common.tile_mods import load_axis_inputs
-from pallas_fa2.backends.sm90.primitives import layouts, thread_values
-from pallas_fa2.backends.sm90.primitives.launch import build_kernel
-from pallas_fa2.backends.sm90.primitives.packed_bools import BoolTile
-from pallas_fa2.backends.sm90.primitives.pairwise import PairwiseTile
-from pallas_fa2.backends.sm90.primitives.tile_ops import TILE_OPS
-from pallas_fa2.backends.sm90.primitives.types import Ref, Scalar
 from pallas_fa2.ir.tile_functions import PIECE_COLUMNS, ArgSource, AxisInputs, TileInputs
 
 FRAGMENT = 64

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common import dropout
 from pallas_fa2.backends.common.aux_inputs import PAD_MULTIPLE, AuxInputs, HeadScalars
-from pallas_fa2.backends.sm90.compile_mods import _sources, storage_dtype
+from pallas_fa2.backends.common.compile_mods import _sources, storage_dtype
 from pallas_fa2.ir import legality
 from pallas_fa2.ir.call_spec import CallSpec, Operands
 

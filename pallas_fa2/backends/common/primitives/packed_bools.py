@@ -13,10 +13,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, builtin, llvm
 
 from pallas_fa2.backends.common.inline import asm, asm_words, i32, inline_op
-from pallas_fa2.backends.sm90.primitives import thread_values
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT
-from pallas_fa2.backends.sm90.primitives.thread_values import sum_i32, thread_field
-from pallas_fa2.backends.sm90.primitives.types import MlirValue, Ref, Registers
+from pallas_fa2.backends.common.primitives import thread_values
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT
+from pallas_fa2.backends.common.primitives.thread_values import sum_i32, thread_field
+from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_fa2.backends.sm90.primitives.types import Ref
+from pallas_fa2.backends.common.primitives.types import Ref, Scratch
 
 SWIZZLE_ROWS = 8  # of a swizzle atom
 SWIZZLE_BYTES = 128  # of a row of the widest panel
@@ -64,3 +64,11 @@ def panels(buffer: Ref) -> list[Ref]:
 def as_operand(buffer: Ref) -> plgpu.RefType:
     """Return the type of an operand of inline code that takes a buffer as its tiles."""
     return plgpu.RefType(tiles(swizzle_columns(buffer), buffer.dtype))
+
+
+def swizzled_smem(*shape: int, dtype: DTypeLike, panel: int | None = None) -> Scratch:
+    """Allocate shared memory that TMA fills and WGMMA reads, in panels of so many columns, the widest if None. The
+    operands of a product have the same."""
+    width = panel or panel_width(shape[-1], shape[-1], dtype)
+    assert width is not None, shape
+    return plgpu.SMEM(shape, dtype, transforms=tiles(width, dtype))

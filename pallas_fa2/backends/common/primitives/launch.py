@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.backends.common.module_name import fix_module_name
-from pallas_fa2.backends.sm90.primitives.types import Ref, Scratch
+from pallas_fa2.backends.common.primitives.types import Ref, Scratch
 
 
 def isolate_from_fusion(kernel: Callable) -> Callable:
