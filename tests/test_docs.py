@@ -101,6 +101,13 @@ def test_every_page_of_a_folder_is_linked_from_an_index():
     assert set(DOCS.rglob("*.md")) - {DOCS / "index.md"} <= linked
 
 
+def test_the_glossary_has_each_term_once_and_in_order():
+    text = (DOCS / "glossary.md").read_text().partition("## Terms")[2]
+    bold = re.findall(r"^- \*+(.*?)\*+.*?:", text, re.MULTILINE)
+    terms = [re.sub(r"\W+", " ", term).lower() for term in bold]
+    assert terms and terms == sorted(set(terms))
+
+
 @pytest.fixture
 def promotion_as_users_have_it():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
