@@ -11,6 +11,7 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.backends.common.compile_mods import pairwise_bytes
 from pallas_fa2.backends.registry import BACKENDS
+from pallas_fa2.backends.sm80 import configs
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.configs import FORWARD_CONFIGS, forward_configs
 from pallas_fa2.backends.sm90.support import MAX_TOKEN_ROWS
@@ -22,11 +23,13 @@ from tests.support.masks import causal_end
 
 CPU = Device("cpu", "cpu", "", 1)
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
-OTHERS = [
-    CPU,
+NO_GPUS = [CPU, Device("tpu", "TPU v5e", "", 1)]
+GPUS = [
     Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0", 108),
+    Device("gpu", "NVIDIA GeForce RTX 3090", "8.6", 82),
+    Device("gpu", "NVIDIA GeForce RTX 4090", "8.9", 128),
     Device("gpu", "NVIDIA B200", "10.0", 148),
-    Device("tpu", "TPU v5e", "", 1),
+    Device("gpu", "NVIDIA GeForce RTX 5090", "12.0", 170),
 ]
 
 
@@ -149,13 +152,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_hopper_leaves_the_rest_to_blockwise_and_says_why(name):
+def test_hopper_leaves_the_rest_to_others_and_says_why(name):
     options, reason = REFUSED[name]
     plan = make_plan(spec(**options), H200)
-    assert plan.implementation == "blockwise"
-    ((passed_over, why),) = plan.rejected
-    assert passed_over == "hopper"
+    assert plan.implementation in ("ampere", "blockwise")
+    rejected, why = plan.rejected[0]
+    assert rejected == "hopper"
     assert re.search(reason, why), why
+
+
+def test_what_hopper_has_no_shared_memory_for_runs_on_ampere():
+    """Its kernels read aux inputs from device memory."""
+    for name in ("dense masks of large heads", "bias of large heads", "three numbers a pair"):
+        assert make_plan(spec(**REFUSED[name][0]), H200).implementation == "ampere", name
 
 
 def test_shared_memory_has_room_for_all_data_of_tokens():
@@ -261,15 +270,39 @@ def test_an_array_that_is_asked_about_before_takes_no_room():
     assert make_plan(call, H200).implementation == "hopper"
 
 
-@pytest.mark.parametrize("device", OTHERS, ids=lambda device: device.kind)
-def test_other_devices_run_blockwise(device):
+@pytest.mark.parametrize("device", NO_GPUS, ids=lambda device: device.kind)
+def test_devices_without_kernels_run_blockwise(device):
     plan = make_plan(spec(), device)
     assert plan.implementation == "blockwise"
-    ((_, why),) = plan.rejected
-    assert "compute capability 9.0" in why and device.kind in why
+    assert [name for name, _ in plan.rejected] == ["hopper", "ampere"]
+    for _, why in plan.rejected:
+        assert device.kind in why
 
 
-@pytest.mark.parametrize("name", ["reference", "blockwise", "hopper"])
+@pytest.mark.parametrize("device", GPUS, ids=lambda device: device.kind)
+def test_other_gpus_run_ampere(device):
+    plan = make_plan(spec(), device)
+    assert plan.implementation == "ampere"
+    ((name, why),) = plan.rejected
+    assert name == "hopper" and "compute capability 9.0" in why and device.kind in why
+
+
+def test_gpus_before_ampere_are_refused_before_anything_is_lowered():
+    turing = Device("gpu", "Tesla T4", "7.5", 40)
+    with pytest.raises(ValueError, match=r"compute capability 8\.0 or more, and Tesla T4 has 7\.5"):
+        make_plan(spec(), turing, "ampere")
+
+
+def test_kernels_fit_into_the_shared_memory_of_each_gpu():
+    for device in GPUS:
+        for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+            call = spec(dims=dims)
+            if configs.unsupported_reason(call, device) is None:
+                forward, backward, _ = configs.configure(call, device)
+                assert max(forward.smem_bytes, backward.smem_bytes) <= configs.smem_bytes(device)
+
+
+@pytest.mark.parametrize("name", ["reference", "blockwise", "ampere", "hopper"])
 def test_an_implementation_that_is_asked_for_is_taken(name):
     plan = make_plan(spec(), H200, name)
     assert plan.implementation == name
@@ -302,7 +335,7 @@ def test_an_unknown_implementation_is_refused_with_the_known_ones():
 
 
 def test_implementations_are_tried_from_the_fastest():
-    assert list(BACKENDS) == ["hopper", "blockwise", "reference"]
+    assert list(BACKENDS) == ["hopper", "ampere", "blockwise", "reference"]
 
 
 def test_plans_are_hashable_and_equal_for_equal_calls():
@@ -380,7 +413,7 @@ def test_a_default_device_that_is_set_is_used(default):
         assert device_of(np.ones(3)).platform == "cpu"
 
 
-@pytest.mark.parametrize("device, hopper", [(H200, True), *((device, False) for device in OTHERS)],
+@pytest.mark.parametrize("device, hopper", [(H200, True), *((device, False) for device in (*NO_GPUS, *GPUS))],
                          ids=lambda x: getattr(x, "kind", x))  # fmt: skip
 def test_hopper_is_compute_capability_9_on_a_gpu(device, hopper):
     assert device.is_sm90 == hopper

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from pallas_fa2.backends.common.primitives import layouts, masking, register_io,
 from pallas_fa2.backends.common.primitives.layouts import ROWS_PER_WARPGROUP
 from pallas_fa2.backends.common.primitives.pairwise import PairwiseTile
 from pallas_fa2.backends.common.primitives.tile_ops import TARGET_OPS, TILE_OPS
-from pallas_fa2.backends.common.primitives.types import Scalar, Slice
+from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.backends.common.tile_mods import load_axis_inputs
 from pallas_fa2.control_flow import rematerialize
 from pallas_fa2.ir.tile_functions import PIECE_COLUMNS, ArgSource, AxisInputs, TileInputs
@@ -35,7 +35,12 @@ class KeyInputs(NamedTuple):
 
     @classmethod
     def load(
-        cls, spec: KernelSpec, aux: AuxInputs, head: tuple, first_key: Scalar, masked: bool
+        cls,
+        spec: KernelSpec,
+        aux: AuxInputs,
+        head: tuple[Scalar, Scalar],
+        first_key: Scalar,
+        masked: bool,
     ) -> "KeyInputs":
         """Load what scores and dropout, and the mask if `masked`, read of keys of `head`, (batch entry, head)."""
         sources, reads_index = spec.token_inputs("k", masked), spec.reads_index("k", masked)
@@ -65,7 +70,7 @@ class KeyMods:
     masked: bool  # whether inputs of the mask are loaded as well
     may_exceed: bool  # whether some keys may not exist: zeros that nothing masks
 
-    def inputs_at(self, columns: Slice) -> TileInputs:
+    def inputs_at(self, columns: Any) -> TileInputs:
         """Load what masks and scores read of some columns."""
         spec, aux, q, pairwise = self.spec, self.aux, AxisInputs(1), {}
         first = self.first_query + columns.start
@@ -105,6 +110,7 @@ class KeyMods:
             return masking.apply_bits(exponent, bits)
         if spec.mask is not None:
             return spec.mask.apply(exponent, self.inputs_at)
+        assert spec.causal_offset is not None
         # where a query comes before the first that sees a key
         shift = self.first_key - self.first_query - spec.causal_offset
         return masking.mask_before(exponent, layouts.index(exponent.shape, 0, shift))
@@ -152,8 +158,8 @@ class KeyMods:
             return jnp.where(p == 0, 0.0, ds) if spec.guards_nonfinite else ds
         pieces, row_grads = [], []
         for columns in layouts.slices(p.shape[1], PIECE_COLUMNS):
-            tiles = (layouts.slice_columns(x, columns) for x in (p, s, ds))
-            piece, of_rows = self._score_gradients(*tiles, columns)
+            piece_p, piece_s, piece_ds = (layouts.slice_columns(x, columns) for x in (p, s, ds))
+            piece, of_rows = self._score_gradients(piece_p, piece_s, piece_ds, columns)
             pieces.append(piece)
             row_grads.append(of_rows)
         for source in row_grads[0]:
@@ -161,7 +167,7 @@ class KeyMods:
         return lax.concatenate(pieces, 1)
 
     def _score_gradients(
-        self, p: jax.Array, s: jax.Array, ds: jax.Array, columns: Slice
+        self, p: jax.Array, s: jax.Array, ds: jax.Array, columns: Any
     ) -> tuple[jax.Array, dict[ArgSource, jax.Array]]:
         """Return the gradient of the scores of some columns, and of what they read of keys and heads."""
         score = self.spec.score
@@ -191,13 +197,13 @@ class KeyMods:
         row = pl.ds(self.first_key, ROWS_PER_WARPGROUP) if source.side == "k" else self.head[1]
         register_io.add_row_sums(array.at[self.head[0], field, row], gradient)
 
-    def _add_to_queries(self, source: ArgSource, gradient: jax.Array, columns: Slice) -> None:
+    def _add_to_queries(self, source: ArgSource, gradient: jax.Array, columns: Any) -> None:
         assert self.aux_grads is not None
         array, field = self.aux_grads.field_of(self.spec.score, source)
         queries = pl.ds(self.first_query + columns.start, columns.size)
         register_io.add_column_sums(array.at[self.head[0], field, queries], gradient)
 
-    def _add_to_pairs(self, source: ArgSource, gradient: jax.Array, columns: Slice) -> None:
+    def _add_to_pairs(self, source: ArgSource, gradient: jax.Array, columns: Any) -> None:
         assert self.aux_grads is not None
         query = arithmetic.div(self.first_query + columns.start, PIECE_COLUMNS)
         tile = query, arithmetic.div(self.first_key, ROWS_PER_WARPGROUP)

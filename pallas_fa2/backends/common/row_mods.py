@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,12 @@ class RowInputs(NamedTuple):
 
     @classmethod
     def load(
-        cls, spec: KernelSpec, aux: AuxInputs, head: tuple, first_row: Scalar, masked: bool
+        cls,
+        spec: KernelSpec,
+        aux: AuxInputs,
+        head: tuple[Scalar, Scalar],
+        first_row: Scalar,
+        masked: bool,
     ) -> "RowInputs":
         """Load what scores and dropout, and the mask if `masked`, read of 64 rows of `head`, (batch entry, head)."""
         sources, reads_index = spec.token_inputs("q", masked), spec.reads_index("q", masked)
@@ -79,7 +84,7 @@ class KeyInputs(NamedTuple):
         tiles = {source: pairwise(source) for source in spec.pairwise_inputs()}
         return cls(aux.k.at[head[0], :, keys], tiles)
 
-    def load_pairwise(self, function: TileFunction, columns: Slice) -> dict[ArgSource, jax.Array]:
+    def load_pairwise(self, function: TileFunction, columns: Any) -> dict[ArgSource, jax.Array]:
         """Load what the function reads of some columns."""
         return {
             s: self.pairwise[s].load(columns.start, columns.size, s.dtype)
@@ -106,7 +111,7 @@ class RowMods:
 
         value = spec.score.value
 
-        def inputs_at(columns: Slice) -> TileInputs:
+        def inputs_at(columns: Any) -> TileInputs:
             keys, pairs = AxisInputs(1), {}
             if value.reads_index("k"):
                 first = self.first_key + columns.start
@@ -168,7 +173,7 @@ class RowMods:
         key_inputs = self.key_inputs
         assert key_inputs is not None
 
-        def inputs_at(columns: Slice) -> TileInputs:
+        def inputs_at(columns: Any) -> TileInputs:
             rows = key_inputs.keys.at[:, columns]
             index = layouts.load_row(1, rows.at[0], I32)
             sources = mask.visible.token_inputs("k")

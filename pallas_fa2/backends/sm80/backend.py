@@ -13,12 +13,13 @@ from pallas_fa2.backends.common.causal_trim import causal_trim
 from pallas_fa2.backends.common.compiled_mods import CompiledMods, RuntimeAux
 from pallas_fa2.backends.common.second_order import forbid_second_order
 from pallas_fa2.backends.protocol import Backend, KernelDescription
-from pallas_fa2.backends.sm80 import configs, support
+from pallas_fa2.backends.sm80 import configs, first_use, support
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.kernel import gradients
 from pallas_fa2.backends.sm80.backward.schedule import block_mask_by_keys
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.kernel import attention
+from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec, Operands, split_floats
 
 
@@ -149,9 +150,15 @@ def describe(
     )
 
 
+def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
+    """Return why the kernels cannot run a call on a device, or must not, or None."""
+    reason = support.unsupported_reason(spec, device)
+    return first_use.failure((forward, backward), device) if reason is None else reason
+
+
 BACKEND = Backend(
     name="ampere",
-    unsupported_reason=support.unsupported_reason,
+    unsupported_reason=unsupported_reason,
     configure=configs.configure,
     forward=forward,
     backward=backward,

@@ -256,8 +256,10 @@ class KeyBlock:
             ]  # line 12
             dp = self.multiply_keys(self.memory.v, dout.at[columns], v_fragments)  # line 14
             column_delta = layouts.load_row(1, delta.at[columns], jnp.float32)
-            each = zip(mods, p, s, dp, strict=True)
-            ds = [m.ds(*tiles, column_delta).astype(q.dtype) for m, *tiles in each]  # line 15
+            tiles = zip(mods, p, s, dp, strict=True)
+            ds = [
+                m.ds(p_, s_, dp_, column_delta).astype(q.dtype) for m, p_, s_, dp_ in tiles
+            ]  # line 15
             p = [m.undropped(x).astype(q.dtype) for m, x in zip(mods, p, strict=True)]
             self.store_tiles(self.memory.ds, columns, ds)
             if self.config.split_columns:
