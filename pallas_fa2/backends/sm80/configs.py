@@ -31,7 +31,9 @@ def forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
     if dims[0] > 128:  # O takes 128 registers for 64 rows
         return ForwardConfig(*dims, row_tiles=1)
     if dims[0] == 64:
+        # More keys at a time spill up to 1752 bytes a thread where ptxas compiles for Blackwell.
         short = spec.causal is not None or spec.q_len <= 1024
+        short &= float(device.capability) < 10.0
         return ForwardConfig(*dims, block_kv=128 if short else 64, q_in_registers=not short)
     config = ForwardConfig(*dims)
     # Two CTAs on a multiprocessor hide each other's softmax; where only one fits, it has 8 warps.
