@@ -1,7 +1,7 @@
 """Score functions, masks and dropout on tiles of 64 query rows in registers, and what they read in device memory."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -98,10 +98,10 @@ class RowMods:
 
     spec: KernelSpec
     block_kv: int
-    first_row: Scalar
+    compute_first_row: Callable[[], Scalar]  # emits instructions at each call
     first_key: Scalar
     row_inputs: RowInputs
-    key_inputs: KeyInputs | None
+    key_inputs: KeyInputs | None = None
 
     def apply_score(self, s: jax.Array) -> tuple[jax.Array, float]:
         """Apply the score functions to Q K^T; return also the factor that brings the scores to base 2."""
@@ -134,17 +134,17 @@ class RowMods:
             return masking.apply_bits(s, bits)
         return self._apply_mask_fn(s)
 
-    def apply_dropout(self, p: jax.Array) -> jax.Array:
-        """Set P to 0 where it is dropped; the epilogue scales up the rest."""
+    def apply_dropout(self, p: jax.Array, keys: Any) -> jax.Array:
+        """Set P of some keys of the block to 0 where it is dropped; the epilogue scales up the rest."""
         dropout = self.spec.dropout
         if dropout is None:
             return p
         if dropout.explicit_positions:
             assert self.key_inputs is not None
-            positions = self.key_inputs.keys.at[dropout.key_positions.position + 1]
+            positions = self.key_inputs.keys.at[dropout.key_positions.position + 1, keys]
             columns = layouts.load_row(1, positions, I32)
         else:
-            columns = thread_values.column_iota(self.block_kv, self.first_key)
+            columns = thread_values.column_iota(keys.size, self.first_key + keys.start)
         return jnp.maximum(dropout.mark_dropped(p, self.row_inputs.row_keys, columns, 1), 0.0)
 
     @property
@@ -155,13 +155,12 @@ class RowMods:
 
     def _apply_causal(self, s: jax.Array) -> jax.Array:
         spec, shape = self.spec, s.shape
-        last_key = spec.kv_len - 1 - self.first_key
         if spec.causal_offset is None:
-            last = plgpu.layout_cast(jnp.full(shape[:1], last_key), ROW_LAYOUT)
+            last = plgpu.layout_cast(jnp.full(shape[:1], spec.kv_len - 1), ROW_LAYOUT)
         else:
-            first = self.first_row + spec.causal_offset - self.first_key
-            last = jnp.minimum(layouts.index(shape, 0, first), last_key)
-        return masking.mask_after(s, last)
+            row = layouts.index(shape, 0, self.compute_first_row() + spec.causal_offset)
+            last = jnp.minimum(row, spec.kv_len - 1)
+        return masking.mask_after(s, last - self.first_key)
 
     def _apply_mask_fn(self, s: jax.Array) -> jax.Array:
         """Evaluate the mask; keys past the end have an index of kv_len or more."""

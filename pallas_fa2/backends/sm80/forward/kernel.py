@@ -232,7 +232,8 @@ class RowBlock:
         dropped = []
         for n, (p, state) in enumerate(updates):
             if self.spec.dropout is not None:
-                p = self.mods(n, j, masked=False).apply_dropout(p)
+                keys = pl.ds(0, self.config.block_kv)
+                p = self.mods(n, j, masked=False).apply_dropout(p, keys)
             dropped.append((mma.as_left(p.astype(self.inputs.q.dtype)), state))
         return dropped
 
@@ -245,7 +246,7 @@ class RowBlock:
             row_inputs = RowInputs.load(spec, aux, self.head, first_row, masked)
             keys = pl.ds(first_key, block_kv)
             key_inputs = KeyInputs.in_gmem(spec, aux, self.head, first_row, keys)
-        return RowMods(spec, block_kv, first_row, first_key, row_inputs, key_inputs)
+        return RowMods(spec, block_kv, lambda: first_row, first_key, row_inputs, key_inputs)
 
     def update(self, s: jax.Array, scale: float, state: Softmax) -> tuple[jax.Array, Softmax]:
         """Return P, and m, l and O rescaled to the new maximum."""
