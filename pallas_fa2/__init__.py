@@ -1,17 +1,11 @@
-"""Exact attention for JAX on GPUs, written in Pallas. See `flash_attention`."""
+"""Exact attention for JAX on GPUs in Pallas. See `flash_attention`."""
 
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
-from pallas_fa2.api import (
-    FallbackWarning,
-    Implementation,
-    Options,
-    Scores,
-    dot_product_attention,
-    flash_attention,
-)
+from pallas_fa2.api import FallbackWarning, flash_attention
 from pallas_fa2.device import Device
+from pallas_fa2.drop_in import dot_product_attention
 from pallas_fa2.explanation import Explanation, explain
 from pallas_fa2.ir.tokens import Context, Token
 from pallas_fa2.masks import (
@@ -27,6 +21,7 @@ from pallas_fa2.masks import (
     Window,
     mask_fn,
 )
+from pallas_fa2.options import Implementation, Options, Scores
 from pallas_fa2.planning.autotune import Tuning, autotune
 from pallas_fa2.planning.tuned import load_autotuned, save_autotuned
 from pallas_fa2.scores import Score, alibi, bias, score_fn, soft_cap
@@ -75,7 +70,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> _Any:
-    """`linen` and `nnx`, on first use: the rest does without Flax."""
+    """Import `linen` or `nnx` on first use: the rest of the package does not need Flax."""
     if name in ("linen", "nnx"):
         try:
             return _import_module(f"pallas_fa2.flax.{name}")

@@ -20,7 +20,7 @@ from pallas_fa2.pytree_fn import UserFn, call_with_context
 class Score(UserFn):
     """A scalar function of a score and its two tokens (see `score_fn`)."""
 
-    def place(self, dims: CallShape) -> AuxArrays:
+    def normalized_data(self, dims: CallShape) -> AuxArrays:
         labels = {"bias": "bias"} if self.fn is _add_bias else {}
         return self.data().to_leading_axes(repr(self), dims, labels)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import api, parse_call, pytree_fn
+from pallas_fa2 import api, pytree_fn, trace_mods
 from pallas_fa2.backends.common import dropout
 from pallas_fa2.backends.xla import blockwise, tile
 from tests.fuzz.case import Case, draw
@@ -148,7 +148,7 @@ BUGS = {
         lambda keys, column: dropout_bits(keys, column % 16),
         Case(dropout=0.25, **SMALL),
     ),
-    "sinks": (api, "_with_sinks", lambda out, lse, sinks: (out, lse), Case(sinks="float32")),
+    "sinks": (api, "add_sinks", lambda out, lse, sinks: (out, lse), Case(sinks="float32")),
     "the position of a token that is decoded": (
         fa.linen,
         "flash_attention",
@@ -183,7 +183,7 @@ def test_a_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forget() -> None:
         jax.clear_caches()
-        parse_call._cached_mask.cache_clear()
+        trace_mods._cached_mask.cache_clear()
 
     forget()
     with monkeypatch.context() as patched:

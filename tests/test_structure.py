@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import api
+from pallas_fa2.options import DropInOptions
 
 PACKAGE = pathlib.Path(fa.__file__).parent
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
@@ -26,12 +26,13 @@ SHARED = [
 # module's name begins with is its own.
 ORDER = [
     *("arithmetic", "control_flow", "device", "fingerprint"),
-    *("ir", "pytree_fn", "mask_fields", "masks", "scores", "parse_call", "schedule", "distributed.sharding"),
+    *("ir", "pytree_fn", "masks", "scores", "options", "check_args", "trace_mods", "sinks", "parse_call"),
+    *("schedule", "distributed.sharding"),
     *("backends.protocol", "backends.common", "backends.xla", "backends.reference"),
     "backends.sm90.primitives",
     *(f"backends.sm90.{name}" for name in SHARED),
     *("backends.sm90.forward", "backends.sm90.backward", "backends.sm90"),
-    *("backends", "planning.tuned", "planning.plan", "autodiff", "api", "explanation", "planning", "flax", "distributed"),
+    *("backends", "planning.tuned", "planning.plan", "autodiff", "api", "drop_in", "explanation", "planning", "flax", "distributed"),
     *("__init__", "__main__"),
 ]  # fmt: skip
 
@@ -205,7 +206,7 @@ def test_the_integrations_are_imported_on_first_use():
     "function, options, others",
     [
         (fa.flash_attention, fa.Options, {"return_lse"}),
-        (fa.dot_product_attention, api.DropInOptions, {"bias", "mask", "return_residual"}),
+        (fa.dot_product_attention, DropInOptions, {"bias", "mask", "return_residual"}),
     ],
     ids=["flash_attention", "dot_product_attention"],
 )

@@ -1,4 +1,4 @@
-"""The definition: dense attention as one big tile, differentiated by JAX."""
+"""The definition of attention: one tile of the size of the whole call, differentiated by JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,11 @@ from pallas_fa2.backends.xla import tile
 from pallas_fa2.ir import arrays
 from pallas_fa2.ir.call_spec import CallSpec, Operands
 
-Out = tuple[jax.Array, jax.Array]
-
 
 def forward(
     spec: CallSpec, config: None, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
-) -> Out:
-    """`out [B, T, N, Hv]` and natural `lse [B, N, T]`; memory is O(T S)."""
+) -> tuple[jax.Array, jax.Array]:
+    """Return `out [B, T, N, Hv]` and the natural `lse [B, N, T]`, in O(T S) memory."""
     whole = tile.tile_at(spec, operands, 0, 0, spec.q_len, spec.kv_len)
     dtype = spec.accumulator
     q = q.reshape(spec.batch, spec.q_len, spec.kv_heads, spec.group, spec.head_dim)
@@ -53,7 +51,7 @@ def forward(
 def describe(
     spec: CallSpec, forward: None, backward: None, operands: Operands
 ) -> KernelDescription:
-    """Describes the dense definition, whose backward holds P, dP and dS of all pairs."""
+    """Describe the dense definition, whose backward holds P, dP and dS of all pairs."""
     pairs = spec.batch * spec.q_heads * spec.q_len * spec.kv_len
     return KernelDescription(
         (spec.q_len, spec.kv_len),

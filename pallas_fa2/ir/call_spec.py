@@ -97,8 +97,8 @@ class CallSpec:
 
     @property
     def accumulator(self) -> np.dtype:
-        """The dtype of scores, softmax statistics and accumulators."""
-        return np.promote_types(self.dtype, np.float32) if self.dtype.kind == "f" else FLOAT32
+        """The dtype of scores, softmax statistics and accumulators: float32, or float64 for float64."""
+        return accumulator_dtype(self.dtype)
 
     def __str__(self) -> str:
         parts = [
@@ -119,7 +119,8 @@ class CallSpec:
         return ", ".join(parts)
 
 
-FLOAT32 = np.dtype(np.float32)
+def accumulator_dtype(dtype: np.dtype) -> np.dtype:
+    return np.promote_types(dtype, np.float32) if dtype.kind == "f" else np.dtype(np.float32)
 
 
 def reads_query_positions(spec: CallSpec) -> bool:
