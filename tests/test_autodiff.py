@@ -347,5 +347,5 @@ def test_the_backward_knows_which_gradients_are_wanted(
 
 def test_sums_of_rows_are_those_of_their_logsumexp():
     """Where the kernels' forward and the backward of `blockwise` meet; a row that sees nothing has a total of 0."""
-    sums = tile.sums_of(jnp.array([2.5, -jnp.inf, -3.0]))
+    sums = tile.sums_from_lse(jnp.array([2.5, -jnp.inf, -3.0]))
     assert sums.maximum.tolist() == [2.5, 0, -3] and sums.total.tolist() == [1, 0, 1]

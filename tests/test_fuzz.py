@@ -132,13 +132,13 @@ BUGS = {
     "padding": (blockwise, "_pad", with_zeros, Case(scores=(Temper(), SoftCap(3.5)), **SMALL)),
     "masked tokens": (
         tile,
-        "zero_unseen",
+        "zero_masked_tokens",
         lambda x, keep, axis: x,
         Case(mask=Lengths(k=11), **SMALL),
     ),
     "masked data": (
         tile,
-        "hide_masked",
+        "replace_masked",
         lambda raw, data, keep: (raw, data),
         Case(mask=Lengths(k=11), scores=(Bias(), SoftCap(2.5)), **SMALL),
     ),

@@ -19,18 +19,18 @@ def forward(
     q = q.reshape(spec.batch, spec.q_len, spec.kv_heads, spec.group, spec.head_dim)
     keep = tile.visible(whole) if spec.mask is not None else None
     if keep is not None:
-        q = tile.zero_unseen(q, keep, arrays.Q_AXIS)
-        k, v = (tile.zero_unseen(x, keep, arrays.K_AXIS) for x in (k, v))
+        q = tile.zero_masked_tokens(q, keep, arrays.Q_AXIS)
+        k, v = (tile.zero_masked_tokens(x, keep, arrays.K_AXIS) for x in (k, v))
     q = tile.scaled(spec, q)
     raw, data = tile.product("btkgh,bskh->bkgts", q, k, dtype), operands.scores
     if keep is not None and spec.scores:
-        raw, data = tile.hide_masked(raw, data, keep)
+        raw, data = tile.replace_masked(raw, data, keep)
     s = tile.scores(whole, raw, data)
     if keep is not None:
         s = jnp.where(keep, s, -jnp.inf)
-    # A row without a key must have finite values on every path, or its gradient is NaN.
+    # An empty row must have finite values on every path, or its gradient is NaN.
     maximum = lax.stop_gradient(jnp.max(s, -1, keepdims=True))
-    empty = tile.sees_nothing(spec, maximum)
+    empty = tile.is_empty_row(spec, maximum)
     maximum = jnp.where(empty, 0, maximum)
     e = jnp.exp(jnp.where(empty, -jnp.inf, s - maximum))
     total = jnp.where(empty, 1, jnp.sum(e, -1, keepdims=True))
@@ -39,7 +39,7 @@ def forward(
     if spec.dropout_rate:
         p = p * tile.dropout_factor(whole)
     out = tile.product("bkgts,bskh->btkgh", p, v, dtype)
-    # Nor may the cotangent of such a row, NaN perhaps, reach the values through p = 0.
+    # The cotangent of such a row, NaN perhaps, must not reach v through p = 0.
     out = jnp.where(jnp.moveaxis(empty, 3, 1), 0, out)
     lse = jnp.where(empty, -jnp.inf, lse)
     return (
