@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import pallas_fa2 as fa
 from benchmarks import jobs
-from benchmarks.measure import Turn, burst, with_gradients
+from benchmarks.measure import Gpu, burst, with_gradients
 from examples.masks_and_scores import MASKS, SCORES
 from pallas_fa2.device import Device, device_of
 from pallas_fa2.ir import block_classes
@@ -120,7 +120,7 @@ def measured(name: str, length: int, heads: int) -> Measured:
         [jax.jit(run).lower(*x).compile() for x in beside_full(described)]
         for run in (forward, both)
     ]
-    with Turn.lock:
+    with Gpu.lock:
         # The functions of a mask made again are not the same.
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(made())]
         args = jax.tree.unflatten(jax.tree.structure(described), leaves)
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         function = functools.partial(measured, length=args.length, heads=args.heads)
         run = [name for name, tiles in {**of_masks, **of_scores}.items() if not tiles.refused]
         wanted = list(dict.fromkeys(("causal", *run)))
-        done = jobs.each(function, wanted, args.jobs)
+        done = jobs.run_all(function, wanted, args.jobs)
         found = dict(tqdm(done, total=len(wanted), disable=None))
 
     def cells_of_mask(name: str) -> str:

@@ -122,8 +122,8 @@ def test_ours_is_aligned_to_the_last_key_where_that_matters():
 
 def row_of(attention, problem, iterations, backward):
     """What is measured of a function of q, k, v and data."""
-    programs = measure.Programs.of(attention, problem.shape, backward)
-    return measure.rows({"it": programs}, problem, iterations)["it"]
+    programs = measure.Programs.compile(attention, problem.shape, backward)
+    return measure.measure_programs({"it": programs}, problem, iterations)["it"]
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def cpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def problem():
-    return measure.prepared(PREFILL)()
+    return measure.compile_problem(PREFILL)()
 
 
 def test_a_run_on_a_cpu(cpu, tmp_path, capsys):
@@ -243,12 +243,12 @@ def test_implementations_take_turns_and_the_median_counts(cpu, monkeypatch, prob
     monkeypatch.setattr(measure, "total_times", totals)
     monkeypatch.setattr(measure.time, "sleep", lambda _: None)
     both = {
-        name: measure.Programs.of(
+        name: measure.Programs.compile(
             functools.partial(attend(name), problem.shape), problem.shape, False
         )
         for name in ("blockwise", "reference")
     }
-    found = measure.rows(both, problem, 2)
+    found = measure.measure_programs(both, problem, 2)
     a, b = (program.forward.run for program in both.values())
     assert order == [a, b, b, a, a, b]
     assert found["blockwise"]["forward"]["ms"] == 6.0  # 9, 4, 5, 6, 7
@@ -275,7 +275,7 @@ def test_corners_are_of_the_first_and_the_last_key_head():
     shape = Shape(3, 2, 2, 6, 3, 1, False, bias=True)
     queries = jnp.arange(3.0 * 2 * 6).reshape(3, 2, 6, 1)
     bias = jnp.arange(6.0 * 2 * 2).reshape(1, 6, 2, 2)
-    found = measure.corners((queries, queries[:, :, :3], queries, queries, bias), shape)
+    found = measure.edge_heads((queries, queries[:, :, :3], queries, queries, bias), shape)
     assert found[0][2, 1, :, 0].tolist() == [30, 31, 34, 35]
     assert found[1][0, 1, :, 0].tolist() == [6, 8]
     assert found[4][0, :, 1, 1].tolist() == [3, 7, 19, 23]
@@ -348,14 +348,14 @@ def test_a_budget_ends_the_run_early(measured, tmp_path, capsys):
     path = tmp_path / "some.json"
     run.main(["--json", str(path), "--budget", "-1"])
     assert measured.shapes == [] and not path.exists()
-    assert "for want of time: tiny, prefill" in capsys.readouterr().out
+    assert "for lack of time: tiny, prefill" in capsys.readouterr().out
     run.main(["--json", str(path), "--budget", "100"])
     assert len(measured.shapes) == 2
 
 
 def hold_the_turn(name):
     """When it began and ended, in whose process."""
-    with measure.Turn.lock:
+    with measure.Gpu.lock:
         begun = time.monotonic()
         time.sleep(0.2)
         return os.getpid(), begun, time.monotonic()
@@ -363,7 +363,7 @@ def hold_the_turn(name):
 
 @pytest.mark.slow
 def test_processes_take_turns():
-    found = dict(jobs.each(hold_the_turn, ["a", "b", "c"], 2))
+    found = dict(jobs.run_all(hold_the_turn, ["a", "b", "c"], 2))
     assert set(found) == {"a", "b", "c"}
     pids, *_ = zip(*found.values(), strict=True)
     assert len({os.getpid(), *pids}) == 4
@@ -378,12 +378,12 @@ def fail(name):
 @pytest.mark.parametrize("processes", [1, slow(2)])
 def test_a_failure_in_a_process_ends_the_run(processes):
     with pytest.raises(RuntimeError, match="a"):
-        list(jobs.each(fail, ["a"], processes))
+        list(jobs.run_all(fail, ["a"], processes))
 
 
 @pytest.mark.slow
 def test_no_process_begins_after_the_end():
-    assert list(jobs.each(fail, ["a", "b"], 2, time.monotonic())) == []
+    assert list(jobs.run_all(fail, ["a", "b"], 2, time.monotonic())) == []
 
 
 def test_only_a_full_run_has_a_default_file(measured, tmp_path, monkeypatch):

@@ -126,7 +126,7 @@ def test_what_a_rival_has_no_argument_for_is_refused(calls, name, feature):
 def test_dense_masks_have_a_limit():
     data = jax.ShapeDtypeStruct((1, 65536), jnp.int32)
     with pytest.raises(NotImplementedError, match=r"a dense mask of 4 GB \(limit 2\)"):
-        rivals.arrays_of_pairs(MASKS["docs32"], data)
+        rivals.pairwise_arrays(MASKS["docs32"], data)
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_another_mask_or_score_gets_no_speed(cpu, name):
     def attention(q, k, v, *data):
         return rivals.xla(without, q, k, v) + (0 * data[0].sum() if shape.bias else 0)
 
-    found = row_of(attention, measure.prepared(shape, False)(), 1, False)
+    found = row_of(attention, measure.compile_problem(shape, False)(), 1, False)
     assert found["forward"]["refused"] == "wrong result"
 
 
@@ -186,13 +186,13 @@ def test_a_wrong_gradient_of_the_bias_is_found(cpu):
         halved = 0.5 * bias + jax.lax.stop_gradient(0.5 * bias)
         return rivals.ours(BIASED, q, k, v, halved)
 
-    found = row_of(attention, measure.prepared(BIASED)(), 1, True)
+    found = row_of(attention, measure.compile_problem(BIASED)(), 1, True)
     assert "tflops" in found["forward"] and found["both"]["refused"] == "wrong result"
     assert found["both"]["error"][4] == pytest.approx(0.5, abs=0.01)
 
 
 def test_where_dense_scores_have_no_room_the_truth_is_blockwise(monkeypatch):
-    expected = measure.prepared(DOCUMENTS)()
+    expected = measure.compile_problem(DOCUMENTS)()
     monkeypatch.setattr(measure, "XLA_SCORES", 0.0)
     attend, used = fa.flash_attention, []
 
@@ -201,14 +201,14 @@ def test_where_dense_scores_have_no_room_the_truth_is_blockwise(monkeypatch):
         return attend(*args, implementation=implementation, **options)
 
     monkeypatch.setattr(fa, "flash_attention", watched)
-    found = measure.prepared(DOCUMENTS)()
+    found = measure.compile_problem(DOCUMENTS)()
     assert set(used) == {"blockwise"}
-    assert all(e < 1e-5 for e in measure.distances(found.expected, expected.expected))
+    assert all(e < 1e-5 for e in measure.relative_errors(found.expected, expected.expected))
 
 
 def test_what_ours_refuses_is_reported(monkeypatch):
     shape = dataclasses.replace(BIASED, head_dim=256)
-    problem = measure.prepared(shape, False)()
+    problem = measure.compile_problem(shape, False)()
     with planned_for_h200():
         found = row_of(functools.partial(rivals.ours, shape), problem, 1, False)
     assert "with scores of data of pairs, head dims are at most" in found["forward"]["refused"]
@@ -251,7 +251,7 @@ def test_the_report_keeps_masks_apart_and_ours_is_no_rival():
     assert "\nforward, TFLOP/s: geometric mean 0.800 over 1 shapes" in text
     assert "\nforward with masks and scores, TFLOP/s: geometric mean 1.000 over 2 shapes" in text
     mean = math.prod([1, 400 / 380, 400 / 410]) ** (1 / 3)
-    assert f"ready-made mask, time: geometric mean {mean:.3f} over 3 shapes, most 1.053" in text
+    assert f"built-in mask, time: geometric mean {mean:.3f} over 3 shapes, most 1.053" in text
     assert report.cost_of_functions(of(x=result(TINY, ours=1.0))["results"], "both") is None
     curves = plot.curves(results, "forward")
     assert curves == {(True, 128): {"ours": [(8192, 400.0)], "fa3": [(8192, 500.0)]}}

@@ -28,7 +28,7 @@ def small(monkeypatch, tmp_path):
 def test_the_committed_pages_are_what_the_committed_results_make():
     if not record.RESULTS.exists():
         pytest.skip("a source distribution has no results")
-    for path, content in pages.made().items():
+    for path, content in pages.generate().items():
         assert path.read_text() == content, (
             f"{path.name}: python -m benchmarks.pages writes it anew"
         )

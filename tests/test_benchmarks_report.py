@@ -50,7 +50,7 @@ def test_the_report_says_who_was_refused_and_how_wrong_all_are(tmp_path, capsys)
     assert "| d128_s8192_c | 600 | - | 480 | 1.25 |" in text
     assert "- fa3, forward: NotImplementedError: no (d128_s8192_c)" in text
     assert "over the allowed: ours 0.50, fa3 0.50, cudnn 0.50" in text
-    for title in report.PARTS.values():
+    for title in report.PHASES.values():
         assert f"\n{title}, TFLOP/s" in text
 
 

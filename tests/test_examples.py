@@ -213,7 +213,7 @@ def test_the_gallery_compiles_before_its_turn(name, monkeypatch):
         fa, "flash_attention", lambda *x, implementation, **options: attend(*x, **options)
     )
     monkeypatch.setattr(mask_gallery, "burst", burst)
-    monkeypatch.setattr(mask_gallery.Turn, "lock", Lock())
+    monkeypatch.setattr(mask_gallery.Gpu, "lock", Lock())
     assert mask_gallery.measured(name, 128, 2) == ((3.0, 7.0), (4.0, 8.0))
     q = (1, 128, 2, mask_gallery.HEAD_DIM)
     scores = {"forgetting": [(128,)], "dense_bias": [(128, 128)]}.get(name, [])

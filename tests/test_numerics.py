@@ -29,11 +29,11 @@ def test_outliers_are_one_in_a_thousand():
 
 
 def test_dense_and_ours_are_near_the_truth():
-    expected = numerics.truth(SHAPE, ARGS)
+    expected = numerics.expected_results(SHAPE, ARGS)
     assert all(x.dtype == np.float64 for x in expected.values())
     for attention in (numerics.dense, numerics.all_implementations()["blockwise"]):
         errors = numerics.row(attention, SHAPE, ARGS, expected)
-        assert tuple(errors) == numerics.PARTS
+        assert tuple(errors) == numerics.RESULTS
         assert errors["lse"] < 2e-3 and all(1e-4 < errors[n] < 1e-2 for n in ("out", "dq", "dv"))
 
 
@@ -67,11 +67,16 @@ def test_what_is_wrong_is_said(small, monkeypatch, capsys, factor):
 def test_the_page_begins_with_what_follows_from_the_errors():
     def rows(kind, hopper, fa3):
         both = {
-            name: dict.fromkeys(numerics.PARTS, e) for name, e in (("hopper", hopper), ("fa3", fa3))
+            name: dict.fromkeys(numerics.RESULTS, e)
+            for name, e in (("hopper", hopper), ("fa3", fa3))
         }
         return {
             "inputs": kind,
-            "rows": {**both, "dense": dict.fromkeys(numerics.PARTS, 4.0), "cudnn": {"refused": ""}},
+            "rows": {
+                **both,
+                "dense": dict.fromkeys(numerics.RESULTS, 4.0),
+                "cudnn": {"refused": ""},
+            },
         }
 
     results = [rows("normal", 1.0, 2.0), rows("normal", 1.0, 1.0), rows("outliers", 3.0, 2.0)]
