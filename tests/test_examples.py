@@ -166,9 +166,9 @@ def test_the_gallery_on_a_gpu(tmp_path, capsys, monkeypatch):
     def clock(name, length, heads):
         assert (length, heads) == (256, 1)
         full = (1.0, 3.0)
-        return mask_gallery.Measured((0.5, 2.0) if name == "packed_documents" else full, full)
+        return mask_gallery.Timing((0.5, 2.0) if name == "packed_documents" else full, full)
 
-    monkeypatch.setattr(mask_gallery, "measured", clock)
+    monkeypatch.setattr(mask_gallery, "measure", clock)
     monkeypatch.setattr(mask_gallery, "device_of", lambda array: H200)
     names = ["packed_documents", "padded", "token_bias"]
     mask_gallery.main([*names, "--length", "256", "--heads", "1", "--out", str(tmp_path)])
@@ -214,7 +214,7 @@ def test_the_gallery_compiles_before_its_turn(name, monkeypatch):
     )
     monkeypatch.setattr(mask_gallery, "burst", burst)
     monkeypatch.setattr(mask_gallery.Gpu, "lock", Lock())
-    assert mask_gallery.measured(name, 128, 2) == ((3.0, 7.0), (4.0, 8.0))
+    assert mask_gallery.measure(name, 128, 2) == ((3.0, 7.0), (4.0, 8.0))
     q = (1, 128, 2, mask_gallery.HEAD_DIM)
     scores = {"forgetting": [(128,)], "dense_bias": [(128, 128)]}.get(name, [])
     assert events == ["turn", *[[q]] * 4, *[[q] * 4 + scores, [q] * 4] * 2]
