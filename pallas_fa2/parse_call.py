@@ -22,7 +22,7 @@ from pallas_fa2.ir.trace import TracedFn
 from pallas_fa2.masks import Causal, as_mask
 from pallas_fa2.scores import as_scores
 from pallas_fa2.sinks import as_sinks
-from pallas_fa2.trace_mods import trace_mask, trace_score
+from pallas_fa2.trace_mods import trace_mod
 
 
 def parse_call(
@@ -78,7 +78,7 @@ def parse_call(
 
     mask_data = None if mask is None else mask.normalized_data(dims)
     score_data = tuple(s.normalized_data(dims) for s in scores)
-    code = None if mask is None else trace_mask(mask, mask_data, dims, first_position)
+    code = None if mask is None else trace_mod(mask, mask_data, dims, first_position)
     spec = CallSpec(
         batch=math.prod(dims.batch),
         q_len=dims.q_len,
@@ -92,7 +92,7 @@ def parse_call(
         mask=code,
         mask_varies_by_head=any(x.shape[1:3] != (1, 1) for x in jax.tree.leaves(mask_data)),
         scores=tuple(
-            trace_score(s, data, dims, first_position, accumulator_dtype(dtype))
+            trace_mod(s, data, dims, first_position, accumulator_dtype(dtype))
             for s, data in zip(scores, score_data, strict=True)
         ),
         causal=None if code is None or explicit else _causal_alignment(code, dims),

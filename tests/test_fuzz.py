@@ -183,7 +183,7 @@ def test_a_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forget() -> None:
         jax.clear_caches()
-        trace_mods._cached_mask.cache_clear()
+        trace_mods._trace.cache_clear()
 
     forget()
     with monkeypatch.context() as patched:

@@ -131,7 +131,7 @@ def as_array(name: str, x: Any, dtype: Any = None) -> jax.Array:
         if low < limits.min or high > limits.max:
             raise ValueError(
                 f"{name} must hold integers that fit {limits.dtype}, but they are {low} to {high}; "
-                "number them anew from 0"
+                "renumber them from 0"
             )
     return array
 

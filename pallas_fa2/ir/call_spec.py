@@ -100,7 +100,7 @@ class CallSpec:
         return accumulator_dtype(self.dtype)
 
     def __str__(self) -> str:
-        parts = [
+        fields = [
             (
                 f"{self.dtype.name} [B {self.batch}, T {self.q_len}, S {self.kv_len}, "
                 f"N {self.q_heads}, K {self.kv_heads}, H {self.head_dim}, Hv {self.value_dim}]"
@@ -108,14 +108,14 @@ class CallSpec:
             f"scale {self.scale:g}",
         ]
         if self.mask is not None:
-            parts.append(f"mask {self.mask}")
+            fields.append(f"mask {self.mask}")
         if self.scores:
-            parts.append("score " + ", ".join(map(str, self.scores)))
+            fields.append("score " + ", ".join(map(str, self.scores)))
         if self.dropout_rate:
-            parts.append(f"dropout {self.dropout_rate:g}")
+            fields.append(f"dropout {self.dropout_rate:g}")
         if self.deterministic:
-            parts.append("deterministic")
-        return ", ".join(parts)
+            fields.append("deterministic")
+        return ", ".join(fields)
 
 
 def accumulator_dtype(dtype: np.dtype) -> np.dtype:

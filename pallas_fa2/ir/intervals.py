@@ -141,11 +141,13 @@ def _rem(a: Interval, b: Interval) -> Interval:
     return _where_valid(~known, _remainder(a, b))
 
 
-def _integers_only(rule: Rule) -> Rule:
-    def checked(a: Interval, b: Interval) -> Interval:
-        if not jnp.issubdtype(a.lo.dtype, jnp.integer):
-            return top(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
-        return rule(a, b)
+def _only(kind: Any, rule: Rule) -> Rule:
+    """Return a rule for operands of one kind of dtype; for others the result is the whole range."""
+
+    def checked(*args: Interval) -> Interval:
+        if jnp.issubdtype(args[0].lo.dtype, kind):
+            return rule(*args)
+        return top(jnp.broadcast_shapes(*(x.lo.shape for x in args)), args[0].lo.dtype)
 
     return checked
 
@@ -173,21 +175,7 @@ def _ne(a: Interval, b: Interval) -> Interval:
     return _not(_eq(a, b))
 
 
-def _and(a: Interval, b: Interval) -> Interval:
-    if a.lo.dtype != jnp.bool_:
-        return top(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
-    return Interval(a.lo & b.lo, a.hi & b.hi)
-
-
-def _or(a: Interval, b: Interval) -> Interval:
-    if a.lo.dtype != jnp.bool_:
-        return top(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
-    return Interval(a.lo | b.lo, a.hi | b.hi)
-
-
 def _not(a: Interval) -> Interval:
-    if a.lo.dtype != jnp.bool_:
-        return top(a.lo.shape, a.lo.dtype)
     return Interval(~a.hi, ~a.lo)
 
 
@@ -218,7 +206,7 @@ RULES: dict[str, Rule] = {
     "neg": _neg,
     "abs": _abs,
     "div": _div,
-    "rem": _integers_only(_rem),
+    "rem": _only(jnp.integer, _rem),
     "max": _monotone(jnp.maximum),
     "min": _monotone(jnp.minimum),
     "sign": _monotone(jnp.sign),
@@ -231,9 +219,9 @@ RULES: dict[str, Rule] = {
     "ge": lambda a, b: _le(b, a),
     "eq": _eq,
     "ne": _ne,
-    "and": _and,
-    "or": _or,
-    "not": _not,
+    "and": _only(jnp.bool_, _monotone(jnp.logical_and)),
+    "or": _only(jnp.bool_, _monotone(jnp.logical_or)),
+    "not": _only(jnp.bool_, _not),
     "select_n": _select,
     "stop_gradient": lambda a: a,
     "copy": lambda a: a,
@@ -241,8 +229,8 @@ RULES: dict[str, Rule] = {
 
 # Functions of jax.numpy; the rules for each operation of their jaxprs would give wider intervals.
 JNP_RULES: dict[str, Rule] = {
-    DIVIDE: _integers_only(_floor_divide),
-    REMAINDER: _integers_only(_remainder),
+    DIVIDE: _only(jnp.integer, _floor_divide),
+    REMAINDER: _only(jnp.integer, _remainder),
 }
 
 

@@ -66,7 +66,7 @@ def load_autotuned(path: str | os.PathLike) -> int:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{os.fspath(path)} must be a file of save_autotuned of this version, but it is not ({error}); measure "
-            "anew by autotune"
+            "again by autotune"
         ) from error
     CONFIGS.update(configs)
     return len(configs)
