@@ -29,40 +29,14 @@ from pallas_fa2.scores import Score, alibi, bias, score_fn, soft_cap
 __version__ = "0.1.0"
 
 __all__ = [
-    "Causal",
-    "Chunked",
-    "Context",
-    "Dense",
-    "Device",
-    "Documents",
-    "Explanation",
-    "FallbackWarning",
-    "Implementation",
-    "Lengths",
-    "Mask",
-    "Options",
-    "Prefix",
-    "Score",
-    "Scores",
-    "Segments",
-    "SlidingWindow",
-    "Token",
-    "Tuning",
-    "Window",
-    "alibi",
-    "autotune",
-    "bias",
-    "dot_product_attention",
-    "explain",
-    "flash_attention",
+    "Causal", "Chunked", "Context", "Dense", "Device", "Documents", "Explanation", "FallbackWarning", "Implementation",
+    "Lengths", "Mask", "Options", "Prefix", "Score", "Scores", "Segments", "SlidingWindow", "Token", "Tuning", "Window",
+    "alibi", "autotune", "bias", "dot_product_attention", "explain", "flash_attention",
     "linen",  # pyright: ignore[reportUnsupportedDunderAll]
-    "load_autotuned",
-    "mask_fn",
+    "load_autotuned", "mask_fn",
     "nnx",  # pyright: ignore[reportUnsupportedDunderAll]
-    "save_autotuned",
-    "score_fn",
-    "soft_cap",
-]
+    "save_autotuned", "score_fn", "soft_cap",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -62,20 +62,13 @@ def _call_shape(q: tuple, k: tuple, v: tuple) -> CallShape:
                 f"{name} must have query's batch axes {q[:-3]}, but it has {x[:-3]} (query has "
                 f"shape {q}, {name} {x}); broadcast them or use jax.vmap"
             )
-    if k[-3] != v[-3]:
-        raise ValueError(
-            f"key and value must have one length S, but have {k[-3]} and {v[-3]}; cut or pad one"
-        )
-    if k[-2] != v[-2]:
-        raise ValueError(
-            f"key and value must have one number of heads K, but have {k[-2]} and {v[-2]}; "
-            "repeat the smaller one's heads"
-        )
-    if q[-1] != k[-1]:
-        raise ValueError(
-            f"query and key must have one head dim H, but have {q[-1]} and {k[-1]}; "
-            "project both to one size"
-        )
+    for a, b, rule, remedy in (
+        (k[-3], v[-3], "key and value must have one length S", "cut or pad one"),
+        (k[-2], v[-2], "key and value must have one number of heads K", "repeat those of one"),
+        (q[-1], k[-1], "query and key must have one head dim H", "project both to one size"),
+    ):
+        if a != b:
+            raise ValueError(f"{rule}, but have {a} and {b}; {remedy}")
     for name, size in (
         ("T (query's axis -3)", q[-3]),
         ("S (key's axis -3)", k[-3]),
