@@ -141,7 +141,7 @@ def test_the_signature_begins_as_that_of_jax_nn():
     assert list(ours)[: len(theirs)] == list(theirs)
 
 
-def test_a_query_that_sees_no_key_gets_nothing_and_in_jax_nn_the_mean():
+def test_a_query_without_keys_gets_zero_and_in_jax_nn_the_mean():
     mask = seen(T, S)
     mask[3] = False
     mean = np.repeat(QKV[2].mean(1), N // K, 1)
@@ -156,7 +156,7 @@ def test_a_query_that_sees_no_key_gets_nothing_and_in_jax_nn_the_mean():
     assert np.all(dq[:, 3] == 0) and np.all(np.isfinite(dq))
 
 
-def test_queries_beyond_their_length_get_nothing():
+def test_queries_beyond_their_length_get_zero():
     out, residual = fa.dot_product_attention(*QKV, **LENGTHS, return_residual=True)
     assert np.all(out[1, 5:] == 0) and np.all(residual[1, 5:] == -np.inf)
 
@@ -202,12 +202,12 @@ def test_sinks_and_reproducible_gradients_in_the_drop_in():
         fa.dot_product_attention(*QKV, deterministic_gradients="yes")  # pyright: ignore[reportArgumentType]
 
 
-def test_a_window_of_numpys_integers():
+def test_a_window_of_numpy_integers():
     got = fa.dot_product_attention(*QKV, local_window_size=np.int64(3))  # pyright: ignore[reportArgumentType]
     close(got, fa.dot_product_attention(*QKV, local_window_size=3))
 
 
-def test_numpys_float64_is_float32_as_elsewhere_in_jax():
+def test_numpy_float64_inputs_become_float32():
     wide = [x.astype(np.float64) for x in QKV]
     got = fa.flash_attention(*wide, score=fa.soft_cap(2.0))
     close(got, fa.flash_attention(*QKV, score=fa.soft_cap(2.0)))
@@ -225,7 +225,7 @@ def test_numpys_float64_is_float32_as_elsewhere_in_jax():
         ),
     ],
 )
-def test_bad_options_of_the_drop_in_are_refused(options, message):
+def test_invalid_options_of_the_drop_in_are_errors(options, message):
     with pytest.raises(ValueError, match=message):
         fa.dot_product_attention(*QKV, **options)
 
@@ -278,7 +278,7 @@ def test_dtypes_of_the_outputs(dtype):
     assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
 
 
-def test_the_lse_is_returned_on_request_alone():
+def test_lse_is_returned_only_on_request():
     out = jax.eval_shape(fa.flash_attention, *QKV)
     assert out.shape == (B, T, N, H)
 
@@ -305,13 +305,13 @@ def test_explain_counts_tiles_work_and_memory():
     [(None, 1), (fa.Lengths(kv=0), 0), (fa.Lengths(kv=1024), 0.5)],
     ids=["none", "no keys", "half of the keys"],
 )
-def test_explain_knows_the_share_of_the_tiles(mask, share):
+def test_explain_returns_the_fraction_of_tiles(mask, share):
     found = fa.explain(*shapes(2048), mask=mask)
     assert found.share == share
     assert f"{share:.1%} of the tiles" in str(found)
 
 
-def test_explain_counts_keys_and_queries_of_their_own_size():
+def test_explain_counts_queries_and_keys_of_different_lengths():
     qkv = tuple(
         jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 7, 4, 16), (3, 9, 2, 16), (3, 9, 2, 8))
     )
@@ -330,7 +330,7 @@ def test_explain_counts_keys_and_queries_of_their_own_size():
     ],
     ids=["plain", "deterministic", "window"],
 )
-def test_explain_says_which_kernels_run(options, dq):
+def test_explain_describes_the_kernels(options, dq):
     found = fa.explain(*shapes(4096, dim=128), device=H200, **options)
     assert "2 stages, 2 warpgroups" in found.forward and "132 persistent CTAs" in found.forward
     assert "128 keys x 64 queries" in found.backward and dq in found.backward
@@ -343,13 +343,13 @@ def test_explain_says_which_kernels_run(options, dq):
     "implementation, size",
     [("reference", 3 * 300**2), ("blockwise", 300 * (64 + 1) + 4 * 304**2)],
 )
-def test_explain_counts_what_xla_keeps(implementation, size):
+def test_explain_counts_the_workspace_of_xla(implementation, size):
     found = fa.explain(*shapes(300), implementation=implementation)
     assert "XLA's operations" in found.forward
     assert found.workspace_bytes == 4 * 2 * 4 * size
 
 
-def test_explain_knows_no_share_of_traced_data():
+def test_explain_has_no_fraction_for_traced_data():
     seen = []
 
     @jax.jit
@@ -364,7 +364,7 @@ def test_explain_knows_no_share_of_traced_data():
     assert known.share == pytest.approx(known.tiles[1] / 2048)
 
 
-def test_explain_takes_shapes_of_the_data_too():
+def test_explain_takes_shapes_of_data():
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
     bias = jax.ShapeDtypeStruct((2, 4, 64, 64), jnp.float32)
     found = fa.explain(*shapes(64), mask=fa.Lengths(kv=lengths), score=fa.bias(bias))
@@ -383,7 +383,7 @@ def test_explain_takes_the_arguments_of_flash_attention():
         fa.explain(*shapes(64), causal=True)
 
 
-def test_explain_says_what_runs_and_why_nothing_faster():
+def test_explain_names_the_backend_and_why_no_faster_one_runs():
     call = {"mask": fa.Window(9), "score": lambda s, q, k: jnp.floor(s), "device": H200}
     lines = str(fa.explain(*shapes(2048), **call)).splitlines()
     assert lines[0].startswith("bfloat16 [B 2, T 2048, S 2048, N 4, K 4, H 64, Hv 64], scale 0.125")
@@ -394,7 +394,7 @@ def test_explain_says_what_runs_and_why_nothing_faster():
     assert names == ["forward", "backward", "computed", "work", "memory"]
 
 
-def test_explain_says_what_forms_gradients_of_score_data():
+def test_explain_names_the_backend_of_score_gradients():
     options = {"deterministic_gradients": True, "score": fa.alibi(4)}
     found = fa.explain(*shapes(2048), device=H200, **options)
     assert found.backward.endswith(
@@ -404,7 +404,7 @@ def test_explain_says_what_forms_gradients_of_score_data():
     assert asked.backward.endswith("sums in one order")
 
 
-def test_explain_follows_the_implementation_that_is_asked_for():
+def test_explain_respects_the_requested_implementation():
     found = fa.explain(*QKV, implementation="reference")
     assert (found.implementation, found.tiles, found.share) == ("reference", (T, S), 1)
     with pytest.raises(ValueError, match="implementation 'hopper' does not support this call"):
@@ -472,7 +472,7 @@ def test_a_traced_scale_has_a_gradient():
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_three_axes_are_those_of_jax_nn_in_the_drop_in():
+def test_three_axes_broadcast_as_in_jax_nn():
     q = jax.random.normal(jax.random.key(0), (3, 8, 3, 8))
     mask = jax.random.bernoulli(jax.random.key(1), 0.6, (3, 8, 8)).at[..., 0].set(True)
     out = fa.dot_product_attention(q, q, q, mask=mask)
@@ -512,13 +512,13 @@ def test_a_warning_points_to_the_call(monkeypatch, attend):
     assert caught[0].filename == __file__
 
 
-def test_nothing_but_the_public_names_is_listed():
+def test_dir_lists_only_public_names():
     assert set(dir(fa)) == {*fa.__all__, "__version__"}
     assert all(hasattr(fa, name) for name in dir(fa))
 
 
 @pytest.mark.parametrize("kind", ["mask", "score", "numpy", "drop-in"])
-def test_xla_folds_nothing_of_data_that_are_constants(kind: str):
+def test_xla_does_not_fold_constant_data(kind: str):
     """A program that closes over a mask of 1024 x 1024 compiled in 30 s, 6 times as long as one that it is given."""
     q = jnp.ones((1, 16, 2, 8))
     dense, bias = jnp.tri(16, dtype=bool), jnp.ones((2, 16, 16))

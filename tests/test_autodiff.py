@@ -113,7 +113,7 @@ def test_checkpoint() -> None:
     assert_same(jax.jit(jax.grad(remat, (0, 1, 2)))(*qkv()), gradients("reference")(*qkv()))
 
 
-def test_a_policy_keeps_the_forward_from_running_twice() -> None:
+def test_a_checkpoint_policy_saves_the_forward() -> None:
     shapes = [jax.ShapeDtypeStruct((1, 1536, n, 16), jnp.float32) for n in (2, 1, 1)]
 
     def loops(fn: Any) -> int:
@@ -181,7 +181,7 @@ def test_gradient_of_lse(implementation: str) -> None:
     assert_same(jax.grad(total)(q), expected)
 
 
-def test_residuals_are_q_k_v_out_and_two_numbers_a_row() -> None:
+def test_residuals_are_q_k_v_out_and_two_statistics_of_each_row() -> None:
     args = qkv()
     attend = functools.partial(
         fa.flash_attention, mask=CAUSAL, return_lse=True, implementation="blockwise"
@@ -191,7 +191,7 @@ def test_residuals_are_q_k_v_out_and_two_numbers_a_row() -> None:
     assert kept == sorted(x.shape for x in (*args, out, lse, lse))
 
 
-def test_an_export_for_any_batch_of_masks_and_biases_that_have_its_axis() -> None:
+def test_an_export_for_any_batch_with_batched_masks_and_biases() -> None:
     (batch,) = jax.export.symbolic_shape("batch")
 
     def step(q: Any, mask: Any, bias: Any) -> Any:
@@ -211,7 +211,7 @@ def test_an_export_for_any_batch_of_masks_and_biases_that_have_its_axis() -> Non
         assert_same(exported.call(*some), step(*some))
 
 
-def test_a_length_of_any_size_goes_to_the_reference_which_explain_says() -> None:
+def test_a_symbolic_length_runs_on_the_reference() -> None:
     b, t = jax.export.symbolic_shape("b,t")
     x = jax.ShapeDtypeStruct((b, t, N, H), jnp.float32)
 
@@ -253,7 +253,7 @@ def test_an_export_for_any_length_that_is_aligned_at_the_end(options: dict) -> N
     assert_same(exported.call(x[:, -4:], x), attend(x[:, -4:], x))
 
 
-def test_the_hopper_kernels_leave_a_batch_of_any_size_to_others() -> None:
+def test_sm90_does_not_support_a_symbolic_batch() -> None:
     spec = CallSpec(1, 64, 64, 2, 2, 64, 64, jnp.dtype("bfloat16"), 1.0)
     (batch,) = jax.export.symbolic_shape("batch")
     assert support.unsupported_reason(spec, H200) is None
@@ -262,7 +262,7 @@ def test_the_hopper_kernels_leave_a_batch_of_any_size_to_others() -> None:
 
 
 @pytest.mark.parametrize("mask", [None, CAUSAL, CAUSAL & fa.Window(100)], ids=str)
-def test_no_buffer_of_all_pairs(mask: Any) -> None:
+def test_no_buffer_has_all_pairs(mask: Any) -> None:
     shapes = [jax.ShapeDtypeStruct((1, 1536, n, 16), jnp.float32) for n in (2, 1, 1)]
     step = jax.jit(jax.value_and_grad(functools.partial(loss, "blockwise", mask=mask), (0, 1, 2)))
     hlo = step.lower(*shapes).compile().as_text()
@@ -271,7 +271,7 @@ def test_no_buffer_of_all_pairs(mask: Any) -> None:
     assert re.search(r"1536,1536", dense.as_text())  # the search would have found one
 
 
-def test_a_fresh_lambda_does_not_compile_again() -> None:
+def test_a_new_lambda_does_not_recompile() -> None:
     from pallas_fa2.autodiff import attention
 
     q, k, v = qkv()
@@ -317,7 +317,7 @@ def test_gradients_of_score_data(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_backward_knows_which_gradients_are_wanted(
+def test_the_backward_receives_which_gradients_are_needed(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blockwise, asked = BACKENDS["blockwise"], []
@@ -345,7 +345,7 @@ def test_the_backward_knows_which_gradients_are_wanted(
         jax.clear_caches()
 
 
-def test_sums_of_rows_are_those_of_their_logsumexp():
+def test_row_sums_follow_from_the_logsumexp():
     """Where the kernels' forward and the backward of `blockwise` meet; a row that sees nothing has a total of 0."""
     sums = tile.sums_from_lse(jnp.array([2.5, -jnp.inf, -3.0]))
     assert sums.maximum.tolist() == [2.5, 0, -3] and sums.total.tolist() == [1, 0, 1]

@@ -24,7 +24,7 @@ PREFILL = Shape(1, 8, 24, 2, 1, 16, True)
 
 
 @pytest.mark.parametrize("t, s", [(16, 16), (5, 16), (16, 5), (1, 16)])
-def test_flops_count_the_pairs_that_see_each_other(t, s):
+def test_flops_count_the_pairs_that_attend(t, s):
     """As an area: half a pair less for each query on the diagonal."""
     seen = sum(j <= i + s - t for i in range(t) for j in range(s))
     shape = Shape(2, t, s, 3, 1, 8, True)
@@ -41,7 +41,7 @@ def test_flops_count_the_products_of_each_head_dim():
     assert [x.shape[-1] for x in measure.inputs(shape)] == [24, 24, 8, 8]
 
 
-def test_the_sweep_is_that_of_the_papers():
+def test_the_sweep_has_the_shapes_of_the_papers():
     assert len(SWEEP) == 36
     for name, shape in SWEEP.items():
         assert shape.batch * shape.q_len == 16384 and shape.q_heads * shape.head_dim == 2048
@@ -57,7 +57,7 @@ def test_shapes_off_the_sweep():
     assert {s.causal for s in rest if s.q_len != s.kv_len} == {True, False}
 
 
-def test_short_shapes_are_asked_for():
+def test_short_shapes_need_a_flag():
     assert all(shape.q_len < 512 for shape in SHORT.values())
     assert run.parse(["--short"]).shapes == list(SHORT) and run.parse([]).shapes is None
 
@@ -73,7 +73,7 @@ def attend(implementation):
     return run
 
 
-def test_each_rival_is_called_as_its_authors_mean_it(monkeypatch):
+def test_each_rival_is_called_as_its_authors_intend(monkeypatch):
     calls = {}
 
     def fake(name, path, attribute):
@@ -102,7 +102,7 @@ def test_each_rival_is_called_as_its_authors_mean_it(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cudnn", "tokamax", "xla"])
-def test_another_alignment_is_refused(name, monkeypatch):
+def test_an_unsupported_alignment_is_an_error(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", types.ModuleType("tokamax"))
     q = k = v = jnp.zeros(1)
     with pytest.raises(NotImplementedError, match="first key"):
@@ -271,7 +271,7 @@ def test_a_dead_device_ends_the_run(cpu, problem):
         row_of(wrong_out, dataclasses.replace(problem, args=tuple(dead)), 10, True)
 
 
-def test_corners_are_of_the_first_and_the_last_key_head():
+def test_edge_heads_are_those_of_the_first_and_the_last_key_head():
     shape = Shape(3, 2, 2, 6, 3, 1, False, bias=True)
     queries = jnp.arange(3.0 * 2 * 6).reshape(3, 2, 6, 1)
     bias = jnp.arange(6.0 * 2 * 2).reshape(1, 6, 2, 2)
@@ -333,7 +333,7 @@ def test_results_are_written_after_every_shape_and_resumed(measured, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["device", "sources", "iterations", "implementations"])
-def test_results_of_something_else_are_not_added_to(measured, tmp_path, what):
+def test_results_of_another_setup_are_not_extended(measured, tmp_path, what):
     path = tmp_path / "other.json"
     run.main(["--json", str(path), "--shapes", "tiny"])
     kept = record.load(path)
@@ -382,7 +382,7 @@ def test_a_failure_in_a_process_ends_the_run(processes):
 
 
 @pytest.mark.slow
-def test_no_process_begins_after_the_end():
+def test_no_process_starts_after_the_end():
     assert list(jobs.run_all(fail, ["a", "b"], 2, time.monotonic())) == []
 
 
@@ -396,7 +396,7 @@ def test_only_a_full_run_has_a_default_file(measured, tmp_path, monkeypatch):
     assert record.default_path("NVIDIA H100 80GB HBM3").name == "nvidia-h100-80gb-hbm3.json"
 
 
-def test_unknown_names_are_refused(cpu, capsys):
+def test_unknown_names_are_errors(cpu, capsys):
     with pytest.raises(SystemExit):
         run.main(["--shapes", "tiny,huge"])
     assert "['huge'] not among ['tiny', 'prefill']" in capsys.readouterr().err
@@ -430,7 +430,7 @@ def test_the_forward_alone(cpu, problem):
     }
 
 
-def test_kernels_of_those_who_take_the_shape(cpu, monkeypatch, capsys):
+def test_kernels_of_implementations_that_support_the_shape(cpu, monkeypatch, capsys):
     def launches(fn, args, iterations):
         raise ValueError("only tiny heads")
 

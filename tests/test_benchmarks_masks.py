@@ -29,7 +29,7 @@ EACH = {"window": WINDOW, "documents": DOCUMENTS, "soft_cap": CAPPED, "bias": BI
 
 
 @pytest.mark.parametrize("shape", [WINDOW, DOCUMENTS, dataclasses.replace(TINY, window=100)])
-def test_flops_count_the_pairs_that_see_each_other(shape):
+def test_flops_count_the_pairs_that_attend(shape):
     """As an area: half a pair less for each query on the diagonal."""
     ids = np.repeat(range(len(shape.documents)), shape.documents) if shape.documents else [0] * 24
     window = 24 if shape.window is None else shape.window
@@ -88,7 +88,7 @@ def call(name, shape):
         rivals.IMPLEMENTATIONS[name].attention(shape, q, k, v, *data)
 
 
-def test_each_rival_is_called_as_its_authors_mean_it(calls):
+def test_each_rival_is_called_as_its_authors_intend(calls):
     mosaic = {"is_causal": True, "implementation": "mosaic"}
     for shape, name, function, expected in (
         (WINDOW, "fa3", "flash_mha", {"is_causal": True, "window_size": (5, 0)}),
@@ -116,7 +116,7 @@ def test_each_rival_is_called_as_its_authors_mean_it(calls):
 @pytest.mark.parametrize(
     "name, feature", [("fa3", "bias"), ("jla", "soft_cap"), ("cudnn", "soft_cap"), ("xla", "soft_cap")]
 )  # fmt: skip
-def test_what_a_rival_has_no_argument_for_is_refused(calls, name, feature):
+def test_features_without_an_argument_of_a_rival_are_errors(calls, name, feature):
     shape = dataclasses.replace(EACH[feature], causal=True)
     q, k, v, _, *data = measure.inputs(shape)
     with pytest.raises(NotImplementedError, match=f"it has no {feature}"):
@@ -181,7 +181,7 @@ def test_another_mask_or_score_gets_no_speed(cpu, name):
     assert found["forward"]["refused"] == "wrong result"
 
 
-def test_a_wrong_gradient_of_the_bias_is_found(cpu):
+def test_a_wrong_gradient_of_the_bias_gets_no_speed(cpu):
     def attention(q, k, v, bias):
         halved = 0.5 * bias + jax.lax.stop_gradient(0.5 * bias)
         return rivals.ours(BIASED, q, k, v, halved)
@@ -191,7 +191,7 @@ def test_a_wrong_gradient_of_the_bias_is_found(cpu):
     assert found["both"]["error"][4] == pytest.approx(0.5, abs=0.01)
 
 
-def test_where_dense_scores_have_no_room_the_truth_is_blockwise(monkeypatch):
+def test_blockwise_is_the_expected_result_where_dense_scores_do_not_fit(monkeypatch):
     expected = measure.compile_problem(DOCUMENTS)()
     monkeypatch.setattr(measure, "XLA_SCORES", 0.0)
     attend, used = fa.flash_attention, []
@@ -206,7 +206,7 @@ def test_where_dense_scores_have_no_room_the_truth_is_blockwise(monkeypatch):
     assert all(e < 1e-5 for e in measure.relative_errors(found.expected, expected.expected))
 
 
-def test_what_ours_refuses_is_reported(monkeypatch):
+def test_unsupported_calls_of_ours_are_reported(monkeypatch):
     shape = dataclasses.replace(BIASED, head_dim=256)
     problem = measure.compile_problem(shape, False)()
     with planned_for_h200():
@@ -238,7 +238,7 @@ def test_masks_are_chosen_by_a_flag(monkeypatch, tmp_path):
     }
 
 
-def test_the_report_keeps_masks_apart_and_ours_is_no_rival():
+def test_the_report_has_masks_separately_and_ours_is_no_rival():
     rows = {"ours": 400.0, "mask_fn": 380.0, "fa3": 500.0}
     record_ = of(
         d128_s8192_c=result(MASKS["d128_s8192_c"], **{**rows, "mask_fn": 400.0}),

@@ -25,7 +25,7 @@ def small(monkeypatch, tmp_path):
     return tmp_path / "docs"
 
 
-def test_the_committed_pages_are_what_the_committed_results_make():
+def test_the_committed_pages_follow_from_the_committed_results():
     if not record.RESULTS.exists():
         pytest.skip("a source distribution has no results")
     for path, content in pages.generate().items():
@@ -48,13 +48,13 @@ def test_a_page_has_the_means_the_figures_and_a_table(small):
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 100
 
 
-def test_milliseconds_where_a_page_asks_for_them(small):
+def test_a_page_may_have_milliseconds(small):
     rows = {"ours": {"forward": part(2.0, 0.15)}, "fa3": {"forward": part(1.0, 0.1)}}
     found = pages.table({"window128": {"rows": rows}}, "forward", pages.time)
     assert found.splitlines()[2:] == ["| window128 | 0.075 | 0.100 | 2.00 |"]
 
 
-def test_errors_are_ours_over_a_rivals():
+def test_errors_are_ratios_to_a_rival():
     def row(*error):
         return {"both": {"tflops": 1.0, "error": list(error)}}
 

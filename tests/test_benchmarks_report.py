@@ -33,7 +33,7 @@ def test_the_backward_is_the_difference():
     assert report.tflops({"forward": part(1.0)}, "backward") is None
 
 
-def test_means_and_least_ratio():
+def test_means_and_smallest_ratio():
     text = report.summary(SYNTHETIC["results"], "both")
     assert "geometric mean 1.000 over 3 shapes" in text
     assert "0.800 over the 1 up to 2048 tokens" in text  # 2048 queries with 8192 keys are not short
@@ -41,7 +41,7 @@ def test_means_and_least_ratio():
     assert "no shape" in report.summary({"x": result(TINY, ours=1.0)}, "forward")
 
 
-def test_the_report_says_who_was_refused_and_how_wrong_all_are(tmp_path, capsys):
+def test_the_report_lists_missing_speeds_and_errors(tmp_path, capsys):
     record.write(tmp_path / "x.json", SYNTHETIC)
     report.main([str(tmp_path / "x.json")])
     text = capsys.readouterr().out
@@ -54,7 +54,7 @@ def test_the_report_says_who_was_refused_and_how_wrong_all_are(tmp_path, capsys)
         assert f"\n{title}, TFLOP/s" in text
 
 
-def test_short_sequences_are_summed_up_apart():
+def test_short_sequences_are_summarized_separately():
     """Not in the mean of the shapes that rivals have published."""
     results = {"vit_l16": result(SHORT["vit_l16"], ours=200.0, fa3=100.0)}
     both = report.groups(SYNTHETIC["results"] | results)
@@ -83,7 +83,7 @@ def test_figures_have_a_panel_for_each_head_dim_and_mask(tmp_path, capsys):
         assert "dc:date" not in text
 
 
-def test_what_has_no_speed_is_not_drawn():
+def test_shapes_without_a_speed_are_not_drawn():
     found = plot.curves(SYNTHETIC["results"], "forward")
     assert found == {
         (True, 128): {

@@ -47,7 +47,7 @@ def test_bits_are_like_random_ones(seed: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-6, 0.1, 0.5, 0.999999])
-def test_the_mean_stays(rate: float) -> None:
+def test_dropout_preserves_the_mean(rate: float) -> None:
     """Over all values of the bits, exactly."""
     bound = dropout.threshold(rate)
     kept = (np.arange(2**16) >= bound) * dropout.scale(bound)
@@ -71,7 +71,7 @@ def test_each_word_of_the_seed_makes_other_bits() -> None:
         assert np.mean(bits(1, 2) == bits(*other)) < 0.01, other
 
 
-def test_what_is_dropped_is_what_lies_below_the_threshold() -> None:
+def test_bits_below_the_threshold_are_dropped() -> None:
     keys = dropout.RowKeys(jnp.uint32(5), jnp.uint32(7))
     bits = np.asarray(dropout.bits(keys, jnp.arange(64)))
     bound = int(bits[17])
@@ -81,7 +81,7 @@ def test_what_is_dropped_is_what_lies_below_the_threshold() -> None:
     np.testing.assert_array_equal(factor, expected.astype(np.float32))
 
 
-def test_a_call_drops_what_numpys_copy_drops() -> None:
+def test_a_call_drops_what_the_numpy_copy_drops() -> None:
     """The bits are a promise: those of other versions, and the same in every implementation."""
     q, k, n, rate = 5, 7, 2, 0.3
     x = jnp.zeros((1, q, n, k)), jnp.zeros((1, k, n, k))

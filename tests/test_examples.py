@@ -91,14 +91,14 @@ def dense(mask, tokens):
 
 
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "full"])
-def test_tiles_of_the_gallery_are_what_its_masks_say(name):
+def test_tiles_of_the_gallery_equal_its_dense_masks(name):
     mask, sizes = MASKS[name](TOKENS, HEADS), (TOKENS, TOKENS, 8, 8)
     got, want = table(mask, sizes), exact(dense(mask, TOKENS), sizes)
     assert_sound(got, want)
     assert np.array_equal(got, want) == (name not in NOT_EXACT)
 
 
-def test_a_token_of_the_tree_sees_what_its_parent_sees_and_itself():
+def test_a_token_of_the_tree_attends_to_its_ancestors_and_itself():
     (visible,) = dense(masks_and_scores.tree(TOKENS, 1), TOKENS)[:1]
     assert visible[0].sum() == 1 and visible.sum(1).max() > 4
     for i in range(1, TOKENS):
@@ -151,7 +151,7 @@ def test_the_gallery_without_a_gpu(tmp_path, capsys):
     assert image.startswith(b"\x89PNG") and len(image) > 20000
 
 
-def test_the_gallery_says_why_the_kernels_refuse(capsys):
+def test_the_gallery_prints_why_the_kernels_do_not_run(capsys):
     tiles = mask_gallery.Tiles(np.zeros((1, 1, 1, 2, 2)), "it is too blue")
     mask_gallery.show("mask", "", {"blue": tiles}, None)
     assert (
@@ -182,7 +182,7 @@ def test_the_gallery_on_a_gpu(tmp_path, capsys, monkeypatch):
     assert not set(lines) & {"causal", "full", "alibi"}
 
 
-def test_unknown_names_and_short_lengths_are_refused(capsys):
+def test_unknown_names_and_short_lengths_are_errors(capsys):
     with pytest.raises(SystemExit):
         mask_gallery.main(["casual"])
     assert "['casual'] not among ['full', 'causal'," in capsys.readouterr().err
@@ -192,7 +192,7 @@ def test_unknown_names_and_short_lengths_are_refused(capsys):
 
 
 @pytest.mark.parametrize("name", ["full", "routing", "forgetting", "dense_bias"])
-def test_the_gallery_compiles_before_its_turn(name, monkeypatch):
+def test_the_gallery_compiles_before_it_locks_the_gpu(name, monkeypatch):
     """Forward, and with the gradients of what a score reads; in turns with full attention."""
     events = []
 

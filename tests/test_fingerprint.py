@@ -348,7 +348,7 @@ WAYS += [by_function_of_a_function, by_attribute_getter, by_environment]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_what_a_mask_reads_when_it_is_called_counts(way):
+def test_the_key_depends_on_what_a_mask_reads(way):
     fn, change = way()
     whole = fa.mask_fn(fn) & fa.Window(15)
     for reach in (3, 5, 16, 3):
@@ -371,7 +371,7 @@ def described_data(mask):
     return parse_call.parse_call(X, X, X, mask=mask)[1].mask
 
 
-def test_scores_and_values_follow_too():
+def test_the_key_of_scores_depends_on_what_they_read():
     config = types.SimpleNamespace(scale=1.0)
     score = fa.score_fn(lambda s, q, k: s * config.scale)
     fa.flash_attention(X, X, X, score=score)
@@ -385,7 +385,7 @@ def test_scores_and_values_follow_too():
     [*WAYS[:4], by_bound_method, by_partial, by_static_method, by_item],
     ids=lambda w: w.__name__,
 )
-def test_what_has_not_changed_has_the_same_key(way):
+def test_unchanged_functions_have_equal_keys(way):
     fn, change = way()
     change(3)
     first = fingerprint(fn)
@@ -403,7 +403,7 @@ def test_a_recursive_function_has_a_key():
     assert fingerprint(power) == fingerprint(power) is not None
 
 
-def test_what_imports_or_captures_arrays_has_no_key():
+def test_imports_and_captured_arrays_have_no_key():
     array = jnp.ones(3)
 
     def imports(q, k):
@@ -438,7 +438,7 @@ def test_functions_of_jax_have_keys(name):
     assert fingerprint(lambda q, k: function(q.index)) is not None
 
 
-def test_functions_of_one_name_that_jax_calls_back_are_told_apart():
+def test_callbacks_of_one_name_have_different_keys():
     def scaled_by(factor):
         def on_host(s):
             return np.asarray(s) * np.float32(factor)
@@ -455,7 +455,7 @@ def test_functions_of_one_name_that_jax_calls_back_are_told_apart():
     assert codes[0] == codes[2] != codes[1]
 
 
-def test_a_call_described_again_is_cheap():
+def test_parsing_a_call_again_is_cheap():
     """3 ms for a mask and a score; half of a trace."""
     mask = fa.mask_fn(lambda q, k: (q.index >= k.index) & (q.image == k.image))
     mask = mask(tokens={"image": jnp.zeros((1, 16), jnp.int32)})
@@ -469,7 +469,7 @@ def test_a_call_described_again_is_cheap():
     assert min(times) < 3e-3
 
 
-def test_a_number_is_known_by_its_bits():
+def test_the_key_of_a_number_is_its_bits():
     assert fingerprint(0.0) != fingerprint(-0.0) and fingerprint(0j) != fingerprint(-0j)
     assert fingerprint(float("nan")) == fingerprint(float("nan"))
     assert len({fingerprint(x) for x in (1, 1.0, True, np.float32(1), np.int32(1))}) == 5

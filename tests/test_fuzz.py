@@ -66,7 +66,7 @@ FOUND = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("line", FOUND)
-def test_what_was_found_on_a_gpu(line: str) -> None:
+def test_regressions_from_a_gpu(line: str) -> None:
     assert check(parse(line), None).ran == {"hopper"}
 
 
@@ -194,7 +194,7 @@ def test_a_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, "blockwise")
 
 
-def test_a_case_is_the_line_that_makes_it_again() -> None:
+def test_a_case_is_printed_as_the_line_that_replays_it() -> None:
     for n in range(300):
         case = nth(7, n, gpu=n % 2 == 0)
         assert repr(parse(repr(case))) == repr(case)
@@ -204,7 +204,7 @@ def test_a_case_is_the_line_that_makes_it_again() -> None:
         parse("(1,)")
 
 
-def test_what_is_wrong_is_shrunk_and_printed_as_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_shrunk_and_printed_as_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(case: Case, *names: str) -> None:
         if case.q_len > 20 and "Window" in repr(case.mask):
             raise Wrong(case, "a window")
@@ -218,7 +218,7 @@ def test_what_is_wrong_is_shrunk_and_printed_as_one_line(monkeypatch: pytest.Mon
     assert message.endswith(line)
 
 
-def test_what_is_wrong_is_told_before_it_is_shrunk(
+def test_a_failure_is_printed_before_it_is_shrunk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """On a GPU that takes minutes."""
@@ -229,7 +229,7 @@ def test_what_is_wrong_is_told_before_it_is_shrunk(
     assert not ran and why == f"case 3 of seed 5 is wrong, and will be shrunk: {wrong}\n"
 
 
-def test_a_simpler_case_is_another_one() -> None:
+def test_simplified_cases_differ() -> None:
     rng = random.Random(3)
     for _ in range(50):
         case = draw(rng.choice)
@@ -237,7 +237,7 @@ def test_a_simpler_case_is_another_one() -> None:
     assert simpler(Case()) == []
 
 
-def test_poison_lies_where_no_pair_of_tokens_looks() -> None:
+def test_poison_is_only_in_masked_tokens() -> None:
     from tests.fuzz.check import poisoned
 
     case = Case(kv_heads=2, group=2, mask=Lengths(q=20, k=11), scores=(Temper(),), **SMALL)

@@ -79,14 +79,14 @@ def test_mask_object_with_data_goes_through_jit():
     close(got, build()(X, mask=nnx.combine_masks(same, CAUSAL)))
 
 
-def test_causal_documents_on_the_unmodified_layer():
+def test_causal_documents_in_an_unmodified_layer():
     same = nnx.make_attention_mask(SEGMENTS.ids, SEGMENTS.ids, jnp.equal)
     expected = value_and_gradients(build(), X, mask=nnx.combine_masks(same, CAUSAL))
     changed = build(attention_fn=attention_fn)
     close(value_and_gradients(changed, X, mask=fa.Causal() & SEGMENTS), expected)
 
 
-def test_no_square_buffer():
+def test_no_buffer_has_all_pairs():
     """Nor in the gradients; the documents are data of the run."""
     x = jax.ShapeDtypeStruct((1, 1024, 32), jnp.float32)
 
@@ -154,7 +154,7 @@ def test_sow_weights_is_an_error():
         ([(2, 5, 4, 8)] * 3, {"dropout_rate": 0.5}, "is required", "dropout_rng must be given"),
     ],
 )  # fmt: skip
-def test_errors_are_those_of_flax_in_other_words(shapes, options, theirs, ours):
+def test_errors_correspond_to_those_of_flax(shapes, options, theirs, ours):
     qkv = [jnp.ones(shape) for shape in shapes]
     options = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)} | options
     if "required" in theirs:
@@ -222,7 +222,7 @@ def test_scores_see_the_position_in_decoding(options, mask):
     close(jnp.concatenate(got, 1), whole)
 
 
-def test_ids_of_the_whole_sequence_in_decoding_say_what_to_give():
+def test_errors_about_ids_of_the_whole_sequence_in_decoding_name_the_remedy():
     step = build(MultiHeadAttention, decode=True)
     step.init_cache(X.shape)
     with pytest.raises(
@@ -233,7 +233,7 @@ def test_ids_of_the_whole_sequence_in_decoding_say_what_to_give():
     step(X[:, :1], mask=fa.Segments(ids[..., :1], ids))
 
 
-def test_a_mask_object_is_not_lost_where_attention_is_not_ours():
+def test_a_mask_object_with_another_attention_fn_is_an_error():
     step = build(MultiHeadAttention, attention_fn=nnx.dot_product_attention, decode=True)
     step.init_cache(X.shape)
     with pytest.raises(ValueError, match=r"mask must be an array where attention_fn is not"):

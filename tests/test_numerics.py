@@ -28,7 +28,7 @@ def test_outliers_are_one_in_a_thousand():
     assert not np.any(abs(dout) > 6)
 
 
-def test_dense_and_ours_are_near_the_truth():
+def test_dense_and_ours_are_close_to_the_expected():
     expected = numerics.expected_results(SHAPE, ARGS)
     assert all(x.dtype == np.float64 for x in expected.values())
     for attention in (numerics.dense, numerics.all_implementations()["blockwise"]):
@@ -52,7 +52,7 @@ def test_a_run_writes_results_and_the_page(small):
 
 
 @pytest.mark.parametrize("factor", [1.05, jnp.nan])
-def test_what_is_wrong_is_said(small, monkeypatch, capsys, factor):
+def test_violations_are_printed(small, monkeypatch, capsys, factor):
     def wrong(shape, *qkv):
         out, lse = numerics.ours("blockwise", shape, *qkv)
         return (factor * out).astype(out.dtype), lse
@@ -64,7 +64,7 @@ def test_what_is_wrong_is_said(small, monkeypatch, capsys, factor):
     assert "| 16 | blockwise | **" in numerics.PAGE.read_text()
 
 
-def test_the_page_begins_with_what_follows_from_the_errors():
+def test_the_page_begins_with_conclusions():
     def rows(kind, hopper, fa3):
         both = {
             name: dict.fromkeys(numerics.RESULTS, e)

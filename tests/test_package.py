@@ -47,20 +47,20 @@ def test_the_version_is_the_one_of_the_module(built):
     assert built[1]["Version"] == fa.__version__
 
 
-def test_flax_is_what_its_error_asks_for(built):
+def test_the_error_names_the_required_flax(built):
     assert "flax>=0.12; extra == 'flax'" in built[1].get_all("Requires-Dist")
 
 
 TARGETS = re.compile(r"\]\(([^)]*)\)|(?:src|href)=\"([^\"]*)\"")
 
 
-def test_the_description_links_to_nothing_beside_it(built):
+def test_the_description_has_no_relative_links(built):
     text = built[1].get_payload()
     assert text.startswith("# pallas_fa2\n") and "fa.flash_attention(" in text
     assert [t for pair in TARGETS.findall(text) for t in pair if t and ":" not in t] == []
 
 
-def test_links_are_those_of_the_source_if_it_has_an_address():
+def test_links_are_absolute_if_the_source_has_an_address():
     from tools.description import description
 
     readme = "![Speed](docs/a.svg)\n\n[page](docs/b.md#c) and [issue](https://b.example/1)\n"

@@ -64,7 +64,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_device_has_its_part(layout: str) -> None:
+def test_each_device_computes_its_shard(layout: str) -> None:
     q_spec, k_spec, heads, left = LAYOUTS[layout]
     batch = 8 if "two axes" in layout else BATCH
     args, mesh, seen = inputs(*heads, batch), mesh_of(jax.devices()[:8]), []
@@ -187,7 +187,7 @@ def attend(name: str, implementation: str) -> Callable:
 
 
 @pytest.mark.parametrize("name", slow_but(("causal", "array").__contains__, CALLS))
-def test_kernels_of_parts_are_the_kernel_of_all(name: str) -> None:
+def test_kernels_of_shards_equal_the_whole_kernel(name: str) -> None:
     """What each argument's axes are said to be, they are: a part that met another's data would differ."""
     args = arguments()
     with planned_for_h200(2), mock.patch.object(sharding, "sharded", in_parts):
@@ -199,7 +199,7 @@ def test_kernels_of_parts_are_the_kernel_of_all(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [slow("packed with slopes"), "dropout"])
-def test_nothing_is_gathered_on_four_gpus(name: str) -> None:
+def test_no_array_is_gathered_on_four_gpus(name: str) -> None:
     """Two entries and two heads on each; of slopes that all entries share, two numbers are summed."""
     mesh = mesh_of(compile_gate.h200s(4))
     by_head, by_entry = P("x", None, "y"), P("x")
@@ -226,7 +226,7 @@ PLACED = {  # q, k, v and dout, ids, slopes
 @pytest.mark.gpus
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("name", CALLS)
-def test_two_gpus_are_as_one(name: str, placed: str) -> None:
+def test_two_gpus_equal_one(name: str, placed: str) -> None:
     """Each forms its entries or heads as a GPU with all of them would, to the bit; gradients are summed in any
     order there as well."""
     mesh, args = jax.make_mesh((2,), ("x",), (AxisType.Auto,)), arguments()

@@ -149,7 +149,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_hopper_leaves_the_rest_to_blockwise_and_says_why(name):
+def test_unsupported_calls_run_on_blockwise_with_a_reason(name):
     options, reason = REFUSED[name]
     plan = make_plan(spec(**options), H200)
     assert plan.implementation == "blockwise"
@@ -158,7 +158,7 @@ def test_hopper_leaves_the_rest_to_blockwise_and_says_why(name):
     assert re.search(reason, why), why
 
 
-def test_shared_memory_has_room_for_all_data_of_tokens():
+def test_all_token_data_fit_shared_memory():
     dims = {(tuned.config.head_dim, tuned.config.value_dim) for tuned in FORWARD_CONFIGS}
     for head_dims in dims:
         kernels, indices = forward_configs(*head_dims), 1
@@ -270,20 +270,20 @@ def test_other_devices_run_blockwise(device):
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise", "hopper"])
-def test_an_implementation_that_is_asked_for_is_taken(name):
+def test_a_requested_implementation_is_chosen(name):
     plan = make_plan(spec(), H200, name)
     assert plan.implementation == name
     assert plan.rejected == ()
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise"])
-def test_reference_and_blockwise_refuse_nothing(name):
+def test_reference_and_blockwise_support_every_call(name):
     for device in (CPU, H200):
         for options, _ in REFUSED.values():
             assert make_plan(spec(**options), device, name).implementation == name
 
 
-def test_an_implementation_that_cannot_run_is_refused_with_the_reason_and_the_call():
+def test_an_unsupported_implementation_is_an_error_with_the_reason():
     with pytest.raises(
         ValueError, match=r"'hopper' does not support.*float32.*implementation=None"
     ):
@@ -294,7 +294,7 @@ def test_an_implementation_that_cannot_run_is_refused_with_the_reason_and_the_ca
         make_plan(spec(), CPU, "hopper")
 
 
-def test_an_unknown_implementation_is_refused_with_the_known_ones():
+def test_an_unknown_implementation_is_an_error_with_the_known_ones():
     with pytest.raises(
         ValueError, match=", ".join(BACKENDS) + r", fused or None, but it is 'triton'"
     ):
@@ -402,7 +402,7 @@ def test_short_calls_take_smaller_tiles(options, warpgroups):
     assert forward.num_ctas == H200.num_sms
 
 
-def test_gradients_of_score_data_are_summed_in_one_order_where_that_is_asked_for():
+def test_deterministic_gradients_of_score_data_are_summed_in_one_order():
     call = {"score": fa.alibi(4), "dtype": jnp.bfloat16}
     any_order, one_order = (
         make_plan(spec(**call, deterministic_gradients=deterministic), H200)
@@ -416,7 +416,7 @@ def test_gradients_of_score_data_are_summed_in_one_order_where_that_is_asked_for
     assert any_order.forward == one_order.forward
 
 
-def test_a_traced_scale_is_the_kernels_too():
+def test_the_kernels_support_a_traced_scale():
     """As a score function; one that is known is part of the kernel."""
     x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
     traced = fa.explain(x, x, x, scale=jax.ShapeDtypeStruct((), jnp.float32), device=H200)

@@ -55,7 +55,7 @@ ROWS, COLUMNS = 6, 9
         ),
     ],
 )
-def test_a_tile_is_what_the_scalar_function_says_of_each_pair(see):
+def test_a_tile_equals_the_scalar_function_of_each_pair(see):
     rng = np.random.default_rng(0)
     a_q, a_k = rng.standard_normal(ROWS, np.float32), rng.standard_normal(COLUMNS, np.float32)
     params = {"n": np.int32(4), "x": np.float32(0.1), "least": np.int32(-(2**31))}
@@ -104,7 +104,7 @@ def code_of(mask):
     ],
     ids=["causal_window", "one_sided", "user", "prefix", "repeated"],
 )
-def test_limits_of_the_same_kind_are_one_comparison(mask, comparisons):
+def test_bounds_of_one_side_are_one_comparison(mask, comparisons):
     names = [e.primitive.name for e in code_of(mask) if e.outvars[0].aval.shape == (ROWS, COLUMNS)]
     assert sum(name in ("le", "ge", "lt", "gt") for name in names) == comparisons, names
     assert "sub" not in names
@@ -124,7 +124,7 @@ def operations_of(function):
     ids=["remainder", "quotient", "natural"],
 )
 @pytest.mark.parametrize("x64", [False, True])
-def test_what_is_rounded_down_takes_one_operation(function, operations, x64):
+def test_floor_division_takes_one_operation(function, operations, x64):
     with jax.enable_x64(x64):
         assert operations_of(function) == operations
 
@@ -148,7 +148,7 @@ def floor_divide(x, *n):
         (lambda q, k: floor_divide(q.index, 4, 5)[0] > k.index, "mul"),
     ],
 )
-def test_a_function_that_has_the_name_of_jnps_is_what_it_says(function, operation):
+def test_a_users_function_with_the_name_of_jnps_is_evaluated(function, operation):
     assert operations_of(function)[0] == operation
 
 
@@ -160,12 +160,12 @@ def test_a_function_that_has_the_name_of_jnps_is_what_it_says(function, operatio
         lambda q, k: q.index // 2**31 == k.index // 3_000_000_000,
     ],
 )
-def test_what_is_rounded_down_may_be_wide_or_known(function):
+def test_floor_division_of_wide_and_known_operands(function):
     with jax.enable_x64(True):
         assert "shift_right_arithmetic" not in operations_of(function)
 
 
-def test_what_depends_on_one_side_varies_over_it_alone():
+def test_values_of_one_side_vary_over_one_axis():
     q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
     spec, _ = parse_call(q, q, q, mask=lambda q, k: (q.index % 2 == 0) & (q.index < 4))
     args = [TileValue(jnp.arange(ROWS), (0,)), TileValue(jnp.arange(ROWS), (1,))]
@@ -192,7 +192,7 @@ SCORES = np.linspace(-9.0, 9.0, ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, 
         lambda s, q, k, c: jnp.log1p(jnp.exp(-abs(s))) + jnp.exp2(-abs(s)) * c.x,
     ],
 )
-def test_a_score_and_its_slopes_are_those_of_the_scalar_function(score, size):
+def test_a_score_and_its_derivatives_equal_those_of_the_scalar_function(score, size):
     rng = np.random.default_rng(0)
     a_q, a_k = rng.standard_normal(ROWS, np.float32), rng.standard_normal(COLUMNS, np.float32)
     params = {"n": np.int32(4), "x": np.float32(0.7), "narrow": jnp.bfloat16(0.3)}
@@ -228,7 +228,7 @@ def test_a_score_and_its_slopes_are_those_of_the_scalar_function(score, size):
             np.testing.assert_allclose(tile, y, tolerance, 1e-5)
 
 
-def test_what_float32_would_round_stays_an_integer():
+def test_integers_beyond_float32_stay_integers():
     """2^24 + 1 is no float32."""
     q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
 

@@ -79,7 +79,7 @@ def check(mask: fa.Mask, found: tuple, args: list[jax.Array]) -> None:
 
 
 @pytest.mark.parametrize("name", [*RANGES, *OTHERS])
-def test_which_are_ranges(name: str) -> None:
+def test_key_intervals_are_recognized(name: str) -> None:
     q, k, v = arrays(64)
     spec, _ = parse_call(q, k, v, mask=(RANGES | OTHERS)[name]())
     described = compile_mods.compile_mask(spec)
@@ -87,7 +87,7 @@ def test_which_are_ranges(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(lambda name: name in list(RANGES)[:4], RANGES))
-def test_ranges_interpreted(name: str) -> None:
+def test_key_intervals_interpreted(name: str) -> None:
     args, mask = arrays(64), RANGES[name]()
     with planned_for_h200(cores=3):
         check(mask, interpreter.run(lambda *x: attend(mask, "hopper", *x), *args), args)
@@ -96,7 +96,7 @@ def test_ranges_interpreted(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("name", RANGES)
-def test_ranges_on_a_gpu(name: str, head_dim: int) -> None:
+def test_key_intervals_on_a_gpu(name: str, head_dim: int) -> None:
     args, mask = arrays(head_dim), RANGES[name]()
     check(mask, jax.jit(lambda *x: attend(mask, "hopper", *x))(*args), args)
 

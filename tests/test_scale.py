@@ -134,7 +134,7 @@ def test_more_heads_than_hopper_takes() -> None:
         check(large, None)
 
 
-def test_large_is_what_is_said() -> None:
+def test_the_large_cases_are_as_large_as_documented() -> None:
     def size(large: Large, length: int) -> int:
         case = large.case
         return case.batch * large.times * length * case.q_heads * case.head_dim
@@ -152,7 +152,7 @@ def test_the_same_at_a_small_size(along: str) -> None:
     check(large, "blockwise")
 
 
-def test_a_wrong_large_call_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_large_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last repetition alone is."""
     large = Large(Case("small", 3, 8, 8, 1, 1, 16), "batch", 3)
     right = suite.value_and_gradients
@@ -169,7 +169,7 @@ def test_a_wrong_large_call_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         check(large, "blockwise")
 
 
-def test_a_larger_batch_entry_is_refused_by_name() -> None:
+def test_a_larger_batch_entry_is_an_error() -> None:
     x = jax.ShapeDtypeStruct((1, 1 << 16, 512, 64), jnp.bfloat16)
     found = fa.explain(x, x, x, device=H200)
     assert found.implementation == "blockwise"
@@ -210,7 +210,7 @@ def deviations(x: jax.Array, y: jax.Array) -> jax.Array:
     "length, implementation",
     [(192, "blockwise"), pytest.param(1_000_000, "hopper", marks=pytest.mark.gpu)],  # 6 GB
 )
-def test_a_long_call_is_its_merged_halves(length: int, implementation: str) -> None:
+def test_a_long_call_equals_its_merged_halves(length: int, implementation: str) -> None:
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = ((1, length, n, 128) for n in (2, 1, 1, 2))
     q, k, v, dout = (

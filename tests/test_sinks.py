@@ -41,7 +41,7 @@ MASKS = {
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_values_and_gradients_are_those_of_one_column_more(mask, implementation):
+def test_values_and_gradients_equal_those_of_one_more_column(mask, implementation):
     ours, visible = MASKS[mask]
 
     def loss(attend):
@@ -64,7 +64,7 @@ def test_values_and_gradients_are_those_of_one_column_more(mask, implementation)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_no_sink_is_minus_infinity(dtype):
+def test_a_sink_of_minus_infinity_is_no_sink(dtype):
     q, k, v = (jnp.asarray(x, dtype) for x in (Q, KEY, V))
     none = jnp.full(N, -jnp.inf, dtype)
     mask = fa.Window(2) & fa.Causal()
@@ -74,7 +74,7 @@ def test_no_sink_is_minus_infinity(dtype):
     )
 
 
-def test_gradients_where_there_is_neither_a_key_nor_a_sink():
+def test_gradients_of_empty_rows_without_a_sink():
     """The gradient of a head's sink was NaN there."""
 
     def loss(q, sinks):
@@ -89,7 +89,7 @@ def test_gradients_where_there_is_neither_a_key_nor_a_sink():
 @pytest.mark.parametrize(
     "sinks", [np.zeros(3, np.float32), np.zeros((N, 1)), np.zeros(N, np.int32)]
 )
-def test_sinks_are_a_float_a_head(sinks):
+def test_sinks_must_be_a_float_for_each_head(sinks):
     with pytest.raises(ValueError, match=r"sinks must be floats of shape \[N\], one for each of 4"):
         fa.flash_attention(Q, KEY, V, sinks=sinks)
     with pytest.raises(ValueError, match=r"sinks must be floats of shape \[N\]"):

@@ -85,7 +85,7 @@ def test_no_modules_import_each_other():
     graphlib.TopologicalSorter(imported).prepare()
 
 
-def test_every_entry_of_the_order_is_there():
+def test_every_entry_of_the_order_exists():
     assert {entry(module(file)) for file in FILES} == set(range(len(ORDER)))
 
 
@@ -112,7 +112,7 @@ def test_the_package_imports_the_core_alone():
     [("jax.experimental.pallas", "backends/"), ("flax", "flax/")],
     ids=["pallas", "flax"],
 )
-def test_who_imports_pallas_and_flax(package, where):
+def test_only_some_modules_import_pallas_and_flax(package, where):
     files = [file for file in FILES if imports_package(file, package)]
     assert files and all(file.startswith(where) for file in files)
 
@@ -175,7 +175,7 @@ def test_the_core_needs_jax_and_jaxtyping_alone():
     """)
 
 
-def test_what_else_is_missing_keeps_its_own_error():
+def test_other_missing_modules_keep_their_error():
     run("""
         import sys
         import pallas_fa2 as fa

@@ -68,7 +68,7 @@ def test_token_data_vary_along_their_own_axis(kind, size, axis, batch):
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
-def test_pair_data_broadcast_to_heads_queries_and_keys(batch):
+def test_pairwise_arrays_broadcast_to_heads_queries_and_keys(batch):
     for have in batch_shapes(batch):
         for own in [(N, T, S), (1, T, S), (N, 1, S), (1, 1, S), (N, T, 1), (1, 1, 1)]:
             x = numbers(*have, *own)
@@ -76,7 +76,7 @@ def test_pair_data_broadcast_to_heads_queries_and_keys(batch):
 
 
 @pytest.mark.parametrize("shape", [(T, S), (1, S), (T, 1), (S,), ()], ids=str)
-def test_pair_data_without_heads_broadcast(shape):
+def test_pairwise_arrays_without_heads_broadcast(shape):
     x = numbers(*shape)
     expected = np.broadcast_to(x, (2, N, T, S))
     check_placed(place("pairwise", x), expected)
@@ -94,7 +94,7 @@ def test_pair_data_without_heads_broadcast(shape):
     ],
     ids=str,
 )
-def test_pair_data_belong_to_what_they_vary_with(shape, kind):
+def test_pairwise_arrays_are_stored_by_the_axes_over_which_they_vary(shape, kind):
     data = AuxArrays(pairwise={"x": numbers(*shape)}).to_leading_axes("owner", dims())
     assert list(getattr(data, kind)) == ["x"] and len(jax.tree.leaves(data)) == 1
     assert data.views(0, 0, dims())[2].x is getattr(data, kind)["x"]
@@ -151,13 +151,13 @@ BAD_IDS = [f"{kind}-{shape}" for kind, shape, _ in BAD_SHAPES]
 
 
 @pytest.mark.parametrize("kind, shape, message", BAD_SHAPES, ids=BAD_IDS)
-def test_a_wrong_shape_is_named_with_its_rule(kind, shape, message):
+def test_errors_about_shapes_name_the_array_and_the_rule(kind, shape, message):
     with pytest.raises(ValueError, match="owner: " + message):
         place(kind, numbers(*shape))
 
 
 @pytest.mark.parametrize("kind, shape", [case[:2] for case in BAD_SHAPES], ids=BAD_IDS)
-def test_a_wrong_shape_is_told_its_cure(kind, shape):
+def test_errors_about_shapes_name_the_remedy(kind, shape):
     with pytest.raises(ValueError, match=r"; \w|\. \w|\(or "):
         place(kind, numbers(*shape))
 
@@ -173,7 +173,7 @@ def test_token_data_cannot_take_the_name_of_a_position(kind, name):
 @pytest.mark.parametrize(
     "kinds", [("per_head", "params"), ("params", "pairwise"), ("per_head", "pairwise")]
 )
-def test_one_name_in_two_kinds_is_refused(kinds):
+def test_one_name_in_two_kinds_is_an_error(kinds):
     """`c.x` could mean either."""
     arrays = {"per_head": numbers(N), "params": numbers(), "pairwise": numbers(T, S)}
     with pytest.raises(ValueError, match="'x'"):
@@ -198,18 +198,18 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_fresh_function_with_the_same_code_is_equal(name):
+def test_a_new_function_with_the_same_code_is_equal(name):
     first, second = (trace("f", FUNCTIONS[name](), FLOAT) for _ in range(2))
     assert first == second
     assert hash(first) == hash(second)
 
 
-def test_functions_with_other_code_or_constants_differ():
+def test_functions_with_different_code_or_constants_differ():
     traced = {name: trace("f", make(), FLOAT) for name, make in FUNCTIONS.items()}
     assert len(set(traced.values())) == len(FUNCTIONS)
 
 
-def test_the_same_code_on_another_dtype_or_another_tree_differs():
+def test_the_same_code_on_another_dtype_or_tree_differs():
     def double(x):
         return jax.tree.leaves(x)[0] * 2
 
@@ -225,14 +225,14 @@ def _with_derivative(slope):
     return lambda s: identity(s)
 
 
-def test_equal_values_with_other_derivatives_differ():
+def test_equal_values_with_different_derivatives_differ():
     one, two = (trace("f", _with_derivative(slope), FLOAT) for slope in (1.0, 2.0))
     assert one != two
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
 @pytest.mark.parametrize("array", [jnp.arange(3), np.arange(3), jnp.int32(1)], ids=repr)
-def test_a_captured_array_is_refused(array, wrap):
+def test_a_captured_array_is_an_error(array, wrap):
     inner = wrap(lambda i: jnp.max(jnp.asarray(array)) + i)
     with pytest.raises(ValueError, match=r"f captures an array.*tokens=, heads=, params= or pairs"):
         trace("f", lambda i: inner(i), INT)
@@ -252,7 +252,7 @@ def under_vmap(f):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
 @pytest.mark.parametrize("transform", [under_jit, under_grad, under_vmap])
-def test_a_captured_tracer_is_refused(transform, wrap):
+def test_a_captured_tracer_is_an_error(transform, wrap):
     def call(t):
         inner = wrap(lambda s: s * t)
         return trace("f", lambda s: inner(s), FLOAT)(jnp.float32(1))
@@ -270,7 +270,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_lift_broadcasts_as_arrays_do(shapes):
+def test_vmap_over_leading_axes_broadcasts_as_arrays_do(shapes):
     a, b = (numbers(*shape, seed=i) for i, shape in enumerate(shapes))
     chex.assert_trees_all_close(
         vmap_over_leading_axes(lambda x, y: x * y + x, a, b), a * b + a, rtol=1e-6
@@ -278,7 +278,7 @@ def test_lift_broadcasts_as_arrays_do(shapes):
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_lift_sums_gradients_over_broadcast_axes(shapes):
+def test_vmap_over_leading_axes_sums_gradients_over_broadcast_axes(shapes):
     a, b = (numbers(*shape, seed=i) for i, shape in enumerate(shapes))
     weight = numbers(*np.broadcast_shapes(*shapes), seed=2)
 
@@ -293,14 +293,14 @@ def test_lift_sums_gradients_over_broadcast_axes(shapes):
     chex.assert_trees_all_close(jax.grad(loss, (0, 1))(a, b), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_lift_gives_the_function_what_lies_behind_the_leading_axes():
+def test_vmap_over_leading_axes_passes_trailing_axes():
     table = numbers(1, K, G, 1, 1, 4)
     index = np.array([3, 0, 0, 2, 1], np.int32)
     got = vmap_over_leading_axes(lambda row, i: row[i], table, index.reshape(1, 1, 1, T, 1))
     chex.assert_trees_all_equal(got[0, ..., 0], table[0, :, :, 0, 0][..., index])
 
 
-def test_lift_keeps_trees_together():
+def test_vmap_over_leading_axes_keeps_trees():
     a = numbers(2, 1, 1, T, 1)
     got = vmap_over_leading_axes(lambda data, y: data["x"] - data["y"] + y, {"y": a, "x": 2 * a}, a)
     chex.assert_trees_all_close(got, 2 * a, rtol=1e-6)
@@ -310,7 +310,7 @@ TILED = [(2, K, G, T, S), (2, 1, 1, T, 1), (1, 1, 1, 1, S), (1, K, G, 1, 1), (1,
 
 
 @pytest.mark.parametrize("shape", TILED, ids=str)
-def test_cut_is_a_slice_of_the_axes_that_vary(shape):
+def test_slice_tile_slices_the_axes_that_vary(shape):
     x = numbers(*shape)
     rows = slice(2, 5) if shape[3] > 1 else slice(None)
     columns = slice(4, 6) if shape[4] > 1 else slice(None)
@@ -318,7 +318,7 @@ def test_cut_is_a_slice_of_the_axes_that_vary(shape):
 
 
 @pytest.mark.parametrize("shape", TILED, ids=str)
-def test_cut_into_is_the_transpose_of_cut(shape):
+def test_add_to_tile_is_the_transpose_of_slice_tile(shape):
     x, total = numbers(*shape), numbers(*shape, seed=1)
     part = slice_tile(x, 2, 3, 4, 2)
     weight = numbers(*part.shape, seed=2)

@@ -336,7 +336,7 @@ def test_donated_buffers() -> None:
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_nothing_is_nan_on_the_way(implementation: str, compiled: bool) -> None:
+def test_no_intermediate_value_is_nan(implementation: str, compiled: bool) -> None:
     """Rows without a key among them; jax_debug_nans looks at the result of every primitive."""
     step = gradients(implementation)
     with jax.debug_nans(True):
@@ -441,7 +441,7 @@ def test_shard_map_over_some_axes_of_a_mesh(
     assert_same(got, expected)
 
 
-def test_reference_computes_nothing_twice_where_all_axes_are_manual() -> None:
+def test_the_reference_is_not_recomputed_where_all_axes_are_manual() -> None:
     mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
 
     def loss(x: Any) -> jax.Array:

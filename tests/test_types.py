@@ -11,7 +11,7 @@ Pair = tuple[jax.Array, jax.Array]
 Q = jnp.ones((1, 8, 2, 4))
 
 
-def test_the_logsumexp_is_there_where_it_is_asked_for() -> None:
+def test_the_type_has_a_logsumexp_on_request() -> None:
     assert_type(fa.flash_attention(Q, Q, Q, mask=fa.Causal()), jax.Array)
     assert_type(fa.flash_attention(Q, Q, Q, is_causal=True, return_lse=True), Pair)
     assert_type(fa.dot_product_attention(Q, Q, Q, None, fa.Causal()), jax.Array)

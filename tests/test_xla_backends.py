@@ -45,9 +45,7 @@ def test_every_layout_runs_on_a_cpu(layout, implementation, dtype):
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 @pytest.mark.parametrize("growth", [1, 100, 300])
 @pytest.mark.parametrize("equal_keys", [False, True])
-def test_float32_errs_as_little_as_jax_nn_where_scores_are_large(
-    growth, equal_keys, implementation
-):
+def test_float32_is_as_exact_as_jax_nn_where_scores_are_large(growth, equal_keys, implementation):
     rng = np.random.default_rng(0)
     # Of one entry alone the ratio is 1.0, 1.9 or, on jax 0.12, 2.05: it is the mean that counts.
     q, k, v, dout = (rng.standard_normal((8, 64, 2, 16)).astype(np.float32) for _ in range(4))
@@ -81,7 +79,7 @@ def test_float32_errs_as_little_as_jax_nn_where_scores_are_large(
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
-def test_16_bit_gradients_of_concentrated_rows_err_as_little_as_jax_nn(implementation):
+def test_16_bit_gradients_of_concentrated_rows_are_as_exact_as_jax_nn(implementation):
     """A row sees itself most: dS is a small difference of large numbers."""
     x = jax.random.normal(jax.random.key(0), (16, 64, 16, 48), jnp.bfloat16)
     bias = jax.random.normal(jax.random.key(1), (16, 16, 64, 64), jnp.bfloat16)
