@@ -55,8 +55,8 @@ def test_align_end_equals_explicit_positions(mask, sizes, implementation):
             functools.partial(value_and_gradients, **where, **options), *inputs(t, s)
         )
 
-    aligned, given = attend(align="end"), attend(q_positions=jnp.arange(s - t, s))
-    chex.assert_trees_all_close(aligned, given, rtol=2e-5, atol=2e-5)
+    aligned, explicit = attend(align="end"), attend(q_positions=jnp.arange(s - t, s))
+    chex.assert_trees_all_close(aligned, explicit, rtol=2e-5, atol=2e-5)
 
 
 def test_the_last_queries_equal_those_of_the_whole_sequence():
@@ -81,10 +81,10 @@ def test_sm90_kernels_support_align_end(t, s):
 
     arrays = inputs(t, s, 64, jnp.bfloat16)
     with planned_for_h200():
-        got = interpreter.run(lambda *args: run(*args, align="end"), *arrays)
+        actual = interpreter.run(lambda *args: run(*args, align="end"), *arrays)
     positions = jnp.arange(s - t, s)
     expected = run(*arrays, implementation="blockwise", q_positions=positions)
-    for a, b in zip(got, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         np.testing.assert_array_equal(np.isinf(a), np.isinf(b))
         np.testing.assert_allclose(a[np.isfinite(a)], b[np.isfinite(b)], rtol=0.05, atol=0.05)

@@ -27,9 +27,9 @@ QKV = normal(B, T, N, H), normal(B, S, K, H, seed=1), normal(B, S, K, H, seed=2)
 ONE = tuple(x[0] for x in QKV)
 
 
-def close(got, want):
-    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
-    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=3e-6)
+def close(actual, want):
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, want)
+    chex.assert_trees_all_close(actual, want, rtol=1e-5, atol=3e-6)
 
 
 def judge(*args, **options):
@@ -53,7 +53,7 @@ def compare(qkv=QKV, bias=None, mask=None, **options):
     close(run(fa.dot_product_attention), run(judge))
 
 
-def seen(*shape, seed=4):
+def random_mask(*shape, seed=4):
     """A random mask in which every query sees the first key."""
     mask = np.random.default_rng(seed).random(shape) < 0.5
     mask[..., 0] = True
@@ -71,7 +71,7 @@ OPTIONS = {
     "lengths, causal": {**LENGTHS, "is_causal": True},
     "all": {
         "bias": normal(B, N, T, S, seed=5),
-        "mask": seen(B, N, T, S),
+        "mask": random_mask(B, N, T, S),
         "scale": 0.2,
         "is_causal": True,
         "local_window_size": (20, 3),
@@ -93,15 +93,15 @@ def test_a_bias_broadcasts_and_gets_a_gradient_of_its_shape(shape):
 
 @pytest.mark.parametrize("shape", [(1, N, 1, S), (T, S), (S,)], ids=str)
 def test_a_mask_broadcasts(shape):
-    mask = seen(*shape)
+    mask = random_mask(*shape)
     close(fa.dot_product_attention(*QKV, mask=mask), judge(*QKV, mask=mask))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"bias": normal(N, T, S, seed=5), "mask": seen(N, T, S), "is_causal": True},
-        {"bias": normal(1, N, T, S, seed=5), "mask": seen(1, 1, T, S)},
+        {"bias": normal(N, T, S, seed=5), "mask": random_mask(N, T, S), "is_causal": True},
+        {"bias": normal(1, N, T, S, seed=5), "mask": random_mask(1, 1, T, S)},
         {"key_value_seq_lengths": np.array([4], np.int32)},
     ],
     ids=["of three axes", "of four axes", "lengths"],
@@ -121,10 +121,10 @@ def test_the_residual_is_the_logsumexp_in_the_layout_and_dtype_of_jax_nn(qkv, dt
     qkv = [jnp.asarray(x, dtype) for x in qkv]
     options = {"is_causal": True, "return_residual": True}
     want = judge(*qkv, **options)
-    got = fa.dot_product_attention(*qkv, **options)
-    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+    actual = fa.dot_product_attention(*qkv, **options)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, want)
     tolerance = {"rtol": 1e-5, "atol": 3e-6} if dtype == jnp.float32 else {"atol": 0.05}
-    chex.assert_trees_all_close(got, want, **tolerance)
+    chex.assert_trees_all_close(actual, want, **tolerance)
 
 
 def test_lengths_may_be_python_lists_as_in_jax_nn():
@@ -133,16 +133,16 @@ def test_lengths_may_be_python_lists_as_in_jax_nn():
 
 
 def test_the_signature_begins_as_that_of_jax_nn():
-    theirs = inspect.signature(jax.nn.dot_product_attention).parameters
+    reference = inspect.signature(jax.nn.dot_product_attention).parameters
     ours = inspect.signature(fa.dot_product_attention).parameters
-    for name, parameter in theirs.items():
+    for name, parameter in reference.items():
         assert ours[name].kind == parameter.kind
         assert ours[name].default == parameter.default
-    assert list(ours)[: len(theirs)] == list(theirs)
+    assert list(ours)[: len(reference)] == list(reference)
 
 
 def test_a_query_without_keys_gets_zero_and_in_jax_nn_the_mean():
-    mask = seen(T, S)
+    mask = random_mask(T, S)
     mask[3] = False
     mean = np.repeat(QKV[2].mean(1), N // K, 1)
     np.testing.assert_allclose(judge(*QKV, mask=mask)[:, 3], mean, rtol=1e-5, atol=3e-6)
@@ -170,18 +170,18 @@ def test_the_residual_is_differentiable_unlike_that_of_jax_nn():
         s = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest") / math.sqrt(H)
         return jnp.sum(jax.nn.logsumexp(s, -1))
 
-    def theirs(query):
+    def reference(query):
         return jnp.sum(judge(query, *QKV[1:], return_residual=True)[1])
 
     close(jax.grad(ours)(QKV[0]), jax.grad(dense)(QKV[0]))
-    assert np.all(jax.grad(theirs)(QKV[0]) == 0)
+    assert np.all(jax.grad(reference)(QKV[0]) == 0)
 
 
 def test_our_options_join_those_of_jax_nn():
     """A mask object, a score behind the bias, and another head dim of the values."""
     value = normal(B, S, K, 8, seed=6)
     bias, ids = normal(1, N, T, S, seed=5), np.arange(T, dtype=np.int32) // 4
-    got = fa.dot_product_attention(
+    actual = fa.dot_product_attention(
         *QKV[:2], value, bias, fa.Segments(ids, ids[:S]) | fa.Prefix(1), is_causal=True,
         score=fa.soft_cap(0.5), implementation="blockwise",
     )  # fmt: skip
@@ -191,26 +191,28 @@ def test_our_options_join_those_of_jax_nn():
     s = jnp.where(
         (visible & np.tri(T, S, dtype=bool))[None, None], 0.5 * jnp.tanh((s + bias) / 0.5), -jnp.inf
     )
-    close(got, jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), value, precision="highest"))
+    close(actual, jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), value, precision="highest"))
 
 
 def test_sinks_and_reproducible_gradients_in_the_drop_in():
     sinks = normal(N, seed=7)
-    got = fa.dot_product_attention(*QKV, is_causal=True, sinks=sinks, deterministic_gradients=True)
-    close(got, fa.flash_attention(*QKV, mask=fa.Causal(), sinks=sinks))
+    actual = fa.dot_product_attention(
+        *QKV, is_causal=True, sinks=sinks, deterministic_gradients=True
+    )
+    close(actual, fa.flash_attention(*QKV, mask=fa.Causal(), sinks=sinks))
     with pytest.raises(TypeError, match="deterministic_gradients must be a Python bool"):
         fa.dot_product_attention(*QKV, deterministic_gradients="yes")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_window_of_numpy_integers():
-    got = fa.dot_product_attention(*QKV, local_window_size=np.int64(3))  # pyright: ignore[reportArgumentType]
-    close(got, fa.dot_product_attention(*QKV, local_window_size=3))
+    actual = fa.dot_product_attention(*QKV, local_window_size=np.int64(3))  # pyright: ignore[reportArgumentType]
+    close(actual, fa.dot_product_attention(*QKV, local_window_size=3))
 
 
 def test_numpy_float64_inputs_become_float32():
     wide = [x.astype(np.float64) for x in QKV]
-    got = fa.flash_attention(*wide, score=fa.soft_cap(2.0))
-    close(got, fa.flash_attention(*QKV, score=fa.soft_cap(2.0)))
+    actual = fa.flash_attention(*wide, score=fa.soft_cap(2.0))
+    close(actual, fa.flash_attention(*QKV, score=fa.soft_cap(2.0)))
 
 
 @pytest.mark.parametrize(
@@ -288,16 +290,16 @@ def shapes(length, batch=2, heads=4, dim=64, dtype=jnp.bfloat16):
 
 
 def test_explain_counts_tiles_work_and_memory():
-    given = shapes(2048)
-    found = fa.explain(*given, mask=fa.Causal(), device=H200)
-    block_q, block_kv = found.tiles
+    inputs = shapes(2048)
+    explanation = fa.explain(*inputs, mask=fa.Causal(), device=H200)
+    block_q, block_kv = explanation.tiles
     rows = np.arange(0, 2048, block_q)[:, None] + block_q - 1
     share = np.mean(rows >= np.arange(0, 2048, block_kv)[None])
-    assert found.implementation == "hopper"
-    assert found.share == pytest.approx(share)
-    assert found.flops == pytest.approx(4 * 2 * 4 * 2048**2 * 64 * share)
-    out_and_lse = jax.eval_shape(lambda *x: fa.flash_attention(*x, return_lse=True), *given)
-    assert found.bytes == sum(x.size * x.dtype.itemsize for x in (*given, *out_and_lse))
+    assert explanation.implementation == "hopper"
+    assert explanation.share == pytest.approx(share)
+    assert explanation.flops == pytest.approx(4 * 2 * 4 * 2048**2 * 64 * share)
+    out_and_lse = jax.eval_shape(lambda *x: fa.flash_attention(*x, return_lse=True), *inputs)
+    assert explanation.bytes == sum(x.size * x.dtype.itemsize for x in (*inputs, *out_and_lse))
 
 
 @pytest.mark.parametrize(
@@ -306,19 +308,19 @@ def test_explain_counts_tiles_work_and_memory():
     ids=["none", "no keys", "half of the keys"],
 )
 def test_explain_returns_the_fraction_of_tiles(mask, share):
-    found = fa.explain(*shapes(2048), mask=mask)
-    assert found.share == share
-    assert f"{share:.1%} of the tiles" in str(found)
+    explanation = fa.explain(*shapes(2048), mask=mask)
+    assert explanation.share == share
+    assert f"{share:.1%} of the tiles" in str(explanation)
 
 
 def test_explain_counts_queries_and_keys_of_different_lengths():
     qkv = tuple(
         jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 7, 4, 16), (3, 9, 2, 16), (3, 9, 2, 8))
     )
-    found = fa.explain(*qkv)
+    explanation = fa.explain(*qkv)
     out, lse = 3 * 7 * 4 * 8, 3 * 7 * 4
-    assert found.bytes == 4 * (sum(x.size for x in qkv) + out + lse)
-    assert found.flops == 2 * 3 * 4 * 7 * 9 * (16 + 8)
+    assert explanation.bytes == 4 * (sum(x.size for x in qkv) + out + lse)
+    assert explanation.flops == 2 * 3 * 4 * 7 * 9 * (16 + 8)
 
 
 @pytest.mark.parametrize(
@@ -331,12 +333,15 @@ def test_explain_counts_queries_and_keys_of_different_lengths():
     ids=["plain", "deterministic", "window"],
 )
 def test_explain_describes_the_kernels(options, dq):
-    found = fa.explain(*shapes(4096, dim=128), device=H200, **options)
-    assert "2 stages, 2 warpgroups" in found.forward and "132 persistent CTAs" in found.forward
-    assert "128 keys x 64 queries" in found.backward and dq in found.backward
-    assert found.forward in str(found) and found.backward in str(found)
+    explanation = fa.explain(*shapes(4096, dim=128), device=H200, **options)
+    assert (
+        "2 stages, 2 warpgroups" in explanation.forward
+        and "132 persistent CTAs" in explanation.forward
+    )
+    assert "128 keys x 64 queries" in explanation.backward and dq in explanation.backward
+    assert explanation.forward in str(explanation) and explanation.backward in str(explanation)
     # float32 dQ, and of each query delta and lse
-    assert found.workspace_bytes == pytest.approx(4 * 2 * 4 * 4096 * (128 + 2), rel=0.01)
+    assert explanation.workspace_bytes == pytest.approx(4 * 2 * 4 * 4096 * (128 + 2), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -344,22 +349,22 @@ def test_explain_describes_the_kernels(options, dq):
     [("reference", 3 * 300**2), ("blockwise", 300 * (64 + 1) + 4 * 304**2)],
 )
 def test_explain_counts_the_workspace_of_xla(implementation, size):
-    found = fa.explain(*shapes(300), implementation=implementation)
-    assert "XLA's operations" in found.forward
-    assert found.workspace_bytes == 4 * 2 * 4 * size
+    explanation = fa.explain(*shapes(300), implementation=implementation)
+    assert "XLA's operations" in explanation.forward
+    assert explanation.workspace_bytes == 4 * 2 * 4 * size
 
 
 def test_explain_has_no_fraction_for_traced_data():
-    seen = []
+    random_mask = []
 
     @jax.jit
     def traced(lengths):
-        seen.append(fa.explain(*shapes(2048), mask=fa.Causal() & fa.Lengths(kv=lengths)))
+        random_mask.append(fa.explain(*shapes(2048), mask=fa.Causal() & fa.Lengths(kv=lengths)))
         return lengths
 
     traced(jnp.array([5, 9], jnp.int32))
-    assert seen[0].share is None and seen[0].flops is None
-    assert "depends on run-time data" in str(seen[0])
+    assert random_mask[0].share is None and random_mask[0].flops is None
+    assert "depends on run-time data" in str(random_mask[0])
     known = fa.explain(*shapes(2048), mask=fa.Lengths(kv=jnp.array([5, 9], jnp.int32)))
     assert known.share == pytest.approx(known.tiles[1] / 2048)
 
@@ -367,8 +372,8 @@ def test_explain_has_no_fraction_for_traced_data():
 def test_explain_takes_shapes_of_data():
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
     bias = jax.ShapeDtypeStruct((2, 4, 64, 64), jnp.float32)
-    found = fa.explain(*shapes(64), mask=fa.Lengths(kv=lengths), score=fa.bias(bias))
-    assert found.share is None
+    explanation = fa.explain(*shapes(64), mask=fa.Lengths(kv=lengths), score=fa.bias(bias))
+    assert explanation.share is None
     assert fa.explain(*shapes(64), score=fa.bias(bias)).share == 1
     by_hand = fa.explain(*shapes(64), mask=lambda q, k: q.index >= k.index, score=fa.bias(bias))
     assert by_hand.share is not None  # a function is no array
@@ -396,8 +401,8 @@ def test_explain_names_the_backend_and_why_no_faster_one_runs():
 
 def test_explain_names_the_backend_of_score_gradients():
     options = {"deterministic_gradients": True, "score": fa.alibi(4)}
-    found = fa.explain(*shapes(2048), device=H200, **options)
-    assert found.backward.endswith(
+    explanation = fa.explain(*shapes(2048), device=H200, **options)
+    assert explanation.backward.endswith(
         "one order; blockwise where gradients of score data are asked for"
     )
     asked = fa.explain(*shapes(2048), device=H200, implementation="blockwise", **options)
@@ -405,8 +410,12 @@ def test_explain_names_the_backend_of_score_gradients():
 
 
 def test_explain_respects_the_requested_implementation():
-    found = fa.explain(*QKV, implementation="reference")
-    assert (found.implementation, found.tiles, found.share) == ("reference", (T, S), 1)
+    explanation = fa.explain(*QKV, implementation="reference")
+    assert (explanation.implementation, explanation.tiles, explanation.share) == (
+        "reference",
+        (T, S),
+        1,
+    )
     with pytest.raises(ValueError, match="implementation 'hopper' does not support this call"):
         fa.explain(*QKV, implementation="hopper", device=Device())
 
@@ -424,11 +433,11 @@ def test_a_log_line_for_each_kind_of_call(caplog):
     with caplog.at_level(logging.INFO, "pallas_fa2"):
         for _ in range(2):
             layers(*QKV)
-    found = fa.explain(*QKV, scale=0.7)
-    ((_, reason),) = found.plan.rejected
+    explanation = fa.explain(*QKV, scale=0.7)
+    ((_, reason),) = explanation.plan.rejected
     assert [record.getMessage() for record in caplog.records] == [
-        f"blockwise runs {found.spec}; not hopper: {reason}",
-        f"reference runs {found.spec}",
+        f"blockwise runs {explanation.spec}; not hopper: {reason}",
+        f"reference runs {explanation.spec}",
     ]
 
 
@@ -465,11 +474,11 @@ def test_a_traced_scale_has_a_gradient():
     def loss(attention, x, scale):
         return jnp.sum(attention(x, x, x, scale=scale) ** 2)
 
-    got, expected = (
+    actual, expected = (
         jax.grad(functools.partial(loss, f), (0, 1))(x, 0.3)
         for f in (fa.dot_product_attention, jax.nn.dot_product_attention)
     )
-    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_three_axes_broadcast_as_in_jax_nn():

@@ -25,10 +25,10 @@ PREFILL = Shape(1, 8, 24, 2, 1, 16, True)
 
 @pytest.mark.parametrize("t, s", [(16, 16), (5, 16), (16, 5), (1, 16)])
 def test_flops_count_the_pairs_that_attend(t, s):
-    """As an area: half a pair less for each query on the diagonal."""
-    seen = sum(j <= i + s - t for i in range(t) for j in range(s))
+    """Causal pairs are an area: half a pair less for each query on the diagonal."""
+    visible = sum(j <= i + s - t for i in range(t) for j in range(s))
     shape = Shape(2, t, s, 3, 1, 8, True)
-    assert shape.forward_flops == 4 * 2 * 3 * 8 * (seen - min(t, s) / 2)
+    assert shape.forward_flops == 4 * 2 * 3 * 8 * (visible - min(t, s) / 2)
     full = dataclasses.replace(shape, causal=False)
     assert full.forward_flops == 4 * 2 * 3 * 8 * t * s
     assert full.both_flops == 3.5 * full.forward_flops
@@ -121,7 +121,7 @@ def test_ours_is_aligned_to_the_last_key_where_that_matters():
 
 
 def row_of(attention, problem, iterations, backward):
-    """What is measured of a function of q, k, v and data."""
+    """Measure a function of q, k, v and data."""
     programs = measure.Programs.compile(attention, problem.shape, backward)
     return measure.measure_programs({"it": programs}, problem, iterations)["it"]
 
@@ -150,11 +150,11 @@ def test_a_run_on_a_cpu(cpu, tmp_path, capsys):
     run.main(["--json", str(path), "--shapes", "tiny", "--commit", "abc"])
     output = capsys.readouterr()
     assert "without absent: ModuleNotFoundError" in output.err
-    kept = record.load(path)
-    assert kept["setup"]["implementations"] == {"ours": fa.__version__, "dense": jax.__version__}
-    assert kept["runs"][0]["commit"] == "abc" and kept["runs"][0]["matmul"] == 800.0
-    assert kept["runs"][0]["shapes"] == list(kept["results"]) == ["tiny"]
-    result = kept["results"]["tiny"]
+    saved = record.load(path)
+    assert saved["setup"]["implementations"] == {"ours": fa.__version__, "dense": jax.__version__}
+    assert saved["runs"][0]["commit"] == "abc" and saved["runs"][0]["matmul"] == 800.0
+    assert saved["runs"][0]["shapes"] == list(saved["results"]) == ["tiny"]
+    result = saved["results"]["tiny"]
     assert Shape(**result["shape"]) == TINY
     assert len(result["allowed"]) == 4 and all(1e-3 < e < 2e-2 for e in result["allowed"])
     flops = TINY.forward_flops
@@ -219,17 +219,17 @@ def test_a_wrong_gradient_leaves_the_forward_its_speed(cpu, problem):
 )
 def test_bursts_are_short_and_each_is_followed_by_a_rest(cpu, monkeypatch, problem, ms, bursts):
     """The first launch of a burst is not counted, but it warms the GPU as well."""
-    made, rests = [], []
+    burst_sizes, rests = [], []
 
     def totals(fn, args, n):
-        made.append(n)
+        burst_sizes.append(n)
         return n * [ms]
 
     monkeypatch.setattr(measure, "total_times", totals)
     monkeypatch.setattr(measure.time, "sleep", rests.append)
     attention = functools.partial(attend("blockwise"), problem.shape)
     assert row_of(attention, problem, 10, backward=False)["forward"]["ms"] == ms
-    assert made == bursts
+    assert burst_sizes == bursts
     assert rests == pytest.approx([3e-3 * ms * (n + 1) for n in bursts])
 
 
@@ -248,11 +248,11 @@ def test_implementations_take_turns_and_the_median_counts(cpu, monkeypatch, prob
         )
         for name in ("blockwise", "reference")
     }
-    found = measure.measure_programs(both, problem, 2)
+    results = measure.measure_programs(both, problem, 2)
     a, b = (program.forward.run for program in both.values())
     assert order == [a, b, b, a, a, b]
-    assert found["blockwise"]["forward"]["ms"] == 6.0  # 9, 4, 5, 6, 7
-    assert found["reference"]["forward"]["ms"] == 3.0  # 1, 2, 3, 8, 9
+    assert results["blockwise"]["forward"]["ms"] == 6.0  # 9, 4, 5, 6, 7
+    assert results["reference"]["forward"]["ms"] == 3.0  # 1, 2, 3, 8, 9
 
 
 def test_a_failing_rival_does_not_end_the_run(cpu, problem):
@@ -275,23 +275,23 @@ def test_edge_heads_are_those_of_the_first_and_the_last_key_head():
     shape = Shape(3, 2, 2, 6, 3, 1, False, bias=True)
     queries = jnp.arange(3.0 * 2 * 6).reshape(3, 2, 6, 1)
     bias = jnp.arange(6.0 * 2 * 2).reshape(1, 6, 2, 2)
-    found = measure.edge_heads((queries, queries[:, :, :3], queries, queries, bias), shape)
-    assert found[0][2, 1, :, 0].tolist() == [30, 31, 34, 35]
-    assert found[1][0, 1, :, 0].tolist() == [6, 8]
-    assert found[4][0, :, 1, 1].tolist() == [3, 7, 19, 23]
+    results = measure.edge_heads((queries, queries[:, :, :3], queries, queries, bias), shape)
+    assert results[0][2, 1, :, 0].tolist() == [30, 31, 34, 35]
+    assert results[1][0, 1, :, 0].tolist() == [6, 8]
+    assert results[4][0, :, 1, 1].tolist() == [3, 7, 19, 23]
 
 
-def part(tflops, work=1.0, errors=1):
+def cell(tflops, work=1.0, errors=1):
     ms = work / tflops
     return {"tflops": tflops, "ms": ms, "first_call_s": 1.0, "error": [2e-3] * errors}
 
 
 def row(tflops):
-    return {"forward": part(tflops), "both": part(0.8 * tflops, 3.5, 4)}
+    return {"forward": cell(tflops), "both": cell(0.8 * tflops, 3.5, 4)}
 
 
 def result(shape, **speeds):
-    """As `measure.measure` returns; a speed of None is refused."""
+    """Return a result like that of `measure.measure`; None stands for no speed."""
     refused = {"forward": {"refused": "NotImplementedError: no"}}
     rows = {name: refused if x is None else row(x) for name, x in speeds.items()}
     fields = dataclasses.asdict(shape) | {"documents": list(shape.documents)}
@@ -301,16 +301,16 @@ def result(shape, **speeds):
 @pytest.fixture
 def measured(cpu, monkeypatch):
     """The shapes that were measured; one that is among `fatal` ends the process instead."""
-    seen = types.SimpleNamespace(shapes=[], fatal=None)
+    visible = types.SimpleNamespace(shapes=[], fatal=None)
 
     def fake(shape, implementations, iterations, backward):
-        if shape == seen.fatal:
+        if shape == visible.fatal:
             raise KeyboardInterrupt
-        seen.shapes.append(shape)
+        visible.shapes.append(shape)
         return result(shape, ours=500.0, dense=400.0)
 
     monkeypatch.setattr(measure, "measure", fake)
-    return seen
+    return visible
 
 
 def test_results_are_written_after_every_shape_and_resumed(measured, tmp_path):
@@ -322,9 +322,9 @@ def test_results_are_written_after_every_shape_and_resumed(measured, tmp_path):
     measured.fatal = None
     run.main(["--resume", str(path), "--json", str(more)])
     assert measured.shapes == [TINY, PREFILL]
-    kept = record.load(more)
-    assert list(kept["results"]) == ["tiny", "prefill"]
-    assert [r["shapes"] for r in kept["runs"]] == [["tiny"], ["prefill"]]
+    saved = record.load(more)
+    assert list(saved["results"]) == ["tiny", "prefill"]
+    assert [r["shapes"] for r in saved["runs"]] == [["tiny"], ["prefill"]]
     assert list(record.load(path)["results"]) == ["tiny"]
     run.main(["--resume", str(path)])
     assert list(record.load(path)["results"]) == ["tiny", "prefill"]
@@ -336,12 +336,12 @@ def test_results_are_written_after_every_shape_and_resumed(measured, tmp_path):
 def test_results_of_another_setup_are_not_extended(measured, tmp_path, what):
     path = tmp_path / "other.json"
     run.main(["--json", str(path), "--shapes", "tiny"])
-    kept = record.load(path)
-    kept["setup"][what] = "another"
-    record.write(path, kept)
+    saved = record.load(path)
+    saved["setup"][what] = "another"
+    record.write(path, saved)
     with pytest.raises(ValueError, match=f"`{what}` .*another"):
         run.main(["--resume", str(path)])
-    assert record.load(path) == kept
+    assert record.load(path) == saved
 
 
 def test_a_budget_ends_the_run_early(measured, tmp_path, capsys):
@@ -363,11 +363,11 @@ def hold_the_turn(name):
 
 @pytest.mark.slow
 def test_processes_take_turns():
-    found = dict(jobs.run_all(hold_the_turn, ["a", "b", "c"], 2))
-    assert set(found) == {"a", "b", "c"}
-    pids, *_ = zip(*found.values(), strict=True)
+    results = dict(jobs.run_all(hold_the_turn, ["a", "b", "c"], 2))
+    assert set(results) == {"a", "b", "c"}
+    pids, *_ = zip(*results.values(), strict=True)
     assert len({os.getpid(), *pids}) == 4
-    spans = sorted((begun, ended) for _, begun, ended in found.values())
+    spans = sorted((begun, ended) for _, begun, ended in results.values())
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
 
 
@@ -403,9 +403,9 @@ def test_unknown_names_are_errors(cpu, capsys):
 
 
 def test_a_row_is_a_line_of_the_file(tmp_path):
-    kept = {"results": {"tiny": result(TINY, ours=1.0, dense=None)}, "odd": 'a "{" and [ ] }'}
-    record.write(tmp_path / "x.json", kept)
-    assert record.load(tmp_path / "x.json") == kept
+    saved = {"results": {"tiny": result(TINY, ours=1.0, dense=None)}, "odd": 'a "{" and [ ] }'}
+    record.write(tmp_path / "x.json", saved)
+    assert record.load(tmp_path / "x.json") == saved
     lines = [line.strip(" ,") for line in (tmp_path / "x.json").read_text().splitlines()]
     forward, both = (line for line in lines if '"tflops"' in line)
     assert json.loads(f"{{{forward}}}") == {"forward": row(1.0)["forward"]}

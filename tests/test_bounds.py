@@ -176,9 +176,9 @@ def test_classes_of_common_masks_are_tight(name, share):
         return of_positions(q, k, xp)[name]()
 
     mask = fa.mask_fn(lambda q, k: choose(q, k, jnp))(q_tokens=q_data, k_tokens=k_data)
-    got, want = table(mask, sizes), exact(dense(choose, q_data, k_data), sizes)
-    assert np.sum(got != EMPTY) <= share * np.sum(want != EMPTY)
-    assert np.sum(got == FULL) >= np.sum(want == FULL) / share
+    actual, want = table(mask, sizes), exact(dense(choose, q_data, k_data), sizes)
+    assert np.sum(actual != EMPTY) <= share * np.sum(want != EMPTY)
+    assert np.sum(actual == FULL) >= np.sum(want == FULL) / share
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,10 @@ def test_data_of_all_kinds_are_bounded(kind):
     mask = fa.mask_fn(lambda q, k, c: q.index - k.index < c.x)(**{kind: {"x": x}})
     shown = x.reshape(1, N, 1, 1) if kind == "heads" else x
     visible = np.arange(q_len)[:, None] - np.arange(kv_len)[None] < shown
-    got = table(mask, sizes)
-    assert_sound(got, exact(visible, sizes))
+    actual = table(mask, sizes)
+    assert_sound(actual, exact(visible, sizes))
     if kind != "pairs":
-        np.testing.assert_array_equal(got, exact(visible, sizes))
+        np.testing.assert_array_equal(actual, exact(visible, sizes))
 
 
 def test_an_indexed_table_is_classified_soundly():
@@ -274,8 +274,8 @@ def test_explicit_positions_are_bounded_in_any_order(order):
         "random": (np.random.default_rng(0).permutation(96)[:48],
                    np.random.default_rng(1).permutation(96)[:32]),
     }[order]  # fmt: skip
-    got = table(fa.Causal(), sizes, q_positions=q_index, kv_positions=k_index)
-    np.testing.assert_array_equal(got, exact(q_index[:, None] >= k_index[None], sizes))
+    actual = table(fa.Causal(), sizes, q_positions=q_index, kv_positions=k_index)
+    np.testing.assert_array_equal(actual, exact(q_index[:, None] >= k_index[None], sizes))
 
 
 def test_classes_of_all_batch_entries_and_heads_together():
@@ -284,10 +284,10 @@ def test_classes_of_all_batch_entries_and_heads_together():
     lengths = np.array([17, 40], np.int32)
     visible = np.arange(kv_len) < lengths.reshape(B, 1, 1, 1)
     each = exact(visible, sizes)
-    got = block_classes_all_heads(*describe_shapes(fa.Prefix(lengths), q_len, kv_len), *blocks)
+    actual = block_classes_all_heads(*describe_shapes(fa.Prefix(lengths), q_len, kv_len), *blocks)
     all_full, all_empty = np.all(each == FULL, (0, 1)), np.all(each == EMPTY, (0, 1))
     np.testing.assert_array_equal(
-        got, np.where(all_full, FULL, np.where(all_empty, EMPTY, PARTIAL))
+        actual, np.where(all_full, FULL, np.where(all_empty, EMPTY, PARTIAL))
     )
 
 
@@ -304,10 +304,10 @@ def test_run_time_data_are_classified_under_jit():
 
     for seed in range(2):
         ids = documents(q_len, seed=seed)
-        got = classes(fa.Segments(ids) & fa.Causal())
+        actual = classes(fa.Segments(ids) & fa.Causal())
         visible = (ids[:, None] == ids[None]) & np.tri(q_len, dtype=bool)
         expected = exact(visible, sizes)[:1, :1]
-        np.testing.assert_array_equal(got.reshape(1, 1, *got.shape[-2:]), expected)
+        np.testing.assert_array_equal(actual.reshape(1, 1, *actual.shape[-2:]), expected)
 
 
 IDS, LENGTHS = np.zeros(48, np.int32), np.zeros(B, np.int32)
@@ -328,14 +328,14 @@ def test_data_independent_classes_are_sound(mask, without_data):
     """Whatever they are: also where they are traced."""
     q_len, kv_len, *blocks = SQUARE
     expected = block_classes(*describe_shapes(without_data, q_len, kv_len), *blocks) != EMPTY
-    found = []
+    table = []
 
     @jax.jit
     def traced(mask):
-        found.append(data_independent_classes(describe_shapes(mask, q_len, kv_len)[0], *blocks))
+        table.append(data_independent_classes(describe_shapes(mask, q_len, kv_len)[0], *blocks))
 
     traced(mask)
-    np.testing.assert_array_equal(found[0], np.where(expected, PARTIAL, EMPTY))
+    np.testing.assert_array_equal(table[0], np.where(expected, PARTIAL, EMPTY))
 
 
 def test_explicit_positions_make_every_tile_partial():
@@ -375,9 +375,9 @@ def test_a_mask_without_data_is_classified_under_disable_jit(context):
 
 def test_a_mask_of_traced_data_is_classified_at_run_time():
     def traced(lengths):
-        found = block_classes_all_heads(*describe_shapes(fa.Lengths(kv=lengths), 48, 48), 8, 12)
-        assert isinstance(found, jax.core.Tracer)
-        return found
+        table = block_classes_all_heads(*describe_shapes(fa.Lengths(kv=lengths), 48, 48), 8, 12)
+        assert isinstance(table, jax.core.Tracer)
+        return table
 
     assert jax.eval_shape(traced, jax.ShapeDtypeStruct((B,), jnp.int32)).shape == (6, 4)
 
@@ -385,11 +385,11 @@ def test_a_mask_of_traced_data_is_classified_at_run_time():
 def test_classes_on_a_gpu_negate_integers_safely():
     """ptxas up to 13.3 loses the minus of max(max(a, -b), c); XLA writes |x| as max(x, -x)."""
 
-    def apart(q, k):
+    def separate(q, k):
         return jnp.maximum(abs(q.row - k.row), abs(q.column - k.column)) <= -k.row
 
     def classes(row, column):
-        mask = fa.mask_fn(apart)(tokens={"row": row, "column": column})
+        mask = fa.mask_fn(separate)(tokens={"row": row, "column": column})
         return block_classes_all_heads(*describe_shapes(mask, 256, 256), 64, 64)
 
     ids = jax.ShapeDtypeStruct((256,), jnp.int32)

@@ -96,7 +96,7 @@ def test_recognition_equals_the_dense_definition(compare, q_len, kv_len):
             lambda i, j, n=shift: ~compare(j - n, i),
         )
         for form in forms:
-            seen = form(rows, columns)
-            found = aligned(lambda q, k, form=form: form(q.index, k.index), q_len, kv_len)
-            same = [name for name, x in aligns.items() if name and np.array_equal(seen, x)]
-            assert found in same if same else found is None
+            visible = form(rows, columns)
+            alignment = aligned(lambda q, k, form=form: form(q.index, k.index), q_len, kv_len)
+            same = [name for name, x in aligns.items() if name and np.array_equal(visible, x)]
+            assert alignment in same if same else alignment is None

@@ -1,4 +1,4 @@
-"""What a mask's code says about a token and itself; never more than is true."""
+"""Coverage by a mask's code: it must never be claimed where it does not hold."""
 
 import jax
 import jax.numpy as jnp
@@ -51,9 +51,9 @@ def test_every_token_attends_to_itself(mask):
     "mask", [fa.Segments(IDS, IDS), image_text(tokens={"image": IDS})], ids=["segments", "tokens"]
 )
 def test_every_token_attends_to_itself_with_a_mask_as_argument_of_jit(mask):
-    found = []
-    jax.jit(lambda mask: found.append(says(mask)))(mask)
-    assert found == [True]
+    proved = []
+    jax.jit(lambda mask: proved.append(says(mask)))(mask)
+    assert proved == [True]
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,12 @@ def test_different_lengths_are_covered_by_witnesses(kv_len):
 def in_doubt(mask, kv_len=24, **options):
     q = jax.ShapeDtypeStruct((2, 24, 4, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, kv_len, 2, 64), jnp.bfloat16)
-    found = jax.jit(
+    proved = jax.jit(
         lambda mask: batch_entries_without_self_attention(
             *parse_call(q, k, k, mask=mask, **options)
         )
     )
-    return np.asarray(found(mask)).tolist()
+    return np.asarray(proved(mask)).tolist()
 
 
 reach = fa.mask_fn(lambda q, k, c: q.index - k.index <= c.reach)

@@ -50,8 +50,8 @@ def test_bits_are_like_random_ones(seed: tuple[int, int]) -> None:
 def test_dropout_preserves_the_mean(rate: float) -> None:
     """Over all values of the bits, exactly."""
     bound = dropout.threshold(rate)
-    kept = (np.arange(2**16) >= bound) * dropout.scale(bound)
-    np.testing.assert_allclose(kept.mean(), 1.0, rtol=1e-12)
+    factors = (np.arange(2**16) >= bound) * dropout.scale(bound)
+    np.testing.assert_allclose(factors.mean(), 1.0, rtol=1e-12)
     assert abs(bound / 2**16 - rate) <= 2**-16
 
 
@@ -67,8 +67,8 @@ def test_each_word_of_the_seed_makes_other_bits() -> None:
         keys = dropout.row_keys(words, head, jnp.full((1, 1), 3))
         return np.asarray(dropout.bits(keys, jnp.arange(1000)[None]))
 
-    for other in ((1, 3), (0, 2), (2, 1)):
-        assert np.mean(bits(1, 2) == bits(*other)) < 0.01, other
+    for different in ((1, 3), (0, 2), (2, 1)):
+        assert np.mean(bits(1, 2) == bits(*different)) < 0.01, different
 
 
 def test_bits_below_the_threshold_are_dropped() -> None:

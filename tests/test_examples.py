@@ -93,9 +93,9 @@ def dense(mask, tokens):
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "full"])
 def test_tiles_of_the_gallery_equal_its_dense_masks(name):
     mask, sizes = MASKS[name](TOKENS, HEADS), (TOKENS, TOKENS, 8, 8)
-    got, want = table(mask, sizes), exact(dense(mask, TOKENS), sizes)
-    assert_sound(got, want)
-    assert np.array_equal(got, want) == (name not in NOT_EXACT)
+    actual, want = table(mask, sizes), exact(dense(mask, TOKENS), sizes)
+    assert_sound(actual, want)
+    assert np.array_equal(actual, want) == (name not in NOT_EXACT)
 
 
 def test_a_token_of_the_tree_attends_to_its_ancestors_and_itself():
@@ -121,23 +121,23 @@ def test_values_and_gradients_of_the_scores_of_the_gallery(name, qkv):
     q, k, v = qkv
 
     def loss(implementation):
-        def of(score, q):
+        def loss_fn(score, q):
             out = fa.flash_attention(
                 q, k, v, mask=fa.Causal(), score=score, implementation=implementation
             )
             return jnp.sum(jnp.sin(out)), out
 
-        return jax.value_and_grad(of, (0, 1), has_aux=True)
+        return jax.value_and_grad(loss_fn, (0, 1), has_aux=True)
 
     score = SCORES[name](TOKENS, HEADS)
-    got, want = loss("blockwise")(score, q), loss("reference")(score, q)
-    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-4)
+    actual, want = loss("blockwise")(score, q), loss("reference")(score, q)
+    chex.assert_trees_all_close(actual, want, rtol=1e-4, atol=1e-4)
     plain = fa.flash_attention(q, k, v, mask=fa.Causal(), implementation="reference")
     assert not np.allclose(want[0][1], plain, atol=1e-3), "the score does nothing"
 
 
 def test_the_gallery_without_a_gpu(tmp_path, capsys):
-    """It plans for an H200, whose kernels take all of it."""
+    """The gallery plans for an H200, whose kernels support all masks."""
     assert len(MASKS) >= 12 and len(SCORES) >= 6
     out = tmp_path / "made by the example"
     mask_gallery.main(["--length", "1024", "--heads", "4", "--out", str(out)])
@@ -161,7 +161,7 @@ def test_the_gallery_prints_why_the_kernels_do_not_run(capsys):
 
 
 def test_the_gallery_on_a_gpu(tmp_path, capsys, monkeypatch):
-    """With a clock by which all take 1 and 3 ms, and packed documents less."""
+    """The fake clock shows 1 and 3 ms, and less for packed documents."""
 
     def clock(name, length, heads):
         assert (length, heads) == (256, 1)

@@ -35,7 +35,7 @@ def near_by_dict(q, k):
 
 
 class Config:
-    """As users have them: the width of a window as an attribute."""
+    """A configuration object of a user: the width of a window is an attribute."""
 
     reach = 3
 
@@ -237,25 +237,25 @@ class Operators:
 
 
 def by_operator(use):
-    made = Operators(3)
-    fn = lambda q, k: (q.index >= k.index) & use(made, q.index - k.index)
-    return fn, lambda n: made.values.__setitem__("reach", n)
+    instance = Operators(3)
+    fn = lambda q, k: (q.index >= k.index) & use(instance, q.index - k.index)
+    return fn, lambda n: instance.values.__setitem__("reach", n)
 
 
 def by_item():
-    return by_operator(lambda made, distance: distance < made["reach"])
+    return by_operator(lambda instance, distance: distance < instance["reach"])
 
 
 def by_conversion():
-    return by_operator(lambda made, distance: distance < int(made))
+    return by_operator(lambda instance, distance: distance < int(instance))
 
 
 def by_iteration():
-    return by_operator(lambda made, distance: distance < max(made))
+    return by_operator(lambda instance, distance: distance < max(instance))
 
 
 def by_comparison():
-    return by_operator(lambda made, distance: made > distance)
+    return by_operator(lambda instance, distance: instance > distance)
 
 
 class Attribute:
@@ -282,8 +282,8 @@ class Tuple(NamedTuple):
 
 
 def by_method_of_a_tuple():
-    made = Tuple(0)
-    fn = lambda q, k: (q.index >= k.index) & made.is_near(q.index - k.index)
+    instance = Tuple(0)
+    fn = lambda q, k: (q.index >= k.index) & instance.is_near(q.index - k.index)
     return fn, by_global()[1]
 
 
@@ -291,19 +291,19 @@ def by_attribute_of_a_list():
     class List(list):
         pass
 
-    made = List([0])
-    made.reach = 3
-    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < made.reach)
-    return fn, lambda n: setattr(made, "reach", n)
+    instance = List([0])
+    instance.reach = 3
+    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < instance.reach)
+    return fn, lambda n: setattr(instance, "reach", n)
 
 
 def by_element_of_a_list():
     class List(list):
         pass
 
-    made = List([3])
-    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < made[0])
-    return fn, lambda n: made.__setitem__(0, n)
+    instance = List([3])
+    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < instance[0])
+    return fn, lambda n: instance.__setitem__(0, n)
 
 
 def by_function_of_a_function():
@@ -356,10 +356,10 @@ def test_the_key_depends_on_what_a_mask_reads(way):
         expected = (np.subtract.outer(range(16), range(16)) < reach) & np.tri(16, dtype=bool)
         for mask in (fn, whole):
             described, _ = parse_call.parse_call(X, X, X, mask=mask)
-            seen = described.mask.on_leading_axes(
+            visible = described.mask.on_leading_axes(
                 *tokens(), None if mask is fn else described_data(mask)
             )
-            np.testing.assert_array_equal(seen[0, 0, 0], expected)
+            np.testing.assert_array_equal(visible[0, 0, 0], expected)
 
 
 def tokens():

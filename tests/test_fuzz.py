@@ -178,7 +178,7 @@ QUICK = "the cotangent of lse", "the position of a token that is decoded", "what
 
 @pytest.mark.parametrize("bug", slow_but(QUICK.__contains__, BUGS))
 def test_a_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same case passes without it: the fuzzer is neither blind nor blunt."""
+    """The fuzzer reports each planted bug, and the same case passes without it."""
     module, name, broken, case = BUGS[bug]
 
     def forget() -> None:
@@ -221,7 +221,7 @@ def test_a_failure_is_shrunk_and_printed_as_one_line(monkeypatch: pytest.MonkeyP
 def test_a_failure_is_printed_before_it_is_shrunk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """On a GPU that takes minutes."""
+    """The failing case is printed first, as shrinking takes minutes on a GPU."""
     wrong = Wrong(Case(q_len=111), "a window")
     monkeypatch.setattr("tests.fuzz.run.check", lambda *_: (_ for _ in ()).throw(wrong))
     monkeypatch.setattr("tests.fuzz.run.shrink", lambda wrong, gpu: capsys.readouterr().out)
@@ -242,8 +242,8 @@ def test_poison_is_only_in_masked_tokens() -> None:
 
     case = Case(kv_heads=2, group=2, mask=Lengths(q=20, k=11), scores=(Temper(),), **SMALL)
     (entry,) = case.entries()
-    seen = case.inputs(*entry).seen
-    ((args, cotangents),) = poisoned(case, [entry], [seen])
+    visible = case.inputs(*entry).visible
+    ((args, cotangents),) = poisoned(case, [entry], [visible])
     for x in (args.k, args.v, args.scores[0]["gain"]):
         assert np.isnan(x[11:]).all() and not np.isnan(x[:11]).any()
     for x in (args.q, cotangents.out, args.scores[0]["heat"]):

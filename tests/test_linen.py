@@ -28,10 +28,10 @@ STOCK = nn.MultiHeadDotProductAttention
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def close(got, expected):
+def close(actual, expected):
     """Float32 rounding, measured against the largest entry of each array (if it exceeds 1)."""
-    chex.assert_trees_all_equal_structs(got, expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+    chex.assert_trees_all_equal_structs(actual, expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         largest = float(np.abs(np.asarray(b)).max())
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6 * max(1.0, largest))
 
@@ -126,12 +126,12 @@ def test_bfloat16_is_as_exact_as_flax():
     ours = value_and_gradients(call(MultiHeadAttention(causal=True, **half)), params, X)
     chex.assert_trees_all_equal_dtypes(ours, stock)
 
-    def error(got):
-        return jax.tree.map(lambda a, b: np.abs(np.float32(a) - np.float32(b)).max(), got, exact)
+    def error(actual):
+        return jax.tree.map(lambda a, b: np.abs(np.float32(a) - np.float32(b)).max(), actual, exact)
 
     both = zip(jax.tree.leaves(error(ours)), jax.tree.leaves(error(stock)), strict=True)
-    for mine, theirs in both:
-        assert mine <= 2 * theirs + 1e-5
+    for mine, flax_result in both:
+        assert mine <= 2 * flax_result + 1e-5
 
 
 @pytest.mark.parametrize("shape", [(LENGTH, 32), (2, 3, LENGTH, 32)], ids=str)
@@ -194,9 +194,9 @@ def test_attention_fn_equals_flax_with_bias_and_promotion():
     half = k.astype(jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):
         expected = nn.dot_product_attention(q, half, v, bias=bias)
-        got = attention_fn(q, half, v, bias=bias)
-    assert got.dtype == expected.dtype == jnp.float32
-    close(got, expected)
+        actual = attention_fn(q, half, v, bias=bias)
+    assert actual.dtype == expected.dtype == jnp.float32
+    close(actual, expected)
 
 
 def test_partial_sets_score_and_implementation():
@@ -211,8 +211,8 @@ def test_partial_sets_score_and_implementation():
 def test_partial_sets_sinks_and_reproducible_gradients():
     q, k, v = jax.random.normal(KEY, (3, 2, 7, 4, 8))
     sinks = jnp.arange(4.0)
-    got = functools.partial(attention_fn, sinks=sinks, deterministic_gradients=True)(q, k, v)
-    chex.assert_trees_all_equal(got, fa.flash_attention(q, k, v, sinks=sinks))
+    actual = functools.partial(attention_fn, sinks=sinks, deterministic_gradients=True)(q, k, v)
+    chex.assert_trees_all_equal(actual, fa.flash_attention(q, k, v, sinks=sinks))
     with pytest.raises(TypeError, match="deterministic_gradients must be a Python bool"):
         attention_fn(q, k, v, deterministic_gradients=0)  # pyright: ignore[reportArgumentType]
 
@@ -290,12 +290,12 @@ def test_a_query_without_keys_gets_zero_and_in_flax_the_mean():
 def test_dropout_differs_between_batch_entries_and_heads():
     x = jnp.ones((2, 5, 3, 8))
 
-    def kept(attention, **options):
+    def kept_rows(attention, **options):
         return attention(x, x, x, dropout_rate=0.5, dropout_rng=KEY, **options)[..., 0]
 
-    shared = kept(nn.dot_product_attention)
+    shared = kept_rows(nn.dot_product_attention)
     chex.assert_trees_all_equal(shared, jnp.broadcast_to(shared[:1, :, :1], shared.shape))
-    ours = kept(attention_fn)
+    ours = kept_rows(attention_fn)
     rows = np.moveaxis(np.asarray(ours), 1, -1).reshape(6, 5)
     assert len(np.unique(rows, axis=0)) == 6
     for idle in (
@@ -303,7 +303,7 @@ def test_dropout_differs_between_batch_entries_and_heads():
         {"precision": "default"},
         {"force_fp32_for_softmax": True},
     ):
-        chex.assert_trees_all_equal(kept(attention_fn, **idle), ours)
+        chex.assert_trees_all_equal(kept_rows(attention_fn, **idle), ours)
 
 
 def test_complex_numbers_and_deprecated_arguments_are_errors():
@@ -382,8 +382,8 @@ def test_layers_scanned_and_rematerialized(layer, options):
 def decoded(layer, params, x, sizes, cache=None, masks=None):
     """Feeds the tokens of x in pieces of the given sizes."""
     if cache is None:
-        made = jax.eval_shape(layer.init, KEY, x)["cache"]
-        cache = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), made)
+        shapes = jax.eval_shape(layer.init, KEY, x)["cache"]
+        cache = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
     step = jit(
         lambda params, cache, x, mask: layer.apply(
             {**params, "cache": cache}, x, mask=mask, mutable=["cache"]
@@ -466,7 +466,7 @@ def test_cache_errors():
 
 
 def test_no_buffer_has_all_pairs():
-    """Nor in the gradients; the documents are data of the run."""
+    """No buffer of the forward or the gradients has all pairs; the documents are run-time data."""
     x = jax.ShapeDtypeStruct((1, 1024, 32), jnp.float32)
     documents = fa.Segments(jnp.arange(1024)[None] // 100)
 

@@ -22,8 +22,8 @@ def dense(mask, q_len=T, kv_len=S, **positions):
     k = jax.ShapeDtypeStruct((B, kv_len, K, 16), jnp.float32)
     spec, operands = parse_call(q, k, k, mask=mask, **positions)
     index = [
-        default_positions(length, axis) if given is None else given
-        for length, axis, given in (
+        default_positions(length, axis) if explicit is None else explicit
+        for length, axis, explicit in (
             (q_len, Q_AXIS, operands.q_index),
             (kv_len, K_AXIS, operands.k_index),
         )
@@ -33,8 +33,8 @@ def dense(mask, q_len=T, kv_len=S, **positions):
 
 
 def check(mask, expected, **positions):
-    got = np.asarray(dense(mask, *expected.shape[-2:], **positions))
-    np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
+    actual = np.asarray(dense(mask, *expected.shape[-2:], **positions))
+    np.testing.assert_array_equal(actual, np.broadcast_to(expected, actual.shape))
 
 
 def integers(high, *shape, seed=0):
@@ -192,7 +192,7 @@ def test_a_mask_is_printed_with_its_code_and_the_shapes_of_its_data():
 
 
 def test_attention_is_over_the_visible_keys():
-    """With equal scores every visible key has one weight, and values of 1 at a key show it."""
+    """With equal scores all visible keys have the same weight, which one-hot values show."""
     q, k = jnp.zeros((B, T, N, 8)), jnp.zeros((B, S, N, 8))
     v = jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, N, S))
     out = fa.flash_attention(q, k, v, mask=A & C | fa.Prefix(1))
@@ -231,8 +231,8 @@ def test_the_tree_does_not_depend_on_its_leaves(mask, leaf):
 @pytest.mark.parametrize("name", ["segments of both sides", "lengths", "array window", "dense"])
 def test_a_mask_is_an_argument_of_jit(name):
     mask, expected = WITH_DATA[name]
-    got = jax.jit(dense)(mask)
-    np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
+    actual = jax.jit(dense)(mask)
+    np.testing.assert_array_equal(actual, np.broadcast_to(expected, actual.shape))
 
 
 def test_no_retrace_while_only_the_data_change():
@@ -244,45 +244,45 @@ def test_no_retrace_while_only_the_data_change():
     for seed in range(3):
         ids = integers(3, B, S, seed=seed)
         window = np.int32(seed)
-        got = visible(fa.Segments(ids[:, :T], ids) & (A | fa.Window(window)))
+        actual = visible(fa.Segments(ids[:, :T], ids) & (A | fa.Window(window)))
         expected = (column(ids[:, :T]) == row(ids)) & ((J <= I) | (abs(I - J) <= window))
-        np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
+        np.testing.assert_array_equal(actual, np.broadcast_to(expected, actual.shape))
 
 
 def test_a_new_python_number_is_a_new_mask_under_jit():
     visible = jax.jit(dense)
     for left in (1, 2):
-        got = visible(fa.Window(left))
-        np.testing.assert_array_equal(got, np.broadcast_to(abs(I - J) <= left, got.shape))
+        actual = visible(fa.Window(left))
+        np.testing.assert_array_equal(actual, np.broadcast_to(abs(I - J) <= left, actual.shape))
 
 
 def test_vmap_over_the_data_of_a_mask():
     ids = integers(3, 3, B, T), integers(3, 3, B, S, seed=1)
     lengths = integers(S, 3, B, seed=2)
     mask = fa.Segments(*ids) & A | fa.Lengths(kv=lengths)
-    got = jax.vmap(dense)(mask)
+    actual = jax.vmap(dense)(mask)
     for n in range(3):
         segments = column(ids[0][n]) == row(ids[1][n])
         expected = segments & CAUSAL | (row(lengths[n]) > J)
-        np.testing.assert_array_equal(got[n], np.broadcast_to(expected, got[n].shape))
+        np.testing.assert_array_equal(actual[n], np.broadcast_to(expected, actual[n].shape))
 
 
 def test_vmap_over_some_of_the_data_of_a_mask():
     ids, lengths = (IDS, KV_IDS), integers(S, 3, B, seed=2)
     mask = fa.Segments(*ids) & fa.Lengths(kv=lengths)
     axes = jax.tree.map(lambda x: 0 if x is lengths else None, mask)
-    got = jax.vmap(dense, in_axes=(axes,))(mask)
+    actual = jax.vmap(dense, in_axes=(axes,))(mask)
     for n in range(3):
         expected = SEGMENTS & (row(lengths[n]) > J)
-        np.testing.assert_array_equal(got[n], np.broadcast_to(expected, got[n].shape))
+        np.testing.assert_array_equal(actual[n], np.broadcast_to(expected, actual[n].shape))
 
 
 def test_a_window_for_each_layer_in_a_scan():
     windows = jnp.array([0, 3, 20], jnp.int32)
-    _, got = jax.lax.scan(lambda c, left: (c, dense(fa.Window(left, 0))), 0, windows)
+    _, actual = jax.lax.scan(lambda c, left: (c, dense(fa.Window(left, 0))), 0, windows)
     for n, left in enumerate((0, 3, 20)):
         expected = (J <= I) & (I - J <= left)
-        np.testing.assert_array_equal(got[n], np.broadcast_to(expected, got[n].shape))
+        np.testing.assert_array_equal(actual[n], np.broadcast_to(expected, actual[n].shape))
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_documents_longer_than_their_row_are_errors(make, error):
 )
 def test_arrays_beyond_int32_are_errors(mask):
     """JAX would cut their upper bits off, and documents 2^32 apart would be one."""
-    with pytest.raises(ValueError, match=r"must hold integers that fit int32.*; number"):
+    with pytest.raises(ValueError, match=r"must hold integers that fit int32.*; renumber"):
         dense(mask)
 
 
@@ -429,7 +429,7 @@ def test_common_mistakes_are_errors_with_a_remedy(make, message):
 
 
 @pytest.mark.parametrize(
-    "given, meant",
+    "mask, expected",
     [
         (fa.Chunked(np.int64(4)), fa.Chunked(4)),
         (fa.Lengths(kv=[3, 14]), fa.Lengths(kv=np.array([3, 14]))),
@@ -440,10 +440,10 @@ def test_common_mistakes_are_errors_with_a_remedy(make, message):
     ],
     ids=["chunked", "lengths", "prefix", "segments", "documents", "dense"],
 )
-def test_lists_are_arrays_and_numpy_integers_may_be_static(given, meant):
-    chex.assert_trees_all_equal(dense(given), dense(meant))
-    assert [np.shape(x) for x in jax.tree.leaves(given)] == [
-        np.shape(x) for x in jax.tree.leaves(meant)
+def test_lists_are_arrays_and_numpy_integers_may_be_static(mask, expected):
+    chex.assert_trees_all_equal(dense(mask), dense(expected))
+    assert [np.shape(x) for x in jax.tree.leaves(mask)] == [
+        np.shape(x) for x in jax.tree.leaves(expected)
     ]
 
 
@@ -496,8 +496,8 @@ def test_documents_from_lengths_limits_and_positions(documents):
 def test_longest_limits_the_distance_of_keys():
     starts, distance = np.zeros(9, np.int32), np.abs(np.subtract.outer(range(9), range(9)))
     for longest in (1, 3, 9):
-        seen = fa.Documents(starts, longest=longest).dense(9)[0]
-        np.testing.assert_array_equal(seen, distance < longest)
+        mask_array = fa.Documents(starts, longest=longest).dense(9)[0]
+        np.testing.assert_array_equal(mask_array, distance < longest)
 
 
 def test_documents_of_each_batch_entry_also_under_jit():
@@ -523,8 +523,8 @@ def test_padding_of_segments_is_masked():
 
 def test_data_of_batch_entries():
     mask = fa.mask_fn(lambda q, k, c: k.index < c.limit)(entries={"limit": jnp.array([1, 4])})
-    seen = mask.dense(3, 5, batch=(2,))
-    np.testing.assert_array_equal(seen[:, 0, 0], [[1, 0, 0, 0, 0], [1, 1, 1, 1, 0]])
+    mask_array = mask.dense(3, 5, batch=(2,))
+    np.testing.assert_array_equal(mask_array[:, 0, 0], [[1, 0, 0, 0, 0], [1, 1, 1, 1, 0]])
 
 
 def test_an_ambiguous_array_of_three_axes_is_an_error():

@@ -80,11 +80,11 @@ def test_the_page_begins_with_conclusions():
         }
 
     results = [rows("normal", 1.0, 2.0), rows("normal", 1.0, 1.0), rows("outliers", 3.0, 2.0)]
-    found = {"setup": {"device": "Invented device"}, "results": results}
-    text = numerics.conclusions(found)
+    measured = {"setup": {"device": "Invented device"}, "results": results}
+    text = numerics.conclusions(measured)
     assert text is not None and text.startswith("On the Invented device, ")
     assert "at most 1.00 of FlashAttention-3's for normal inputs and 1.50 of them" in text
     assert "at most 0.25 and 0.75 of those of dense attention" in text
     assert text.endswith("rule allows 2. The logsumexp is off by at most 3.")
     del results[2]["rows"]["hopper"]  # as where no GPU is
-    assert numerics.conclusions(found) is None
+    assert numerics.conclusions(measured) is None

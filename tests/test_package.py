@@ -1,4 +1,4 @@
-"""What the wheel and the source distribution hold, and what an index shows of them."""
+"""The contents of the wheel and the source distribution, and the description in an index."""
 
 import email
 import pathlib
@@ -81,8 +81,8 @@ def test_the_source_distribution_has_tests_and_no_measurements(built):
 def test_the_code_that_readme_shows_runs(capsys, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     q, kv = (jnp.ones((1, 8, heads, 16)) for heads in (4, 2))
-    given = {"q": q, "k": kv, "v": kv, "slopes": jnp.ones(4), "image_ids": jnp.zeros(8, int)}
+    variables = {"q": q, "k": kv, "v": kv, "slopes": jnp.ones(4), "image_ids": jnp.zeros(8, int)}
     (tmp_path / "readme.py").write_text(code)
-    found = runpy.run_path(str(tmp_path / "readme.py"), given)
-    assert found["out"].shape == q.shape and found["lse"].shape == (1, 4, 8)
+    namespace = runpy.run_path(str(tmp_path / "readme.py"), variables)
+    assert namespace["out"].shape == q.shape and namespace["lse"].shape == (1, 4, 8)
     assert "blockwise" in capsys.readouterr().out

@@ -326,7 +326,7 @@ def test_plans_are_hashable_and_equal_for_equal_calls():
     ],
 )
 def test_the_hopper_kernels_are_the_next_size_up(dims, sizes):
-    """Of odd multiples of 8 the next whose panels are 128 bytes."""
+    """An odd multiple of 8 runs on the next size whose panels have 128 bytes."""
     plan = make_plan(spec(dims=dims), H200)
     for config in (plan.forward, plan.backward):
         assert (config.head_dim, config.value_dim) == sizes
@@ -367,11 +367,11 @@ def test_a_call_runs_on_the_device_of_its_array_or_the_default_one(array):
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
 def test_a_traced_call_runs_on_the_default_device(transform):
-    seen = []
-    transform(lambda x: (seen.append(device_of(x)), jnp.sum(x))[1])(
+    tried = []
+    transform(lambda x: (tried.append(device_of(x)), jnp.sum(x))[1])(
         jnp.float32(1) if transform is jax.grad else jnp.ones(3)
     )
-    assert seen[0][:2] == local_device()
+    assert tried[0][:2] == local_device()
 
 
 @pytest.mark.parametrize("default", ["cpu", jax.devices("cpu")[0]], ids=["name", "device"])
@@ -417,7 +417,7 @@ def test_deterministic_gradients_of_score_data_are_summed_in_one_order():
 
 
 def test_the_kernels_support_a_traced_scale():
-    """As a score function; one that is known is part of the kernel."""
+    """A traced scale is a score function, a known one is compiled into the kernel."""
     x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
     traced = fa.explain(x, x, x, scale=jax.ShapeDtypeStruct((), jnp.float32), device=H200)
     assert traced.implementation == "hopper" and len(traced.spec.scores) == 1

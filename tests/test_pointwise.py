@@ -67,26 +67,26 @@ def test_a_tile_equals_the_scalar_function_of_each_pair(see):
     args = [TileValue.of_index(jnp.asarray(rows), 0), TileValue.of_index(jnp.asarray(columns), 1)]
     args += [TileValue(jnp.asarray(a_q), (0,)), TileValue(jnp.asarray(a_k), (1,))]
     args += [TileValue(jnp.asarray(params[name])) for name in sorted(params)]
-    (found,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
+    (results,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
     shape = (1, 1, 1, ROWS, 1), (1, 1, 1, 1, COLUMNS)
     expected = spec.mask.on_leading_axes(
         rows.reshape(shape[0]), columns.reshape(shape[1]), operands.mask
     )
-    tile = broadcast_to_tile(found, (0, 1), (ROWS, COLUMNS))
+    tile = broadcast_to_tile(results, (0, 1), (ROWS, COLUMNS))
     np.testing.assert_array_equal(
         tile, np.broadcast_to(expected, (1, 1, 1, ROWS, COLUMNS))[0, 0, 0]
     )
 
 
 def code_of(mask):
-    """What a tile computes of its indices."""
+    """Return the equations that evaluate a mask on a tile of indices."""
     q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
     spec, _ = parse_call(q, q, q, mask=mask)
 
     def tile(rows, columns):
         args = [TileValue.of_index(rows, 0), TileValue.of_index(columns, 1)]
-        (found,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
-        return broadcast_to_tile(found, (0, 1), (ROWS, COLUMNS))
+        (results,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
+        return broadcast_to_tile(results, (0, 1), (ROWS, COLUMNS))
 
     indices = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (ROWS, COLUMNS))
     code, _ = evaluate.dce(jax.make_jaxpr(tile)(*indices))
@@ -169,8 +169,8 @@ def test_values_of_one_side_vary_over_one_axis():
     q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
     spec, _ = parse_call(q, q, q, mask=lambda q, k: (q.index % 2 == 0) & (q.index < 4))
     args = [TileValue(jnp.arange(ROWS), (0,)), TileValue(jnp.arange(ROWS), (1,))]
-    (found,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, ROWS))
-    assert found.axes == (0,)
+    (results,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, ROWS))
+    assert results.axes == (0,)
 
 
 # Of large numbers the tanh of the older emitters (conftest.py) is 1 - 2^-24, and its slope not 0.
@@ -215,13 +215,13 @@ def test_a_score_and_its_derivatives_equal_those_of_the_scalar_function(score, s
     wanted = [jnp.asarray(s), rows[:, None], columns, a_q[:, None], a_k]
     wanted += [params[name] for name in sorted(params)]
     for code in tile_functions.combined_scores(spec.scores):
-        found = evaluate.evaluate(code, args, s.shape)
+        results = evaluate.evaluate(code, args, s.shape)
         pairs = [
             jnp.asarray(np.broadcast_to(x, s.shape).reshape(-1), aval.dtype)
             for x, aval in zip(wanted, code.in_avals, strict=True)
         ]
         each = jax.jit(jax.vmap(jaxpr_as_fun(code)), compiler_options=XLA_AS_IT_IS)
-        for x, y in zip(found, each(*pairs), strict=True):
+        for x, y in zip(results, each(*pairs), strict=True):
             tile = broadcast_to_tile(x, (0, 1), s.shape)
             tolerance = 1e-5 if y.dtype == jnp.float32 else 1e-2
             y = y.astype("float32").reshape(s.shape)
@@ -239,6 +239,6 @@ def test_integers_beyond_float32_stay_integers():
     value, _ = tile_functions.combined_scores(spec.scores)
     rows = TileValue.of_index(jnp.arange(ROWS, dtype=jnp.int32), 0)
     args = [TileValue(jnp.zeros((ROWS, ROWS)), (0, 1)), rows, rows]
-    (found,) = evaluate.evaluate(value, args, (ROWS, ROWS))
-    tile = broadcast_to_tile(found, (0, 1), (ROWS, ROWS))
+    (results,) = evaluate.evaluate(value, args, (ROWS, ROWS))
+    tile = broadcast_to_tile(results, (0, 1), (ROWS, ROWS))
     np.testing.assert_array_equal(tile, np.broadcast_to(np.arange(ROWS)[:, None] + 1, tile.shape))

@@ -71,10 +71,10 @@ def attend(mask: fa.Mask, implementation: str | None, q: Any, k: Any, v: Any) ->
     return fa.flash_attention(q, k, v, mask=mask, return_lse=True, implementation=implementation)
 
 
-def check(mask: fa.Mask, found: tuple, args: list[jax.Array]) -> None:
+def check(mask: fa.Mask, results: tuple, args: list[jax.Array]) -> None:
     wide = [x.astype(jnp.float32) for x in args]
     expected, unfused = attend(mask, "reference", *wide), attend(mask, "reference", *args)
-    for name, *values in zip(("out", "lse"), found, unfused, expected, strict=True):
+    for name, *values in zip(("out", "lse"), results, unfused, expected, strict=True):
         assert_within_rule(name, str(mask), *map(np.asarray, values))
 
 
@@ -116,6 +116,6 @@ def test_no_column_is_compared(head_dim: int) -> None:
         return report
 
     window = fa.Causal() & fa.Window(300)
-    found, other = compiled(window), compiled(window & ~fa.Window(0))
-    assert found.count("ISETP") + 2 * 64 < other.count("ISETP")
-    compile_gate.assert_clean(found)
+    results, different = compiled(window), compiled(window & ~fa.Window(0))
+    assert results.count("ISETP") + 2 * 64 < different.count("ISETP")
+    compile_gate.assert_clean(results)

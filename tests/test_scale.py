@@ -53,7 +53,7 @@ class Large(NamedTuple):
         return [along(*pair) for pair in zip(arrays, ARGUMENTS[self.along], strict=True)]
 
     def expected(self, small: Truth) -> Truth:
-        """What each repetition gives."""
+        """Return the expected results of each repetition."""
         n = self.times
         if self.along == "queries":
             return small._replace(dk=n * small.dk, dv=n * small.dv)
@@ -70,7 +70,7 @@ class Large(NamedTuple):
 
     @property
     def rounded(self) -> float:
-        """What a sum over repeated tokens may lose: tensor cores add 16 products at a time, and cut."""
+        """The error bound of a sum over repeated tokens: tensor cores add 16 products at a time, and truncate."""
         case = self.case
         length = {"queries": case.q_len, "keys": case.kv_len}.get(self.along, 0) * self.times
         return length / 16 * 2.0**-23
@@ -90,17 +90,17 @@ def check(large: Large, implementation: str | None) -> None:
     def errors(inputs: list, goal: list) -> list:
         """Only numbers leave the device."""
         # Or XLA would never have the arrays as a whole.
-        found = jax.lax.optimization_barrier(
+        results = jax.lax.optimization_barrier(
             run(*jax.lax.optimization_barrier(large.repeat(*inputs)))
         )
-        each = map(large.apart, found, RESULTS[large.along])
+        each = map(large.apart, results, RESULTS[large.along])
         return [
             jnp.max(jnp.abs(x.astype(jnp.float32) - y[None])) / jnp.max(jnp.abs(y))
             for x, y in zip(each, goal, strict=True)
         ]
 
-    for name, got, limit in zip(Truth._fields, errors(inputs, goal), limits, strict=True):
-        assert got <= limit, f"{name} of {large}: error {got:.3g} > {limit:.3g}"
+    for name, actual, limit in zip(Truth._fields, errors(inputs, goal), limits, strict=True):
+        assert actual <= limit, f"{name} of {large}: error {actual:.3g} > {limit:.3g}"
 
 
 ELEMENTS = Large(Case("elements", 5, 128, 128, 16, 1, 128), "batch", 1640)  # 23 GB
@@ -171,9 +171,9 @@ def test_a_wrong_large_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_larger_batch_entry_is_an_error() -> None:
     x = jax.ShapeDtypeStruct((1, 1 << 16, 512, 64), jnp.bfloat16)
-    found = fa.explain(x, x, x, device=H200)
-    assert found.implementation == "blockwise"
-    assert "a batch entry has fewer than 2^31 elements, and here are 2147483648" in str(found)
+    results = fa.explain(x, x, x, device=H200)
+    assert results.implementation == "blockwise"
+    assert "a batch entry has fewer than 2^31 elements, and here are 2147483648" in str(results)
 
 
 def attend(implementation: str, mask: Any, q: Any, k: Any, v: Any) -> tuple:
@@ -198,7 +198,7 @@ PARTS = 16  # of the tokens: the first have by far the largest outputs and gradi
 
 
 def deviations(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Of each part, relative in the Frobenius norm."""
+    """Return the relative errors in the Frobenius norm."""
 
     def norms(x: jax.Array) -> jax.Array:
         return jnp.linalg.norm(x.astype(jnp.float32).reshape(PARTS, -1), axis=1)
@@ -221,8 +221,8 @@ def test_a_long_call_equals_its_merged_halves(length: int, implementation: str) 
 
     def run(call: Any) -> Any:
         def values_and_gradients(q: Any, k: Any, v: Any, *cotangents: Any) -> tuple:
-            found, pull = jax.vjp(call, q, k, v)
-            return found, pull(cotangents)
+            results, pull = jax.vjp(call, q, k, v)
+            return results, pull(cotangents)
 
         return jax.jit(values_and_gradients)(q, k, v, dout, dlse)
 

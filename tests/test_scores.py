@@ -45,7 +45,7 @@ def check(score, change):
 
 
 def check_gradients(make, change, data, implementation=None):
-    """Of query, key, value and all the data."""
+    """Check the gradients of query, key, value and all the data."""
 
     def loss(out_and_lse):
         out, lse = out_and_lse
@@ -58,9 +58,9 @@ def check_gradients(make, change, data, implementation=None):
         return loss(expected(lambda s: change(s, data), *qkv))
 
     argnums = (0, 1, 2, 3)
-    got, want = (jax.jit(jax.grad(f, argnums))(data, Q, KEY, V) for f in (ours, dense))
-    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
-    chex.assert_trees_all_close(got, want, rtol=2e-4, atol=2e-5)
+    actual, want = (jax.jit(jax.grad(f, argnums))(data, Q, KEY, V) for f in (ours, dense))
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, want)
+    chex.assert_trees_all_close(actual, want, rtol=2e-4, atol=2e-5)
 
 
 def per_head(x):
@@ -245,9 +245,9 @@ def test_data_of_masked_pairs_reach_no_gradient(implementation, poison, monkeypa
 
     poisoned = {**data, "bias": np.where(dead, poison, BIAS).astype(np.float32)}
     poisoned["heat"] = np.where(np.arange(T) > 1, data["heat"], poison).astype(np.float32)
-    got, want = jax.grad(loss)(poisoned), jax.grad(loss)(data)
-    chex.assert_trees_all_close(got, want, rtol=1e-6)
-    assert not np.any(got["bias"][dead]) and not np.any(got["heat"][:2])
+    actual, want = jax.grad(loss)(poisoned), jax.grad(loss)(data)
+    chex.assert_trees_all_close(actual, want, rtol=1e-6)
+    assert not np.any(actual["bias"][dead]) and not np.any(actual["heat"][:2])
 
 
 def test_the_gradient_of_16_bit_data_is_summed_in_float32(monkeypatch):
@@ -262,10 +262,10 @@ def test_the_gradient_of_16_bit_data_is_summed_in_float32(monkeypatch):
         return jnp.sum(lse)
 
     slopes = jnp.full(N, 0.01, jnp.bfloat16)
-    got = jax.grad(loss)(slopes, "blockwise")
+    actual = jax.grad(loss)(slopes, "blockwise")
     want = jax.grad(loss)(slopes.astype(jnp.float32), "reference")
-    assert got.dtype == jnp.bfloat16
-    chex.assert_trees_all_close(got.astype(jnp.float32), want, rtol=2**-8)
+    assert actual.dtype == jnp.bfloat16
+    chex.assert_trees_all_close(actual.astype(jnp.float32), want, rtol=2**-8)
 
 
 def _buckets(distance, count=8, limit=16):
@@ -367,8 +367,8 @@ def test_a_cap_must_be_a_python_number():
 
 
 def test_a_bias_may_be_a_list():
-    got = attend(fa.bias(np.asarray(BIAS).tolist()))  # pyright: ignore[reportArgumentType]
-    chex.assert_trees_all_equal(got, attend(fa.bias(BIAS)))
+    actual = attend(fa.bias(np.asarray(BIAS).tolist()))  # pyright: ignore[reportArgumentType]
+    chex.assert_trees_all_equal(actual, attend(fa.bias(BIAS)))
 
 
 @pytest.mark.parametrize("cap", [0, -1.0, np.nan])
@@ -414,8 +414,8 @@ def test_the_gradient_of_a_capped_score_is_its_slope():
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_a_row_is_empty_at_scores_of_minus_2_to_the_26th(implementation):
     limit = np.float32(-(2.0**26))
-    seen = np.nextafter(limit, np.float32(0))
-    rows = np.array([-1e10, -1e9, limit, seen, -1e6], np.float32)
+    above = np.nextafter(limit, np.float32(0))
+    rows = np.array([-1e10, -1e9, limit, above, -1e6], np.float32)
     values = jax.random.normal(jax.random.key(0), (1, 7, 1, 8))
     score = fa.bias(jnp.broadcast_to(rows[:, None], (5, 7)))
 

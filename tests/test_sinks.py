@@ -21,7 +21,7 @@ WEIGHT = normal(B, T, N, H, seed=3)
 
 
 def dense(q, k, v, sinks, mask):
-    """With a column more, for the sink, that is cut off again."""
+    """Compute dense attention with one more column for the sink, and drop its probability."""
     k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
     s = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * H**-0.5
     s = jnp.where(mask[None, None], s, -jnp.inf)
@@ -45,11 +45,11 @@ def test_values_and_gradients_equal_those_of_one_more_column(mask, implementatio
     ours, visible = MASKS[mask]
 
     def loss(attend):
-        def of(*args):
+        def loss_fn(*args):
             out, lse = attend(*args)
             return jnp.sum(out * WEIGHT) + jnp.sum(jnp.sin(lse)), (out, lse)
 
-        return jax.value_and_grad(of, (0, 1, 2, 3), has_aux=True)
+        return jax.value_and_grad(loss_fn, (0, 1, 2, 3), has_aux=True)
 
     def flash(q, k, v, sinks):
         return fa.flash_attention(
@@ -57,9 +57,9 @@ def test_values_and_gradients_equal_those_of_one_more_column(mask, implementatio
         )
 
     args = [jnp.asarray(x) for x in (Q, KEY, V, SINKS)]
-    got = loss(flash)(*args)
+    actual = loss(flash)(*args)
     chex.assert_trees_all_close(
-        got, loss(lambda *x: dense(*x, visible))(*args), rtol=2e-5, atol=5e-6
+        actual, loss(lambda *x: dense(*x, visible))(*args), rtol=2e-5, atol=5e-6
     )
 
 

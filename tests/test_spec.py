@@ -242,9 +242,9 @@ def test_invalid_calls_are_errors_in_flash_attention(name):
     call, error, message = BAD[name]
 
     def attend(**changes):
-        given = arrays(**changes)
-        qkv = [jnp.zeros(given.pop(n).shape, arrays(**changes)[n].dtype) for n in GOOD]
-        return fa.flash_attention(*qkv, **given)
+        call_arguments = arrays(**changes)
+        qkv = [jnp.zeros(call_arguments.pop(n).shape, arrays(**changes)[n].dtype) for n in GOOD]
+        return fa.flash_attention(*qkv, **call_arguments)
 
     with pytest.raises(error, match=message):
         call(attend)
@@ -304,7 +304,7 @@ def test_non_arrays_are_errors(entry, name):
 
 
 def test_explain_takes_what_flash_attention_takes():
-    """And describes the same call by each of them."""
+    """`explain` describes the same call for each argument."""
     options = {
         "mask": fa.Window(1), "is_causal": True, "score": fa.soft_cap(2.0), "scale": 0.5, "sinks": np.zeros(N, np.float32),
         "dropout_rate": 0.5, "dropout_rng": key(0), "align": "end", "q_positions": np.arange(T),
@@ -315,10 +315,10 @@ def test_explain_takes_what_flash_attention_takes():
     needed = {"dropout_rate": {"dropout_rng": key(0)}, "align": {"mask": fa.Causal()}}
     plain, of_call = spec(), {"sinks", "return_lse", "implementation"}
     for option, value in options.items():
-        found = fa.explain(**GOOD, **{option: value}, **needed.get(option, {}))
+        explanation = fa.explain(**GOOD, **{option: value}, **needed.get(option, {}))
         if option not in of_call | {"dropout_rng"}:
-            assert found.spec != plain, option
-            assert found.spec == spec(**{option: value}, **needed.get(option, {})), option
+            assert explanation.spec != plain, option
+            assert explanation.spec == spec(**{option: value}, **needed.get(option, {})), option
     assert fa.explain(**GOOD, implementation="reference").implementation == "reference"
     with pytest.raises(ValueError, match="sinks must be floats of shape"):
         fa.explain(**GOOD, sinks=np.zeros(N + 1))
@@ -376,12 +376,12 @@ def test_specs_do_not_depend_on_data_and_keys(seed):
 
 def test_a_spec_is_printed_with_all_fields():
     text = str(spec(**options()))
-    parts = ["float32 [B 2, T 6, S 5, N 4, K 2, H 16, Hv 16]", "scale 0.3", "dropout 0.1"]
-    parts += ["mask ((Causal() & FunctionMask(fn=<lambda>)) | Prefix(length=int32[]))"]
-    parts += [
+    terms = ["float32 [B 2, T 6, S 5, N 4, K 2, H 16, Hv 16]", "scale 0.3", "dropout 0.1"]
+    terms += ["mask ((Causal() & FunctionMask(fn=<lambda>)) | Prefix(length=int32[]))"]
+    terms += [
         "score Score(fn=<lambda>), Score(fn=SoftCap(cap=3.0)), Score(fn=_linear_bias, heads={slope:"
     ]
-    for part in parts:
+    for part in terms:
         assert part in text
     assert "dropout" not in str(spec())
 
@@ -415,8 +415,8 @@ def test_raw_and_typed_keys_are_equivalent():
 
 
 def test_keys_of_all_generators_are_supported():
-    given = jax.random.key(3, impl="rbg")
-    seed = parse_call(**arrays(dropout_rate=0.1, dropout_rng=given))[1].seed
+    call_arguments = jax.random.key(3, impl="rbg")
+    seed = parse_call(**arrays(dropout_rate=0.1, dropout_rng=call_arguments))[1].seed
     assert seed.shape == (2,) and seed.dtype == jnp.uint32
 
 

@@ -90,7 +90,7 @@ def test_every_entry_of_the_order_exists():
 
 
 def test_forward_and_backward_and_architectures_do_not_import_each_other():
-    """Nor does what is of one architecture come into what all share."""
+    """Shared modules do not import those of an architecture either."""
     apart = ["backends.sm90.forward", "backends.sm90.backward"]
     for file in FILES:
         for other in imported_modules(file):

@@ -35,11 +35,11 @@ def test_every_layout_runs_on_a_cpu(layout, implementation, dtype):
         out, pull = jax.vjp(attend, q, k, v)
         return out, pull(out)
 
-    got = jax.jit(both)(*arrays)
+    actual = jax.jit(both)(*arrays)
     q, k, v = (view(x).astype(jnp.float32) for x in arrays)
     expected = jax.nn.dot_product_attention(q, k, v)
-    np.testing.assert_allclose(got[0].astype(jnp.float32), expected, rtol=0.02, atol=0.02)
-    assert all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in got[1])
+    np.testing.assert_allclose(actual[0].astype(jnp.float32), expected, rtol=0.02, atol=0.02)
+    assert all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in actual[1])
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
@@ -58,8 +58,8 @@ def test_float32_is_as_exact_as_jax_nn_where_scores_are_large(growth, equal_keys
             out, pull = jax.vjp(attend, q, k, v)
             return out, *pull(dout)
 
-        found = jax.jit(both)(q, k, v, dout)
-        return [distance(a, b) for a, b in zip(found, truth, strict=True)]
+        results = jax.jit(both)(q, k, v, dout)
+        return [distance(a, b) for a, b in zip(results, truth, strict=True)]
 
     def distance(a, b):
         off = np.abs(np.asarray(a, np.float64) - b).max((1, 2, 3))
@@ -91,6 +91,6 @@ def test_16_bit_gradients_of_concentrated_rows_are_as_exact_as_jax_nn(implementa
 
     wide = gradient(jax.nn.dot_product_attention, x.astype(jnp.float32), bias.astype(jnp.float32))
     attend = functools.partial(fa.dot_product_attention, implementation=implementation)
-    got = gradient(attend, x, bias).astype(jnp.float32)
+    actual = gradient(attend, x, bias).astype(jnp.float32)
     rounding = jnp.abs(wide - wide.astype(jnp.bfloat16).astype(jnp.float32)).max()
-    assert jnp.abs(got - wide).max() <= 2 * rounding
+    assert jnp.abs(actual - wide).max() <= 2 * rounding
