@@ -233,14 +233,10 @@ def _check_leading_axes(name: str, shape: tuple[int, ...], dims: CallShape) -> N
         )
 
 
-def _is_one(size: Any) -> bool:
-    # Comparisons of a symbol of `jax.export` raise.
-    return isinstance(size, int) and size == 1
-
-
 def _pairwise_kind(pairs: jax.Array) -> str:
     """Return the field of `AuxArrays` for a pairwise array, by the axes over which it varies."""
-    *heads, queries, keys = [not _is_one(size) for size in pairs.shape[1:]]
+    # Comparisons of a symbol of `jax.export` raise.
+    *heads, queries, keys = [not (isinstance(n, int) and n == 1) for n in pairs.shape[1:]]
     if not queries and not keys:
         return "per_head"
     if any(heads) or (queries and keys):

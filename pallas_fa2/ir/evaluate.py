@@ -39,16 +39,16 @@ def evaluate(
 
     def apply(eqn: Any, ins: list[TileValue]) -> list[TileValue]:
         if (inner := inner_jaxpr(eqn)) is not None:
-            result = simplify_floor_division(eqn, ins, shape, ops)
-            return (
-                [result] if result is not None else interpret_jaxpr(*inner, ins, _constant, apply)
-            )
+            if (result := simplify_floor_division(eqn, ins, shape, ops)) is not None:
+                return [result]
+            return interpret_jaxpr(*inner, ins, _constant, apply)
         if _converts_constant(eqn, ins):
             return [_constant(np.asarray(ins[0].array, eqn.params["new_dtype"]))]
+        name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
         axes = tuple(sorted({axis for x in ins for axis in x.axes}))
         dtypes = {v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)}
-        rule = _RULES.get(eqn.primitive.name) if dtypes <= {"float32", *NARROW} else None
-        if ins[0].as_float is not None and _converts_to_float32(eqn):
+        rule = _RULES.get(name) if dtypes <= {"float32", *NARROW} else None
+        if ins[0].as_float is not None and (name, dtype) == ("convert_element_type", jnp.float32):
             return [ins[0].as_float]
         if rule is not None:
             result = rule(_RuleContext(shape, axes, ops), *ins, **eqn.params)
@@ -56,7 +56,7 @@ def evaluate(
         if (simplified := _simplify_comparison(eqn, ins, comparisons)) is not None:
             return [simplified]
         result = bind(eqn.primitive, ins, shape, ops, **eqn.params)
-        if eqn.outvars[0].aval.dtype == jnp.int32:
+        if dtype == jnp.int32:
             result = _track_bounds(result, eqn.primitive, _RuleContext(shape, axes, ops), ins)
         return [result]
 
@@ -67,10 +67,6 @@ def _converts_constant(eqn: Any, ins: list[TileValue]) -> bool:
     # Under x64, Python's integers are 64 bits wide until such a conversion.
     is_constant = isinstance(ins[0].array, np.ndarray) and ins[0].factor == 1.0
     return eqn.primitive.name == "convert_element_type" and is_constant
-
-
-def _converts_to_float32(eqn: Any) -> bool:
-    return eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.float32
 
 
 def _simplify_comparison(

@@ -6,6 +6,7 @@ its upper bound "true somewhere". Every rule is sound: where nothing is known, t
 whole range of its dtype. The cost is one evaluation for each tile; no [T, S] array is ever built."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,38 +51,34 @@ def _monotone(f: Callable) -> Rule:
     return lambda *args: Interval(f(*(a.lo for a in args)), f(*(a.hi for a in args)))
 
 
-def _exact_in_range(f: Callable, *bounds: tuple) -> tuple[Interval, jax.Array]:
-    """Return the extremes of `f` over combinations of bounds, and whether an integer wrapped around."""
+def _extremes(f: Callable, *bounds: tuple) -> Interval:
+    """Return the extremes of `f` over combinations of bounds, or the whole range where an integer wraps around."""
     values = [f(*c) for c in bounds]
     lo, hi = functools.reduce(jnp.minimum, values), functools.reduce(jnp.maximum, values)
     dtype = lo.dtype
     if not jnp.issubdtype(dtype, jnp.integer):
         # Infinities inside the tile may give NaN (inf - inf, 0 * inf).
         finite = functools.reduce(jnp.logical_and, [jnp.isfinite(x) for c in bounds for x in c])
-        return Interval(lo, hi), ~jnp.broadcast_to(finite, lo.shape)
+        return _where_valid(~jnp.broadcast_to(finite, lo.shape), Interval(lo, hi))
     # float32 has 24 bits of precision: the limits are four units in the last place inside the dtype's.
     margin = 1.0 - 2.0**-22
     limit = jnp.float32(float(jnp.iinfo(dtype).max) * margin)
     floor = jnp.float32(float(jnp.iinfo(dtype).min) * margin)
     rough = [f(*(x.astype(jnp.float32) for x in c)) for c in bounds]
     wrapped = functools.reduce(jnp.logical_or, [(x > limit) | (x < floor) for x in rough])
-    return Interval(lo, hi), wrapped
+    return _where_valid(wrapped, Interval(lo, hi))
 
 
 def _add(a: Interval, b: Interval) -> Interval:
-    x, wrapped = _exact_in_range(jnp.add, (a.lo, b.lo), (a.hi, b.hi))
-    return _where_valid(wrapped, x)
+    return _extremes(jnp.add, (a.lo, b.lo), (a.hi, b.hi))
 
 
 def _sub(a: Interval, b: Interval) -> Interval:
-    x, wrapped = _exact_in_range(jnp.subtract, (a.lo, b.hi), (a.hi, b.lo))
-    return _where_valid(wrapped, x)
+    return _extremes(jnp.subtract, (a.lo, b.hi), (a.hi, b.lo))
 
 
 def _mul(a: Interval, b: Interval) -> Interval:
-    corners = ((a.lo, b.lo), (a.lo, b.hi), (a.hi, b.lo), (a.hi, b.hi))
-    x, wrapped = _exact_in_range(jnp.multiply, *corners)
-    return _where_valid(wrapped, x)
+    return _extremes(jnp.multiply, *itertools.product(a, b))
 
 
 def _neg(a: Interval) -> Interval:
