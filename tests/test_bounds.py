@@ -81,7 +81,7 @@ def ready_made(q_len, kv_len):
 
 @pytest.mark.parametrize("sizes", [RAGGED, TALL], ids=str)
 @pytest.mark.parametrize("name", ready_made(9, 9))
-def test_ready_made_masks_are_classified_exactly(name, sizes):
+def test_built_in_masks_are_classified_exactly(name, sizes):
     mask, visible = ready_made(*sizes[:2])[name]
     np.testing.assert_array_equal(table(mask, sizes), exact(visible, sizes))
 
@@ -150,7 +150,7 @@ NAMES = list(of_positions(SimpleNamespace(index=0), SimpleNamespace(index=0), np
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_visible_pair_is_skipped_and_no_hidden_one_unmasked(name):
+def test_classes_are_sound(name):
     sizes = RAGGED
     q_data, k_data = token_data(sizes[0], 1), token_data(sizes[1], 2)
 
@@ -167,7 +167,7 @@ def test_no_visible_pair_is_skipped_and_no_hidden_one_unmasked(name):
      ("chunked and causal", 1), ("two-sided window", 1), ("neighbourhood", 1.3), ("prefix", 1),
      ("clip", 1), ("clamp", 1), ("halves of chunks", 1)],
 )  # fmt: skip
-def test_common_masks_compute_few_tiles_more_than_they_must(name, share):
+def test_classes_of_common_masks_are_tight(name, share):
     sizes = EVEN
     q_data = token_data(96, 1)
     k_data = {n: x[:64] for n, x in q_data.items()}
@@ -176,9 +176,9 @@ def test_common_masks_compute_few_tiles_more_than_they_must(name, share):
         return of_positions(q, k, xp)[name]()
 
     mask = fa.mask_fn(lambda q, k: choose(q, k, jnp))(q_tokens=q_data, k_tokens=k_data)
-    got, want = table(mask, sizes), exact(dense(choose, q_data, k_data), sizes)
-    assert np.sum(got != EMPTY) <= share * np.sum(want != EMPTY)
-    assert np.sum(got == FULL) >= np.sum(want == FULL) / share
+    actual, want = table(mask, sizes), exact(dense(choose, q_data, k_data), sizes)
+    assert np.sum(actual != EMPTY) <= share * np.sum(want != EMPTY)
+    assert np.sum(actual == FULL) >= np.sum(want == FULL) / share
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_common_masks_compute_few_tiles_more_than_they_must(name, share):
     ids=["sum", "not a sum", "difference", "product", "zero"],
 )
 @pytest.mark.parametrize("signs", [(1, 1), (1, -1)], ids=["equal", "opposite"])
-def test_infinities_inside_a_tile_may_give_nan(combine, signs):
+def test_infinities_in_a_tile_are_sound(combine, signs):
     """inf - inf and 0 inf are NaN between bounds that are not."""
     sizes = RAGGED
     x, y = (
@@ -207,7 +207,7 @@ def test_infinities_inside_a_tile_may_give_nan(combine, signs):
 
 
 @pytest.mark.parametrize("kind", ["heads", "params", "pairs"])
-def test_data_of_other_kinds_are_bounded_too(kind):
+def test_data_of_all_kinds_are_bounded(kind):
     sizes = RAGGED
     q_len, kv_len = sizes[:2]
     x = {"heads": integers(N, high=40), "params": np.int32(20),
@@ -215,13 +215,13 @@ def test_data_of_other_kinds_are_bounded_too(kind):
     mask = fa.mask_fn(lambda q, k, c: q.index - k.index < c.x)(**{kind: {"x": x}})
     shown = x.reshape(1, N, 1, 1) if kind == "heads" else x
     visible = np.arange(q_len)[:, None] - np.arange(kv_len)[None] < shown
-    got = table(mask, sizes)
-    assert_sound(got, exact(visible, sizes))
+    actual = table(mask, sizes)
+    assert_sound(actual, exact(visible, sizes))
     if kind != "pairs":
-        np.testing.assert_array_equal(got, exact(visible, sizes))
+        np.testing.assert_array_equal(actual, exact(visible, sizes))
 
 
-def test_a_table_is_opaque_and_sound():
+def test_an_indexed_table_is_classified_soundly():
     sizes = RAGGED
     lookup = integers(16, seed=3)
     mask = fa.mask_fn(lambda q, k, c: c.table[k.index % 16] > 1)(params={"table": lookup})
@@ -247,14 +247,14 @@ def floor_divide(x, y):
         (lambda q, k: floor_divide(k.index, 30) < 0, lambda i, j: (j > 30) & (i >= 0)),
     ],
 )
-def test_a_users_function_may_have_the_name_of_one_of_jax(mask, visible):
+def test_a_users_function_may_have_a_name_of_jax(mask, visible):
     sizes = RAGGED
     i, j = np.arange(sizes[0])[:, None], np.arange(sizes[1])[None]
     assert_sound(table(mask, sizes), exact(visible(i, j), sizes))
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
-def test_code_inside_of_other_functions_is_followed(wrap):
+def test_inner_jaxprs_are_evaluated(wrap):
     causal = wrap(lambda i, j: i >= j)
     sizes = RAGGED
     expected = exact(np.tri(*sizes[:2], dtype=bool), sizes)
@@ -262,7 +262,7 @@ def test_code_inside_of_other_functions_is_followed(wrap):
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped", "random"])
-def test_given_positions_are_bounded_in_any_order(order):
+def test_explicit_positions_are_bounded_in_any_order(order):
     """The shards of context parallelism: global positions of the tokens that a device holds."""
     sizes = (48, 32, 8, 8)
     everything = np.arange(96, dtype=np.int32)
@@ -274,8 +274,8 @@ def test_given_positions_are_bounded_in_any_order(order):
         "random": (np.random.default_rng(0).permutation(96)[:48],
                    np.random.default_rng(1).permutation(96)[:32]),
     }[order]  # fmt: skip
-    got = table(fa.Causal(), sizes, q_positions=q_index, kv_positions=k_index)
-    np.testing.assert_array_equal(got, exact(q_index[:, None] >= k_index[None], sizes))
+    actual = table(fa.Causal(), sizes, q_positions=q_index, kv_positions=k_index)
+    np.testing.assert_array_equal(actual, exact(q_index[:, None] >= k_index[None], sizes))
 
 
 def test_classes_of_all_batch_entries_and_heads_together():
@@ -284,14 +284,14 @@ def test_classes_of_all_batch_entries_and_heads_together():
     lengths = np.array([17, 40], np.int32)
     visible = np.arange(kv_len) < lengths.reshape(B, 1, 1, 1)
     each = exact(visible, sizes)
-    got = block_classes_all_heads(*describe_shapes(fa.Prefix(lengths), q_len, kv_len), *blocks)
+    actual = block_classes_all_heads(*describe_shapes(fa.Prefix(lengths), q_len, kv_len), *blocks)
     all_full, all_empty = np.all(each == FULL, (0, 1)), np.all(each == EMPTY, (0, 1))
     np.testing.assert_array_equal(
-        got, np.where(all_full, FULL, np.where(all_empty, EMPTY, PARTIAL))
+        actual, np.where(all_full, FULL, np.where(all_empty, EMPTY, PARTIAL))
     )
 
 
-def test_no_mask_fills_every_tile():
+def test_all_tiles_are_full_without_a_mask():
     assert np.all(table(None, RAGGED) == FULL)
 
 
@@ -304,10 +304,10 @@ def test_run_time_data_are_classified_under_jit():
 
     for seed in range(2):
         ids = documents(q_len, seed=seed)
-        got = classes(fa.Segments(ids) & fa.Causal())
+        actual = classes(fa.Segments(ids) & fa.Causal())
         visible = (ids[:, None] == ids[None]) & np.tri(q_len, dtype=bool)
         expected = exact(visible, sizes)[:1, :1]
-        np.testing.assert_array_equal(got.reshape(1, 1, *got.shape[-2:]), expected)
+        np.testing.assert_array_equal(actual.reshape(1, 1, *actual.shape[-2:]), expected)
 
 
 IDS, LENGTHS = np.zeros(48, np.int32), np.zeros(B, np.int32)
@@ -324,21 +324,21 @@ IDS, LENGTHS = np.zeros(48, np.int32), np.zeros(B, np.int32)
     ],
     ids=str,
 )
-def test_which_tiles_data_may_fill(mask, without_data):
+def test_data_independent_classes_are_sound(mask, without_data):
     """Whatever they are: also where they are traced."""
     q_len, kv_len, *blocks = SQUARE
     expected = block_classes(*describe_shapes(without_data, q_len, kv_len), *blocks) != EMPTY
-    found = []
+    table = []
 
     @jax.jit
     def traced(mask):
-        found.append(data_independent_classes(describe_shapes(mask, q_len, kv_len)[0], *blocks))
+        table.append(data_independent_classes(describe_shapes(mask, q_len, kv_len)[0], *blocks))
 
     traced(mask)
-    np.testing.assert_array_equal(found[0], np.where(expected, PARTIAL, EMPTY))
+    np.testing.assert_array_equal(table[0], np.where(expected, PARTIAL, EMPTY))
 
 
-def test_positions_that_are_given_may_be_anywhere():
+def test_explicit_positions_make_every_tile_partial():
     spec, _ = describe_shapes(fa.Window(3), 48, 48, q_positions=jnp.arange(48))
     assert np.all(data_independent_classes(spec, 8, 12) == PARTIAL)
 
@@ -366,7 +366,7 @@ def test_a_mask_without_data_is_classified_at_trace_time(mask):
 @pytest.mark.parametrize(
     "context", [jax.disable_jit, jax.checking_leaks, lambda: jax.debug_nans(True)]
 )
-def test_a_mask_without_data_is_classified_while_one_debugs(context):
+def test_a_mask_without_data_is_classified_under_disable_jit(context):
     call = describe_shapes(STATIC[2], 48, 48)
     expected = block_classes_all_heads(*call, 8, 12)
     with context():
@@ -375,21 +375,21 @@ def test_a_mask_without_data_is_classified_while_one_debugs(context):
 
 def test_a_mask_of_traced_data_is_classified_at_run_time():
     def traced(lengths):
-        found = block_classes_all_heads(*describe_shapes(fa.Lengths(kv=lengths), 48, 48), 8, 12)
-        assert isinstance(found, jax.core.Tracer)
-        return found
+        table = block_classes_all_heads(*describe_shapes(fa.Lengths(kv=lengths), 48, 48), 8, 12)
+        assert isinstance(table, jax.core.Tracer)
+        return table
 
     assert jax.eval_shape(traced, jax.ShapeDtypeStruct((B,), jnp.int32)).shape == (6, 4)
 
 
-def test_classes_on_a_gpu_negate_no_integer():
+def test_classes_on_a_gpu_negate_integers_safely():
     """ptxas up to 13.3 loses the minus of max(max(a, -b), c); XLA writes |x| as max(x, -x)."""
 
-    def apart(q, k):
+    def separate(q, k):
         return jnp.maximum(abs(q.row - k.row), abs(q.column - k.column)) <= -k.row
 
     def classes(row, column):
-        mask = fa.mask_fn(apart)(tokens={"row": row, "column": column})
+        mask = fa.mask_fn(separate)(tokens={"row": row, "column": column})
         return block_classes_all_heads(*describe_shapes(mask, 256, 256), 64, 64)
 
     ids = jax.ShapeDtypeStruct((256,), jnp.int32)

@@ -61,16 +61,16 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_causal_code_is_known(name):
+def test_causal_code_is_recognized(name):
     assert aligned(CAUSAL[name]) == "start"
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_other_code_is_not(name):
+def test_other_code_is_not_recognized(name):
     assert aligned(OTHER[name]) is None
 
 
-def test_to_which_end_it_is_aligned():
+def test_the_alignment_is_recognized():
     def last(q, k):
         return q.index + (k.length - q.length) >= k.index
 
@@ -80,13 +80,13 @@ def test_to_which_end_it_is_aligned():
     assert aligned(lambda q, k: q.index + 3 >= k.index, T, S) is None
 
 
-def test_given_positions_say_nothing_of_places():
+def test_explicit_positions_are_not_causal():
     assert aligned(fa.Causal(), q_positions=jnp.arange(T), kv_positions=jnp.arange(T)) is None
 
 
 @pytest.mark.parametrize("compare", [operator.ge, operator.gt, operator.le, operator.lt])
 @pytest.mark.parametrize("q_len, kv_len", [(5, 5), (5, 7), (7, 5)])
-def test_what_is_known_is_true_and_nothing_is_missed(compare, q_len, kv_len):
+def test_recognition_equals_the_dense_definition(compare, q_len, kv_len):
     rows, columns = np.arange(q_len)[:, None], np.arange(kv_len)
     aligns = {"start": rows >= columns, "end": rows + kv_len - q_len >= columns, None: None}
     for shift in range(-3, 4):
@@ -96,7 +96,7 @@ def test_what_is_known_is_true_and_nothing_is_missed(compare, q_len, kv_len):
             lambda i, j, n=shift: ~compare(j - n, i),
         )
         for form in forms:
-            seen = form(rows, columns)
-            found = aligned(lambda q, k, form=form: form(q.index, k.index), q_len, kv_len)
-            same = [name for name, x in aligns.items() if name and np.array_equal(seen, x)]
-            assert found in same if same else found is None
+            visible = form(rows, columns)
+            alignment = aligned(lambda q, k, form=form: form(q.index, k.index), q_len, kv_len)
+            same = [name for name, x in aligns.items() if name and np.array_equal(visible, x)]
+            assert alignment in same if same else alignment is None

@@ -40,7 +40,7 @@ def test_contract_of_reference_and_blockwise(case: Case) -> None:
 @pytest.mark.parametrize(
     "case", slow_but(lambda case: case.name in COMPILED, PLAIN + GENERAL), ids=str
 )
-def test_contract_of_what_xla_compiles(case: Case) -> None:
+def test_contract_of_compiled_xla_backends(case: Case) -> None:
     suite.check(case, "reference", "blockwise")
 
 

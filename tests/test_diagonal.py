@@ -1,4 +1,4 @@
-"""What a mask's code says about a token and itself; never more than is true."""
+"""Coverage by a mask's code: it must never be claimed where it does not hold."""
 
 import jax
 import jax.numpy as jnp
@@ -43,17 +43,17 @@ def says(mask, kv_len=24, **options):
     ],
     ids=str,
 )
-def test_every_token_sees_itself(mask):
+def test_every_token_attends_to_itself(mask):
     assert says(mask)
 
 
 @pytest.mark.parametrize(
     "mask", [fa.Segments(IDS, IDS), image_text(tokens={"image": IDS})], ids=["segments", "tokens"]
 )
-def test_every_token_sees_itself_under_a_mask_that_is_an_argument_of_jit(mask):
-    found = []
-    jax.jit(lambda mask: found.append(says(mask)))(mask)
-    assert found == [True]
+def test_every_token_attends_to_itself_with_a_mask_as_argument_of_jit(mask):
+    proved = []
+    jax.jit(lambda mask: proved.append(says(mask)))(mask)
+    assert proved == [True]
 
 
 @pytest.mark.parametrize(
@@ -73,17 +73,17 @@ def test_every_token_sees_itself_under_a_mask_that_is_an_argument_of_jit(mask):
     ],
     ids=str,
 )
-def test_where_some_may_not_it_does_not_say_so(mask):
+def test_masks_that_may_not_cover_every_token(mask):
     assert not says(mask)
 
 
-def test_other_lengths_and_given_positions_are_other_tokens():
+def test_different_lengths_and_explicit_positions_are_different_tokens():
     assert not says(fa.Window(3), kv_len=30)
     assert not says(fa.Window(3), q_positions=jnp.arange(24) + 5)
 
 
 @pytest.mark.parametrize("kv_len", [7, 60])
-def test_other_lengths_by_pairs_that_see_each_other(kv_len):
+def test_different_lengths_are_covered_by_witnesses(kv_len):
     shift = kv_len - 24
     seen = fa.mask_fn(lambda q, k: q.index + shift >= k.index)
     assert says(seen, kv_len) == (kv_len > 24)  # the first queries would be without a key
@@ -97,12 +97,12 @@ def test_other_lengths_by_pairs_that_see_each_other(kv_len):
 def in_doubt(mask, kv_len=24, **options):
     q = jax.ShapeDtypeStruct((2, 24, 4, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, kv_len, 2, 64), jnp.bfloat16)
-    found = jax.jit(
+    proved = jax.jit(
         lambda mask: batch_entries_without_self_attention(
             *parse_call(q, k, k, mask=mask, **options)
         )
     )
-    return np.asarray(found(mask)).tolist()
+    return np.asarray(proved(mask)).tolist()
 
 
 reach = fa.mask_fn(lambda q, k, c: q.index - k.index <= c.reach)
@@ -127,11 +127,11 @@ FIRST_OF_TWO = jnp.array([[[[True]]], [[[False]]]])
     ],
     ids=str,
 )
-def test_data_say_whether_every_token_sees_itself(mask, expected):
+def test_data_show_whether_every_token_attends_to_itself(mask, expected):
     assert in_doubt(mask) == expected
 
 
-def test_tokens_at_other_positions_are_in_doubt():
+def test_tokens_at_different_positions_may_be_unattended():
     there = jnp.arange(24)
     assert in_doubt(fa.Window(3), kv_len=30) == [1, 1]
     assert in_doubt(fa.Window(3), q_positions=there, kv_positions=there) == [0, 0]

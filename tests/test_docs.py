@@ -55,8 +55,8 @@ def named_files(path):
 
 
 def status(path):
-    (found,) = re.findall(r"^Status: (.*)$", path.read_text(), re.MULTILINE)
-    return found
+    (status_line,) = re.findall(r"^Status: (.*)$", path.read_text(), re.MULTILINE)
+    return status_line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -62,7 +62,7 @@ def test_what_has_been_run_and_what_is_elsewhere_is_not_checked(
     checks: list, monkeypatch: Any
 ) -> None:
     assert first_use.failure(KERNELS, A100._replace(capability="9.0")) is None
-    monkeypatch.setattr(jax, "local_devices", lambda: [])
+    monkeypatch.setattr(jax, "local_devices", list)
     assert first_use.failure(KERNELS, A100) is None
     assert checks[1:] == []
 

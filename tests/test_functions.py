@@ -111,7 +111,7 @@ def test_any_callable_of_two_tokens_is_a_mask(name):
         (lambda q, k, c: c.table > 0, r"declare it with heads=, params= or pairs="),
     ],
 )
-def test_undeclared_data_are_named_with_what_there_is(fn, message):
+def test_errors_about_undeclared_data_list_the_declared(fn, message):
     mask = fa.mask_fn(fn)(q_tokens={"x": integers(3, T)}, heads={"slope": integers(3, N)})
     with pytest.raises(AttributeError, match=message):
         dense(mask)
@@ -136,7 +136,7 @@ def test_undeclared_data_are_named_with_what_there_is(fn, message):
         (lambda q, k: None, None),
     ],
 )
-def test_what_python_cannot_do_in_a_function_names_it_and_the_cure(fn, cure):
+def test_errors_of_python_in_a_function_name_it_and_the_remedy(fn, cure):
     if cure is None:
         cure, fn_of_score = "must return its result, but it returns None", lambda s, q, k: None
     else:

@@ -25,7 +25,7 @@ BATCH, LENGTH, DIM = 4, 8, 16
 
 
 def kernel(q: jax.Array, k: jax.Array, bias: jax.Array) -> tuple:
-    """Not attention: it has a result of each kind."""
+    """A stand-in for an attention kernel with a result of each kind."""
     q = q.reshape(*q.shape[:2], k.shape[2], -1, DIM)
     constant = jnp.asarray(np.arange(LENGTH, dtype=np.float32))[None, None, None, None]
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * constant
@@ -64,37 +64,37 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_device_has_its_part(layout: str) -> None:
+def test_each_device_computes_its_shard(layout: str) -> None:
     q_spec, k_spec, heads, left = LAYOUTS[layout]
     batch = 8 if "two axes" in layout else BATCH
-    args, mesh, seen = inputs(*heads, batch), mesh_of(jax.devices()[:8]), []
+    args, mesh, calls = inputs(*heads, batch), mesh_of(jax.devices()[:8]), []
 
     def looked_at(q: jax.Array, *rest: jax.Array) -> tuple:
-        seen.append((q.shape[0], q.shape[2]))
+        calls.append((q.shape[0], q.shape[2]))
         return kernel(q, *rest)
 
     specs = q_spec, k_spec, P()
-    given = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
-    got = jax.jit(sharded(looked_at, AXES))(*given)
-    chex.assert_trees_all_close(jax.device_get(got), kernel(*args), rtol=1e-4, atol=1e-2)
-    assert seen[-1] == left
+    shards = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
+    actual = jax.jit(sharded(looked_at, AXES))(*shards)
+    chex.assert_trees_all_close(jax.device_get(actual), kernel(*args), rtol=1e-4, atol=1e-2)
+    assert calls[-1] == left
     if left != (batch, heads[0]):
-        assert got[1].sharding.is_equivalent_to(given[1].sharding, 4)
+        assert actual[1].sharding.is_equivalent_to(shards[1].sharding, 4)
 
 
 @pytest.mark.parametrize("set_it", [True, False], ids=["set", "of the arrays"])
 def test_a_mesh_of_explicit_axes(set_it: bool) -> None:
     mesh = mesh_of(jax.devices()[:8], AxisType.Explicit)
     args, spec = inputs(4, 2), P("x", None, "y")
-    given = [
+    shards = [
         jax.device_put(x, NamedSharding(mesh, s))
         for x, s in zip(args, (spec, spec, P()), strict=True)
     ]
     out = P("x", "y"), spec, P(), {"bias": P("y")}
     with jax.set_mesh(mesh) if set_it else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        found = jax.jit(jax.sharding.auto_axes(sharded(kernel, AXES), out_sharding=out))
-        text, got = found.lower(*given).compile().as_text(), found(*given)
-    chex.assert_trees_all_close(jax.device_get(got), kernel(*args), rtol=1e-4, atol=1e-2)
+        partitioned = jax.jit(jax.sharding.auto_axes(sharded(kernel, AXES), out_sharding=out))
+        text, actual = partitioned.lower(*shards).compile().as_text(), partitioned(*shards)
+    chex.assert_trees_all_close(jax.device_get(actual), kernel(*args), rtol=1e-4, atol=1e-2)
     assert "all-gather" not in text
 
 
@@ -112,7 +112,7 @@ def test_inside_shard_map_a_kernel_is_called_as_it_is() -> None:
 
 
 def in_parts(kernel: Callable, axes: Axes) -> Callable:
-    """As two devices for batch entries and two for heads would: one part after another."""
+    """Run a kernel on the shards of a 2 x 2 mesh (batch entries and heads) one after another."""
     part_of = jax.jit(kernel)  # all are of one shape, and compiled once
 
     def call(*args: Any) -> Any:
@@ -123,20 +123,20 @@ def in_parts(kernel: Callable, axes: Axes) -> Callable:
             for name, size in zip(names, x.shape, strict=True):
                 sizes[name] = max(size, sizes.get(name, 1))
 
-        def cut(names: str, x: jax.Array, at: dict[str, int]) -> jax.Array:
+        def slice_shard(names: str, x: jax.Array, at: dict[str, int]) -> jax.Array:
             for axis, (name, size) in enumerate(zip(names, x.shape, strict=True)):
                 if name != "." and size == sizes[name] > 1:
                     half = size // 2
                     x = jax.lax.slice_in_dim(x, at[name] * half, (at[name] + 1) * half, axis=axis)
             return x
 
-        found = {}
+        partitioned = {}
         for entries, heads in itertools.product(range(2), repeat=2):
             at = {"b": entries, "n": heads, "k": heads}
-            part = [cut(names, x, at) for names, x in zip(letters, arrays, strict=True)]
-            found[entries, heads], result = jax.tree.flatten(part_of(*tree.unflatten(part)))
+            part = [slice_shard(names, x, at) for names, x in zip(letters, arrays, strict=True)]
+            partitioned[entries, heads], result = jax.tree.flatten(part_of(*tree.unflatten(part)))
         joined = [
-            join(names, *([found[b, h][i] for h in range(2)] for b in range(2)))
+            join(names, *([partitioned[b, h][i] for h in range(2)] for b in range(2)))
             for i, names in enumerate(jax.tree.leaves(axes.results))
         ]
         return result.unflatten(joined)
@@ -187,19 +187,19 @@ def attend(name: str, implementation: str) -> Callable:
 
 
 @pytest.mark.parametrize("name", slow_but(("causal", "array").__contains__, CALLS))
-def test_kernels_of_parts_are_the_kernel_of_all(name: str) -> None:
-    """What each argument's axes are said to be, they are: a part that met another's data would differ."""
+def test_kernels_of_shards_equal_the_whole_kernel(name: str) -> None:
+    """The declared axes are those of the arguments: otherwise a shard would read data of another one."""
     args = arguments()
     with planned_for_h200(2), mock.patch.object(sharding, "sharded", in_parts):
-        got = interpreter.run(attend(name, "hopper"), *args, detect_races=False)
+        actual = interpreter.run(attend(name, "hopper"), *args, detect_races=False)
     expected = interpreter.run(attend(name, "reference"), *args)
-    for x, y in zip(got, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         x, y = (np.asarray(a, np.float32) for a in (x, y))
         assert np.abs(x - y).max() <= 0.02 * np.abs(y).max()
 
 
 @pytest.mark.parametrize("name", [slow("packed with slopes"), "dropout"])
-def test_nothing_is_gathered_on_four_gpus(name: str) -> None:
+def test_no_array_is_gathered_on_four_gpus(name: str) -> None:
     """Two entries and two heads on each; of slopes that all entries share, two numbers are summed."""
     mesh = mesh_of(compile_gate.h200s(4))
     by_head, by_entry = P("x", None, "y"), P("x")
@@ -226,21 +226,21 @@ PLACED = {  # q, k, v and dout, ids, slopes
 @pytest.mark.gpus
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("name", CALLS)
-def test_two_gpus_are_as_one(name: str, placed: str) -> None:
+def test_two_gpus_equal_one(name: str, placed: str) -> None:
     """Each forms its entries or heads as a GPU with all of them would, to the bit; gradients are summed in any
     order there as well."""
     mesh, args = jax.make_mesh((2,), ("x",), (AxisType.Auto,)), arguments()
     heads, ids, slopes = (NamedSharding(mesh, spec) for spec in PLACED[placed])
-    given = [
+    shards = [
         jax.device_put(x, at)
         for x, at in zip(args, (heads, heads, heads, heads, ids, slopes), strict=True)
     ]
-    run = jax.jit(attend(name, "hopper")).lower(*given).compile()
+    run = jax.jit(attend(name, "hopper")).lower(*shards).compile()
     assert "all-gather" not in (run.as_text() or "")
-    got, alone = run(*given), jax.jit(attend(name, "hopper"))(*args)
-    assert got[0].sharding.is_equivalent_to(heads, 4)
-    np.testing.assert_array_equal(*(np.asarray(x[0], np.float32) for x in (got, alone)))
+    actual, alone = run(*shards), jax.jit(attend(name, "hopper"))(*args)
+    assert actual[0].sharding.is_equivalent_to(heads, 4)
+    np.testing.assert_array_equal(*(np.asarray(x[0], np.float32) for x in (actual, alone)))
     expected = jax.jit(attend(name, "reference"))(*args)
-    for x, y in zip(got, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         x, y = (np.asarray(a, np.float32) for a in (x, y))
         assert np.abs(x - y).max() <= 0.02 * np.abs(y).max()

@@ -167,7 +167,7 @@ def test_what_hopper_has_no_shared_memory_for_runs_on_ampere():
         assert make_plan(spec(**REFUSED[name][0]), H200).implementation == "ampere", name
 
 
-def test_shared_memory_has_room_for_all_data_of_tokens():
+def test_all_token_data_fit_shared_memory():
     dims = {(tuned.config.head_dim, tuned.config.value_dim) for tuned in FORWARD_CONFIGS}
     for head_dims in dims:
         kernels, indices = forward_configs(*head_dims), 1
@@ -303,20 +303,20 @@ def test_kernels_fit_into_the_shared_memory_of_each_gpu():
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise", "ampere", "hopper"])
-def test_an_implementation_that_is_asked_for_is_taken(name):
+def test_a_requested_implementation_is_chosen(name):
     plan = make_plan(spec(), H200, name)
     assert plan.implementation == name
     assert plan.rejected == ()
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise"])
-def test_reference_and_blockwise_refuse_nothing(name):
+def test_reference_and_blockwise_support_every_call(name):
     for device in (CPU, H200):
         for options, _ in REFUSED.values():
             assert make_plan(spec(**options), device, name).implementation == name
 
 
-def test_an_implementation_that_cannot_run_is_refused_with_the_reason_and_the_call():
+def test_an_unsupported_implementation_is_an_error_with_the_reason():
     with pytest.raises(
         ValueError, match=r"'hopper' does not support.*float32.*implementation=None"
     ):
@@ -327,7 +327,7 @@ def test_an_implementation_that_cannot_run_is_refused_with_the_reason_and_the_ca
         make_plan(spec(), CPU, "hopper")
 
 
-def test_an_unknown_implementation_is_refused_with_the_known_ones():
+def test_an_unknown_implementation_is_an_error_with_the_known_ones():
     with pytest.raises(
         ValueError, match=", ".join(BACKENDS) + r", fused or None, but it is 'triton'"
     ):
@@ -359,7 +359,7 @@ def test_plans_are_hashable_and_equal_for_equal_calls():
     ],
 )
 def test_the_hopper_kernels_are_the_next_size_up(dims, sizes):
-    """Of odd multiples of 8 the next whose panels are 128 bytes."""
+    """An odd multiple of 8 runs on the next size whose panels have 128 bytes."""
     plan = make_plan(spec(dims=dims), H200)
     for config in (plan.forward, plan.backward):
         assert (config.head_dim, config.value_dim) == sizes
@@ -400,11 +400,11 @@ def test_a_call_runs_on_the_device_of_its_array_or_the_default_one(array):
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
 def test_a_traced_call_runs_on_the_default_device(transform):
-    seen = []
-    transform(lambda x: (seen.append(device_of(x)), jnp.sum(x))[1])(
+    tried = []
+    transform(lambda x: (tried.append(device_of(x)), jnp.sum(x))[1])(
         jnp.float32(1) if transform is jax.grad else jnp.ones(3)
     )
-    assert seen[0][:2] == local_device()
+    assert tried[0][:2] == local_device()
 
 
 @pytest.mark.parametrize("default", ["cpu", jax.devices("cpu")[0]], ids=["name", "device"])
@@ -435,7 +435,7 @@ def test_short_calls_take_smaller_tiles(options, warpgroups):
     assert forward.num_ctas == H200.num_sms
 
 
-def test_gradients_of_score_data_are_summed_in_one_order_where_that_is_asked_for():
+def test_deterministic_gradients_of_score_data_are_summed_in_one_order():
     call = {"score": fa.alibi(4), "dtype": jnp.bfloat16}
     any_order, one_order = (
         make_plan(spec(**call, deterministic_gradients=deterministic), H200)
@@ -449,8 +449,8 @@ def test_gradients_of_score_data_are_summed_in_one_order_where_that_is_asked_for
     assert any_order.forward == one_order.forward
 
 
-def test_a_traced_scale_is_the_kernels_too():
-    """As a score function; one that is known is part of the kernel."""
+def test_the_kernels_support_a_traced_scale():
+    """A traced scale is a score function, a known one is compiled into the kernel."""
     x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
     traced = fa.explain(x, x, x, scale=jax.ShapeDtypeStruct((), jnp.float32), device=H200)
     assert traced.implementation == "hopper" and len(traced.spec.scores) == 1

@@ -56,7 +56,7 @@ ROWS, COLUMNS = 6, 9
         ),
     ],
 )
-def test_a_tile_is_what_the_scalar_function_says_of_each_pair(see):
+def test_a_tile_equals_the_scalar_function_of_each_pair(see):
     rng = np.random.default_rng(0)
     a_q, a_k = rng.standard_normal(ROWS, np.float32), rng.standard_normal(COLUMNS, np.float32)
     params = {"n": np.int32(4), "x": np.float32(0.1), "least": np.int32(-(2**31))}
@@ -68,26 +68,26 @@ def test_a_tile_is_what_the_scalar_function_says_of_each_pair(see):
     args = [TileValue.of_index(jnp.asarray(rows), 0), TileValue.of_index(jnp.asarray(columns), 1)]
     args += [TileValue(jnp.asarray(a_q), (0,)), TileValue(jnp.asarray(a_k), (1,))]
     args += [TileValue(jnp.asarray(params[name])) for name in sorted(params)]
-    (found,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
+    (results,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
     shape = (1, 1, 1, ROWS, 1), (1, 1, 1, 1, COLUMNS)
     expected = spec.mask.on_leading_axes(
         rows.reshape(shape[0]), columns.reshape(shape[1]), operands.mask
     )
-    tile = broadcast_to_tile(found, (0, 1), (ROWS, COLUMNS))
+    tile = broadcast_to_tile(results, (0, 1), (ROWS, COLUMNS))
     np.testing.assert_array_equal(
         tile, np.broadcast_to(expected, (1, 1, 1, ROWS, COLUMNS))[0, 0, 0]
     )
 
 
 def code_of(mask):
-    """What a tile computes of its indices."""
+    """Return the equations that evaluate a mask on a tile of indices."""
     q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
     spec, _ = parse_call(q, q, q, mask=mask)
 
     def tile(rows, columns):
         args = [TileValue.of_index(rows, 0), TileValue.of_index(columns, 1)]
-        (found,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
-        return broadcast_to_tile(found, (0, 1), (ROWS, COLUMNS))
+        (results,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, COLUMNS))
+        return broadcast_to_tile(results, (0, 1), (ROWS, COLUMNS))
 
     indices = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (ROWS, COLUMNS))
     code, _ = evaluate.dce(jax.make_jaxpr(tile)(*indices))
@@ -105,7 +105,7 @@ def code_of(mask):
     ],
     ids=["causal_window", "one_sided", "user", "prefix", "repeated"],
 )
-def test_limits_of_the_same_kind_are_one_comparison(mask, comparisons):
+def test_bounds_of_one_side_are_one_comparison(mask, comparisons):
     names = [e.primitive.name for e in code_of(mask) if e.outvars[0].aval.shape == (ROWS, COLUMNS)]
     assert sum(name in ("le", "ge", "lt", "gt") for name in names) == comparisons, names
     assert "sub" not in names
@@ -125,7 +125,7 @@ def operations_of(function):
     ids=["remainder", "quotient", "natural"],
 )
 @pytest.mark.parametrize("x64", [False, True])
-def test_what_is_rounded_down_takes_one_operation(function, operations, x64):
+def test_floor_division_takes_one_operation(function, operations, x64):
     with jax.enable_x64(x64):
         assert operations_of(function) == operations
 
@@ -149,7 +149,7 @@ def floor_divide(x, *n):
         (lambda q, k: floor_divide(q.index, 4, 5)[0] > k.index, "mul"),
     ],
 )
-def test_a_function_that_has_the_name_of_jnps_is_what_it_says(function, operation):
+def test_a_users_function_with_the_name_of_jnps_is_evaluated(function, operation):
     assert operations_of(function)[0] == operation
 
 
@@ -161,17 +161,17 @@ def test_a_function_that_has_the_name_of_jnps_is_what_it_says(function, operatio
         lambda q, k: q.index // 2**31 == k.index // 3_000_000_000,
     ],
 )
-def test_what_is_rounded_down_may_be_wide_or_known(function):
+def test_floor_division_of_wide_and_known_operands(function):
     with jax.enable_x64(True):
         assert "shift_right_arithmetic" not in operations_of(function)
 
 
-def test_what_depends_on_one_side_varies_over_it_alone():
+def test_values_of_one_side_vary_over_one_axis():
     q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
     spec, _ = parse_call(q, q, q, mask=lambda q, k: (q.index % 2 == 0) & (q.index < 4))
     args = [TileValue(jnp.arange(ROWS), (0,)), TileValue(jnp.arange(ROWS), (1,))]
-    (found,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, ROWS))
-    assert found.axes == (0,)
+    (results,) = evaluate.evaluate(spec.mask.jaxpr, args, (ROWS, ROWS))
+    assert results.axes == (0,)
 
 
 # Of large numbers the tanh of the older emitters (conftest.py) is 1 - 2^-24, and its slope not 0.
@@ -193,7 +193,7 @@ SCORES = np.linspace(-9.0, 9.0, ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, 
         lambda s, q, k, c: jnp.log1p(jnp.exp(-abs(s))) + jnp.exp2(-abs(s)) * c.x,
     ],
 )
-def test_a_score_and_its_slopes_are_those_of_the_scalar_function(score, size):
+def test_a_score_and_its_derivatives_equal_those_of_the_scalar_function(score, size):
     rng = np.random.default_rng(0)
     a_q, a_k = rng.standard_normal(ROWS, np.float32), rng.standard_normal(COLUMNS, np.float32)
     params = {"n": np.int32(4), "x": np.float32(0.7), "narrow": jnp.bfloat16(0.3)}
@@ -216,20 +216,20 @@ def test_a_score_and_its_slopes_are_those_of_the_scalar_function(score, size):
     wanted = [jnp.asarray(s), rows[:, None], columns, a_q[:, None], a_k]
     wanted += [params[name] for name in sorted(params)]
     for code in combined_scores(spec.scores):
-        found = evaluate.evaluate(code, args, s.shape)
+        results = evaluate.evaluate(code, args, s.shape)
         pairs = [
             jnp.asarray(np.broadcast_to(x, s.shape).reshape(-1), aval.dtype)
             for x, aval in zip(wanted, code.in_avals, strict=True)
         ]
         each = jax.jit(jax.vmap(jaxpr_as_fun(code)), compiler_options=XLA_AS_IT_IS)
-        for x, y in zip(found, each(*pairs), strict=True):
+        for x, y in zip(results, each(*pairs), strict=True):
             tile = broadcast_to_tile(x, (0, 1), s.shape)
             tolerance = 1e-5 if y.dtype == jnp.float32 else 1e-2
             y = y.astype("float32").reshape(s.shape)
             np.testing.assert_allclose(tile, y, tolerance, 1e-5)
 
 
-def test_what_float32_would_round_stays_an_integer():
+def test_integers_beyond_float32_stay_integers():
     """2^24 + 1 is no float32."""
     q = jax.ShapeDtypeStruct((1, ROWS, 2, 64), jnp.bfloat16)
 
@@ -240,6 +240,6 @@ def test_what_float32_would_round_stays_an_integer():
     value, _ = combined_scores(spec.scores)
     rows = TileValue.of_index(jnp.arange(ROWS, dtype=jnp.int32), 0)
     args = [TileValue(jnp.zeros((ROWS, ROWS)), (0, 1)), rows, rows]
-    (found,) = evaluate.evaluate(value, args, (ROWS, ROWS))
-    tile = broadcast_to_tile(found, (0, 1), (ROWS, ROWS))
+    (results,) = evaluate.evaluate(value, args, (ROWS, ROWS))
+    tile = broadcast_to_tile(results, (0, 1), (ROWS, ROWS))
     np.testing.assert_array_equal(tile, np.broadcast_to(np.arange(ROWS)[:, None] + 1, tile.shape))

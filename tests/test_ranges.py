@@ -71,15 +71,15 @@ def attend(mask: fa.Mask, implementation: str | None, q: Any, k: Any, v: Any) ->
     return fa.flash_attention(q, k, v, mask=mask, return_lse=True, implementation=implementation)
 
 
-def check(mask: fa.Mask, found: tuple, args: list[jax.Array]) -> None:
+def check(mask: fa.Mask, results: tuple, args: list[jax.Array]) -> None:
     wide = [x.astype(jnp.float32) for x in args]
     expected, unfused = attend(mask, "reference", *wide), attend(mask, "reference", *args)
-    for name, *values in zip(("out", "lse"), found, unfused, expected, strict=True):
+    for name, *values in zip(("out", "lse"), results, unfused, expected, strict=True):
         assert_within_rule(name, str(mask), *map(np.asarray, values))
 
 
 @pytest.mark.parametrize("name", [*RANGES, *OTHERS])
-def test_which_are_ranges(name: str) -> None:
+def test_key_intervals_are_recognized(name: str) -> None:
     q, k, v = arrays(64)
     spec, _ = parse_call(q, k, v, mask=(RANGES | OTHERS)[name]())
     described = compile_mods.compile_mask(spec)
@@ -87,7 +87,7 @@ def test_which_are_ranges(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(lambda name: name in list(RANGES)[:4], RANGES))
-def test_ranges_interpreted(name: str) -> None:
+def test_key_intervals_interpreted(name: str) -> None:
     args, mask = arrays(64), RANGES[name]()
     with planned_for_h200(cores=3):
         check(mask, interpreter.run(lambda *x: attend(mask, "hopper", *x), *args), args)
@@ -96,7 +96,7 @@ def test_ranges_interpreted(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("name", RANGES)
-def test_ranges_on_a_gpu(name: str, head_dim: int) -> None:
+def test_key_intervals_on_a_gpu(name: str, head_dim: int) -> None:
     args, mask = arrays(head_dim), RANGES[name]()
     check(mask, jax.jit(lambda *x: attend(mask, "hopper", *x))(*args), args)
 
@@ -116,6 +116,6 @@ def test_no_column_is_compared(head_dim: int) -> None:
         return report
 
     window = fa.Causal() & fa.Window(300)
-    found, other = compiled(window), compiled(window & ~fa.Window(0))
-    assert found.count("ISETP") + 2 * 64 < other.count("ISETP")
-    compile_gate.assert_clean(found)
+    results, different = compiled(window), compiled(window & ~fa.Window(0))
+    assert results.count("ISETP") + 2 * 64 < different.count("ISETP")
+    compile_gate.assert_clean(results)

@@ -230,7 +230,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_call_is_refused_before_it_is_lowered(name):
+def test_invalid_calls_are_errors_before_lowering(name):
     """Nothing can be lowered here: the arrays are shapes."""
     call, error, message = BAD[name]
     with pytest.raises(error, match=message):
@@ -238,20 +238,20 @@ def test_a_bad_call_is_refused_before_it_is_lowered(name):
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_flash_attention_refuses_it_alike(name):
+def test_invalid_calls_are_errors_in_flash_attention(name):
     call, error, message = BAD[name]
 
     def attend(**changes):
-        given = arrays(**changes)
-        qkv = [jnp.zeros(given.pop(n).shape, arrays(**changes)[n].dtype) for n in GOOD]
-        return fa.flash_attention(*qkv, **given)
+        call_arguments = arrays(**changes)
+        qkv = [jnp.zeros(call_arguments.pop(n).shape, arrays(**changes)[n].dtype) for n in GOOD]
+        return fa.flash_attention(*qkv, **call_arguments)
 
     with pytest.raises(error, match=message):
         call(attend)
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_every_message_says_the_cure(name):
+def test_every_message_names_the_remedy(name):
     """Behind the rule and the value a further clause or sentence, or a choice in the rule."""
     call, error, _ = BAD[name]
     with pytest.raises(error) as raised:
@@ -280,7 +280,7 @@ def test_a_layout_with_heads_first_is_recognized(query, key, options):
         fa.explain(q, k, k, **options)
 
 
-def test_an_error_of_symbolic_sizes_speaks_of_no_layout():
+def test_errors_with_symbolic_sizes_suggest_no_layout():
     (batch,) = jax.export.symbolic_shape("b")
     (length,) = jax.export.symbolic_shape("t")
     q, k = (jax.ShapeDtypeStruct((batch, length, heads, 4), jnp.float32) for heads in (8, 3))
@@ -288,7 +288,7 @@ def test_an_error_of_symbolic_sizes_speaks_of_no_layout():
         fa.explain(q, k, k)
 
 
-def test_heads_that_do_not_fit_are_no_other_layout():
+def test_invalid_heads_suggest_no_layout():
     q, k = (jax.ShapeDtypeStruct((2, 33, heads, 4), jnp.float32) for heads in (8, 3))
     with pytest.raises(ValueError, match="multiple of key's heads") as caught:
         fa.explain(q, k, k)
@@ -297,14 +297,14 @@ def test_heads_that_do_not_fit_are_no_other_layout():
 
 @pytest.mark.parametrize("name", GOOD)
 @pytest.mark.parametrize("entry", [fa.flash_attention, fa.dot_product_attention, fa.explain])
-def test_what_is_no_array_is_refused(entry, name):
+def test_non_arrays_are_errors(entry, name):
     qkv = {n: np.zeros(x.shape, x.dtype) for n, x in GOOD.items()}
     with pytest.raises(TypeError, match=rf"{name} must be an array, but it is list"):
         entry(**{**qkv, name: [[[1.0]]]})
 
 
 def test_explain_takes_what_flash_attention_takes():
-    """And describes the same call by each of them."""
+    """`explain` describes the same call for each argument."""
     options = {
         "mask": fa.Window(1), "is_causal": True, "score": fa.soft_cap(2.0), "scale": 0.5, "sinks": np.zeros(N, np.float32),
         "dropout_rate": 0.5, "dropout_rng": key(0), "align": "end", "q_positions": np.arange(T),
@@ -315,10 +315,10 @@ def test_explain_takes_what_flash_attention_takes():
     needed = {"dropout_rate": {"dropout_rng": key(0)}, "align": {"mask": fa.Causal()}}
     plain, of_call = spec(), {"sinks", "return_lse", "implementation"}
     for option, value in options.items():
-        found = fa.explain(**GOOD, **{option: value}, **needed.get(option, {}))
+        explanation = fa.explain(**GOOD, **{option: value}, **needed.get(option, {}))
         if option not in of_call | {"dropout_rng"}:
-            assert found.spec != plain, option
-            assert found.spec == spec(**{option: value}, **needed.get(option, {})), option
+            assert explanation.spec != plain, option
+            assert explanation.spec == spec(**{option: value}, **needed.get(option, {})), option
     assert fa.explain(**GOOD, implementation="reference").implementation == "reference"
     with pytest.raises(ValueError, match="sinks must be floats of shape"):
         fa.explain(**GOOD, sinks=np.zeros(N + 1))
@@ -362,26 +362,26 @@ def test_equal_calls_have_equal_specs():
     ],
     ids=lambda change: ",".join(change),
 )
-def test_other_calls_have_other_specs(change):
+def test_different_calls_have_different_specs(change):
     assert spec(**{**options(), **change}) != spec(**options())
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_data_and_keys_do_not_enter(seed):
+def test_specs_do_not_depend_on_data_and_keys(seed):
     data = np.random.default_rng(seed).integers(0, 9, S, np.int32)
     masked = {"mask": fa.Segments(data[:1], data), "dropout_rng": key(seed)}
     other = {"mask": fa.Segments(data[1:2], 1 + data), "dropout_rng": key(0)}
     assert spec(**{**options(), **masked}) == spec(**{**options(), **other})
 
 
-def test_a_spec_is_printed_with_all_that_it_holds():
+def test_a_spec_is_printed_with_all_fields():
     text = str(spec(**options()))
-    parts = ["float32 [B 2, T 6, S 5, N 4, K 2, H 16, Hv 16]", "scale 0.3", "dropout 0.1"]
-    parts += ["mask ((Causal() & FunctionMask(fn=<lambda>)) | Prefix(length=int32[]))"]
-    parts += [
+    terms = ["float32 [B 2, T 6, S 5, N 4, K 2, H 16, Hv 16]", "scale 0.3", "dropout 0.1"]
+    terms += ["mask ((Causal() & FunctionMask(fn=<lambda>)) | Prefix(length=int32[]))"]
+    terms += [
         "score Score(fn=<lambda>), Score(fn=SoftCap(cap=3.0)), Score(fn=_linear_bias, heads={slope:"
     ]
-    for part in parts:
+    for part in terms:
         assert part in text
     assert "dropout" not in str(spec())
 
@@ -397,7 +397,7 @@ def test_the_scale_is_that_of_the_head_dim():
     [(None, None), (fa.Causal(), "start"), (causal_end, "end"), (fa.Window(1), None),
      (fa.Causal() & fa.Window(1), None)],
 )  # fmt: skip
-def test_causal_says_that_the_mask_is_nothing_else(mask, causal):
+def test_causal_is_set_for_purely_causal_masks(mask, causal):
     assert spec(mask=mask).causal == causal
     assert spec(mask=mask, q_positions=np.arange(T)).causal is None
 
@@ -408,19 +408,19 @@ def test_batch_axes_are_merged():
     assert parse_call(array(T, N, H), array(S, K, H), array(S, K, H))[0].batch == 1
 
 
-def test_raw_and_typed_keys_are_one():
+def test_raw_and_typed_keys_are_equivalent():
     typed = parse_call(**arrays(dropout_rate=0.1, dropout_rng=key(3)))[1].seed
     raw = parse_call(**arrays(dropout_rate=0.1, dropout_rng=jax.random.PRNGKey(3)))[1].seed
     np.testing.assert_array_equal(typed, raw)
 
 
-def test_a_key_of_another_generator_serves():
-    given = jax.random.key(3, impl="rbg")
-    seed = parse_call(**arrays(dropout_rate=0.1, dropout_rng=given))[1].seed
+def test_keys_of_all_generators_are_supported():
+    call_arguments = jax.random.key(3, impl="rbg")
+    seed = parse_call(**arrays(dropout_rate=0.1, dropout_rng=call_arguments))[1].seed
     assert seed.shape == (2,) and seed.dtype == jnp.uint32
 
 
-def test_the_seed_is_of_both_words_of_a_key():
+def test_the_seed_depends_on_both_words_of_a_key():
     """Keys made of small numbers differ in the second one alone."""
 
     def seed(rng):

@@ -36,26 +36,26 @@ def planned(x, **options):
 
 @pytest.mark.parametrize("head_dim, kernels", [(64, 2), (80, 2), (128, 1), (256, 1)])
 @pytest.mark.parametrize("mask", [None, fa.Causal()])
-def test_the_fastest_serves_the_same_call_from_then_on(measured, head_dim, kernels, mask):
+def test_the_fastest_is_used_for_the_same_call_afterwards(measured, head_dim, kernels, mask):
     x, *_ = inputs(head_dim)
     other, *_ = inputs(head_dim, 128)
     default, of_other = planned(x, mask=mask), planned(other, mask=mask)
-    found = fa.autotune(x, x, x, mask=mask)
-    assert len(found.times) == kernels * (1 if mask is None else len(configs.L2_BUDGETS))
-    assert default in dict(found.times)
-    assert [ms for _, ms in found.times] == sorted(ms for _, ms in found.times)
-    assert planned(x, mask=mask) == found.best == found.times[0][0]
+    tuning = fa.autotune(x, x, x, mask=mask)
+    assert len(tuning.times) == kernels * (1 if mask is None else len(configs.L2_BUDGETS))
+    assert default in dict(tuning.times)
+    assert [ms for _, ms in tuning.times] == sorted(ms for _, ms in tuning.times)
+    assert planned(x, mask=mask) == tuning.best == tuning.times[0][0]
     assert planned(other, mask=mask) == of_other
 
 
-def test_the_order_of_gradients_makes_no_other_call(measured):
+def test_deterministic_gradients_do_not_change_the_tuning_key(measured):
     x, *_ = inputs(64)
     default = planned(x, deterministic_gradients=True)
-    found = fa.autotune(x, x, x)
-    assert planned(x, deterministic_gradients=True) == found.best != default
+    tuning = fa.autotune(x, x, x)
+    assert planned(x, deterministic_gradients=True) == tuning.best != default
     tuned.CONFIGS.clear()
-    found = fa.autotune(x, x, x, deterministic_gradients=True)
-    assert planned(x) == found.best != default
+    tuning = fa.autotune(x, x, x, deterministic_gradients=True)
+    assert planned(x) == tuning.best != default
     assert planned(x, scale=0.5) == default
 
 
@@ -75,29 +75,29 @@ OPTIONS = {
 }
 
 
-def test_it_takes_every_argument_of_the_call(measured):
+def test_autotune_takes_every_argument_of_the_call(measured):
     assert set(OPTIONS) == set(fa.Options.__annotations__)
     x, *_ = inputs(64)
     for left_out in ("align", "q_positions"):  # not both at once
         options = {name: value for name, value in OPTIONS.items() if name != left_out}
-        found = fa.autotune(x, x, x, return_lse=True, **options)
+        tuning = fa.autotune(x, x, x, return_lse=True, **options)
         described = {n: y for n, y in options.items() if n not in ("sinks", "implementation")}
-        assert planned(x, **described) == found.best
+        assert planned(x, **described) == tuning.best
 
 
-def test_the_table_says_what_was_measured(measured):
+def test_the_table_lists_the_measurements(measured):
     text = str(fa.autotune(*inputs(64), mask=fa.Causal()))
     assert "NVIDIA H200" in text and "bfloat16" in text
     assert text.count(" ms  ForwardConfig(") == 2 * len(configs.L2_BUDGETS)
 
 
-def test_a_call_without_hopper_kernels_is_refused():
+def test_a_call_without_fused_kernels_is_an_error():
     x = jnp.zeros((1, 8, 1, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match="does not support this call: it needs a Hopper GPU"):
         fa.autotune(x, x, x)
 
 
-def test_a_backend_without_candidates_is_refused():
+def test_a_backend_without_candidates_is_an_error():
     x = jnp.zeros((1, 8, 1, 64), jnp.bfloat16)
     with pytest.raises(
         ValueError, match=r"implementation must be one whose kernels .*'blockwise'.*; leave"
@@ -106,17 +106,17 @@ def test_a_backend_without_candidates_is_refused():
 
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"score": fa.soft_cap(3.0)}], ids=str)
-def test_what_was_found_is_saved_and_loaded(measured, tmp_path, options):
+def test_configurations_are_saved_and_loaded(measured, tmp_path, options):
     x, *_ = inputs(64)
     default = planned(x, **options)
-    found = fa.autotune(x, x, x, **options)
+    tuning = fa.autotune(x, x, x, **options)
     fa.save_autotuned(tmp_path / "tuned.json")
     tuned.CONFIGS.clear()
-    assert planned(x, **options) == default != found.best
+    assert planned(x, **options) == default != tuning.best
     assert fa.load_autotuned(tmp_path / "tuned.json") == 1
-    assert planned(x, **options) == found.best
-    assert planned(inputs(64, 128)[0], **options) != found.best
-    assert planned(x, score=fa.soft_cap(2.0)) != found.best
+    assert planned(x, **options) == tuning.best
+    assert planned(inputs(64, 128)[0], **options) != tuning.best
+    assert planned(x, score=fa.soft_cap(2.0)) != tuning.best
 
 
 def test_a_key_of_a_call_is_the_same_in_every_process():
@@ -148,23 +148,23 @@ def test_a_key_of_a_call_is_the_same_in_every_process():
     ["", "{}", '{"format": 0, "configs": []}', '{"format": 1, "configs": [{"backend": "blockwise", "call": "x", "config": {}}]}',
      '{"format": 1, "configs": [{"backend": "hopper", "call": "x", "config": {"depth": 3}}]}'],
 )  # fmt: skip
-def test_another_file_is_refused(tmp_path, text):
+def test_other_files_are_errors(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(
-        ValueError, match=r"other\.json must be a file of save_autotuned.*; measure anew"
+        ValueError, match=r"other\.json must be a file of save_autotuned.*; measure again"
     ):
         fa.load_autotuned(path)
 
 
 @pytest.mark.parametrize("dtype, blocks", [(jnp.float32, [64]), (jnp.bfloat16, [128, 64])])
-def test_candidates_have_room_for_pairs(dtype, blocks):
+def test_candidates_fit_shared_memory_with_pairwise_arrays(dtype, blocks):
     x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
     call, _ = parse_call(x, x, x, score=fa.bias(jnp.zeros((256, 256), dtype)))
     assert [config.block_kv for config in configs.candidates(call, H200)] == blocks
 
 
-def test_a_mask_alone_may_take_the_kernels_without_one():
+def test_calls_with_only_a_mask_may_use_plain_kernels():
     x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
     kernels = {
         name: [
@@ -189,8 +189,8 @@ def test_a_mask_alone_may_take_the_kernels_without_one():
 def test_every_candidate_runs(monkeypatch):
     monkeypatch.setattr(tuned, "CONFIGS", {})
     x = jax.random.normal(jax.random.key(0), (2, 512, 4, 64), jnp.bfloat16)
-    found = fa.autotune(x, x, x, mask=fa.Causal(), iterations=3)
-    assert all(ms > 0 for _, ms in found.times)
+    tuning = fa.autotune(x, x, x, mask=fa.Causal(), iterations=3)
+    assert all(ms > 0 for _, ms in tuning.times)
 
 
 @pytest.mark.parametrize("iterations", [1, 3])

@@ -1,4 +1,4 @@
-"""The backends, the fastest first. A new one is a folder of its own and a line here."""
+"""The backends, fastest first. A new backend is a folder of its own and a line here."""
 
 from pallas_fa2.backends import reference
 from pallas_fa2.backends.protocol import Backend
