@@ -58,7 +58,7 @@ STORED: dict[str, Callable[[np.ndarray], np.ndarray]] = {"_store_fragments": to_
 
 # What is added to device memory from registers.
 ADDED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "add_fragments": to_fragments,
+    "_add_fragments": to_fragments,
     "_add_row_sums": lambda tile: tile.sum(1),
     "_add_column_sums": lambda tile: tile.sum(0),
 }

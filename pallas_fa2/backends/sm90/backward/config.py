@@ -73,12 +73,6 @@ class BackwardConfig:
         """Of a step's queries, as many as a score function takes at a time."""
         return self.block_q // PIECE_COLUMNS
 
-    @property
-    def defer_dq_address(self) -> bool:
-        """Whether addresses of dQ are computed when it is there: the kernel takes 0.985 of the time at H = 64,
-        under a causal mask, and 1.02 at H = 128."""
-        return self.head_dim == 64
-
     def free_smem(self, query_rows: int) -> int:
         """Bytes of shared memory, up to H = 128, that are left by operands, so many rows of data of
         queries and 2 KB of all else."""

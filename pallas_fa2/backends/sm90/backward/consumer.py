@@ -116,9 +116,7 @@ class Consumer(TransposedConsumer):
 
     def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
         numbers = self.config.dq_part_range(*self.config.dq_part_slices(self.warpgroup))
-        register_io.add_fragments(
-            self.outputs.dq.at[row, numbers], dq, self.config.defer_dq_address
-        )
+        register_io.add_fragments(self.outputs.dq.at[row, numbers], dq)
 
 
 class OrderedConsumer(Consumer):

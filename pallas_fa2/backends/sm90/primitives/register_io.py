@@ -35,27 +35,24 @@ def _in_l2(which: str, instruction: str) -> str:
     return f"{{ .reg .b64 policy; {policy} {instruction} }}"
 
 
-def add_fragments(target: Any, tile: jax.Array, late: bool = False) -> None:
+def add_fragments(target: Any, tile: jax.Array) -> None:
     """Adds a float32 tile of 64 rows to device memory, as it lies in registers, 16 bytes at a time.
 
     `target` is as large, `[4096]` for 64 columns, in the order (eight, warp, group, thread, half,
     element) that `load_fragments` undoes: row 16 warp + 8 half + group and column 8 eight + 2 thread +
     element (PTX ISA, wgmma's D fragment). A warp then adds 512 bytes side by side.
-
-    With `late`, a thread's address waits for the tile. Where registers are short, ptxas reads the thread's
-    number anew each time, and would wait for it before it starts the products that follow.
     """
+    _add_fragments(target, tile)  # pyright: ignore[reportCallIssue]
 
-    def add(_: Any, target: Any, tile: Any) -> None:
-        values = scalars(tile)
-        start = _start(target, 16, after=values[0] if late else None)
-        for i in range(0, len(values), 4):
-            # 128 threads add 2048 bytes
-            code = f"red.relaxed.gpu.global.add.v4.f32 [$0 + {512 * i}], {{$1, $2, $3, $4}};"
-            void, operands = ir.Type.parse("!llvm.void"), [start, *values[i : i + 4]]
-            llvm.inline_asm(void, operands, code, "l,f,f,f,f", has_side_effects=True)
 
-    inline_op("add_fragments", add, None, plgpu.RefType(), ACC_LAYOUT)(target, tile)
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACC_LAYOUT))
+def _add_fragments(_: Any, target: Any, tile: Any) -> None:
+    values, start = scalars(tile), _start(target, 16)
+    for i in range(0, len(values), 4):
+        # 128 threads add 2048 bytes
+        code = f"red.relaxed.gpu.global.add.v4.f32 [$0 + {512 * i}], {{$1, $2, $3, $4}};"
+        void, operands = ir.Type.parse("!llvm.void"), [start, *values[i : i + 4]]
+        llvm.inline_asm(void, operands, code, "l,f,f,f,f", has_side_effects=True)
 
 
 def put_fragments(target: Any, tile: jax.Array, anew: Any) -> None:
@@ -204,12 +201,9 @@ def _load_words(start: Any, place: int, count: int) -> list[Any]:
     return asm_words(count, code, "l", start)
 
 
-def _start(target: Any, size: int, after: Any = None) -> Any:
+def _start(target: Any, size: int) -> Any:
     """Where a thread's own bytes of a tile begin, as each has so many at a time."""
     i64, thread = ir.IntegerType.get_signless(64), thread_number()
-    if after is not None:  # the bytes of the thread's number, which lie where they did
-        code, operands = "prmt.b32 $0, $1, $2, 0x3210;", [thread, after]
-        thread = llvm.inline_asm(thread.type, operands, code, "=r,r,f", has_side_effects=True)
     thread = arith.andi(thread, i32(127))
     return arith.addi(address(target), arith.extui(i64, arith.muli(thread, i32(size))))
 
