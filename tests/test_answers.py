@@ -10,7 +10,7 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.backends.common.causal_trim import causal_trim
-from pallas_fa2.backends.sm90 import aux_inputs, block_mask, configs, mask_bits
+from pallas_fa2.backends.sm90 import block_mask, configs, mask_bits, pack_inputs
 from pallas_fa2.backends.sm90.block_mask import BlockMask
 from pallas_fa2.backends.sm90.compiled_mods import CompiledMods
 from pallas_fa2.ir import block_classes
@@ -112,7 +112,7 @@ def test_answers_are_those_of_the_mask(mask, q_axis, tile):
     def ask(data, seen):
         return mask_bits.compute_bits(problem, data, seen, tile, q_axis)
 
-    data = aux_inputs.pack(spec, operands, 0)
+    data = pack_inputs.pack(spec, operands, 0)
     found = interpreter.run(ask, data, BlockMask(*map(jnp.asarray, seen)))
     assert np.sum(classes == block_classes.PARTIAL) >= 3
     check(found, mask, classes, tile, q_axis)
@@ -132,7 +132,7 @@ def test_of_blocks_in_parts_all_are_asked_that_a_tile_visits_as_cut(mask, keys):
     def ask(data, seen):
         return mask_bits.compute_bits(problem, data, seen, (128, 128), 0)
 
-    data = aux_inputs.pack(spec, operands, 0)
+    data = pack_inputs.pack(spec, operands, 0)
     found = hidden(interpreter.run(ask, data, BlockMask(*map(jnp.asarray, seen))))
     sees = dense(mask, keys)
     padding = [(0, 0), (0, -T % 128), (0, -keys % 128)]
@@ -185,7 +185,7 @@ def test_a_mask_of_pairs_is_classified_on_a_gpu(mask, q_axis, tile):
 def check_all(mask, entries, q_axis, tile, run):
     problem = problem_of(extras_of(mask))
     spec, operands = described(mask)
-    data = aux_inputs.pack(spec, operands, 0)
+    data = pack_inputs.pack(spec, operands, 0)
     words, classes = run(
         lambda data: mask_bits.compute_bits_and_classes(problem, data, tile, q_axis), data
     )

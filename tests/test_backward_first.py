@@ -21,7 +21,7 @@ from pallas_fa2.backends.sm90.backward.dq.first_store import (
     FirstStoreSchedule,
 )
 from pallas_fa2.backends.sm90.primitives import register_io
-from pallas_fa2.backends.sm90.primitives.tma import WARPS
+from pallas_fa2.backends.sm90.primitives.layouts import WARPS
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from tests.contract import suite
 from tests.contract.cases import MASKED, Case

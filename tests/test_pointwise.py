@@ -9,8 +9,9 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.sm90 import compile_mods, tile_functions
+from pallas_fa2.backends.sm90 import compile_mods
 from pallas_fa2.ir import evaluate
+from pallas_fa2.ir.tile_functions import combined_scores
 from pallas_fa2.ir.tile_values import TileValue, broadcast_to_tile
 from pallas_fa2.parse_call import parse_call
 
@@ -214,7 +215,7 @@ def test_a_score_and_its_slopes_are_those_of_the_scalar_function(score, size):
     ]  # fmt: skip
     wanted = [jnp.asarray(s), rows[:, None], columns, a_q[:, None], a_k]
     wanted += [params[name] for name in sorted(params)]
-    for code in tile_functions.combined_scores(spec.scores):
+    for code in combined_scores(spec.scores):
         found = evaluate.evaluate(code, args, s.shape)
         pairs = [
             jnp.asarray(np.broadcast_to(x, s.shape).reshape(-1), aval.dtype)
@@ -236,7 +237,7 @@ def test_what_float32_would_round_stays_an_integer():
         return s + ((q.index + 2**24 + 1) - 2**24).astype(s.dtype)
 
     spec, _ = parse_call(q, q, q, score=score)
-    value, _ = tile_functions.combined_scores(spec.scores)
+    value, _ = combined_scores(spec.scores)
     rows = TileValue.of_index(jnp.arange(ROWS, dtype=jnp.int32), 0)
     args = [TileValue(jnp.zeros((ROWS, ROWS)), (0, 1)), rows, rows]
     (found,) = evaluate.evaluate(value, args, (ROWS, ROWS))

@@ -19,8 +19,8 @@ PACKAGE = pathlib.Path(fa.__file__).parent
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 # Modules of sm90 that its forward and its backward share.
 SHARED = [
-    *("scheduler", "block_mask_kernel", "tile_order_kernel", "block_mask", "nonfinite", "tile_functions"),
-    *("compile_mods", "aux_inputs", "aux_grads", "mask_bits"),
+    *("scheduler", "block_mask_kernel", "tile_order_kernel", "block_mask", "nonfinite"),
+    *("compile_mods", "pack_inputs", "mask_bits"),
 ]  # fmt: skip
 # A module imports those before it in this list: of its own entry too, of a later one never. The first entry that a
 # module's name begins with is its own.

@@ -260,33 +260,33 @@ def _copy_to_gmem(eqn: Any) -> Callable:
 
 
 def _inline(eqn: Any) -> Callable:
-    """What the library's inline code means, by its name and the parameters after it."""
-    name, *parameters = eqn.params["mgpu_fn"].__name__.split()
+    """Run what the library's inline code stands for, by the name and the parameters of its `InlineOp`."""
+    op = eqn.params["mgpu_fn"].op
     locate, where = operands(eqn), eqn.source_info
 
     def load(warpgroup: Warpgroup, place: Any, *_: Any) -> Sequence:
-        shape, convert = inline.LOADED[name](parameters, eqn.outvars[0].aval.shape)
         found = warpgroup.read(place, where)
-        assert found.shape == shape, (found.shape, shape)
-        return [convert(found)]
+        out = inline.LOADED[op.name](found, **op.params)
+        aval = eqn.outvars[0].aval
+        assert (out.shape, out.dtype) == (aval.shape, aval.dtype), (out.shape, out.dtype, aval)
+        return [out]
 
     def store(warpgroup: Warpgroup, place: Any, tile: Any) -> None:
-        warpgroup.write(place, inline.STORED[name](tile), where)
+        warpgroup.write(place, inline.STORED[op.name](tile), where)
 
     def add(warpgroup: Warpgroup, place: Any, tile: Any) -> None:
-        value = inline.ADDED[name](tile)
+        value = inline.ADDED[op.name](tile)
         operations.add_to_gmem(warpgroup.thread, place, value, source_info=where)
 
     def copy(warpgroup: Warpgroup, *operands: Any) -> None:
-        view, panel = parameters
-        how = {"way": name, "view": view, "panel": int(panel), "source_info": where}
-        operations.copy_rows(warpgroup.thread, warpgroup.mesh_location, *operands, **how)
+        threads = warpgroup.thread, warpgroup.mesh_location
+        operations.copy_rows(*threads, *operands, **op.params, source_info=where)
 
     def operate(warpgroup: Warpgroup, *operands: Any) -> Sequence | None:
-        return operations.OPERATIONS[name](warpgroup.thread, *operands, source_info=where)
+        return operations.OPERATIONS[op.name](warpgroup.thread, *operands, source_info=where)
 
     def compute(_: Warpgroup, *values: Any) -> Sequence | None:
-        out = inline.INLINE[name](*values, *parameters)
+        out = inline.INLINE[op.name](*values, **op.params)
         return None if out is None else [out]
 
     kinds = (
@@ -294,10 +294,12 @@ def _inline(eqn: Any) -> Callable:
         (inline.STORED, store),
         (inline.ADDED, add),
         (operations.OPERATIONS, operate),
-        (("load", "store"), copy),
+        (("copy_rows",), copy),
         (inline.INLINE, compute),
     )
-    meaning = next(meaning for names, meaning in kinds if name in names)
+    meaning = next((meaning for names, meaning in kinds if op.name in names), None)
+    if meaning is None:
+        raise KeyError(op.name)
     return lambda warpgroup, *values: meaning(warpgroup, *locate(values)) or ()
 
 

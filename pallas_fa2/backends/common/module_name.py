@@ -3,7 +3,8 @@
 from typing import Any
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa2.backends.common.inline import inline_op
 
 # jax 0.11 names each module for dumps, unless it has such a name: attention_0, attention_1, ... as the process
 # comes to them. The name is among the bytes that it hashes: equal kernels of two programs would be compiled twice,
@@ -17,10 +18,10 @@ def fix_module_name() -> None:
     Of two kernels of one name, what is dumped of the second (MOSAIC_GPU_DUMP_TO) then takes the place of the first's.
     """
     if NUMBERED:
-        _name_module()  # pyright: ignore[reportCallIssue]
+        _name_module()
 
 
-@plgpu.inline_mgpu()
+@inline_op("name_module")
 def _name_module(context: Any) -> None:
     attributes = context.module.operation.attributes
     attributes["mosaic_gpu.dump_basename"] = attributes["sym_name"]

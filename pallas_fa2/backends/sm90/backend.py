@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa2.arithmetic import LOG2E, round_up
+from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.batching import batched
 from pallas_fa2.backends.common.causal_trim import causal_trim
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.protocol import Backend, KernelDescription
 from pallas_fa2.backends.sm90 import configs, support
-from pallas_fa2.backends.sm90.aux_grads import AuxGrads
 from pallas_fa2.backends.sm90.backward import aux_gradients, preprocess
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.kernel import gradients, schedule_of

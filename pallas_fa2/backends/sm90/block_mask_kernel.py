@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32, div, rem
+from pallas_fa2.backends.common.inline import inline_op
 from pallas_fa2.backends.sm90.primitives import launch, thread_ops
-from pallas_fa2.backends.sm90.primitives.thread_ops import LANES, WARPS
+from pallas_fa2.backends.sm90.primitives.layouts import LANES, WARPS
 from pallas_fa2.backends.sm90.primitives.thread_values import (
     PER_THREAD,
     PER_THREAD_I32,
@@ -47,7 +47,7 @@ def build_block_lists(classes: jax.Array, parts: int = 1) -> tuple[jax.Array, ja
 
     def run(refs: tuple, _: Any) -> None:
         classes, counts, lists = refs
-        row, thread = lax.axis_index("cta"), thread_ops.thread_numbers()
+        row, thread = lax.axis_index("cta"), thread_ops.thread_indices()
         classes, found = classes.at[row], lists.at[row]
         lane, first = rem(thread, LANES), div(thread, LANES) * quarter
         end = jnp.minimum(first + quarter, blocks)
@@ -68,11 +68,11 @@ def build_block_lists(classes: jax.Array, parts: int = 1) -> tuple[jax.Array, ja
                 at = jnp.where(x == 1, all_full + cut, all_full + all_cut + column - full - cut)
                 at = jnp.where(x > 1, full, at)
                 thread_ops.scatter(found, jnp.where(column < end, at, blocks), column)
-                before = before + thread_ops.sum_of_lanes(x)
+                before = before + thread_ops.warp_sum(x)
             return before
 
         sums = thread_ops.strided_loop(blocks, lane, LANES, count, (0 * thread, 0 * thread))
-        total, before = map(thread_ops.sum_of_lanes, sums)
+        total, before = map(thread_ops.warp_sum, sums)
         all_cut, all_full = unpack_counts(total)
         thread_ops.strided_loop(quarter, first + lane, LANES, place, before)
         visited = div(jnp.maximum(all_full + all_cut, 1) + (parts - 1), parts)
@@ -87,11 +87,11 @@ def build_block_lists(classes: jax.Array, parts: int = 1) -> tuple[jax.Array, ja
 
 def warp_exclusive_count(x: jax.Array) -> jax.Array:
     """Of the lanes below a lane, where x is 0, 1 or 1 << FULL_BIT."""
-    return _sum_of_lanes_before(x)  # pyright: ignore[reportCallIssue]
+    return _warp_exclusive_count(x)
 
 
-@plgpu.inline_mgpu(arg_types=(PER_THREAD,), return_type=PER_THREAD_I32)
-def _sum_of_lanes_before(_: Any, x: Any) -> Any:
+@inline_op("warp_exclusive_count", PER_THREAD, result=PER_THREAD_I32)
+def _warp_exclusive_count(_: Any, x: Any) -> Any:
     code = (
         "{ .reg .pred p; .reg .b32 below, low, high; mov.u32 below, %lanemask_lt; "
         "setp.eq.b32 p, $1, 1; vote.sync.ballot.b32 low, p, -1; and.b32 low, low, below; "

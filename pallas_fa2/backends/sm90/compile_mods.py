@@ -11,16 +11,11 @@ from jax.core import ShapedArray
 from jax.extend.core import Literal
 
 from pallas_fa2.backends.common import dropout
-from pallas_fa2.backends.sm90 import tile_functions
-from pallas_fa2.backends.sm90.tile_functions import (
-    ArgSource,
-    TileDropout,
-    TileFunction,
-    TileMask,
-    TileScore,
-)
+from pallas_fa2.backends.common.tile_mods import TileDropout, TileMask, TileScore
+from pallas_fa2.backends.sm90.primitives.tile_ops import TARGET_OPS, TILE_OPS
 from pallas_fa2.ir import coverage, legality
 from pallas_fa2.ir.call_spec import CallSpec
+from pallas_fa2.ir.tile_functions import ArgSource, TileFunction, combined_scores
 from pallas_fa2.ir.trace import TracedFn
 
 # The largest head dim beside which shared memory has room for data of pairs.
@@ -41,7 +36,7 @@ def unsupported_reason(spec: CallSpec) -> str | None:
         assert spec.mask is not None
         codes.append((spec.mask.jaxpr, legality.MASK, "its masks"))
     if spec.scores:
-        value, derivative = tile_functions.combined_scores(spec.scores)
+        value, derivative = combined_scores(spec.scores)
         codes.append((value, legality.SCORE, "its scores"))
         codes.append((derivative, legality.GRADIENT, "gradients of its scores"))
     reasons = (legality.unsupported_reason(code, *language) for code, *language in codes)
@@ -108,8 +103,10 @@ def compile_mask(spec: CallSpec) -> TileMask | None:
         return None
     assert spec.mask is not None
     sources = _sources(spec)
-    visible = TileFunction.compile(spec.mask.jaxpr, [sources.q, sources.k, *sources.mask])
-    return TileMask(visible, coverage.mask_covers_every_token(spec))
+    visible = TileFunction.compile(
+        spec.mask.jaxpr, [sources.q, sources.k, *sources.mask], TARGET_OPS
+    )
+    return TileMask(visible, coverage.mask_covers_every_token(spec), TILE_OPS)
 
 
 def compile_score(spec: CallSpec, wanted: tuple[bool, ...]) -> TileScore | None:
@@ -117,7 +114,7 @@ def compile_score(spec: CallSpec, wanted: tuple[bool, ...]) -> TileScore | None:
     if not spec.scores:
         return None
     sources = _sources(spec)
-    value, derivative = tile_functions.combined_scores(spec.scores)
+    value, derivative = combined_scores(spec.scores)
     args = [ArgSource("score", None, "float32"), sources.q, sources.k, *sources.scores]
     slope, *others = derivative.jaxpr.outvars
     each = zip(others, float_sources(spec), wanted or [False] * len(others), strict=True)
@@ -125,15 +122,15 @@ def compile_score(spec: CallSpec, wanted: tuple[bool, ...]) -> TileScore | None:
     outvars = [slope, *(v for v, _ in kept)]
     derivative = derivative.replace(jaxpr=derivative.jaxpr.replace(outvars=outvars))
     return TileScore(
-        TileFunction.compile(value, args),
-        TileFunction.compile(derivative, args),
+        TileFunction.compile(value, args, TARGET_OPS),
+        TileFunction.compile(derivative, args, TARGET_OPS),
         tuple(s for _, s in kept),
     )
 
 
 def compile_dropout(spec: CallSpec) -> TileDropout | None:
     threshold = dropout.threshold(spec.dropout_rate)
-    return TileDropout(threshold, _sources(spec).k) if threshold else None
+    return TileDropout(threshold, _sources(spec).k, TILE_OPS) if threshold else None
 
 
 def _is_zero(v: Any) -> bool:

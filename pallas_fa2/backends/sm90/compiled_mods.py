@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.causal_trim import CausalTrim
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import aux_inputs, block_mask, compile_mods, mask_bits
-from pallas_fa2.backends.sm90.aux_inputs import AuxInputs
-from pallas_fa2.backends.sm90.tile_functions import TileDropout, TileMask, TileScore
+from pallas_fa2.backends.common.tile_mods import TileDropout, TileMask, TileScore
+from pallas_fa2.backends.sm90 import block_mask, compile_mods, mask_bits, pack_inputs
 from pallas_fa2.distributed.sharding import Axes
 from pallas_fa2.ir import block_classes
 from pallas_fa2.ir.call_spec import CallSpec, Operands
@@ -60,7 +60,7 @@ class CompiledMods(NamedTuple):
         spec = part.spec(spec)
         data = None
         if functions != (None, None, None):
-            data = aux_inputs.pack(spec, operands, part.first_query)
+            data = pack_inputs.pack(spec, operands, part.first_query)
         extras = cls(spec, part, *functions, None, RuntimeAux(data, None))
         if mask is None or (
             compile_mods.needs_mask_bits(spec) and block_classes.is_traced(operands)

@@ -4,8 +4,9 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+from pallas_fa2.backends.common import aux_inputs
 from pallas_fa2.backends.protocol import Configuration
-from pallas_fa2.backends.sm90 import aux_inputs, compile_mods, support
+from pallas_fa2.backends.sm90 import compile_mods, support
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.device import Device

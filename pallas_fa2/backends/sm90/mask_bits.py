@@ -20,16 +20,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.tile_mods import load_axis_inputs
 from pallas_fa2.backends.sm90 import block_mask
-from pallas_fa2.backends.sm90.aux_inputs import AuxInputs
 from pallas_fa2.backends.sm90.block_mask import BlockMask
-from pallas_fa2.backends.sm90.primitives import layouts, thread_ops, thread_values, tma
+from pallas_fa2.backends.sm90.primitives import layouts, thread_ops, thread_values
 from pallas_fa2.backends.sm90.primitives.launch import build_kernel
-from pallas_fa2.backends.sm90.primitives.pairwise import BoolTile, PairwiseTile
-from pallas_fa2.backends.sm90.primitives.thread_ops import LANES, WARPS
-from pallas_fa2.backends.sm90.tile_functions import PIECE_COLUMNS, ArgSource, AxisInputs, TileInputs
+from pallas_fa2.backends.sm90.primitives.layouts import LANES, WARPS
+from pallas_fa2.backends.sm90.primitives.packed_bools import BoolTile
+from pallas_fa2.backends.sm90.primitives.pairwise import PairwiseTile
+from pallas_fa2.backends.sm90.primitives.tile_ops import TILE_OPS
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
+from pallas_fa2.ir.tile_functions import PIECE_COLUMNS, ArgSource, AxisInputs, TileInputs
 
 FRAGMENT = 64
 # CTAs that share a row of tiles, where there are no more of them in all. With fewer, a row of which much is cut
@@ -124,13 +127,13 @@ def compute_bits_and_classes(
             hidden = functools.reduce(jnp.bitwise_or, words) != 0
             seen = functools.reduce(jnp.bitwise_and, words) != -1
             flags_of = (jnp.where(x, I32(y), I32(0)) for x, y in ((hidden, HIDDEN), (seen, SEEN)))
-            found = thread_ops.sum_of_lanes(functools.reduce(jnp.add, flags_of))
+            found = thread_ops.warp_sum(functools.reduce(jnp.add, flags_of))
             place = entry
             for size, n in zip(
                 asking.answers.shape[1:4], (row, number, asking.warpgroup), strict=True
             ):
                 place = place * size + n
-            thread = thread_ops.thread_numbers()
+            thread = thread_ops.thread_indices()
             place = place * WARPS + arithmetic.div(thread, LANES)
             first = arithmetic.rem(thread, LANES) == 0
             thread_ops.scatter(flags, jnp.where(first, place, flags.shape[0]), found)
@@ -193,7 +196,7 @@ class _BitsKernel:
 
     @property
     def answers(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*self.counts, *self.squares, tma.THREADS), I32)
+        return jax.ShapeDtypeStruct((*self.counts, *self.squares, layouts.THREADS), I32)
 
     def launch(self, run: Callable, out: Any) -> Callable:
         entries, tiles, _ = self.counts
@@ -279,7 +282,7 @@ def _hidden(
             index = layouts.index(shape, 0, number)
         else:
             index = thread_values.column_iota(count, number)
-        return AxisInputs.load(axis, index, tokens, visible.token_inputs(name), first=0)
+        return load_axis_inputs(TILE_OPS, axis, index, tokens, visible.token_inputs(name), first=0)
 
     names = ("q", "k") if q_axis == 0 else ("k", "q")
     rows = side(names[0], 0, first[0])

@@ -13,8 +13,7 @@ from jax import lax
 from pallas_fa2.arithmetic import I32, div, rem
 from pallas_fa2.backends.sm90.block_mask_kernel import MAX_BLOCKS, unpack_counts
 from pallas_fa2.backends.sm90.primitives import launch, thread_ops
-from pallas_fa2.backends.sm90.primitives.thread_ops import LANES, WARPS
-from pallas_fa2.backends.sm90.primitives.tma import THREADS
+from pallas_fa2.backends.sm90.primitives.layouts import LANES, THREADS, WARPS
 
 # How long before all are done a tile begins at the latest, of the time that it takes, if heads share what they visit.
 # (With less, CTAs end apart; with more, more heads run side by side, of which L2 holds few: docs/decisions/0058-tile-hoisting.md.)
@@ -130,7 +129,7 @@ def order_tiles(counts: jax.Array, batch: int, heads: int, hands: int, before: i
                 values = (jnp.where(rest < before, I32(-1), I32(x)) for x in (count, 0))
                 thread_ops.scatter(entries, place, *values)
 
-        thread = (cta * shares + share) * THREADS + thread_ops.thread_numbers()
+        thread = (cta * shares + share) * THREADS + thread_ops.thread_indices()
         thread_ops.strided_loop(before + 1, thread, ctas * shares * THREADS, write_rest, None)
 
     out = jax.ShapeDtypeStruct((2 * size,), I32)
@@ -150,7 +149,7 @@ class _Warp(NamedTuple):
 
     @classmethod
     def of(cls, order: TileOrder, of_all: Any, cta: Any, together: int) -> "_Warp":
-        thread = thread_ops.thread_numbers()
+        thread = thread_ops.thread_indices()
         first = (cta * WARPS + div(thread, LANES)) * together
         counts = [thread_ops.gather(of_all, first + i) for i in range(together)]
         warp = cls(order, of_all, rem(thread, LANES), first, counts, None)
@@ -191,7 +190,7 @@ class _Warp(NamedTuple):
             return [functools.reduce(jnp.add, x) for x in zip(sums, *found, strict=True)]
 
         sums = thread_ops.strided_loop(self.known, self.lane, LANES, add, [0 * self.lane] * many)
-        return [thread_ops.sum_of_lanes(x) for x in sums]
+        return [thread_ops.warp_sum(x) for x in sums]
 
     def urgency(self, place: Any, length: Any) -> Any:
         """Where each head has its own tiles, all that decides, as one number: long ones are above those that come

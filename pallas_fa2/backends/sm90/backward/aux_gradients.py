@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_fa2.backends.sm90.aux_grads import AuxGrads
+from pallas_fa2.backends.common.aux_grads import AuxGrads
+from pallas_fa2.backends.common.tile_mods import TileScore
 from pallas_fa2.backends.sm90.backward import postprocess
 from pallas_fa2.backends.sm90.compile_mods import float_sources
-from pallas_fa2.backends.sm90.tile_functions import ArgSource, TileScore
 from pallas_fa2.ir.arrays import K_AXIS, NUM_LEADING_AXES, Q_AXIS
 from pallas_fa2.ir.call_spec import CallSpec
+from pallas_fa2.ir.tile_functions import ArgSource
 
 
 def aux_gradients(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from jax.experimental import pallas as pl
 
 from pallas_fa2.backends.sm90.primitives import pipeline
-from pallas_fa2.backends.sm90.tile_functions import PIECE_COLUMNS
+from pallas_fa2.ir.tile_functions import PIECE_COLUMNS
 
 # A block's dQ is formed and added in tiles of 64 x 64 or less: an accumulator of 32 registers.
 DQ_TILE = 64

@@ -22,9 +22,9 @@ import numpy as np
 from jax import lax
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.aux_grads import AuxGrads
+from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90.aux_grads import AuxGrads
-from pallas_fa2.backends.sm90.aux_inputs import AuxInputs
 from pallas_fa2.backends.sm90.backward import postprocess, preprocess
 from pallas_fa2.backends.sm90.backward.config import CLUSTER_AXIS, BackwardConfig
 from pallas_fa2.backends.sm90.backward.consumer import (

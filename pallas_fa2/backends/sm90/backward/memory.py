@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.backends.sm90.aux_grads import AuxGrads
+from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.sm90.backward.config import CLUSTER_AXIS, QUERY_PANEL, BackwardConfig
 from pallas_fa2.backends.sm90.primitives import cluster, pipeline, swizzle
 from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
-from pallas_fa2.backends.sm90.tile_functions import PIECE_COLUMNS
+from pallas_fa2.ir.tile_functions import PIECE_COLUMNS
 
 
 class Inputs(NamedTuple):

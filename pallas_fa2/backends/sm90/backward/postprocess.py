@@ -20,7 +20,7 @@ from pallas_fa2.backends.sm90.nonfinite import SanitizedArray
 from pallas_fa2.backends.sm90.primitives import launch, pipeline, register_io, swizzle
 from pallas_fa2.backends.sm90.primitives.layouts import ROWS_PER_WARPGROUP
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows
-from pallas_fa2.backends.sm90.tile_functions import PIECE_COLUMNS
+from pallas_fa2.ir.tile_functions import PIECE_COLUMNS
 
 # Pieces of a gradient of pairs, down and across, that a CTA puts in order: 64 queries and 128 keys, 16 KB
 # of each batch entry in 16 bits.

@@ -10,8 +10,8 @@ from pallas_fa2.backends.sm90.backward.schedule import KvTile, Step
 from pallas_fa2.backends.sm90.nonfinite import sanitized_rows
 from pallas_fa2.backends.sm90.primitives import layouts
 from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
-from pallas_fa2.backends.sm90.tile_functions import PIECE_COLUMNS
 from pallas_fa2.control_flow import when
+from pallas_fa2.ir.tile_functions import PIECE_COLUMNS
 
 
 class Producer(WarpgroupRole):

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.tile_mods import load_axis_inputs
 from pallas_fa2.backends.sm90 import mask_bits
 from pallas_fa2.backends.sm90.backward.config import CLUSTER_AXIS, QUERY_PANEL, BackwardConfig
 from pallas_fa2.backends.sm90.backward.memory import Inputs, Outputs, SharedStorage
@@ -20,10 +21,11 @@ from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule, KvTile,
 from pallas_fa2.backends.sm90.backward.transposed_tile import TransposedTile, concat_columns
 from pallas_fa2.backends.sm90.primitives import layouts, pipeline, thread_values
 from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
+from pallas_fa2.backends.sm90.primitives.tile_ops import TILE_OPS
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows
 from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
-from pallas_fa2.backends.sm90.tile_functions import AxisInputs
 from pallas_fa2.control_flow import cond, when
+from pallas_fa2.ir.tile_functions import AxisInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +129,7 @@ class TransposedConsumer(WarpgroupRole):
             first = lax.optimization_barrier(first_key)
             data = self.inputs.aux.k.at[step.head[0], :, pl.ds(first, 64)]
             index = layouts.index((64, QUERY_PANEL), 0, first) if indexed else None
-            keys = AxisInputs.load(0, index, data, sources)
+            keys = load_axis_inputs(TILE_OPS, 0, index, data, sources)
         if found := problem.head_inputs(step.masked):
             numbers = self.inputs.aux.head_scalars.load(*step.head, found)
         of_all = self.schedule, self.inputs.aux, self.outputs.scores

@@ -13,21 +13,17 @@ from jax.experimental import pallas as pl
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import LOG2E
+from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.dropout import RowKeys
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90.aux_grads import AuxGrads
+from pallas_fa2.backends.common.tile_mods import load_axis_inputs
 from pallas_fa2.backends.sm90.backward.config import QUERY_PANEL
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule, Step
 from pallas_fa2.backends.sm90.primitives import layouts, masking, register_io, thread_values
 from pallas_fa2.backends.sm90.primitives.pairwise import PairwiseTile
 from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
-from pallas_fa2.backends.sm90.tile_functions import (
-    PIECE_COLUMNS,
-    TARGET_OPS,
-    ArgSource,
-    AxisInputs,
-    TileInputs,
-)
+from pallas_fa2.backends.sm90.primitives.tile_ops import TARGET_OPS, TILE_OPS
+from pallas_fa2.ir.tile_functions import PIECE_COLUMNS, ArgSource, AxisInputs, TileInputs
 from pallas_fa2.ir.tile_values import TileValue, broadcast_to_tile
 
 
@@ -122,7 +118,7 @@ class TransposedTile:
         if self.aux.q is not None:
             block = pl.ds(step.first_query, self.schedule.config.block_q)
             query_data = self.aux.q.at[step.head[0], :, block]
-        return AxisInputs.load(1, index, query_data.at[:, place], sources)
+        return load_axis_inputs(TILE_OPS, 1, index, query_data.at[:, place], sources)
 
     @property
     def inputs(self) -> TileInputs:

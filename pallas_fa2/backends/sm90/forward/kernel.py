@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90.aux_inputs import AuxInputs
 from pallas_fa2.backends.sm90.block_mask import BlockMask
 from pallas_fa2.backends.sm90.compile_mods import storage_dtype
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig

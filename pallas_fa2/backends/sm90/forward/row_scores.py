@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32, LOG2E
 from pallas_fa2.backends.common.dropout import RowKeys
+from pallas_fa2.backends.common.tile_mods import load_axis_inputs
 from pallas_fa2.backends.sm90 import mask_bits
 from pallas_fa2.backends.sm90.forward.memory import Arrays, SharedStorage
 from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule, QueryTile
@@ -22,7 +23,8 @@ from pallas_fa2.backends.sm90.primitives.layouts import ROW_LAYOUT
 from pallas_fa2.backends.sm90.primitives.named_barriers import WarpgroupTurns
 from pallas_fa2.backends.sm90.primitives.pairwise import PairwiseTile
 from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
-from pallas_fa2.backends.sm90.tile_functions import (
+from pallas_fa2.backends.sm90.primitives.tile_ops import TILE_OPS
+from pallas_fa2.ir.tile_functions import (
     PIECE_COLUMNS,
     ArgSource,
     AxisInputs,
@@ -115,7 +117,7 @@ class RowScores:
         index = (
             layouts.index(self.shape, 0, first_row + problem.q_index_offset) if indexed else None
         )
-        side = AxisInputs.load(0, index, data.q.at[batch, :, rows], sources)
+        side = load_axis_inputs(TILE_OPS, 0, index, data.q.at[batch, :, rows], sources)
         row_keys = None
         if problem.dropout is not None:
             words = (data.row_keys.at[batch, head, i, rows] for i in range(2))
@@ -201,7 +203,7 @@ class RowScores:
                 )
             if rows := value.token_inputs("k"):
                 assert data is not None
-                keys = AxisInputs.load(1, keys.index, data.keys.at[:, columns], rows)
+                keys = load_axis_inputs(TILE_OPS, 1, keys.index, data.keys.at[:, columns], rows)
             if data is not None:
                 pairs = data.load_pairwise(value, columns)
             return TileInputs(queries.side, keys, queries.head_scalars, pairs)
@@ -259,7 +261,7 @@ class RowScores:
         def pair_at(columns: Any) -> TileInputs:
             some = data.keys.at[:, columns]
             index = layouts.load_row(1, some.at[0], I32)
-            keys = AxisInputs.load(1, index, some, visible.token_inputs("k"))
+            keys = load_axis_inputs(TILE_OPS, 1, index, some, visible.token_inputs("k"))
             pairs = data.load_pairwise(visible, columns)
             return TileInputs(queries.side, keys, queries.head_scalars, pairs)
 

@@ -1,4 +1,4 @@
-"""Builds a Mosaic GPU kernel."""
+"""Mosaic GPU kernels, and how XLA calls them."""
 
 import types
 from collections.abc import Callable, Mapping
@@ -9,10 +9,11 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.backends.common.module_name import fix_module_name
+from pallas_fa2.backends.sm90.primitives.types import Ref, Scratch
 
 
 def isolate_from_fusion(kernel: Callable) -> Callable:
-    """The kernel, on arrays that have memory of their own.
+    """Return the kernel on arrays that have memory of their own.
 
     XLA would fuse it with slices around it, as in a scan, and has it read and write in the middle of
     larger arrays. Mosaic wants arrays aligned to 256 bytes, and what a kernel adds to (`pl.run_state`) is
@@ -25,23 +26,23 @@ def isolate_from_fusion(kernel: Callable) -> Callable:
 def build_kernel(
     name: str,
     run: Callable,
-    memory: Any,
+    memory: Scratch,
     out_type: Any,
     grid: dict[str, int],
     warpgroups: int,
     cluster: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Callable[..., Any]:
-    """A kernel: run(arrays in device memory, memory) in every warpgroup of every CTA. Without
-    `out_type` it writes to references, and what makes these is to be `apart`.
+    """Return a kernel: run(arrays in device memory, memory) in every warpgroup of every CTA.
 
-    Profiles show its name. `memory` is a pytree of what a CTA allocates; `grid` counts clusters.
+    Profiles show its name. `memory` is a pytree of what a CTA allocates; `grid` counts clusters. Without `out_type` the
+    kernel writes to references, and the caller has to isolate from fusion what makes these (`isolate_from_fusion`).
     """
     flat, tree = jax.tree.flatten(memory)
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         fix_module_name()
-        arrays = len(refs) - len(flat)
-        run(refs[:arrays], jax.tree.unflatten(tree, refs[arrays:]))
+        num_arrays = len(refs) - len(flat)
+        run(refs[:num_arrays], jax.tree.unflatten(tree, refs[num_arrays:]))
 
     body.__name__ = name
     params = plgpu.CompilerParams(

@@ -1,59 +1,59 @@
-"""Named barriers of PTX, and the turns of warpgroups at the tensor cores."""
+"""PTX's named barriers, and the turns of warpgroups at the tensor cores."""
 
 import dataclasses
-from typing import Any
+import enum
 
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.inline import asm, inline_op
+from pallas_fa2.backends.sm90.primitives.types import Registers, Scalar
 from pallas_fa2.control_flow import cond
 
-# Of PTX's 16 named barriers, Mosaic has 0 and one for each of up to four warpgroups.
-FIRST_TURN = 5
-FIRST_QUESTION = 9
-NEVER_USED = 15
+
+class NamedBarrier(enum.IntEnum):
+    """The 16 named barriers of a CTA (PTX ISA, bar). Mosaic has 0, and one for each of up to four warpgroups."""
+
+    TURN = 5  # and the three after it: a warpgroup's turn at the tensor cores
+    VOTE = 9  # and the three after it: a vote of a warpgroup
+    NEVER_USED = 15
 
 
 @dataclasses.dataclass(frozen=True)
 class WarpgroupTurns:
-    """Warpgroups take turns at the tensor cores: one multiplies while the others exponentiate.
+    """The turns of consumer warpgroups at the tensor cores: one multiplies while the others exponentiate.
 
     FlashAttention-3 (arXiv:2407.08608), section 3.1. Turns order no memory, only time: they use
     PTX's named barriers, which answer sooner than mbarriers, and mean nothing to the interpreter.
     """
 
-    warpgroup: Any
+    warpgroup: Scalar
     count: int
 
     def prime(self) -> None:
-        """The last warpgroup opens the first one's turn."""
+        """Give the first warpgroup its turn; the last one does it."""
         cond(self.warpgroup == self.count - 1, self.arrive, lambda: None)
 
     def sync(self) -> None:
-        _turn_sync(FIRST_TURN + self.warpgroup)  # pyright: ignore[reportCallIssue]
+        """Wait for this warpgroup's turn."""
+        _sync(NamedBarrier.TURN + self.warpgroup)
 
     def arrive(self) -> None:
-        _turn_arrive(FIRST_TURN + lax.rem(self.warpgroup + 1, I32(self.count)))  # pyright: ignore[reportCallIssue]
+        """Give the next warpgroup its turn."""
+        _arrive(NamedBarrier.TURN + lax.rem(self.warpgroup + 1, I32(self.count)))
 
     def finish(self) -> None:
-        """The first warpgroup takes the turn that the last one has given."""
+        """Take the turn that the last warpgroup has given; the first one does it."""
         cond(self.warpgroup == 0, self.sync, lambda: None)
 
 
-def _turn(operation: str, barrier: Any) -> None:
-    """One warpgroup arrives at a named barrier and another waits: 256 threads."""
-    void, code = ir.Type.parse("!llvm.void"), f"bar.{operation} $0, 256;"
-    llvm.inline_asm(void, [barrier.registers[()]], code, "r", has_side_effects=True)
+# One warpgroup arrives and another waits: 256 threads.
+@inline_op("named_barrier_sync", plgpu.Layout.WG_SPLAT)
+def _sync(_, barrier: Registers) -> None:
+    asm("bar.sync $0, 256;", "r", barrier.registers[()])
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
-def _turn_sync(_: Any, barrier: Any) -> None:
-    _turn("sync", barrier)
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
-def _turn_arrive(_: Any, barrier: Any) -> None:
-    _turn("arrive", barrier)
+@inline_op("named_barrier_arrive", plgpu.Layout.WG_SPLAT)
+def _arrive(_, barrier: Registers) -> None:
+    asm("bar.arrive $0, 256;", "r", barrier.registers[()])

@@ -1,9 +1,10 @@
-"""Values and elements of each thread, in inline PTX and MLIR.
+"""What each thread has of an array in registers, in inline code; and operations that have one value for each thread.
 
-None of it orders memory. The interpreter in the tests knows each inner function by its name."""
+None of it orders memory.
+"""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,75 +16,105 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.sm90.primitives import tma
-from pallas_fa2.backends.sm90.primitives.inline import inline_op
-from pallas_fa2.backends.sm90.primitives.layouts import ACC_LAYOUT, COL_LAYOUT, ROW_LAYOUT
-from pallas_fa2.backends.sm90.primitives.named_barriers import NEVER_USED
+from pallas_fa2.backends.common.inline import asm, i32, inline_op
+from pallas_fa2.backends.sm90.primitives.layouts import (
+    ACC_LAYOUT,
+    COL_LAYOUT,
+    ROW_LAYOUT,
+    THREADS,
+    WARPS,
+)
+from pallas_fa2.backends.sm90.primitives.named_barriers import NamedBarrier
+from pallas_fa2.backends.sm90.primitives.types import (
+    MlirValue,
+    Ref,
+    RegisterIndex,
+    Registers,
+    Scalar,
+)
 
-PER_THREAD = plgpu.Layout.WG_STRIDED((tma.THREADS,), 1)  # a number for each thread of a warpgroup
-PER_THREAD_I32 = plgpu.ShapeDtypeStruct((tma.THREADS,), I32, PER_THREAD)
-
+PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), 1)  # a value for each thread of a warpgroup
+PER_THREAD_I32 = plgpu.ShapeDtypeStruct((THREADS,), I32, PER_THREAD)
 
 SCALAR_I32 = plgpu.ShapeDtypeStruct((), I32, plgpu.Layout.WG_SPLAT(shape=()))
 
 
-def thread_number() -> Any:
-    """The thread's number in its CTA. It is read once, outside all loops, as that takes 350 clocks;
+def thread_index() -> MlirValue:
+    """Emit the thread's index in its CTA. It is read once, outside all loops, as that takes 350 clocks;
     but what follows from it is computed where it is used, and holds no registers elsewhere."""
     thread = mgpu.utils.thread_idx()
-    return llvm.inline_asm(thread.type, [thread], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+    return asm("mov.b32 $0, $1;", "=r,r", thread, result=thread.type)
 
 
-def first_column() -> Any:
-    """Of a thread's own columns of a tile, of which it has two in each eight."""
-    return arith.shli(arith.andi(thread_number(), i32(3)), i32(1))
+def warpgroup_thread_index() -> MlirValue:
+    """Emit the thread's index in its warpgroup."""
+    return arith.andi(thread_index(), i32(THREADS - 1))
 
 
-def splat(answer: Any) -> Any:
-    return mgpu.FragmentedArray.splat(answer, shape=(), is_signed=True)
+def first_column() -> MlirValue:
+    """Emit the first of the thread's own columns of a tile, of which it has two in each eight."""
+    return arith.shli(arith.andi(thread_index(), i32(3)), i32(1))
 
 
-def scalars(array: Any) -> list[Any]:
-    """A thread's own values of an array."""
+def thread_field(first: int, count: int, weight: int) -> MlirValue:
+    """Emit some bits of the thread's index, as an integer times the weight, a power of two."""
+    bits = arith.andi(thread_index(), i32(((1 << count) - 1) << first))
+    shift = weight.bit_length() - 1 - first
+    return arith.shli(bits, i32(shift)) if shift >= 0 else arith.shrui(bits, i32(-shift))
+
+
+def sum_i32(*terms: MlirValue) -> MlirValue:
+    """Emit the sum of integers."""
+    return functools.reduce(arith.addi, terms)
+
+
+def splat(value: MlirValue) -> Registers:
+    """Return an int32 scalar array of a value that all threads share."""
+    return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
+
+
+def scalars(array: Registers) -> list[MlirValue]:
+    """Emit the thread's own values of an array, in the order of registers."""
     return [x for register in array.registers.flat for x in elements(register)]
 
 
-def elements(register: Any) -> list[Any]:
+def elements(register: MlirValue) -> list[MlirValue]:
+    """Emit the values of a register, which is a vector."""
     count = ir.VectorType(register.type).shape[0]
     return [llvm.extractelement(register, i32(e)) for e in range(count)]
 
 
-def asm_words(
-    count: int, code: str, constraints: str, *operands: Any, side_effects: bool = False
-) -> list[Any]:
-    """The registers $0, $1, ... of `code`, so many; operands follow."""
-    word = ir.IntegerType.get_signless(32)
-    all_words = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
-    constraints = ",".join(["=r"] * count + [constraints])
-    found = llvm.inline_asm(all_words, operands, code, constraints, has_side_effects=side_effects)
-    return [llvm.extractvalue(word, found, [i]) for i in range(count)]
+def vector(values: Sequence[MlirValue]) -> MlirValue:
+    """Emit a vector of these values, which are of one type: a register."""
+    register = llvm.mlir_undef(ir.VectorType.get((len(values),), values[0].type))
+    for e, x in enumerate(values):
+        register = llvm.insertelement(register, x, i32(e))
+    return register
 
 
-def i32(value: int) -> Any:
-    return arith.constant(ir.IntegerType.get_signless(32), value)
+def thread_value(array: Registers) -> MlirValue:
+    """Emit the thread's own value of an array in the layout `PER_THREAD`."""
+    (value,) = scalars(array)
+    return value
 
 
-def thread_value(numbers: Any) -> Any:
-    """A thread's own of `EACH`."""
-    (found,) = scalars(numbers)
-    return found
-
-
-def from_thread_values(mine: Any) -> Any:
+def from_thread_values(value: MlirValue) -> Registers:
+    """Return the int32 array `[THREADS]` of the threads' own values."""
     layout = PER_THREAD.to_mgpu()
-    register = llvm.mlir_undef(layout.registers_element_type(mine.type))
-    registers = np.array([llvm.insertelement(register, mine, i32(0))], object)
+    register = llvm.mlir_undef(layout.registers_element_type(value.type))
+    registers = np.array([llvm.insertelement(register, value, i32(0))], object)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
 
-def map_elements(tile: Any, function: Callable, order: Callable = lambda at: 0) -> Any:
-    """function(a thread's value, the place of its register, its place there) of each, in the order of these
-    places or of order(place)."""
+def map_elements(
+    tile: Registers,
+    function: Callable[[MlirValue, RegisterIndex, int], MlirValue],
+    order: Callable[[RegisterIndex], int] = lambda at: 0,
+) -> Registers:
+    """Return the array of function(value, index of its register, index in the register).
+
+    Code is emitted in the order of registers, or of order(index of the register).
+    """
     results = np.empty_like(tile.registers)
     for at, register in sorted(np.ndenumerate(tile.registers), key=lambda x: order(x[0])):
         for e, x in enumerate(elements(register)):
@@ -93,72 +124,121 @@ def map_elements(tile: Any, function: Callable, order: Callable = lambda at: 0) 
 
 
 def zero_accumulator(shape: tuple[int, int]) -> jax.Array:
-    """For an accumulator to start from. LLVM would keep one zero for all that a loop starts, in the
+    """Return zeros for an accumulator to start from. LLVM would keep one zero for all that a loop starts, in the
     first register of one of them: ptxas then moves the others around it, and spills."""
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, ACC_LAYOUT)
 
-    def zeros(_: Any) -> Any:
-        f32 = ir.F32Type.get()
-        zero = llvm.inline_asm(f32, [], "mov.f32 $0, 0f00000000;", "=f", has_side_effects=True)
+    @inline_op("zero_accumulator", result=result, shape=shape)
+    def zeros(_) -> Registers:
+        zero = asm("mov.f32 $0, 0f00000000;", "=f", result=ir.F32Type.get())
         return mgpu.FragmentedArray.splat(zero, shape, mgpu.WGMMA_LAYOUT)
 
-    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, ACC_LAYOUT)
-    return inline_op(f"zeros {shape[0]} {shape[1]}", zeros, result)()
+    return zeros()
 
 
 def reciprocal(tile: jax.Array) -> jax.Array:
-    """1 / x, off by one unit in the last place and flushing denormal numbers."""
+    """Return 1 / x, off by one unit in the last place and flushing denormal numbers."""
 
-    def one(x: Any, *_: Any) -> Any:
-        return llvm.inline_asm(x.type, [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
+    def compute(x: MlirValue, *_: Any) -> MlirValue:
+        code = "rcp.approx.ftz.f32 $0, $1;"
+        return asm(code, "=f,f", x, result=x.type, side_effects=False)
 
-    result = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, ACC_LAYOUT)
-    return inline_op("reciprocal", lambda _, tile: map_elements(tile, one), result, ACC_LAYOUT)(
-        tile
+    @inline_op(
+        "reciprocal",
+        ACC_LAYOUT,
+        result=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, ACC_LAYOUT),
     )
+    def apply(_, tile: Registers) -> Registers:
+        return map_elements(tile, compute)
+
+    return apply(tile)
 
 
 def defeat_minmax_fusion(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """An int32 that varies over these axes of a tile, which ptxas takes for no maximum or minimum: it would
+    """Return an int32 that varies over these axes of a tile, as what ptxas takes for no maximum or minimum: it would
     lose a minus (`ptxas_safe.neg_ptxas_safe`). It does not look behind a permutation that leaves all bytes in place."""
 
-    def one(x: Any, *_: Any) -> Any:
-        return llvm.inline_asm(x.type, [x], "prmt.b32 $0, $1, 0, 0x3210;", "=r,r")
+    def compute(x: MlirValue, *_: Any) -> MlirValue:
+        return asm("prmt.b32 $0, $1, 0, 0x3210;", "=r,r", x, result=x.type, side_effects=False)
 
-    def all_of(_: Any, array: Any) -> Any:
-        return map_elements(array, one) if axes else splat(one(array.registers[()]))
+    scalar = plgpu.Layout.WG_SPLAT(shape=())
+    layout = {(): scalar, (0,): ROW_LAYOUT, (1,): COL_LAYOUT, (0, 1): ACC_LAYOUT}[axes]
 
-    layout = {
-        (): plgpu.Layout.WG_SPLAT(shape=()),
-        (0,): ROW_LAYOUT,
-        (1,): COL_LAYOUT,
-        (0, 1): ACC_LAYOUT,
-    }[axes]
-    result = plgpu.ShapeDtypeStruct(x.shape, I32, layout)
-    return inline_op("unfused", all_of, result, layout if axes else plgpu.Layout.WG_SPLAT)(x)
+    @inline_op(
+        "defeat_minmax_fusion",
+        layout if axes else plgpu.Layout.WG_SPLAT,
+        result=plgpu.ShapeDtypeStruct(x.shape, I32, layout),
+    )
+    def permute(_, array: Registers) -> Registers:
+        return map_elements(array, compute) if axes else splat(compute(array.registers[()]))
+
+    return permute(x)
 
 
-def address(ref: Any, bits: int = 64) -> Any:
-    """Of device memory; of shared memory in 32 bits."""
+def column_iota(count: int, start: Scalar) -> jax.Array:
+    """Return start, start + 1, ..., one a column, `[count]` int32.
+
+    They are computed where this is called: LLVM would keep those of Pallas's iota in registers, all of
+    them, as they are the same in every tile but for the start.
+    """
+    result = plgpu.ShapeDtypeStruct((count,), I32, COL_LAYOUT)
+
+    @inline_op("column_iota", plgpu.Layout.WG_SPLAT, result=result, count=count)
+    def iota(_, start: Registers) -> Registers:
+        first = arith.addi(start.registers[()], first_column())
+        layout = COL_LAYOUT.to_mgpu()
+        registers = np.empty(layout.registers_shape((count,)), object)
+        for i, at in enumerate(np.ndindex(*registers.shape)):  # 8 columns each
+            pair = llvm.mlir_undef(ir.VectorType.get((2,), first.type))
+            for e in range(2):
+                pair = llvm.insertelement(pair, arith.addi(first, i32(8 * i + e)), i32(e))
+            registers[at] = pair
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+    return iota(start)
+
+
+@inline_op("fence_before_wgmma_wait", ACC_LAYOUT)
+def fence_before_wgmma_wait(_, positive: Registers) -> None:
+    """Keep ptxas from moving a wait for WGMMA across this line. `positive` is a tile that is known before it.
+
+    It would otherwise wait for a product before the exponentials that should run beside it.
+    """
+    total = functools.reduce(arith.addf, scalars(positive))
+    # A barrier that nobody ever arrives at, and ptxas cannot know.
+    arrive = f"@p bar.arrive {NamedBarrier.NEVER_USED}, {THREADS};"
+    asm(f"{{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; {arrive} }}", "f", total)
+
+
+def address(ref: Ref, bits: int = 64) -> MlirValue:
+    """Emit the address of device memory, or of shared memory in 32 bits."""
     return llvm.ptrtoint(ir.IntegerType.get_signless(bits), mgpu.utils.memref_ptr(ref))
 
 
-def on_warp(number: int, code: str, constraints: str, *operands: Any) -> None:
-    """By one warp of a warpgroup: `code` uses the operands from $1 on, the registers v and p, and
+def on_warp(warp: int, code: str, constraints: str, *operands: MlirValue) -> None:
+    """Emit PTX that one warp of a warpgroup runs. It uses the operands from $1 on, the registers v and p, and
     `leader`, which is true in one thread."""
-    thread = arith.andi(thread_number(), i32(127))
+    thread = warpgroup_thread_index()
     code = (
         "{ .reg .pred p, leader; .reg .b32 v; shr.b32 v, $0, 5; "
-        f"setp.ne.b32 p, v, {number}; setp.eq.b32 leader, $0, {32 * number}; "
+        f"setp.ne.b32 p, v, {warp}; setp.eq.b32 leader, $0, {THREADS // WARPS * warp}; "
         f"@p bra done; {code} done: }}"
     )
-    void = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(void, [thread, *operands], code, f"r,{constraints}", has_side_effects=True)
+    asm(code, f"r,{constraints}", thread, *operands)
 
 
-def warp_release_add(word: Any, amount: int, condition: Any = None) -> None:
-    """Each warp adds to a word of device memory, after what all its lanes have stored or added; if there is a
-    condition, where it is not 0."""
-    operands = [address(word), arith.andi(thread_number(), i32(31))]
+def elect_one(code: str, *operands: MlirValue) -> None:
+    """Emit PTX in which the predicate p is true in one thread of a warpgroup. It uses the operands from $1 on, and the
+    registers a and b."""
+    thread = warpgroup_thread_index()
+    code = f"{{ .reg .pred p; .reg .b32 a, b; setp.eq.s32 p, $0, 0; {code} }}"
+    asm(code, ",".join(["r"] * (1 + len(operands))), thread, *operands)
+
+
+def warp_release_add(word: Ref, amount: int, condition: MlirValue | None = None) -> None:
+    """Emit the addition by each warp to a word of device memory, after what all its lanes have stored or added; if
+    there is a condition, where it is not 0."""
+    operands = [address(word), arith.andi(thread_index(), i32(31))]
     skip = ""
     if condition is not None:
         operands.append(condition)
@@ -167,55 +247,4 @@ def warp_release_add(word: Any, amount: int, condition: Any = None) -> None:
         f"{{ .reg .pred p; {skip}setp.eq.b32 p, $1, 0; bar.warp.sync -1; "
         f"@p red.release.gpu.global.add.s32 [$0], {amount}; done: }}"
     )
-    constraints = ",".join(["l"] + ["r"] * (len(operands) - 1))
-    void = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(void, operands, code, constraints, has_side_effects=True)
-
-
-def elect_one(code: str, *operands: Any) -> None:
-    """Of a warpgroup: `code` has the predicate p, which is true in one thread, and uses the operands from $1 on,
-    and the registers a and b."""
-    thread = arith.andi(thread_number(), i32(127))
-    code = f"{{ .reg .pred p; .reg .b32 a, b; setp.eq.s32 p, $0, 0; {code} }}"
-    constraints = ",".join(["r"] * (1 + len(operands)))
-    void = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(void, [thread, *operands], code, constraints, has_side_effects=True)
-
-
-def column_iota(count: int, start: Any) -> jax.Array:
-    """start, start + 1, ..., one a column.
-
-    They are computed where this is called: LLVM would keep those of Pallas's iota in registers, all of
-    them, as they are the same in every tile but for the start.
-    """
-
-    def numbers_of(_: Any, start: Any) -> Any:
-        first = arith.addi(start.registers[()], first_column())
-        layout = COL_LAYOUT.to_mgpu()
-        numbers = np.empty(layout.registers_shape((count,)), object)
-        for i, at in enumerate(np.ndindex(*numbers.shape)):  # 8 columns each
-            pair = llvm.mlir_undef(ir.VectorType.get((2,), first.type))
-            for e in range(2):
-                number = arith.addi(first, i32(8 * i + e))
-                pair = llvm.insertelement(pair, number, i32(e))
-            numbers[at] = pair
-        return mgpu.FragmentedArray(_registers=numbers, _layout=layout, _is_signed=True)
-
-    result = plgpu.ShapeDtypeStruct((count,), I32, COL_LAYOUT)
-    return inline_op(f"column_numbers {count}", numbers_of, result, plgpu.Layout.WG_SPLAT)(start)
-
-
-def fence_before_wgmma_wait(positive: jax.Array) -> None:
-    """A place that ptxas moves no wait for WGMMA across, once `positive` (a tile) is known.
-
-    It would otherwise wait for a product before the exponentials that should run beside it.
-    """
-    _pin(positive)  # pyright: ignore[reportCallIssue]
-
-
-@plgpu.inline_mgpu(arg_types=(ACC_LAYOUT,))
-def _pin(_: Any, positive: Any) -> None:
-    total = functools.reduce(arith.addf, scalars(positive))
-    # A barrier that nobody ever arrives at, and ptxas cannot know.
-    arrive = f"{{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; @p bar.arrive {NEVER_USED}, 128; }}"
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), [total], arrive, "f", has_side_effects=True)
+    asm(code, ",".join(["l"] + ["r"] * (len(operands) - 1)), *operands)

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.inline import inline_op
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
@@ -105,22 +106,22 @@ class DqTickets(NamedTuple):
 _REF, _SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT
 
 
-@plgpu.inline_mgpu(arg_types=(_REF,), return_type=thread_values.SCALAR_I32)
+@inline_op("take_dq_ticket", _REF, result=thread_values.SCALAR_I32)
 def _draw(_: Any, row: Any) -> Any:
     """By one thread, which need not wait for it."""
-    thread = arith.andi(thread_values.thread_number(), thread_values.i32(127))
+    thread = thread_values.warpgroup_thread_index()
     code = "setp.eq.s32 p, $1, 0; @p atom.relaxed.gpu.global.add.s32 $0, [$2], 1;"
     return thread_values.splat(_number(code, "r,l", thread, thread_values.address(row)))
 
 
-@plgpu.inline_mgpu(arg_types=(_REF, _SCALAR))
+@inline_op("share_dq_ticket", _REF, _SCALAR)
 def _show(_: Any, slot: Any, ticket: Any) -> None:
     thread_values.elect_one(
         "@p st.shared.b32 [$1], $2;", thread_values.address(slot, 32), ticket.registers[()]
     )
 
 
-@plgpu.inline_mgpu(arg_types=(_REF, _REF), return_type=thread_values.SCALAR_I32)
+@inline_op("resolve_dq_ticket", _REF, _REF, result=thread_values.SCALAR_I32)
 def _use(_: Any, row: Any, slot: Any) -> Any:
     """What is stored is in L2 when its count is, and what is added after that goes there: the count need not be
     acquired, for which L1 would be emptied at every step."""
@@ -134,7 +135,7 @@ def _use(_: Any, row: Any, slot: Any) -> Any:
     )
 
 
-@plgpu.inline_mgpu(arg_types=(_REF, _SCALAR))
+@inline_op("signal_dq_stored", _REF, _SCALAR)
 def _tell(_: Any, row: Any, first: Any) -> None:
     thread_values.warp_release_add(row, 1 << STORED_BIT, first.registers[()])
 

@@ -26,13 +26,15 @@ from jaxlib.mlir.dialects import llvm
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.inline import inline_op
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.sm90 import tile_order_kernel
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.memory import TURN_BARRIERS, SharedStorage
 from pallas_fa2.backends.sm90.backward.producer import Producer
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule, KvTile, Step
-from pallas_fa2.backends.sm90.primitives import layouts, named_barriers, thread_values
+from pallas_fa2.backends.sm90.primitives import layouts, thread_values
+from pallas_fa2.backends.sm90.primitives.named_barriers import NamedBarrier
 from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from pallas_fa2.schedule import raster
@@ -128,7 +130,9 @@ class DeterministicSchedule(BackwardSchedule):
                 seen.num_blocks, shape
             )
             counts = counts[self.coordinates(numbers)]
-        return DynamicTileScheduler.build(numbers, counts, self.num_workers, reserved=False)
+        return DynamicTileScheduler.build(
+            numbers, counts, self.num_workers, static_first_tile=False
+        )
 
     def tile(self, k: Any, first_step: Any, entry: list[Any], **arrays: Any) -> "DeterministicTile":
         return DeterministicTile(self, k, first_step, *self.known(entry), **arrays)
@@ -278,14 +282,14 @@ def give_dq_turn(turn: Any) -> None:
     _give_turn(turn)  # pyright: ignore[reportCallIssue]
 
 
-@plgpu.inline_mgpu(arg_types=())
+@inline_op("sync_producer_warps")
 def _meet_warps(_: Any) -> None:
     """The warps of the warpgroup that loads wait for each other."""
-    void, code = ir.Type.parse("!llvm.void"), f"bar.sync {named_barriers.FIRST_TURN}, 128;"
+    void, code = ir.Type.parse("!llvm.void"), f"bar.sync {NamedBarrier.TURN}, 128;"
     llvm.inline_asm(void, [], code, "", has_side_effects=True)
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+@inline_op("wait_dq_turn", plgpu.RefType(), plgpu.Layout.WG_SPLAT)
 def _await_turn(_: Any, turn: Any, ordinal: Any) -> None:
     code = "look: ld.acquire.gpu.global.b32 v, [$1]; setp.lt.s32 p, v, $2; @p bra look;"
     thread_values.on_warp(
@@ -293,13 +297,13 @@ def _await_turn(_: Any, turn: Any, ordinal: Any) -> None:
     )
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+@inline_op("end_dq_turn", plgpu.RefType())
 def _end_turn(_: Any, turn: Any) -> None:
     code = "@leader red.release.gpu.global.add.s32 [$1], 1;"
     thread_values.on_warp(SIGNAL_WARP, code, "l", thread_values.address(turn))
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+@inline_op("take_dq_turn", plgpu.RefType(), plgpu.Layout.WG_SPLAT)
 def _take_turn(_: Any, turn: Any, ordinal: Any) -> None:
     code = (
         "{ .reg .pred p; .reg .b32 v; look: ld.acquire.gpu.global.b32 v, [$0]; "
@@ -309,6 +313,6 @@ def _take_turn(_: Any, turn: Any, ordinal: Any) -> None:
     llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, "l,r", has_side_effects=True)
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+@inline_op("give_dq_turn", plgpu.RefType())
 def _give_turn(_: Any, turn: Any) -> None:
     thread_values.warp_release_add(turn, 1)

@@ -1,4 +1,4 @@
-"""Tiles sent between two CTAs, interpreted and on a GPU; the rest of the primitives runs in the kernels."""
+"""Tiles that two CTAs copy to each other, interpreted and on a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +14,19 @@ STEPS, TILE = 3, (64, 64)
 
 
 def exchange(bug: str | None = None) -> jax.Array:
-    """`[2, STEPS, 64, 64]`: each CTA's tiles, as the other one got them, in one stage."""
+    """Return each CTA's tiles as the other one got them, in one stage, less what they were: `[2, STEPS, 64, 64]`."""
 
     def body(x, out, mine, theirs, arrived, full, both) -> None:
-        rank, mail = lax.axis_index("pair"), cluster.ClusterCopy(theirs, arrived, jnp.float16)
-        mail.init()
+        rank, copies = lax.axis_index("pair"), cluster.ClusterCopy(theirs, arrived, jnp.float16)
+        copies.init()
         pipeline.arrive_and_wait(both)
         for i in range(STEPS):
             step = jnp.int32(i)
             plgpu.copy_gmem_to_smem(x.at[rank, i], mine, full)
             plgpu.barrier_wait(full)
-            mail.expect_tx(step)
-            mail.send(step, mine, 1 - rank)
-            tile = theirs.at[0] if bug == "read before it came" else mail.wait(step)
+            copies.expect_tx(step)
+            copies.send(step, mine, 1 - rank)
+            tile = theirs.at[0] if bug == "read before it came" else copies.wait(step)
             plgpu.copy_smem_to_gmem(tile, out.at[rank, i])
             plgpu.wait_smem_to_gmem(0)
             if bug != "sent before the other has read":
@@ -53,16 +53,16 @@ def exchange(bug: str | None = None) -> jax.Array:
     return kernel(x)[::-1] - x
 
 
-def test_mail_interpreted() -> None:
+def test_copies_interpreted() -> None:
     np.testing.assert_array_equal(interpreter.run(exchange), 0)
 
 
 @pytest.mark.parametrize("bug", ["read before it came", "sent before the other has read"])
-def test_careless_mail_is_caught(bug: str) -> None:
+def test_careless_copies_are_caught(bug: str) -> None:
     with pytest.raises(shared.RaceDetected):
         interpreter.run(lambda: exchange(bug))
 
 
 @pytest.mark.gpu
-def test_mail_on_a_gpu() -> None:
+def test_copies_on_a_gpu() -> None:
     np.testing.assert_array_equal(jax.jit(exchange)(), 0)

@@ -1,4 +1,4 @@
-"""Tiles to device memory and back, interpreted and on a GPU; they are added and summed in the kernels."""
+"""Tiles are stored to device memory and loaded again, interpreted and on a GPU."""
 
 from typing import Any
 
@@ -16,17 +16,17 @@ from tests.support import interpreter
 
 
 def through_registers(dtype: Any, columns: int) -> Any:
-    """A tile, as it was stored, and what was then loaded; by a kernel each."""
+    """Return a tile, what a kernel stored of it, and what another one loaded."""
     shape = 64, columns
 
     def store(refs: tuple, _: Any) -> None:
-        tile, numbers = refs
-        found = plgpu.load(tile, layout=layouts.ACC_LAYOUT, optimized=False)
-        register_io.store_fragments(numbers, found)
+        tile, stored = refs
+        values = plgpu.load(tile, layout=layouts.ACC_LAYOUT, optimized=False)
+        register_io.store_fragments(stored, values)
 
     def load(refs: tuple, _: Any) -> None:
-        numbers, tile = refs
-        tile[...] = register_io.load_fragments(numbers, columns)
+        stored, tile = refs
+        tile[...] = register_io.load_fragments(stored, columns)
 
     def launch(run: Any, shape: tuple[int, ...]) -> Any:
         out = jax.ShapeDtypeStruct(shape, dtype)
@@ -60,37 +60,37 @@ def test_fragments_on_a_gpu(dtype: Any, columns: int) -> None:
     check_fragments(*jax.jit(through_registers, static_argnums=(0, 1))(dtype, columns))
 
 
-def added_up(first_column: int) -> tuple[jax.Array, ...]:
-    """A tile, what its own threads find after they have stored and added it, and the rows and columns of it that
-    there are, between others."""
+def accumulated(first_column: int) -> tuple[jax.Array, ...]:
+    """Return a tile, what its own threads load after they have stored and added it, a tile that does not exist, and the
+    rows and columns of the tile that exist, in a larger array."""
     rows, columns = 45, 72
     tile = jax.random.normal(jax.random.key(0), (64, 64), jnp.bfloat16)
 
     def run(refs: tuple, _: Any) -> None:
-        tile, partial, found, nothing, out = refs
+        tile, partial, loaded, nothing, out = refs
         values = plgpu.load(tile, layout=layouts.ACC_LAYOUT, optimized=False)
-        numbers, yes = values.astype(jnp.float32), lax.axis_index("cta") == 0
-        register_io.put_fragments(partial, numbers, yes)
-        register_io.put_fragments(partial, 0.5 * numbers, ~yes)
-        found[...] = register_io.take_fragments(partial, 64, yes)
+        floats, yes = values.astype(jnp.float32), lax.axis_index("cta") == 0
+        register_io.put_fragments(partial, floats, yes)
+        register_io.put_fragments(partial, 0.5 * floats, ~yes)
+        loaded[...] = register_io.take_fragments(partial, 64, yes)
         nothing[...] = register_io.take_fragments(partial, 64, ~yes)
-        place = out.at[1, pl.ds(3, 64), 1]
-        register_io.store_rows(place, values, jnp.int32(first_column), jnp.int32(rows))
+        rows_out = out.at[1, pl.ds(3, 64), 1]
+        register_io.store_rows(rows_out, values, jnp.int32(first_column), jnp.int32(rows))
 
-    partial, square = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096,), (64, 64)))
-    outputs = partial, square, square
+    partial, fragment = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096,), (64, 64)))
+    outputs = partial, fragment, fragment
     kernel = build_kernel("fragments", run, [plgpu.Barrier()], (), {"cta": 1}, 1)
 
     def written(*arrays: jax.Array) -> tuple:
         return pl.run_state(lambda refs: kernel(tile, *refs))(arrays)
 
     arrays = [jnp.zeros(x.shape, x.dtype) for x in outputs]
-    _, found, nothing, out = written(*arrays, jnp.zeros((2, 100, 2, columns), jnp.bfloat16))
-    return tile, found, nothing, out
+    _, loaded, nothing, out = written(*arrays, jnp.zeros((2, 100, 2, columns), jnp.bfloat16))
+    return tile, loaded, nothing, out
 
 
-def check_added_up(first_column: int, tile: Any, found: Any, nothing: Any, out: Any) -> None:
-    np.testing.assert_array_equal(found, 1.5 * tile.astype(jnp.float32))
+def check_accumulated(first_column: int, tile: Any, loaded: Any, nothing: Any, out: Any) -> None:
+    np.testing.assert_array_equal(loaded, 1.5 * tile.astype(jnp.float32))
     assert not nothing.any()
     expected = np.zeros_like(out)
     count = min(64, 72 - first_column)
@@ -102,11 +102,11 @@ FIRST_COLUMNS = pytest.mark.parametrize("first_column", [0, 8, 64])
 
 
 @FIRST_COLUMNS
-def test_what_is_added_up_interpreted(first_column: int) -> None:
-    check_added_up(first_column, *interpreter.run(lambda: added_up(first_column)))
+def test_accumulation_interpreted(first_column: int) -> None:
+    check_accumulated(first_column, *interpreter.run(lambda: accumulated(first_column)))
 
 
 @pytest.mark.gpu
 @FIRST_COLUMNS
-def test_what_is_added_up_on_a_gpu(first_column: int) -> None:
-    check_added_up(first_column, *jax.jit(added_up, static_argnums=0)(first_column))
+def test_accumulation_on_a_gpu(first_column: int) -> None:
+    check_accumulated(first_column, *jax.jit(accumulated, static_argnums=0)(first_column))

@@ -1,4 +1,4 @@
-"""What takes the place of blocks in which something is not finite, interpreted and on a GPU."""
+"""Blocks in which something is not finite are sanitized, interpreted and on a GPU."""
 
 import functools
 import math
@@ -24,10 +24,10 @@ from tests.support import interpreter
 from tests.support.hopper import planned_for_h200
 
 BATCH, HEADS = 2, 2
-# A place in the first array, and what stands there.
-WILD = {
+# Indices in the first array, and the values there.
+NONFINITE = {
     (0, 3, 1, 5): math.nan,
-    (0, 100, 0, 7): math.nan,  # with blocks of 96, two CTAs see it
+    (0, 100, 0, 7): math.nan,  # with blocks of 96, two CTAs read it
     (1, 64, 0, 0): math.inf,
     (1, 69, 0, 63): -math.inf,
 }
@@ -39,13 +39,13 @@ def arrays(length: int, dims: tuple[int, int]) -> list[jax.Array]:
         jax.random.normal(key, (BATCH, length, HEADS, dim), jnp.bfloat16)
         for key, dim in zip(keys, dims, strict=True)
     )
-    for place, value in WILD.items():
-        x = x.at[place].set(value)
+    for index, value in NONFINITE.items():
+        x = x.at[index].set(value)
     return [x, y]
 
 
-def tamed(block: int, kernel_dims: tuple[int, int]) -> Any:
-    """A kernel of these copies alone."""
+def sanitize(block: int, kernel_dims: tuple[int, int]) -> Any:
+    """Return a call of a kernel that sanitizes alone."""
 
     def call(x: jax.Array, y: jax.Array) -> list[Any]:
         copies = SanitizePass(
@@ -59,32 +59,32 @@ def tamed(block: int, kernel_dims: tuple[int, int]) -> Any:
 
         memory, grid = [*copies.buffers, pipeline.barriers(1)], {"cta": math.prod(copies.grid)}
         return copies.sanitized_arrays(
-            launch.build_kernel("tame", run, memory, copies.outputs, grid, 1)(x, y)
+            launch.build_kernel("sanitize", run, memory, copies.outputs, grid, 1)(x, y)
         )
 
     return call
 
 
-def check(found: list[Any], x: jax.Array, y: jax.Array, block: int) -> None:
+def check(sanitized: list[Any], x: jax.Array, y: jax.Array, block: int) -> None:
     rows = ~np.isfinite(np.asarray(x, np.float32)).all(-1)
-    for array, value, tamed in ((x, 0.0, found[0]), (y, math.nan, found[1])):
-        assert tamed.is_nonfinite_block.shape == (BATCH, HEADS, -(-x.shape[1] // block))
+    for array, value, result in ((x, 0.0, sanitized[0]), (y, math.nan, sanitized[1])):
+        assert result.is_nonfinite_block.shape == (BATCH, HEADS, -(-x.shape[1] // block))
         expected = np.where(rows[..., None], value, np.asarray(array, np.float32))
-        instead = np.asarray(tamed.sanitized, np.float32)
-        for (batch, head, number), wild in np.ndenumerate(np.asarray(tamed.is_nonfinite_block)):
-            part = batch, slice(number * block, (number + 1) * block), head
-            # A block may be named for what is just past it, in the same 64 rows.
-            assert wild == 1 or not rows[part].any()
-            assert wild == 0 or rows[batch, number * block : number * block + 128, head].any()
-            if wild:
-                np.testing.assert_array_equal(instead[part], expected[part])
+        written = np.asarray(result.sanitized, np.float32)
+        for (batch, head, i), flag in np.ndenumerate(np.asarray(result.is_nonfinite_block)):
+            index = batch, slice(i * block, (i + 1) * block), head
+            # A block may be flagged for what is just past it, in the same 64 rows.
+            assert flag == 1 or not rows[index].any()
+            assert flag == 0 or rows[batch, i * block : i * block + 128, head].any()
+            if flag:
+                np.testing.assert_array_equal(written[index], expected[index])
 
 
 CASES = pytest.mark.parametrize(
     "length, dims, kernel_dims, block",
     [
         (128, (64, 64), (64, 64), 64),
-        (70, (64, 64), (64, 64), 128),  # what ends within a group of rows
+        (70, (64, 64), (64, 64), 128),  # a length that ends within a group of rows
         (192, (96, 96), (96, 96), 96),  # no multiple of 64
         (136, (72, 64), (96, 96), 64),  # fewer columns than the kernel has
         (139, (64, 96), (96, 96), 128),
@@ -94,21 +94,21 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
-def test_tamed_interpreted(length: int, dims: Any, kernel_dims: Any, block: int) -> None:
+def test_sanitized_interpreted(length: int, dims: Any, kernel_dims: Any, block: int) -> None:
     x, y = arrays(length, dims)
-    check(interpreter.run(tamed(block, kernel_dims), x, y), x, y, block)
+    check(interpreter.run(sanitize(block, kernel_dims), x, y), x, y, block)
 
 
 @pytest.mark.gpu
 @CASES
-def test_tamed_on_a_gpu(length: int, dims: Any, kernel_dims: Any, block: int) -> None:
+def test_sanitized_on_a_gpu(length: int, dims: Any, kernel_dims: Any, block: int) -> None:
     x, y = arrays(length, dims)
-    check(jax.jit(tamed(block, kernel_dims))(x, y), x, y, block)
+    check(jax.jit(sanitize(block, kernel_dims))(x, y), x, y, block)
 
 
 @pytest.mark.parametrize("side", ["k", "q"])
-def test_they_are_looked_for_where_tokens_may_take_part_in_nothing(side: str) -> None:
-    """By the mask's data, in entries of a batch that its code says nothing of; among queries, under a score."""
+def test_the_preprocess_searches_where_tokens_may_attend_to_nothing(side: str) -> None:
+    """It does so by the mask's arrays, in batch entries of which its code says nothing; among queries, under a score."""
     x, _ = arrays(139, (64, 64))
     score = fa.soft_cap(2.0) if side == "q" else None
     spec, _ = parse_call(x, x, x, mask=fa.Lengths(jnp.array([5, 5])), score=score)
@@ -119,19 +119,19 @@ def test_they_are_looked_for_where_tokens_may_take_part_in_nothing(side: str) ->
         **sizes, scale=1.0, causal_offset=None, mask=mask, score=of_score
     )
 
-    def wild(x: jax.Array, in_doubt: jax.Array) -> jax.Array:
+    def flags(x: jax.Array, in_doubt: jax.Array) -> jax.Array:
         ones, lse = (
             jnp.ones_like(x),
             jnp.zeros((BATCH, HEADS, arithmetic.round_up(139, config.block_q))),
         )
         factors = preprocess.BackwardOperands(ones, ones, ones, ones)._replace(**{side: x})
-        tamed, _, _ = preprocess.backward_preprocess(
+        sanitized, _, _ = preprocess.backward_preprocess(
             problem, config, factors, ones, lse, True, in_doubt
         )
-        return getattr(tamed, side).is_nonfinite_block
+        return getattr(sanitized, side).is_nonfinite_block
 
     everywhere, first, nowhere = (
-        np.asarray(interpreter.run(wild, x, jnp.array(entries, jnp.int32)))
+        np.asarray(interpreter.run(flags, x, jnp.array(entries, jnp.int32)))
         for entries in ([1, 1], [1, 0], [0, 0])
     )
     assert everywhere[0].any() and everywhere[1].any()
@@ -140,18 +140,20 @@ def test_they_are_looked_for_where_tokens_may_take_part_in_nothing(side: str) ->
 
 
 GROUPS = 5
-# Of three keys values are not finite; one belongs to no query, the others to those of their group.
-HIDDEN, SEEN = (70, math.nan), {7: math.inf, 133: math.nan}
+# Values of three keys are not finite; no query attends to one of them, those of a group to each other one.
+UNATTENDED, ATTENDED = (70, math.nan), {7: math.inf, 133: math.nan}
 
 
 @pytest.mark.parametrize(
     "dims, length",
     [((64, 64), 200), ((80, 80), 139), ((96, 96), 200), ((192, 128), 264), ((256, 256), 139)],
 )
-def test_values_that_are_not_finite_reach_those_alone_who_see_them(dims: Any, length: int) -> None:
+def test_values_that_are_not_finite_reach_only_queries_that_attend_to_them(
+    dims: Any, length: int
+) -> None:
     ids = jnp.arange(length) % GROUPS
     mask = fa.mask_fn(lambda q, k: q.ids == k.ids)(
-        q_tokens={"ids": ids}, k_tokens={"ids": ids.at[HIDDEN[0]].set(GROUPS)}
+        q_tokens={"ids": ids}, k_tokens={"ids": ids.at[UNATTENDED[0]].set(GROUPS)}
     )
     q, k, v = (
         jax.random.normal(key, (1, length, 1, dim), jnp.bfloat16)
@@ -167,14 +169,14 @@ def test_values_that_are_not_finite_reach_those_alone_who_see_them(dims: Any, le
 
     out, lse = attend(v)
     last = dims[1] - 1
-    hidden, _ = attend(v.at[0, HIDDEN[0], 0, last].set(HIDDEN[1]))
-    chex.assert_trees_all_close(hidden, out, atol=1e-2)
+    unattended, _ = attend(v.at[0, UNATTENDED[0], 0, last].set(UNATTENDED[1]))
+    chex.assert_trees_all_close(unattended, out, atol=1e-2)
 
-    wild = v
-    for place, value in SEEN.items():
-        wild = wild.at[0, place, 0, last].set(value)
-    poisoned, lse_of_poisoned = attend(wild)
-    sees = np.isin(ids, [place % GROUPS for place in SEEN])
-    np.testing.assert_array_equal(np.isfinite(poisoned[0, :, 0]).any(-1), ~sees)
-    chex.assert_trees_all_close(poisoned[:, ~sees], out[:, ~sees], atol=1e-2)
-    chex.assert_trees_all_close(lse_of_poisoned[..., ~sees], lse[..., ~sees], atol=1e-5)
+    poison = v
+    for key, value in ATTENDED.items():
+        poison = poison.at[0, key, 0, last].set(value)
+    poisoned, lse_of_poisoned = attend(poison)
+    attends = np.isin(ids, [key % GROUPS for key in ATTENDED])
+    np.testing.assert_array_equal(np.isfinite(poisoned[0, :, 0]).any(-1), ~attends)
+    chex.assert_trees_all_close(poisoned[:, ~attends], out[:, ~attends], atol=1e-2)
+    chex.assert_trees_all_close(lse_of_poisoned[..., ~attends], lse[..., ~attends], atol=1e-5)

@@ -1,4 +1,4 @@
-"""Which CTA takes which tiles: dealt, or claimed while others claim."""
+"""Tiles are dealt to CTAs, or claimed while other CTAs claim."""
 
 from typing import Any
 from unittest import mock
@@ -25,7 +25,7 @@ def test_tiles_go_to_the_cta_that_is_free_first():
     assert dealt.table[..., 0].tolist() == [[0, 4, 5, 5], [1, 2, 3, 5]]
 
 
-def test_tiles_that_belong_together_go_to_one_cta():
+def test_tiles_of_one_claim_go_to_one_cta():
     entries = np.arange(6, dtype=np.int32)[:, None]
     dealt = StaticTileScheduler.deal(entries, [1.0, 1.0, 1.0], 2, together=2)
     assert dealt.table[..., 0].tolist() == [[0, 1, 4, 5, 6], [2, 3, 6, 6, 6]]
@@ -33,11 +33,11 @@ def test_tiles_that_belong_together_go_to_one_cta():
 
 
 def test_claims_come_before_the_tiles():
-    numbers = np.arange(4, dtype=np.int32)
-    claims = DynamicTileScheduler.build(numbers, 10 * numbers, hands=3)
-    front = 3 * scheduler.CLAIM_SLOTS + 1
-    assert (claims.table[:front] == -1).all() and claims.num_tiles == 4
-    assert claims.table[front:].tolist() == [[0, 0], [1, 10], [2, 20], [3, 30], [4, 0]]
+    ids = np.arange(4, dtype=np.int32)
+    claims = DynamicTileScheduler.build(ids, 10 * ids, num_workers=3)
+    rows = 3 * scheduler.CLAIM_SLOTS + 1
+    assert (claims.table[:rows] == -1).all() and claims.num_tiles == 4
+    assert claims.table[rows:].tolist() == [[0, 0], [1, 10], [2, 20], [3, 30], [4, 0]]
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_long_tiles_that_do_not_come_out_even_are_claimed(
     problem = KernelSpec(
         4, length, length, heads, heads, scale=1.0, causal_offset=0 if causal else None
     )
-    found = BackwardSchedule.choose(problem, BackwardConfig(128, 128)).tile_scheduler(None)
-    assert isinstance(found, DynamicTileScheduler) == claims
+    chosen = BackwardSchedule.choose(problem, BackwardConfig(128, 128)).tile_scheduler(None)
+    assert isinstance(chosen, DynamicTileScheduler) == claims
 
 
 MASKS = {
@@ -76,7 +76,7 @@ MASKS = {
 def test_ctas_claim_tiles_side_by_side(
     kernel: str, name: str, head_dim: int, lengths: tuple, heads: int, ctas: int
 ) -> None:
-    """Each more than are kept; at H = 256 pairs of CTAs share a claim."""
+    """Each CTA has more claims than slots; at H = 256 pairs of CTAs share a claim."""
     whole = kernel == "whole heads"
     kernel = "attention_gradients" if whole else kernel
     args = packed_inputs(2, lengths, (heads, heads), head_dim)
