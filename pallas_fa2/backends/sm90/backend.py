@@ -15,8 +15,8 @@ from pallas_fa2.backends.protocol import Backend, KernelDescription
 from pallas_fa2.backends.sm90 import configs, support
 from pallas_fa2.backends.sm90.backward import aux_gradients, preprocess
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.backward.kernel import gradients, schedule_of
-from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
+from pallas_fa2.backends.sm90.backward.dq import DqRequest, DqStrategy, choose
+from pallas_fa2.backends.sm90.backward.kernel import gradients
 from pallas_fa2.backends.sm90.compiled_mods import CompiledMods, RuntimeAux
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.kernel import attention
@@ -24,18 +24,18 @@ from pallas_fa2.ir import block_classes, coverage
 from pallas_fa2.ir.call_spec import CallSpec, Operands, split_floats
 
 
-def _backward_schedule(
+def _dq_strategy(
     extras: CompiledMods,
     problem: KernelSpec,
     config: BackwardConfig,
     traced: RuntimeAux,
     classes: Any,
-) -> BackwardSchedule:
-    """The schedule of the backward of a problem whose mask has been surveyed."""
+) -> DqStrategy:
+    """Return how the backward of a launch whose mask is planned sums dQ, with its schedule."""
     possible = functools.partial(block_classes.data_independent_classes, extras.spec, *config.tile)
     # Whole heads visit blocks that nobody sees.
     answered = not problem.uses_mask_bits or extras.classes_of(traced) is None
-    return schedule_of(problem, config, classes, possible, answered)
+    return choose(DqRequest(problem, config, classes, possible, answered))
 
 
 def describe(
@@ -46,16 +46,16 @@ def describe(
 ) -> KernelDescription:
     """Describes the forward and the backward of a call, of which nothing runs."""
     trimmed = causal_trim(spec)
-    schedules = []
+    strategies = []
 
     def plan_backward(operands: Operands) -> None:
         extras = CompiledMods.compile(spec, trimmed, trimmed.operands(operands), *backward.tile)
         problem = extras.kernel_spec(spec.batch, spec.q_heads, spec.kv_heads)
         problem, _, classes, *_ = extras.plan_mask(problem, extras.runtime, backward.tile, q_axis=1)
-        schedules.append(_backward_schedule(extras, problem, backward, extras.runtime, classes))
+        strategies.append(_dq_strategy(extras, problem, backward, extras.runtime, classes))
 
     jax.eval_shape(plan_backward, operands)
-    (schedule,) = schedules
+    (strategy,) = strategies
     q_stages, do_stages = backward.stages
     tiles = "tiles from lists of those that are seen" if spec.has_general_mask else "tiles in order"
     pairs = ", in pairs" if backward.two_cta else ""
@@ -64,8 +64,8 @@ def describe(
         f"{forward.block_q} queries x {forward.block_kv} keys, {forward.stages} stages, {forward.warpgroups} "
         f"warpgroups multiply, {forward.num_ctas} persistent CTAs, {tiles}",
         f"{backward.block_kv} keys x {backward.block_q} queries, {q_stages} stages of Q, {do_stages} of dO, "
-        f"{backward.num_ctas} persistent CTAs{pairs}, {tiles}; {schedule.DQ_ACCUMULATION}",
-        schedule.workspace_bytes,
+        f"{backward.num_ctas} persistent CTAs{pairs}, {tiles}; {strategy.summary}",
+        strategy.workspace_bytes,
     )
 
 
@@ -135,12 +135,12 @@ def backward(
         problem = extras.kernel_spec(q.shape[0], q.shape[2], k.shape[2])
         factors = preprocess.BackwardOperands(q, k, v, dout)
         problem, data, classes, _, found = extras.plan_mask(problem, traced, config.tile, q_axis=1)
-        schedule = _backward_schedule(extras, problem, config, traced, classes)
+        strategy = _dq_strategy(extras, problem, config, traced, classes)
         factors, delta, zeros = preprocess.backward_preprocess(
-            problem, config, factors, out, lse, schedule.NEEDS_ZEROS, traced.may_have_unattended
+            problem, config, factors, out, lse, strategy.needs_zeros, traced.may_have_unattended
         )
         delta = delta if dlse is None else delta + dlse
-        return gradients(schedule, factors, lse, delta, zeros, classes, data, found)
+        return gradients(strategy, factors, lse, delta, zeros, classes, data, found)
 
     def rows(x: jax.Array, fill: float) -> jax.Array:
         extra = round_up(part.q_len, config.block_q) - part.q_len
