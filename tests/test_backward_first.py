@@ -16,11 +16,12 @@ from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.primitives import register_io
 from pallas_fa2.backends.common.primitives.layouts import WARPS
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
+from pallas_fa2.backends.sm90.backward.dq import DqRequest
 from pallas_fa2.backends.sm90.backward.dq.first_store import (
     ALL_STORED,
     STORED_BIT,
     DqTickets,
-    FirstStoreSchedule,
+    FirstStoreDq,
 )
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from tests.contract import suite
@@ -60,7 +61,7 @@ def suits(found: Any, dim: int = 128, ordered: bool = False, **options: Any) -> 
         BackwardConfig(dim, dim, deterministic=ordered),
         functools.partial(np.asarray, found),
     )
-    return FirstStoreSchedule.suits(problem, config, found, possible)
+    return FirstStoreDq.suits(DqRequest(problem, config, found, possible))
 
 
 def test_few_visits_are_known_when_traced() -> None:
@@ -85,10 +86,8 @@ def test_few_visits_are_known_when_traced() -> None:
 def test_few_visits_are_known_whatever_the_data(
     mask: Callable, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, suits = [], FirstStoreSchedule.suits
-    monkeypatch.setattr(
-        FirstStoreSchedule, "suits", lambda *x: found.append(suits(*x)) or found[-1]
-    )
+    found, suits = [], FirstStoreDq.suits
+    monkeypatch.setattr(FirstStoreDq, "suits", lambda *x: found.append(suits(*x)) or found[-1])
 
     def attend(q: jax.Array, ids: jax.Array) -> jax.Array:
         out = fa.flash_attention(q, q, q, mask=mask(ids), implementation="hopper")

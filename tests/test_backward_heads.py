@@ -14,12 +14,14 @@ import pallas_fa2 as fa
 from pallas_fa2.backends.common import block_mask
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
+from pallas_fa2.backends.sm90.backward.dq import DqRequest
 from pallas_fa2.backends.sm90.backward.dq.head_per_cta import (
     DqVisit,
     HeadBlockMask,
-    HeadPerCtaSchedule,
+    HeadPerCtaDq,
+    HeadSchedule,
 )
-from pallas_fa2.backends.sm90.backward.schedule import Step
+from pallas_fa2.backends.sm90.backward.kv_tile import KvTile, Step
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from tests.contract import suite
 from tests.contract.cases import MASKED, PLAIN, Case
@@ -34,7 +36,7 @@ from tests.support.tiers import slow, slow_but
 from tests.test_determinism import CALLS, Sizes, differences
 
 SCHEDULES = [
-    HeadPerCtaSchedule.choose(
+    HeadSchedule.choose(
         KernelSpec(3, q_len, kv_len, *heads, 1.0, offset), BackwardConfig(dim, dim, num_ctas=4)
     )
     for dim, q_len, kv_len, heads, offset in (
@@ -50,7 +52,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("plan", SCHEDULES, ids=str)
-def test_one_cta_has_all_visits_to_a_row(plan: HeadPerCtaSchedule) -> None:
+def test_one_cta_has_all_visits_to_a_row(plan: HeadSchedule) -> None:
     """The first of them begins, and the last ends; between heads, no rows of what is added up are shared."""
     found: dict[int, list[tuple[int, DqVisit]]] = collections.defaultdict(list)
     table = plan.tile_scheduler(None).table
@@ -58,29 +60,29 @@ def test_one_cta_has_all_visits_to_a_row(plan: HeadPerCtaSchedule) -> None:
         for number in table[cta, :, 0]:
             if number == plan.order.count:
                 break
-            tile = plan.tile(0, 0, [number])
-            heads, first = range(plan.group), plan.first_q_block(tile.coordinates[2])
+            tile = KvTile(plan, 0, 0, number)
+            heads, first = range(plan.group), plan.first_q_block(tile.compute_coordinates()[2])
             for t, (head, block) in enumerate(
                 (h, m) for h in heads for m in range(first, plan.q_blocks)
             ):
-                row = tile._row_of(head, block)
+                row = tile.compute_dq_block(head, block)
                 step = Step(
                     dataclasses.replace(tile, first_step=t - (block - first)), t, row, False
                 )
-                found[row].append((cta, plan.visit(step)))
-    assert sorted(found) == list(range(plan.blocks))
+                found[row].append((cta, plan.load_visit(step)))
+    assert sorted(found) == list(range(plan.num_q_blocks))
     for all_of_row in found.values():
         assert len({cta for cta, _ in all_of_row}) == 1
         others = [False] * (len(all_of_row) - 1)
-        assert [visit.first for _, visit in all_of_row] == [True, *others]
-        assert [visit.last for _, visit in all_of_row] == [*others, True]
+        assert [visit.is_first for _, visit in all_of_row] == [True, *others]
+        assert [visit.is_last for _, visit in all_of_row] == [*others, True]
 
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("last", [True, False])
 def test_a_visit_is_one_number(first: bool, last: bool) -> None:
     visit = DqVisit(jnp.int32(12345), jnp.bool_(first), jnp.bool_(last))
-    assert DqVisit.decode(visit.encoded) == visit
+    assert DqVisit.decode(visit.encode()) == visit
 
 
 def suits(
@@ -88,7 +90,7 @@ def suits(
 ) -> bool:
     options = {"scale": 1.0, "causal_offset": 0} | options
     problem = KernelSpec(batch, length, length, *heads, **options)
-    return HeadPerCtaSchedule.suits(problem, BackwardConfig(dim, dim))
+    return HeadPerCtaDq.suits(DqRequest(problem, BackwardConfig(dim, dim)))
 
 
 def test_short_sequences_of_many_heads_are_taken_whole() -> None:
@@ -115,8 +117,8 @@ def test_who_is_first_and_last_under_a_mask() -> None:
     classes = np.random.default_rng(0).choice([EMPTY, EMPTY, PARTIAL, FULL], (2, 3, 5, 7))
     classes[0, 0, :, 2], classes[0, 1, 3] = EMPTY, EMPTY
     classes = classes.astype(np.int32)
-    seen = HeadBlockMask.of(classes)
-    on_device = interpreter.run(HeadBlockMask.of, jnp.asarray(classes))
+    seen = HeadBlockMask.from_classes(classes)
+    on_device = interpreter.run(HeadBlockMask.from_classes, jnp.asarray(classes))
     np.testing.assert_array_equal(on_device.flags, seen.flags)
     for at in np.ndindex(2, 3):
         visited: dict[int, list[int]] = {block: [] for block in range(7)}
@@ -238,17 +240,14 @@ def test_masks_compile_with_few_spills(head_dim: int, in_loops: int, stores: int
 
 def test_one_visit_needs_no_room() -> None:
     """As in attention to few keys: 132 CTAs would keep 65,536 queries each."""
-    plan = HeadPerCtaSchedule.choose(
-        KernelSpec(1, 1 << 16, 77, 16, 16, 1.0, None), BackwardConfig(128, 128)
-    )
-    assert plan.accumulator_shape == (16, 64 * 128)
+    spec = KernelSpec(1, 1 << 16, 77, 16, 16, 1.0, None)
+    strategy = HeadPerCtaDq.choose(DqRequest(spec, BackwardConfig(128, 128)))
+    assert strategy.accumulator_shape == (16, 64 * 128)
 
 
 def test_few_heads_of_keys_are_taken_in_parts() -> None:
     """As by other schedules, where one block of keys is a whole head."""
-    plan = HeadPerCtaSchedule.choose(
-        KernelSpec(2, 2048, 100, 64, 1, 1.0, None), BackwardConfig(128, 128)
-    )
+    plan = HeadSchedule.choose(KernelSpec(2, 2048, 100, 64, 1, 1.0, None), BackwardConfig(128, 128))
     assert plan.group_splits == 64 and plan.num_workers == 128
 
 

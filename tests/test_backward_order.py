@@ -14,9 +14,13 @@ from pallas_fa2.backends.common import block_mask_kernel
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.scheduler import DynamicTileScheduler
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.backward.dq import ordered
-from pallas_fa2.backends.sm90.backward.dq.ordered import DeterministicSchedule, OrderedBlockMask
-from pallas_fa2.backends.sm90.backward.schedule import Step
+from pallas_fa2.backends.sm90.backward.dq import ordered_schedule
+from pallas_fa2.backends.sm90.backward.dq.ordered_schedule import (
+    OrderedBlockMask,
+    OrderedSchedule,
+    OrderedTile,
+)
+from pallas_fa2.backends.sm90.backward.kv_tile import Step
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from tests.contract.rule import assert_as_dense
 from tests.support import compile_gate, interpreter, shared
@@ -33,9 +37,9 @@ from tests.support.tiers import slow
 
 def schedule(
     head_dim: int, q_len: int, kv_len: int, offset: int | None, heads: tuple[int, int] = (4, 2)
-) -> DeterministicSchedule:
+) -> OrderedSchedule:
     problem = KernelSpec(2, q_len, kv_len, *heads, scale=1.0, causal_offset=offset)
-    return DeterministicSchedule.choose(
+    return OrderedSchedule.choose(
         problem, BackwardConfig(head_dim, head_dim, num_ctas=6, deterministic=True)
     )
 
@@ -49,29 +53,29 @@ SCHEDULES = [
 ]
 
 
-def rows_of(plan: DeterministicSchedule, tile: Any) -> list[int]:
+def rows_of(plan: OrderedSchedule, tile: Any) -> list[int]:
     """Of dQ, in the order of the tile's visits; every head of its group, in turn."""
-    first = plan.first_q_block(tile.coordinates[2])
+    first = plan.first_q_block(tile.compute_coordinates()[2])
     heads = range(plan.group)
-    return [tile._row_of(h, m) for h in heads for m in range(first, plan.q_blocks)]
+    return [tile.compute_dq_block(h, m) for h in heads for m in range(first, plan.q_blocks)]
 
 
 @pytest.mark.parametrize("plan", SCHEDULES, ids=str)
-def test_a_tile_adds_after_those_before_it_in_the_order(plan: DeterministicSchedule) -> None:
+def test_a_tile_adds_after_those_before_it_in_the_order(plan: OrderedSchedule) -> None:
     added = dict.fromkeys(range(plan.dq_shape[0]), 0)
     for number in range(plan.order.count):
-        tile = plan.tile(0, 0, [number, 0])
+        tile = OrderedTile(plan, 0, 0, number)
         for row in rows_of(plan, tile):
-            assert plan.dq_rank(Step(tile, 0, row, masked=False)) == added[row]
+            assert plan.compute_dq_rank(Step(tile, 0, row, masked=False)) == added[row]
             added[row] += 1
 
 
 def test_under_a_mask_each_head_of_a_group_has_tiles() -> None:
     problem = KernelSpec(1, 9000, 9000, 64, 16, scale=1.0, causal_offset=None)
     config = BackwardConfig(128, 128, deterministic=True)
-    assert DeterministicSchedule.choose(problem, config).group_splits == 1
+    assert OrderedSchedule.choose(problem, config).group_splits == 1
     masked = dataclasses.replace(problem, mask="any")
-    assert DeterministicSchedule.choose(masked, config).group_splits == 4
+    assert OrderedSchedule.choose(masked, config).group_splits == 4
 
 
 def random_classes(*shape: int) -> np.ndarray:
@@ -82,21 +86,21 @@ def random_classes(*shape: int) -> np.ndarray:
 
 def test_lists_go_from_the_first_block_to_the_last_in_runs() -> None:
     classes = random_classes(2, 3, 5, 11)
-    plan, seen = SCHEDULES[0], OrderedBlockMask.of(classes)
+    plan, seen = SCHEDULES[0], OrderedBlockMask.from_classes(classes)
     added = np.zeros((2, 3, 11), int)
     for tile in reversed(range(5)):
         for at in np.ndindex(2, 3):
             expected = [m for m in range(11) if classes[*at, tile, m] != EMPTY] or [10]
             assert seen.num_blocks[*at, tile] == len(expected)
             entries = seen.block_indices[*at, tile, : len(expected)]
-            assert [int(plan.block(jnp.int32(x))) for x in entries] == expected
-            ordinals = entries >> ordered.ORDINAL_BIT & (ordered.MOST_TILES - 1)
+            assert [int(plan.decode_q_block(jnp.int32(x))) for x in entries] == expected
+            ordinals = entries >> ordered_schedule.RANK_BIT & (ordered_schedule.MAX_TILES - 1)
             assert ordinals.tolist() == added[*at, expected].tolist()
             added[*at, expected] += 1
             found, place = [], 0
             while place < len(expected):
                 run = int(seen.run_lengths[*at, tile, place])
-                cut, full = run & 0xFFFF, run >> ordered.FULL_BIT
+                cut, full = run & 0xFFFF, run >> ordered_schedule.FULL_BIT
                 assert cut + full > 0
                 found += [PARTIAL] * cut + [FULL] * full
                 place += cut + full
@@ -105,8 +109,8 @@ def test_lists_go_from_the_first_block_to_the_last_in_runs() -> None:
 
 def test_the_device_lists_what_the_host_does() -> None:
     classes = random_classes(1, 2, 6, 17)
-    on_device = jax.jit(OrderedBlockMask.of)(jnp.asarray(classes))
-    chex.assert_trees_all_equal(tuple(on_device), tuple(OrderedBlockMask.of(classes)))
+    on_device = jax.jit(OrderedBlockMask.from_classes)(jnp.asarray(classes))
+    chex.assert_trees_all_equal(tuple(on_device), tuple(OrderedBlockMask.from_classes(classes)))
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -211,8 +215,13 @@ def test_compiles_without_spills_where_it_multiplies(head_dim: int, name: str) -
 
 
 def test_what_masks_may_list_has_room_in_an_entry() -> None:
-    assert block_mask_kernel.MAX_BLOCKS < 1 << (ordered.EMPTY_BIT - ordered.BLOCK_BIT)
-    assert -(-block_mask_kernel.MAX_BLOCKS * 64 // BackwardConfig.block_kv) <= ordered.MOST_TILES
+    assert block_mask_kernel.MAX_BLOCKS < 1 << (
+        ordered_schedule.EMPTY_BIT - ordered_schedule.BLOCK_BIT
+    )
+    assert (
+        -(-block_mask_kernel.MAX_BLOCKS * 64 // BackwardConfig.block_kv)
+        <= ordered_schedule.MAX_TILES
+    )
 
 
 def test_blockwise_sums_gradients_of_score_data() -> None:

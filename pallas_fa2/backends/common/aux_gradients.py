@@ -1,4 +1,4 @@
-"""Gradients of the arrays that scores read, in their shapes and dtypes."""
+"""Gradients of the inputs of score functions, in their shapes and dtypes."""
 
 from collections.abc import Callable
 
@@ -16,35 +16,38 @@ from pallas_fa2.ir.tile_functions import ArgSource
 def aux_gradients(
     spec: CallSpec,
     score: TileScore | None,
-    sums: AuxGrads | None,
+    grads: AuxGrads | None,
     floats: list[jax.Array],
     finalize_pairwise: Callable,
 ) -> list[jax.Array]:
-    """Of the floats that scores read, in the shapes and dtypes that they have."""
+    """Return the gradients of the floating-point inputs of scores, from what the kernel has summed.
 
-    def of(source: ArgSource, x: jax.Array) -> jax.Array:
-        if sums is None or score is None or source not in score.diff_inputs:
+    `finalize_pairwise(pieces, batch entries, dtype)` makes an array of the pieces of a pairwise gradient.
+    """
+
+    def gradient(source: ArgSource, x: jax.Array) -> jax.Array:
+        if grads is None or score is None or source not in score.diff_inputs:
             return jnp.zeros(x.shape, x.dtype)
-        total = _not_shared(spec, score, sums, source, x, finalize_pairwise)
+        total = _on_leading_axes(spec, score, grads, source, x, finalize_pairwise)
         shared = tuple(i for i in range(NUM_LEADING_AXES) if x.shape[i] == 1)
         return total.sum(shared, keepdims=True).astype(x.dtype)
 
-    return [of(source, x) for source, x in zip(float_sources(spec), floats, strict=True)]
+    return [gradient(source, x) for source, x in zip(float_sources(spec), floats, strict=True)]
 
 
-def _not_shared(
+def _on_leading_axes(
     spec: CallSpec,
     score: TileScore,
-    sums: AuxGrads,
+    grads: AuxGrads,
     source: ArgSource,
     x: jax.Array,
     finalize_pairwise: Callable,
 ) -> jax.Array:
-    """With the axes `[B, K, G, T, S]`, before what is shared is added up, but for batch entries that share
-    pairs."""
+    """Return a gradient on the axes `[B, K, G, T, S]`, before it is summed over those that x shares. (Pairwise ones are
+    summed over the batch already.)"""
     if source.side == "pair":
-        return _of_pairs(spec, sums.pairwise_of(score, source), x, finalize_pairwise)
-    array, field = sums.field_of(score, source)
+        return _pairwise_gradient(spec, grads.pairwise_of(score, source), x, finalize_pairwise)
+    array, field = grads.field_of(score, source)
     if source.side == "real":
         return array[:, field].sum(-1).reshape(spec.batch, spec.kv_heads, spec.group, 1, 1)
     axis, length = (Q_AXIS, spec.q_len) if source.side == "q" else (K_AXIS, spec.kv_len)
@@ -53,12 +56,12 @@ def _not_shared(
     return array[:, field, :length].reshape(shape)
 
 
-def _of_pairs(
+def _pairwise_gradient(
     spec: CallSpec, pieces: jax.Array, x: jax.Array, finalize_pairwise: Callable
 ) -> jax.Array:
     heads = pieces.shape[1]
     split = (spec.kv_heads, spec.group) if heads > 1 else (1, 1)
-    # where groups or their heads share it, there is more to add up
+    # where groups or their heads share it, there is more to sum
     dtype = x.dtype if x.shape[1:3] == split else jnp.dtype("float32")
     total = finalize_pairwise(pieces, min(len(pieces), x.shape[0]), dtype)
     total = total[..., : spec.q_len, : spec.kv_len]

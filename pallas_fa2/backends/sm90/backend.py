@@ -18,26 +18,26 @@ from pallas_fa2.backends.protocol import Backend, KernelDescription
 from pallas_fa2.backends.sm90 import configs, support
 from pallas_fa2.backends.sm90.backward import postprocess, preprocess
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.backward.kernel import gradients, schedule_of
-from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
+from pallas_fa2.backends.sm90.backward.dq import DqRequest, DqStrategy, choose
+from pallas_fa2.backends.sm90.backward.kernel import gradients
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.kernel import attention
 from pallas_fa2.ir import block_classes, coverage
 from pallas_fa2.ir.call_spec import CallSpec, Operands, split_floats
 
 
-def _backward_schedule(
+def _dq_strategy(
     mods: CompiledMods,
     spec: KernelSpec,
     config: BackwardConfig,
     runtime: RuntimeAux,
     classes: Any,
-) -> BackwardSchedule:
-    """Return the schedule of the backward of a launch whose mask is planned."""
+) -> DqStrategy:
+    """Return how the backward of a launch whose mask is planned sums dQ, with its schedule."""
     possible = functools.partial(block_classes.data_independent_classes, mods.spec, *config.tile)
     # A CTA with a whole head visits empty blocks as well: where a mask is precomputed, their bits must be too.
     whole_heads = not spec.uses_mask_bits or mods.get_classes(runtime) is None
-    return schedule_of(spec, config, classes, possible, whole_heads)
+    return choose(DqRequest(spec, config, classes, possible, whole_heads))
 
 
 def describe(
@@ -48,18 +48,18 @@ def describe(
 ) -> KernelDescription:
     """Describe the forward and the backward of a call, of which nothing runs."""
     trim = causal_trim(spec)
-    schedules = []
+    strategies = []
 
     def plan_backward(operands: Operands) -> None:
         mods = CompiledMods.compile(spec, trim, trim.operands(operands), *backward.tile)
         kernel_spec = mods.make_kernel_spec(spec.batch, spec.q_heads, spec.kv_heads)
         plan = mods.plan_mask(kernel_spec, mods.runtime, backward.tile, q_axis=1)
-        schedules.append(
-            _backward_schedule(mods, plan.kernel_spec, backward, mods.runtime, plan.classes)
+        strategies.append(
+            _dq_strategy(mods, plan.kernel_spec, backward, mods.runtime, plan.classes)
         )
 
     jax.eval_shape(plan_backward, operands)
-    (schedule,) = schedules
+    (strategy,) = strategies
     q_stages, do_stages = backward.stages
     tiles = "tiles listed by a block mask" if spec.has_general_mask else "tiles in order"
     pairs = ", in pairs" if backward.two_cta else ""
@@ -68,8 +68,8 @@ def describe(
         f"{forward.block_q} queries x {forward.block_kv} keys, {forward.stages} stages, {forward.warpgroups} "
         f"warpgroups multiply, {forward.num_ctas} persistent CTAs, {tiles}",
         f"{backward.block_kv} keys x {backward.block_q} queries, {q_stages} stages of Q, {do_stages} of dO, "
-        f"{backward.num_ctas} persistent CTAs{pairs}, {tiles}; {schedule.DQ_ACCUMULATION}",
-        schedule.workspace_bytes,
+        f"{backward.num_ctas} persistent CTAs{pairs}, {tiles}; {strategy.summary}",
+        strategy.workspace_bytes,
     )
 
 
@@ -126,19 +126,19 @@ def backward(
         kernel_spec = mods.make_kernel_spec(q.shape[0], q.shape[2], k.shape[2])
         factors = preprocess.BackwardOperands(q, k, v, dout)
         plan = mods.plan_mask(kernel_spec, runtime, config.tile, q_axis=1)
-        schedule = _backward_schedule(mods, plan.kernel_spec, config, runtime, plan.classes)
+        strategy = _dq_strategy(mods, plan.kernel_spec, config, runtime, plan.classes)
         factors, delta, zeros = preprocess.backward_preprocess(
             plan.kernel_spec,
             config,
             factors,
             out,
             lse,
-            schedule.NEEDS_ZEROS,
+            strategy.needs_zeros,
             runtime.may_have_unattended,
         )
         delta = delta if dlse is None else delta + dlse
         return gradients(
-            schedule, factors, lse, delta, zeros, plan.classes, plan.aux, plan.mask_bits
+            strategy, factors, lse, delta, zeros, plan.classes, plan.aux, plan.mask_bits
         )
 
     def pad_rows(x: jax.Array, fill: float) -> jax.Array:

@@ -36,7 +36,7 @@ def _with_eviction(priority: str, instruction: str) -> str:
     return f"{{ .reg .b64 policy; {policy} {instruction} }}"
 
 
-def add_fragments(target: Ref, tile: jax.Array, late: bool = False, vectors: bool = True) -> None:
+def add_fragments(target: Ref, tile: jax.Array, vectors: bool = True) -> None:
     """Add a float32 tile of 64 rows to device memory, as it lies in registers, 16 bytes at a time.
 
     `target` is as large, `[4096]` for 64 columns, in the order (eight, warp, group, thread, half,
@@ -44,15 +44,11 @@ def add_fragments(target: Ref, tile: jax.Array, late: bool = False, vectors: boo
     element (PTX ISA, wgmma's D fragment). A warp then adds 512 bytes side by side.
 
     Vectors need compute capability 9.0; without them, values are added one by one.
-
-    With `late`, a thread's address waits for the tile. Where registers are short, ptxas reads the thread's
-    index anew each time, and would wait for it before it starts the products that follow.
     """
 
     @inline_op("add_fragments", plgpu.RefType(), ACC_LAYOUT)
     def add(_, target: Ref, tile: Registers) -> None:
-        values = scalars(tile)
-        start = _thread_start(target, 16, after=values[0] if late else None)
+        values, start = scalars(tile), _thread_start(target, 16)
         for i in range(0, len(values), 4):
             # 128 threads add 2048 bytes
             if vectors:
@@ -205,13 +201,10 @@ def _load_words(start: MlirValue, offset: int, count: int) -> list[MlirValue]:
     return asm_words(count, code, "l", start)
 
 
-def _thread_start(target: Ref, size: int, after: MlirValue | None = None) -> MlirValue:
-    """Emit the address of the thread's own bytes of a tile, of which each thread has `size` at a time."""
-    i64, thread = ir.IntegerType.get_signless(64), thread_index()
-    if after is not None:  # the bytes of the thread's index, which lie where they did
-        code = "prmt.b32 $0, $1, $2, 0x3210;"
-        thread = asm(code, "=r,r,f", thread, after, result=thread.type)
-    thread = arith.andi(thread, i32(127))
+def _thread_start(target: Ref, size: int) -> MlirValue:
+    """Emit the address of a thread's own bytes of a tile, of which each thread has so many at a time."""
+    i64 = ir.IntegerType.get_signless(64)
+    thread = arith.andi(thread_index(), i32(127))
     return arith.addi(address(target), arith.extui(i64, arith.muli(thread, i32(size))))
 
 
