@@ -54,7 +54,7 @@ SCHEDULES = [
 @pytest.mark.parametrize("plan", SCHEDULES, ids=str)
 def test_one_cta_has_all_visits_to_a_row(plan: HeadSchedule) -> None:
     """The first of them begins, and the last ends; between heads, no rows of what is added up are shared."""
-    found: dict[int, list[tuple[int, DqVisit]]] = collections.defaultdict(list)
+    found: dict[Any, list[tuple[int, DqVisit]]] = collections.defaultdict(list)
     table = plan.tile_scheduler(None).table
     for cta in range(plan.num_workers):
         for number in table[cta, :, 0]:

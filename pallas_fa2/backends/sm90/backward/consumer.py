@@ -7,7 +7,7 @@ through shared memory, for dQ. Line numbers are those of Algorithm 2; docs/desig
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,23 @@ from pallas_fa2.backends.sm90.backward.transposed_consumer import TransposedCons
 from pallas_fa2.control_flow import when
 
 
+class PendingDq(NamedTuple):
+    """dQ of the step before, which is still to be formed."""
+
+    t: Scalar  # that step, and so its stage of dS
+    k: Scalar  # the tile of the CTA that it belongs to, and so its stage of K
+    destination: Any  # that of `DqConsumer`
+
+
 @dataclasses.dataclass(frozen=True)
 class Consumer(TransposedConsumer):
     """A warpgroup that owns dK and dV of 64 keys, and forms half of each step's dQ.
 
     dQ lags by one step: that of step t is formed in step t + 1, beside dV and dK, also where that one is of the next
-    tile. By then dS of the other warpgroup is there. Nothing is in flight when P and dS become operands, as ptxas
-    serializes all products if registers that one reads change while another is in flight.
+    tile. By then dS of the other warpgroup is there. Loops carry the destination of the pending dQ.
+
+    Nothing is in flight when P and dS become operands, as ptxas serializes all products if registers that one reads
+    change while another is in flight.
     """
 
     dq: DqConsumer
@@ -45,12 +55,12 @@ class Consumer(TransposedConsumer):
         return self.dq.open()
 
     def visit(self, tile: KvTile, state: Any, prefetch: Callable) -> tuple[Any, Any]:
-        """Run lines 6 to 18 for a tile. The state is the destination of dQ that is still to be formed."""
+        """Run lines 6 to 18 for a tile. The state is the destination of the pending dQ."""
 
         def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array, Any]:
             step = functools.partial(self.step, dk_acc, dv_acc)
-            dq_before = tile.each_step(step, state, by_class=True)  # lines 8 to 17
-            return dk_acc[...], dv_acc[...], dq_before
+            pending = tile.each_step(step, state, by_class=True)  # lines 8 to 17
+            return dk_acc[...], dv_acc[...], pending
 
         self.wait_for_kv(tile)  # line 6
         dims = self.config.head_dim, self.config.value_dim
@@ -62,10 +72,10 @@ class Consumer(TransposedConsumer):
         store_gradients(self, tile, dv, Gradient(outputs.dk, dk * spec.scale))  # line 18
         return state, entry
 
-    def step(self, dk_acc: Ref, dv_acc: Ref, step: Step, dq_before: Any) -> Any:
+    def step(self, dk_acc: Ref, dv_acc: Ref, step: Step, destination: Any) -> Any:
         """Run lines 9 to 16 for a query block, of which line 15, dQ, for the step before.
 
-        `dq_before` is the destination of that one. Return the destination of this step's dQ.
+        `destination` is that of the step before. Return this step's.
         """
         memory, t, k = self.memory, step.global_step, step.tile.k
         begun = self.dq.begin(step)
@@ -76,16 +86,15 @@ class Consumer(TransposedConsumer):
             self.compute_ds_stage(t).at[i, self.keys][...] = ds
 
         def multiply(dq_acc: Ref) -> None:
-            self.multiply_dq(dq_acc, t - 1, jnp.where(step.is_first(), k - 1, k))  # line 15
+            pending = PendingDq(t - 1, jnp.where(step.is_first(), k - 1, k), destination)
+            self.multiply_dq(dq_acc, pending)  # line 15 of step t - 1
             for queries, (p, ds) in panels:
                 plgpu.wgmma(dv_acc, p, dout.at[queries])  # line 12
                 plgpu.wgmma(dk_acc, ds, q.at[queries])  # line 16
             plgpu.commit_smem()
             self.dq.publish(t, begun)
             plgpu.barrier_arrive(memory.ds_ready)  # of step t
-            in_flight = 2 * len(panels)
-            dq = functools.partial(plgpu.wgmma_accumulator_load, dq_acc, wait_n=in_flight)
-            self.dq.add(t - 1, dq_before, dq)
+            self.add_dq(dq_acc, pending, in_flight=2 * len(panels))
             plgpu.wgmma_wait(0)
 
         pl.run_scoped(multiply, self.dq_accumulator())
@@ -116,9 +125,9 @@ class Consumer(TransposedConsumer):
         plgpu.barrier_wait(self.memory.ds_ready)
 
         def multiply(dq_acc: Ref) -> None:
-            self.multiply_dq(dq_acc, steps - 1, tiles - 1)
-            dq = functools.partial(plgpu.wgmma_accumulator_load, dq_acc, wait_n=0)
-            self.dq.add(steps - 1, state, dq)
+            pending = PendingDq(steps - 1, tiles - 1, state)
+            self.multiply_dq(dq_acc, pending)
+            self.add_dq(dq_acc, pending, in_flight=0)
 
         pl.run_scoped(multiply, self.dq_accumulator())
         when(tiles > 0)(lambda: self.memory.k_pipeline.consumer_release(tiles - 1))
@@ -131,10 +140,15 @@ class Consumer(TransposedConsumer):
     def dq_accumulator(self) -> Scratch:
         return self.accumulator(self.dq.compute_tile().num_columns)
 
-    def multiply_dq(self, dq_acc: Ref, t: Scalar, k: Scalar) -> None:
-        """Issue this warpgroup's tile of dQ = dS K of step t, of the CTA's k-th tile: line 15."""
+    def multiply_dq(self, dq_acc: Ref, pending: PendingDq) -> None:
+        """Issue this warpgroup's tile of dQ = dS K, line 15."""
         tile = self.dq.compute_tile()
-        ds = self.compute_ds_stage(t).at[tile.rows.start // QUERY_PANEL]
+        ds = self.compute_ds_stage(pending.t).at[tile.rows.start // QUERY_PANEL]
         dq_acc[...] = thread_values.zero_accumulator((DQ_TILE, tile.num_columns))
-        k_columns = self.compute_k(jnp.maximum(k, 0)).at[:, tile.columns]
-        plgpu.wgmma(dq_acc, ds.transpose((1, 0)), k_columns)
+        k = self.compute_k(jnp.maximum(pending.k, 0)).at[:, tile.columns]
+        plgpu.wgmma(dq_acc, ds.transpose((1, 0)), k)
+
+    def add_dq(self, dq_acc: Ref, pending: PendingDq, in_flight: int) -> None:
+        """Add the tile of dQ, once its product is done but so many behind it may be in flight."""
+        load = functools.partial(plgpu.wgmma_accumulator_load, dq_acc, wait_n=in_flight)
+        self.dq.add(pending.t, pending.destination, load)

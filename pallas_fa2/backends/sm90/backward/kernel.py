@@ -57,8 +57,9 @@ def gradients(
 
     `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of `block_q`, both negated: -lse in base
     2, -inf where a row does not exist so that its probabilities are 0; and -delta. `zeros` is that of
-    `backward_preprocess`, if the strategy needs it. Under a mask, `classes` are those of tiles, `[B | 1, N | 1, T tiles,
-    S tiles]`; `aux` is what masks and scores read, and `mask_bits` the bits of a mask that is precomputed.
+    `backward_preprocess`, if the strategy needs it. Under a mask, `classes` are those of tiles,
+    `[B | 1, N | 1, T tiles, S tiles]`; `aux` is what masks and scores read, and `mask_bits` the bits of a
+    precomputed mask.
     """
     schedule, q = strategy.schedule, operands.q
     spec, config = schedule.spec, schedule.config

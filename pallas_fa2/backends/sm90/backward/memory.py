@@ -88,8 +88,10 @@ class SharedStorage(NamedTuple):
         dq: Scratch | None,
         dq_barriers: Mapping[str, int],
     ) -> "SharedStorage":
-        """Lay out shared memory for inputs like q, v and lse and pairwise inputs of these dtypes; `dq` and `dq_barriers`,
-        which complete by two arrivals, are the strategy's."""
+        """Lay out shared memory for inputs like q, v and lse, and for pairwise inputs of these dtypes.
+
+        `dq` and `dq_barriers`, which complete by two arrivals, are the strategy's.
+        """
         block_q, kv_rows, two_cta = config.block_q, config.kv_rows, config.two_cta
         operand = functools.partial(swizzle.swizzled_smem, dtype=q.dtype)
         # P is multiplied by dO, and dS by Q and K: WGMMA takes one swizzle for both.

@@ -34,8 +34,8 @@ def convert_dq(
 ) -> jax.Array:
     """Return dQ like q `[B, T, N, H]`, scaled, from the float32 dQ of the backward.
 
-    A row of that has the tiles of a query block, as `register_io.add_fragments` has added them. Where `visits`, a number
-    for each query block, is 0, the row was never written, and dQ is 0.
+    A row of that has the tiles of a query block, as `register_io.add_fragments` has added them. Where `visits`, a
+    number for each query block, is 0, the row was never written, and dQ is 0.
     """
     config, inputs = schedule.config, [dq] if visits is None else [dq, visits]
 

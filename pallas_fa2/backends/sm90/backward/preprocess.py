@@ -109,8 +109,8 @@ class _Preprocess:
             self.sanitize_keys(cta, index - num_q_blocks)
 
     def preprocess_rows(self, cta: _Cta, q_block: Scalar) -> list[jax.Array]:
-        """Store -delta of a query block, and zeros of its dQ. With a guard, return NaN for rows, 64 at a time, whose delta
-        or lse is not finite, and else 0."""
+        """Store -delta of a query block, and zeros of its dQ. With a guard, return vectors of 64 rows: NaN where delta
+        or lse is not finite, else 0."""
         (inputs, outputs, memory), schedule = cta, self.schedule
         batch, head, first = schedule.locate_q_block(q_block)
         for array, tile in ((inputs.out, memory.out), (inputs.dout, memory.dout)):

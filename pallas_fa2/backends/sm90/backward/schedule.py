@@ -111,7 +111,7 @@ class BackwardSchedule:
         return StaticTileScheduler.deal(tile_ids[:, None], self._tile_costs(), workers)
 
     def worker_costs(self, classes: Any = None) -> list[float]:
-        """Return when CTAs are done if tiles are dealt, in steps: by classes of tiles that are known, or all in full."""
+        """Return when CTAs are done if tiles are dealt, in steps, by known classes of tiles or without a mask."""
         if isinstance(classes, np.ndarray):
             scheduler = self.tile_scheduler(self.block_mask(classes))
             assert isinstance(scheduler, StaticTileScheduler)

@@ -32,8 +32,8 @@ from pallas_fa2.ir.tile_values import TileValue, broadcast_to_tile
 
 @dataclasses.dataclass(frozen=True)
 class TransposedTile:
-    """A tile of scores: a warpgroup's 64 keys (rows) against some queries of a step (columns), and what scores, masks and
-    dropout read of these."""
+    """A warpgroup's 64 keys (rows) against some queries of a step (columns), and what scores, masks and dropout read
+    of these."""
 
     cta: Cta
     step: Step
@@ -88,7 +88,7 @@ class TransposedTile:
     def compute_p_and_ds(
         self, panel: Slice, s: jax.Array, dp_acc: Ref, dtype: DTypeLike
     ) -> tuple[jax.Array, jax.Array]:
-        """Return P^T and dS^T of a panel from S^T and from the accumulator of dP^T, which may be in flight till then."""
+        """Return P^T and dS^T of a panel, from S^T and the accumulator of dP^T, which may be in flight till then."""
         all_p, all_ds, row_sums = [], [], []
         for piece in self.split_panel(panel):
             piece_s, piece = piece.slice(s), piece.wait_for_pairwise()

@@ -2,8 +2,10 @@
 
 A tile adds to a row of dQ (a query block) when every tile of later keys that visits the row has. Tiles visit rows from
 the first to the last, and start from the last keys: under a causal mask a tile begins at its diagonal, so that the tile
-before it in this order is some steps ahead wherever they meet, and nobody waits. For other masks the order is as good as
-any. There is no deadlock: CTAs claim tiles in one global order, each the next one when it is free, and a tile waits for
+before it in this order is some steps ahead wherever they meet, and nobody waits. For other masks the order is as good
+as any.
+
+There is no deadlock: CTAs claim tiles in one global order, each the next one when it is free, and a tile waits for
 earlier ones alone. So the earliest tile that is not done can always go on, whatever the number of CTAs, and however few
 of them a GPU has room for at a time.
 

@@ -22,7 +22,7 @@ from pallas_fa2.control_flow import rematerialize
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 from pallas_fa2.schedule import raster
 
-# An entry of a list, so that its order is that of blocks: from these bits on whether the block is full (bit 0), how many
+# An entry of a list, whose order is that of blocks: whether the block is full (bit 0), and from these bits on how many
 # tiles add to its row of dQ before, its index, and whether the tile does not visit it.
 RANK_BIT, BLOCK_BIT, EMPTY_BIT = 1, 15, 30
 MAX_TILES = 1 << (BLOCK_BIT - RANK_BIT)
@@ -151,8 +151,8 @@ class OrderedTile(KvTile):
         return end, *lax.fori_loop(first_full, end, full, carried)
 
     def _rematerialized(self, body: Callable, step: Step, carry: Any) -> Any:
-        """Run a step whose tile LLVM knows nothing of: it would keep what follows from its id in registers, that of both
-        loops in both."""
+        """Run a step with a tile that LLVM knows nothing of: it would keep what follows from the id in registers, that
+        of both loops in both."""
         tile_id, counts, first_step, k = rematerialize(
             [self.tile_id, self.counts, self.first_step, self.k]
         )

@@ -145,7 +145,7 @@ class DqStrategy:
     def allocate(
         self, q: jax.Array | SanitizedArray, zeros: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the arrays of dQ that the kernel writes, the first one `Outputs.dq`; `zeros` of `dq_shape` if needed."""
+        """Return `Outputs.dq` and `Outputs.dq_workspace` before the kernel; `zeros`, if needed, have `dq_shape`."""
         assert zeros is not None
         return zeros, None
 

@@ -49,7 +49,8 @@ def wait_dq_turn(_, word: Ref, rank: Registers) -> None:
 def end_dq_turn(_, word: Ref) -> None:
     """Tell in one warp of the producer that a tile has added to a row: its CTA's additions come before.
 
-    What orders them is the release of the one and the acquire of the other, through the barriers that either has passed.
+    What orders them is the release of the one and the acquire of the other, through the barriers that either has
+    passed.
     """
     code = "@leader red.release.gpu.global.add.s32 [$1], 1;"
     thread_values.on_warp(SIGNAL_WARP, code, "l", thread_values.address(word))
