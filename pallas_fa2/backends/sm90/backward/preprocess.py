@@ -147,10 +147,10 @@ class _Preprocess:
         def search() -> jax.Array:
             rows.rows_of(q, q_block, tile).load(tile, arrived, I32(0))
             plgpu.barrier_wait(arrived.at[0])
-            found = rows.find(buffers)
-            nonfinite = any_row_nonfinite(found)
+            in_buffers = rows.find(buffers)
+            nonfinite = any_row_nonfinite(in_buffers)
             when(nonfinite != 0)(
-                lambda: rows.write(outputs.sanitized_rows, q_block, buffers, found)
+                lambda: rows.write(outputs.sanitized_rows, q_block, buffers, in_buffers)
             )
             return nonfinite
 
