@@ -132,7 +132,7 @@ class KvTile:
 
 
 class Step(NamedTuple):
-    """One block of queries against one block of keys."""
+    """A step of a tile: one block of queries against its block of keys."""
 
     tile: KvTile
     global_step: Scalar

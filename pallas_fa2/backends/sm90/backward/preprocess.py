@@ -35,7 +35,7 @@ class BackwardOperands(NamedTuple):
 
 
 class _GuardInputs(NamedTuple):
-    """What is read where tokens may take part in nothing."""
+    """Arrays in device memory that the pass reads only where tokens may take part in nothing."""
 
     q: Ref
     k: Ref
@@ -72,7 +72,7 @@ class _SharedStorage(NamedTuple):
 
 
 class _Cta(NamedTuple):
-    """What a CTA of the pass works on."""
+    """The arrays and the shared memory of a CTA."""
 
     inputs: _Inputs
     outputs: _Outputs

@@ -43,7 +43,7 @@ MAX_VISITS, MAX_POSSIBLE_VISITS = 4, 5
 
 
 class FirstStoreDq(DqStrategy):
-    """The holder of a row's first ticket stores, and the others add in any order."""
+    """The strategy in which the holder of a row's first ticket stores, and the others add in any order."""
 
     summary = "float32 dQ, stored by the first tile of a row, then atomic additions in any order"
     needs_zeros = False
@@ -87,7 +87,7 @@ class FirstStoreDq(DqStrategy):
 
 
 class FirstStoreConsumer(DqConsumer):
-    """Stores or adds tiles of dQ by tickets, which the first warpgroup takes for both."""
+    """A consumer that stores or adds its tiles of dQ by tickets, which the first warpgroup takes for both."""
 
     @property
     def tickets(self) -> "DqTickets":
