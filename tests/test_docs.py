@@ -78,6 +78,26 @@ def test_the_files_that_a_design_page_names_exist(page):
         assert file in modules or any(x.exists() for x in paths), f"{file} does not exist"
 
 
+def package_tree():
+    """The files and folders, relative to the root, that the tree of packages in the architecture page names."""
+    page = (DOCS / "design" / "architecture.md").read_text()
+    tree = re.findall(r"^```\n(pallas_fa2/\n.*?)^```", page, re.DOTALL | re.MULTILINE)[0]
+    folders = []
+    for line in tree.splitlines():
+        indent, names = re.match(r"([│├└─ ]*)((?:[\w.]+/?(?:, )?)+)?", line).groups()
+        for path in (names or "").split(", "):
+            if path.endswith(("/", ".py")):
+                folders[len(indent) // 4 :] = [path.rstrip("/")]
+                yield "/".join(folders)
+
+
+def test_the_tree_of_packages_is_that_of_the_repository():
+    named = list(package_tree())
+    assert [x for x in named if not (ROOT / x).exists()] == []
+    packages = {name(path.parent) for path in (ROOT / "pallas_fa2").rglob("__init__.py")}
+    assert packages - set(named) == set()
+
+
 @pytest.mark.parametrize("page", DECISIONS, ids=name)
 def test_a_decision_has_a_number_a_status_and_a_verdict(page):
     text, number = page.read_text(), page.name[:4]

@@ -48,17 +48,18 @@ class BackwardConfig:
 
     @property
     def two_cta(self) -> bool:
-        """Whether two CTAs share a block of keys."""
+        """Return whether two CTAs share a block of keys."""
         return self.head_dim > 128
 
     @property
     def registers(self) -> tuple[int, ...]:
-        """Registers of a thread in each warpgroup, the one that loads last."""
+        """Return the registers of a thread in each warpgroup, the one that loads last."""
         return (192, 192, 120) if self.two_cta else (240, 240, 24)
 
     @property
     def block_q(self) -> int:
-        """Queries of a step. With fewer at H = 64 shared memory could not keep up: each step reads K once."""
+        """Return the queries of a step. With fewer at H = 64 shared memory could not keep up: each step reads K
+        once."""
         return 128 if self.head_dim == 64 else 64
 
     @property
@@ -67,34 +68,35 @@ class BackwardConfig:
 
     @property
     def panels(self) -> list[Slice]:
-        """The queries of a step, divided into those whose P takes 32 registers."""
+        """Return the queries of a step, divided into those whose P takes 32 registers."""
         return layouts.slices(self.block_q, QUERY_PANEL)
 
     @property
     def kv_rows(self) -> int:
-        """Keys of a block that are in one CTA."""
+        """Return the keys of a block that are in one CTA."""
         return 64 if self.two_cta else 128
 
     @property
     def stages(self) -> tuple[int, int]:
-        """Stages of Q and of dO. With two CTAs dV is formed a good while before dP of the next step; but a second dO
-        is 8 % faster at (192, 128), no faster at (192, 192), and has no room at (256, 256)."""
+        """Return the stages of Q and of dO. With two CTAs dV is formed a good while before dP of the next step; but a
+        second dO is 8 % faster at (192, 128), no faster at (192, 192), and has no room at (256, 256)."""
         return (2, 1) if self.value_dim > 128 else (2, 2)
 
     @property
     def kv_stages(self) -> tuple[int, int]:
-        """Stages of K and of V. Up to H = 128, the last dQ of a tile is formed in the first step of the next one."""
+        """Return the stages of K and of V. Up to H = 128, the last dQ of a tile is formed in the first step of the next
+        one."""
         return 1 if self.two_cta else 2, 1
 
     @property
     def ds_stages(self) -> int:
-        """Stages of dS: one is written, one is read by this warpgroup and one by the other one. With two CTAs,
-        warpgroups other than its writer read each."""
+        """Return the stages of dS: one is written, one is read by this warpgroup and one by the other one. With two
+        CTAs, warpgroups other than its writer read each."""
         return 2 if self.two_cta else 3
 
     @property
     def column_pieces(self) -> int:
-        """Pieces of a step's queries, each of as many as a score function takes."""
+        """Return the number of pieces of a step's queries, each of as many as a score function takes."""
         return self.block_q // PIECE_COLUMNS
 
     def free_smem(self, query_rows: int) -> int:
@@ -114,17 +116,17 @@ class BackwardConfig:
 
     @property
     def num_dq_tiles(self) -> int:
-        """Tiles of dQ of a query block."""
+        """Return the number of tiles of dQ of a query block."""
         return self.block_q // DQ_TILE * len(self._dq_columns)
 
     @property
     def symmetric_dq(self) -> bool:
-        """Whether the two consumer warpgroups form half of dQ's columns each."""
+        """Return whether the two consumer warpgroups form half of dQ's columns each."""
         return not self.two_cta and [x.size for x in self._dq_columns] == [DQ_TILE, DQ_TILE]
 
     @property
     def _dq_columns(self) -> list[Slice]:
-        """The columns of dQ, divided between the warpgroups that form them."""
+        """Return the columns of dQ, divided between the warpgroups that form them."""
         if self.two_cta:
             owners = itertools.product(range(2), range(2))
             return [self.dq_tile_2cta(cta, warpgroup).columns for cta, warpgroup in owners]

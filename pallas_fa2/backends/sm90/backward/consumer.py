@@ -101,7 +101,7 @@ class Consumer(TransposedConsumer):
         when(step.is_first() & (t > 0))(lambda: memory.k_pipeline.consumer_release(k - 1))
         self.release_rows(1 - self.warpgroup, t)
         self.release_own_rows(step)
-        return self.dq.destination(step)
+        return self.dq.compute_destination(step)
 
     def compute_p_and_ds(self, step: Step) -> list[tuple[jax.Array, jax.Array]]:
         """Return P^T and dS^T of a step, `[64, 64]` in the input dtype of each panel of queries: lines 9 to 14."""

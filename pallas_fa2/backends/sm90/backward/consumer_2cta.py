@@ -100,7 +100,7 @@ class ScoreWarpgroup(TransposedConsumer):
 
 
 class OwnedGradient(NamedTuple):
-    """dK = dS^T Q or dV = P^T dO: its factors, and where it goes."""
+    """A gradient, dK = dS^T Q or dV = P^T dO, by its factors and the arrays of its terms."""
 
     targets: list[Ref]
     columns: int

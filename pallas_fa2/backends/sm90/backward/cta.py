@@ -44,7 +44,7 @@ class Cta(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WarpgroupRole:
-    """What a warpgroup does: one visit for each tile of its CTA, which carry a state."""
+    """A role of a warpgroup: it visits the tiles of its CTA one after another, with a state between them."""
 
     cta: Cta
     warpgroup: WarpgroupIndex

@@ -104,7 +104,7 @@ class KvTile:
             return lax.fori_loop(begin, end, partial, state)[1]
         if by_class and self.schedule.separate_partial_loop:
             counts = self.schedule.count_head_steps(self.compute_coordinates()[2])
-            run_head = functools.partial(self._run_head, full, partial, *counts)
+            run_head = functools.partial(self._run_head, partial, full, *counts)
             if self.schedule.group == 1:
                 return run_head(0, state)[1]
             return lax.fori_loop(0, self.schedule.group, run_head, state)[1]
@@ -113,8 +113,8 @@ class KvTile:
 
     def _run_head(
         self,
-        full: Callable,
         partial: Callable,
+        full: Callable,
         num_steps: Scalar,
         num_partial: Scalar,
         group_head: Scalar,
@@ -132,7 +132,7 @@ class KvTile:
 
 
 class Step(NamedTuple):
-    """One block of queries against one block of keys."""
+    """A step of a tile: one block of queries against its block of keys."""
 
     tile: KvTile
     global_step: Scalar

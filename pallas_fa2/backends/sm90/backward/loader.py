@@ -16,7 +16,7 @@ from pallas_fa2.ir.tile_functions import PIECE_COLUMNS
 
 
 class Loader(NamedTuple):
-    """The loads of the warpgroup that fills a CTA's pipelines."""
+    """The loads that fill the pipelines of a CTA."""
 
     cta: Cta
 

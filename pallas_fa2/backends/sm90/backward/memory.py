@@ -42,18 +42,18 @@ class Outputs(NamedTuple):
     dk: list[Any]  # the terms of dK, [B, S, heads, H] each
     dv: list[Any]
     aux_grads: AuxGrads | None = None
-    dq_workspace: Any = None  # what else the strategy of dQ has there
+    dq_workspace: Any = None  # of the strategy of dQ: turns, tickets, or the sums of each CTA
 
 
 class TwoCtaStorage(NamedTuple):
-    """What a CTA of a pair has in addition."""
+    """Shared memory and barriers that a CTA of a pair has in addition."""
 
-    p: Ref  # as dS
-    peer_ds: Ref  # dS of the other CTA
+    p: Ref  # as ds
+    peer_ds: Ref  # dS of the other CTA, [stages, kv_rows, block_q]
     peer_k: Ref  # K of the other CTA, [1, kv_rows, H / 2]
-    dsmem_arrived: Ref
-    single_arrival: Barriers
-    cluster_free: Barrier
+    dsmem_arrived: Ref  # uint32 [stages, 2]: see `ClusterCopy`
+    single_arrival: Barriers  # all that complete by one arrival
+    cluster_free: Barrier  # of the stages of P and dS, by arrivals of both CTAs
 
 
 class SharedStorage(NamedTuple):
@@ -149,7 +149,7 @@ class SharedStorage(NamedTuple):
 
     @property
     def _rows_empty(self) -> Barriers:
-        """The barriers by which Q and dO are released: with two CTAs, one warpgroup alone uses each last."""
+        """Return the barriers by which Q and dO are released: with two CTAs, one warpgroup alone uses each last."""
         return self.empty if self.two_cta is None else self.two_cta.single_arrival
 
     @property
@@ -165,7 +165,7 @@ class SharedStorage(NamedTuple):
 
     @property
     def row_pipelines(self) -> tuple[Pipeline, Pipeline]:
-        """The pipelines of rows of queries: Q and dO."""
+        """Return the pipelines of rows of queries: Q and dO."""
         return self.q_pipeline, self.dout_pipeline
 
     def row_pipeline_to_release(self, index: Scalar) -> Pipeline:
@@ -173,12 +173,13 @@ class SharedStorage(NamedTuple):
         stages, and barriers side by side."""
         if isinstance(index, int):
             return self.row_pipelines[index]
-        pipeline = self.q_pipeline
-        return dataclasses.replace(pipeline, empty_offset=index * pipeline.stages)
+        first = self.q_pipeline
+        return dataclasses.replace(first, empty_offset=index * first.stages)
 
     @property
     def k_pipeline(self) -> Pipeline:
-        """The pipeline of K: one step a tile. With two CTAs, the other one's K that meets this one's dQ comes too."""
+        """Return the pipeline of K: one step a tile. With two CTAs, the other one's K that meets this one's dQ comes
+        too."""
         buffers = _halves(self.k) if self.two_cta is None else (self.k, self.two_cta.peer_k)
         return self._pipeline("k", *buffers)
 
@@ -188,7 +189,7 @@ class SharedStorage(NamedTuple):
 
     @property
     def pairwise_pipelines(self) -> list[Pipeline]:
-        """The pipeline of each pairwise input: one step a piece of queries."""
+        """Return the pipeline of each pairwise input: one step a piece of queries."""
         stages = 0 if not self.pairwise else self.pairwise[0].shape[0]
         return [
             self._pipeline("pairwise", array.at[:, 0], array.at[:, 1], first=i * stages)
@@ -197,27 +198,27 @@ class SharedStorage(NamedTuple):
 
     @property
     def pipelines(self) -> list[Pipeline]:
-        """All that TMA fills."""
+        """Return all pipelines that TMA fills."""
         return [*self.row_pipelines, self.k_pipeline, self.v_pipeline, *self.pairwise_pipelines]
 
     @property
     def tile_end(self) -> Barrier:
-        """The barrier at which the two consumer warpgroups wait for each other at the end of a tile."""
+        """Return the barrier at which the two consumer warpgroups wait for each other at the end of a tile."""
         return self.full.at("tile_end")
 
     @property
     def ds_ready(self) -> Barrier:
-        """The barrier that completes when both halves of a step's dS are in shared memory."""
+        """Return the barrier that completes when both halves of a step's dS are in shared memory."""
         return self.full.at("ds_ready")
 
     @property
     def p_pipeline(self) -> Pipeline:
-        """The pipeline of P^T. A stage is free when four warpgroups have used it: here, and in the other CTA."""
+        """Return the pipeline of P^T. A stage is free when four warpgroups have used it: here, and in the other CTA."""
         return self._pipeline_2cta("p")
 
     @property
     def ds_pipeline(self) -> Pipeline:
-        """The pipeline of dS^T, whose stages are free when those of P^T are."""
+        """Return the pipeline of dS^T, whose stages are free when those of P^T are."""
         return self._pipeline_2cta("ds")
 
     def _pipeline_2cta(self, name: str) -> Pipeline:
@@ -227,7 +228,7 @@ class SharedStorage(NamedTuple):
 
     @property
     def peer_copy(self) -> cluster.ClusterCopy:
-        """The copy of dS^T to the other CTA, in the same stage."""
+        """Return the copy of dS^T to the other CTA, in the same stage."""
         assert self.two_cta is not None
         return cluster.ClusterCopy(self.two_cta.peer_ds, self.two_cta.dsmem_arrived, self.ds.dtype)
 

@@ -36,7 +36,7 @@ class BackwardOperands(NamedTuple):
 
 
 class _GuardInputs(NamedTuple):
-    """What is read where tokens may take part in nothing."""
+    """Arrays in device memory that the pass reads only where tokens may take part in nothing."""
 
     q: Ref
     k: Ref
@@ -73,7 +73,7 @@ class _SharedStorage(NamedTuple):
 
 
 class _Cta(NamedTuple):
-    """What a CTA of the pass works on."""
+    """The arrays and the shared memory of a CTA."""
 
     inputs: _Inputs
     outputs: _Outputs
@@ -148,10 +148,10 @@ class _Preprocess:
         def search() -> jax.Array:
             rows.rows_of(q, q_block, tile).load(tile, arrived, I32(0))
             plgpu.barrier_wait(arrived.at[0])
-            found = rows.find(buffers)
-            nonfinite = any_row_nonfinite(found)
+            in_buffers = rows.find(buffers)
+            nonfinite = any_row_nonfinite(in_buffers)
             when(nonfinite != 0)(
-                lambda: rows.write(outputs.sanitized_rows, q_block, buffers, found)
+                lambda: rows.write(outputs.sanitized_rows, q_block, buffers, in_buffers)
             )
             return nonfinite
 

@@ -34,12 +34,12 @@ class BackwardSchedule:
 
     @property
     def group(self) -> int:
-        """Query heads of a tile."""
+        """Return the number of query heads of a tile."""
         return self.spec.group // self.group_splits
 
     @property
     def heads(self) -> int:
-        """Key heads, each counted once for each split of its group."""
+        """Return the number of key heads, each counted once for each split of its group."""
         return self.spec.kv_heads * self.group_splits
 
     @property
@@ -48,17 +48,17 @@ class BackwardSchedule:
 
     @property
     def q_blocks(self) -> int:
-        """Query blocks of a head."""
+        """Return the number of query blocks of a head."""
         return -(-self.spec.q_len // self.config.block_q)
 
     @property
     def num_q_blocks(self) -> int:
-        """Query blocks of all heads."""
+        """Return the number of query blocks of all heads."""
         return self.spec.batch * self.spec.q_heads * self.q_blocks
 
     @property
     def dq_shape(self) -> tuple[int, int]:
-        """The shape of a float32 dQ: a row for each query block of each head, and one for no gradient's."""
+        """Return the shape of a float32 dQ: a row for each query block of each head, and one for no gradient's."""
         return self.num_q_blocks + 1, self.config.block_q * self.config.head_dim
 
     @property
@@ -80,12 +80,12 @@ class BackwardSchedule:
 
     @property
     def num_workers(self) -> int:
-        """CTAs, or pairs of them, that share the tiles."""
+        """Return the number of CTAs, or pairs of them, that share the tiles."""
         return min(self.max_workers, self.order.count)
 
     @property
     def uses_dynamic(self) -> bool:
-        """Whether CTAs claim tiles that could be dealt as well, because some CTAs are slower than others.
+        """Return whether CTAs claim tiles that could be dealt as well, because some CTAs are slower than others.
 
         (At H = 64 by up to 14 %, through all of a kernel, by how their two warpgroups happen to meet.)
         Tiles that are soon over are dealt, as a claim is answered after a step; so are equal ones that come out
@@ -188,20 +188,20 @@ class BackwardSchedule:
 
     @property
     def kv_tail_visible(self) -> bool:
-        """Whether queries see keys past the end, in the last tile: zeros that no mask hides."""
+        """Return whether queries see keys past the end, in the last tile: zeros that no mask hides."""
         p = self.spec
         ragged = p.kv_len % self.config.block_kv != 0
         return ragged and (p.causal_offset is None or p.q_len + p.causal_offset > p.kv_len)
 
     @property
     def has_partial(self) -> bool:
-        """Whether there are partial blocks without a mask, or with a causal one."""
+        """Return whether there are partial blocks without a mask, or with a causal one."""
         return self.spec.causal or self.kv_tail_visible
 
     @property
     def separate_partial_loop(self) -> bool:
-        """Whether partial blocks have a loop of their own: at H = 64 and 256 it is no faster, and spills more, as with
-        pairwise inputs."""
+        """Return whether partial blocks have a loop of their own: at H = 64 and 256 it is no faster, and spills more,
+        as with pairwise inputs."""
         return (
             self.has_partial
             and self.config.head_dim in (96, 128)
@@ -210,7 +210,7 @@ class BackwardSchedule:
 
     @property
     def shared_consumer_code(self) -> bool:
-        """Whether both consumer warpgroups run the same code: a call with gradients compiles in 0.7 of the time.
+        """Return whether both consumer warpgroups run the same code: a call with gradients compiles in 0.7 of the time.
 
         At H = 64 it would run at 0.986 to 0.995 of the speed, documents at 0.995. And pairwise inputs come in pipelines
         of each warpgroup.

@@ -19,7 +19,7 @@ class TransposedConsumer(WarpgroupRole):
 
     @property
     def keys(self) -> Slice:
-        """The keys of the CTA whose scores this warpgroup forms, or whose gradient it owns."""
+        """Return the keys of the CTA whose scores this warpgroup forms, or whose gradient it owns."""
         return pl.ds(0 if self.config.two_cta else self.warpgroup * 64, 64)
 
     def accumulator(self, columns: int) -> Scratch:

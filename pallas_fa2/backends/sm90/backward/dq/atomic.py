@@ -11,7 +11,7 @@ from pallas_fa2.backends.sm90.backward.dq.strategy import DqConsumer, DqRequest,
 
 
 class AtomicConsumer(DqConsumer):
-    """Adds tiles of dQ at once."""
+    """A consumer that adds its tiles of dQ without waiting for others."""
 
     def add(self, t: Scalar, destination: Scalar, dq: Callable[[], jax.Array]) -> None:
         value, tile = dq(), self.compute_tile()
@@ -19,7 +19,7 @@ class AtomicConsumer(DqConsumer):
 
 
 class AtomicDq(DqStrategy):
-    """Float32 additions to device memory, whose order is that in which CTAs come to them."""
+    """The strategy in which tiles add to a row in whatever order they come to it."""
 
     summary = "float32 dQ, atomic additions in any order"
 

@@ -43,7 +43,7 @@ MAX_VISITS, MAX_POSSIBLE_VISITS = 4, 5
 
 
 class FirstStoreDq(DqStrategy):
-    """The holder of a row's first ticket stores, and the others add in any order."""
+    """The strategy in which the holder of a row's first ticket stores, and the others add in any order."""
 
     summary = "float32 dQ, stored by the first tile of a row, then atomic additions in any order"
     needs_zeros = False
@@ -87,7 +87,7 @@ class FirstStoreDq(DqStrategy):
 
 
 class FirstStoreConsumer(DqConsumer):
-    """Stores or adds tiles of dQ by tickets, which the first warpgroup takes for both."""
+    """A consumer that stores or adds its tiles of dQ by tickets, which the first warpgroup takes for both."""
 
     @property
     def tickets(self) -> "DqTickets":
@@ -167,9 +167,9 @@ def _resolve(_, word: Ref, slot: Ref) -> Registers:
     for which L1 would be emptied at every step.
     """
     code = (
-        ".reg .b32 v; ld.shared.b32 v, [$2]; setp.eq.s32 p, v, 0; selp.b32 $0, 1, 0, p; @p bra seen; "
-        f"look: setp.ge.s32 p, v, {ALL_STORED}; @p bra seen; "
-        "ld.relaxed.gpu.global.b32 v, [$1]; bra look; seen:"
+        ".reg .b32 v; ld.shared.b32 v, [$2]; setp.eq.s32 p, v, 0; selp.b32 $0, 1, 0, p; @p bra done; "
+        f"poll: setp.ge.s32 p, v, {ALL_STORED}; @p bra done; "
+        "ld.relaxed.gpu.global.b32 v, [$1]; bra poll; done:"
     )
     return thread_values.splat(
         _word(code, "l,r", thread_values.address(word), thread_values.address(slot, 32))

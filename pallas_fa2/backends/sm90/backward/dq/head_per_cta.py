@@ -43,7 +43,7 @@ MIN_HEADS_PER_CTA = 3
 
 
 class HeadPerCtaDq(DqStrategy):
-    """A CTA sums dQ of its head in an array of its own."""
+    """The strategy in which a CTA has a head to itself, and sums its dQ in an array of its own."""
 
     summary = "a CTA has all keys of a head, and adds up its dQ in L2, in one order"
     needs_zeros = False
@@ -93,12 +93,12 @@ class HeadPerCtaDq(DqStrategy):
 
 
 class HeadPerCtaConsumer(DqConsumer):
-    """Sums tiles of dQ, each thread its own elements, and stores dQ at the last visit to a query block."""
+    """A consumer that sums its tiles of dQ, and stores dQ at the last visit to a query block."""
 
     def open(self) -> Scalar:
         return DqVisit.none().encode()
 
-    def destination(self, step: Step) -> Scalar:
+    def compute_destination(self, step: Step) -> Scalar:
         return cast(HeadSchedule, self.cta.schedule).load_visit(step).encode()
 
     def add(self, t: Scalar, destination: Scalar, dq: Callable[[], jax.Array]) -> None:
@@ -157,8 +157,10 @@ class DqVisit(NamedTuple):
 
 
 class HeadBlockMask(NamedTuple):
-    """`BlockMask`, and which visits are the first or the last to their query block. Each block has one: its dQ is 0 if
-    nobody sees it."""
+    """A `BlockMask`, with flags of the first and the last visit to each query block.
+
+    A block that nobody sees is visited once, for its dQ of 0.
+    """
 
     num_blocks: Any
     block_indices: Any
@@ -181,11 +183,13 @@ class HeadBlockMask(NamedTuple):
 
 
 class HeadSchedule(BackwardSchedule):
-    """Tiles head by head, from the first keys to the last, a head to a CTA: a key head, or a split of its group."""
+    """The order of tiles head by head, from the first keys to the last. A head is a key head, or a split of its
+    group."""
 
     @property
     def bytes_in_l2(self) -> float:
-        """Bytes on the average: under a causal mask, the first queries are done before the last."""
+        """Return the bytes of all heads that run at the same time, on the average: under a causal mask, the first
+        queries are done before the last."""
         config, tiles = self.config, self.kv_tiles
         row_bytes = 2 * (config.head_dim + config.value_dim) + 4 * config.head_dim
         share = (tiles + 1) / (2 * tiles) if self.spec.causal else 1.0
@@ -225,12 +229,13 @@ class HeadSchedule(BackwardSchedule):
 
     @property
     def rows_of_head(self) -> int:
-        """Query blocks that the keys of a head meet."""
+        """Return the number of query blocks that the keys of a head meet."""
         return self.group * self.q_blocks
 
     @property
     def accumulator_rows(self) -> int:
-        """Rows of dQ that a CTA sums: with one tile a head, only the row that the step before the first one writes."""
+        """Return how many rows of dQ a CTA sums: with one tile a head, only what the step before the first one
+        writes."""
         return self.rows_of_head if self.kv_tiles > 1 else 1
 
     def compute_accumulator_row(self, dq_block: Scalar) -> Scalar:

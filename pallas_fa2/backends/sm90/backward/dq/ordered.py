@@ -41,7 +41,7 @@ from pallas_fa2.backends.sm90.primitives.pipeline import Barriers
 
 
 class OrderedDq(DqStrategy):
-    """Float32 additions to device memory, to each row by one tile after another."""
+    """The strategy in which one tile after another adds to a row."""
 
     summary = "float32 dQ, additions in one order"
     schedule_type = OrderedSchedule
@@ -88,7 +88,7 @@ class DqSemaphore(NamedTuple):
 
 
 class OrderedConsumer(AtomicConsumer):
-    """Adds tiles of dQ when the producer grants it."""
+    """A consumer that adds its tiles of dQ when the producer grants it."""
 
     @property
     def semaphore(self) -> DqSemaphore:
@@ -107,7 +107,7 @@ class OrderedConsumer(AtomicConsumer):
 
 
 class OrderedConsumer2Cta(AtomicConsumer):
-    """Adds tiles of dQ in turns of its own.
+    """A consumer that adds its tiles of dQ in turns of its own.
 
     All warpgroups multiply here. But the owners of gradients wait for scores longer than a turn takes, and tiles of dQ
     are disjoint: each has a turn of its own, which the warps that add it pass on themselves.
@@ -127,7 +127,7 @@ class OrderedConsumer2Cta(AtomicConsumer):
 
 
 class _Turns(NamedTuple):
-    """What the producer remembers of the steps before the next one."""
+    """The turns of the two steps before the next one."""
 
     dq_block: Scalar  # of the step before
     rank: Scalar  # of the step before
@@ -135,7 +135,7 @@ class _Turns(NamedTuple):
 
 
 class OrderedProducer(DqProducer):
-    """Waits one step behind its loads until dQ may be added, and two behind passes the turn on.
+    """A producer that, one step behind its loads, waits until dQ may be added, and two behind passes the turn on.
 
     The four warps run unsynchronized: while one polls and another's signal becomes visible, the first one loads. But
     the consumers wait for arrivals of all four, which follow their waits for the next step's buffers. So none of them

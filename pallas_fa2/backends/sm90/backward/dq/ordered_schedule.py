@@ -75,7 +75,7 @@ def _first_index_from(condition: Any, xp: Any) -> Any:
 
 
 class OrderedSchedule(BackwardSchedule):
-    """Tiles in the order in which CTAs take them: all heads of an L2 group, from the last keys to the first."""
+    """The order in which CTAs take tiles: all heads of an L2 group together, from the last keys to the first."""
 
     @classmethod
     def choose(cls, spec: KernelSpec, config: BackwardConfig, classes: Any = None) -> Self:

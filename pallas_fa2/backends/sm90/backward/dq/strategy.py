@@ -24,7 +24,7 @@ from pallas_fa2.backends.sm90.nonfinite import SanitizedArray
 
 
 class DqRequest(NamedTuple):
-    """What a strategy of dQ is chosen by."""
+    """The launch for which a strategy of dQ is chosen."""
 
     spec: KernelSpec
     config: BackwardConfig
@@ -37,7 +37,7 @@ class DqRequest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DqConsumer:
-    """What a consumer warpgroup does with its tiles of dQ, one each step. Here nothing but to `add` them."""
+    """A consumer warpgroup's part in summing dQ, of which it forms one tile each step: by default only to `add` it."""
 
     cta: Cta
     warpgroup: WarpgroupIndex
@@ -67,8 +67,8 @@ class DqConsumer:
     def publish(self, t: Scalar, begun: Any) -> None:
         """Let the other warpgroup see what step t has begun; a barrier follows."""
 
-    def destination(self, step: Step) -> Any:
-        """Return where dQ of a step goes, for `add`, as the loop carries it."""
+    def compute_destination(self, step: Step) -> Any:
+        """Compute where dQ of a step goes, for `add`, as the loop carries it."""
         return step.dq_block
 
     def add(self, t: Scalar, destination: Any, dq: Callable[[], jax.Array]) -> None:
@@ -78,7 +78,7 @@ class DqConsumer:
 
 @dataclasses.dataclass(frozen=True)
 class DqProducer:
-    """What the producer warpgroup does for dQ. Here nothing."""
+    """The producer warpgroup's part in summing dQ: by default none."""
 
     cta: Cta
 
@@ -95,7 +95,7 @@ class DqProducer:
 
 @dataclasses.dataclass(frozen=True)
 class DqStrategy:
-    """A way to sum dQ. Here dQ is added to float32 zeros that another kernel has written."""
+    """A way to sum dQ: by default in float32, added to zeros that another kernel has written."""
 
     schedule: BackwardSchedule
 
@@ -115,30 +115,32 @@ class DqStrategy:
         return cls(cls.schedule_type.choose(request.spec, request.config, request.classes))
 
     def consumer(self, cta: Cta, warpgroup: WarpgroupIndex) -> DqConsumer:
+        """Return a consumer warpgroup's part in the kernel."""
         raise NotImplementedError
 
     def producer(self, cta: Cta) -> DqProducer:
+        """Return the producer warpgroup's part in the kernel."""
         return DqProducer(cta)
 
     @property
     def smem(self) -> Scratch | None:
-        """The array that it has in shared memory, `SharedStorage.dq`."""
+        """Return the array that it has in shared memory, `SharedStorage.dq`."""
         return None
 
     @property
     def barriers(self) -> Mapping[str, int]:
-        """Names and counts of its barriers, which complete by two arrivals."""
+        """Return names and counts of its barriers, which complete by two arrivals."""
         return {}
 
     @property
     def accumulator_shape(self) -> tuple[int, int]:
-        """The shape of the float32 array in device memory where dQ is summed."""
+        """Return the shape of the float32 array in device memory where dQ is summed."""
         return self.schedule.dq_shape
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of float32 arrays beside inputs and gradients: dQ, delta and lse. (Terms of dK and dV, lists of tiles
-        and words by which CTAs wait for each other come to less, and are left out.)"""
+        """Return the bytes of float32 arrays beside inputs and gradients: dQ, delta and lse. (Terms of dK and dV, lists
+        of tiles and words by which CTAs wait for each other come to less, and are left out.)"""
         rows = self.schedule.num_q_blocks * self.schedule.config.block_q
         return 4 * (math.prod(self.accumulator_shape) + 2 * rows)
 

@@ -26,8 +26,8 @@ def take_dq_turn(word: Ref, rank: Scalar) -> None:
 @inline_op("take_dq_turn", _REF, _SCALAR)
 def _take_turn(_, word: Ref, count: Registers) -> None:
     code = (
-        "{ .reg .pred p; .reg .b32 v; look: ld.acquire.gpu.global.b32 v, [$0]; "
-        "setp.lt.s32 p, v, $1; @p bra look; }"
+        "{ .reg .pred p; .reg .b32 v; poll: ld.acquire.gpu.global.b32 v, [$0]; "
+        "setp.lt.s32 p, v, $1; @p bra poll; }"
     )
     asm(code, "l,r", thread_values.address(word), count.registers[()])
 
@@ -41,7 +41,7 @@ def give_dq_turn(_, word: Ref) -> None:
 @inline_op("wait_dq_turn", _REF, _SCALAR)
 def wait_dq_turn(_, word: Ref, rank: Registers) -> None:
     """Wait in one warp of the producer until so many tiles have added to a row; in its others do nothing."""
-    code = "look: ld.acquire.gpu.global.b32 v, [$1]; setp.lt.s32 p, v, $2; @p bra look;"
+    code = "poll: ld.acquire.gpu.global.b32 v, [$1]; setp.lt.s32 p, v, $2; @p bra poll;"
     thread_values.on_warp(POLL_WARP, code, "l,r", thread_values.address(word), rank.registers[()])
 
 
