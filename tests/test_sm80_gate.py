@@ -28,8 +28,8 @@ QUICK = {"8.0": ("h128_128", "scored", "documents")}
 )
 def test_kernels_compile(capability: str, calls: tuple[str, ...]) -> None:
     environment = {**os.environ, "PALLAS_FA2_GATE": capability, "JAX_PLATFORMS": "cpu"}
-    if gpus.GPUS[capability].smem_per_block < 160_000:  # no backward for large heads
-        calls = tuple(name for name in calls if max(CALLS[name].dims) <= 128)
+    if gpus.GPUS[capability].smem_per_block < 160_000:  # which the backward at (256, 256) takes
+        calls = tuple(name for name in calls if max(CALLS[name].dims) < 256)
     command = [sys.executable, "-m", "tests.support.portable_gate", *calls]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=280

@@ -1,4 +1,4 @@
-"""The mask, scores and dropout of a call, compiled for the sm90 kernels."""
+"""The mask, scores and dropout of a call, compiled for kernels with tiles of 64 rows in registers."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -27,7 +27,7 @@ from pallas_fa2.ir.tile_functions import PIECE_COLUMNS, ArgSource, AxisInputs, T
 from pallas_fa2.ir.tile_values import TileValue, broadcast_to_tile
 
 
-class KeyInputs(NamedTuple):
+class KeyAxisInputs(NamedTuple):
     """What masks, scores and dropout read of 64 keys and of their head, in registers."""
 
     axis: AxisInputs
@@ -41,7 +41,7 @@ class KeyInputs(NamedTuple):
         head: tuple[Scalar, Scalar],
         first_key: Scalar,
         masked: bool,
-    ) -> "KeyInputs":
+    ) -> "KeyAxisInputs":
         """Load what scores and dropout, and the mask if `masked`, read of keys of `head`, (batch entry, head)."""
         sources, reads_index = spec.token_inputs("k", masked), spec.reads_index("k", masked)
         axis, scalars = AxisInputs(0), {}
@@ -66,9 +66,9 @@ class KeyMods:
     head: tuple[Scalar, Scalar]  # batch entry, query head
     first_key: Scalar
     first_query: Scalar
-    key_inputs: KeyInputs
+    key_inputs: KeyAxisInputs
     masked: bool  # whether inputs of the mask are loaded as well
-    may_exceed: bool  # whether some keys may not exist: zeros that nothing masks
+    kv_tail_visible: bool  # whether some keys may not exist: zeros that nothing masks
 
     def inputs_at(self, columns: Any) -> TileInputs:
         """Load what masks and scores read of some columns."""
@@ -117,7 +117,7 @@ class KeyMods:
 
     def probabilities(self, exponent: jax.Array) -> jax.Array:
         """Return P^T in float32."""
-        if self.spec.score is None and self.may_exceed:
+        if self.spec.score is None and self.kv_tail_visible:
             # Keys past the end are zeros. Their part of dQ is 0 and their dK and dV are not stored, as long as p
             # stays finite; a true p is at most 1.
             exponent = jnp.minimum(exponent, 0.0)
@@ -139,7 +139,7 @@ class KeyMods:
         positions = axis.arrays[dropout.key_positions] if given else axis.index
         return dropout.mark_dropped(p, row_keys, positions, 0)
 
-    def undropped(self, p: jax.Array) -> jax.Array:
+    def zero_dropped(self, p: jax.Array) -> jax.Array:
         """Return P^T with 0 where it is dropped."""
         return p if self.spec.dropout is None else jnp.maximum(p, 0.0)
 

@@ -1,4 +1,4 @@
-"""Packs what a call's masks, scores and dropout read for the sm90 kernels."""
+"""Packs what a call's masks, scores and dropout read for kernels with tiles of 64 rows in registers."""
 
 import jax
 import jax.numpy as jnp

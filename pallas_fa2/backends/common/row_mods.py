@@ -63,7 +63,7 @@ class RowInputs(NamedTuple):
         return cls(axis, aux.head_scalars.load(*head, head_sources), row_keys)
 
 
-class KeyInputs(NamedTuple):
+class KeyBlockInputs(NamedTuple):
     """What masks, scores and dropout read of a block of keys, in memory."""
 
     keys: Ref  # int32 [1 + rows, keys]: the first row is the keys' index
@@ -72,7 +72,7 @@ class KeyInputs(NamedTuple):
     @classmethod
     def in_gmem(
         cls, spec: KernelSpec, aux: AuxInputs, head: tuple, first_row: Scalar, keys: Slice
-    ) -> "KeyInputs":
+    ) -> "KeyBlockInputs":
         """Return where they lie in device memory, for 64 rows of `head`, (batch entry, head)."""
         rows = pl.ds(first_row, ROWS_PER_WARPGROUP)
 
@@ -101,7 +101,7 @@ class RowMods:
     compute_first_row: Callable[[], Scalar]  # emits instructions at each call
     first_key: Scalar
     row_inputs: RowInputs
-    key_inputs: KeyInputs | None = None
+    key_inputs: KeyBlockInputs | None = None
 
     def apply_score(self, s: jax.Array) -> tuple[jax.Array, float]:
         """Apply the score functions to Q K^T; return also the factor that brings the scores to base 2."""

@@ -1,4 +1,4 @@
-"""The mma.sync kernels as a backend: arrays in their form, and values that are not finite."""
+"""The mma.sync kernels as a backend: lengths, shards and values that are not finite are dealt with outside of them."""
 
 from typing import Any
 
@@ -61,12 +61,12 @@ def backward(
     dout: jax.Array,
     dlse: jax.Array | None,
     operands: Operands,
-    wanted: tuple[bool, ...],
+    needs_grad: tuple[bool, ...],
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
-    """Return the gradients of q, k, v and of score data; 0 for those that are not wanted."""
+    """Return the gradients of q, k, v and of the floating-point inputs of scores; 0 for those that need none."""
     trim = causal_trim(spec)
     trimmed_operands = trim.operands(operands)
-    mods = CompiledMods.compile(spec, trim, trimmed_operands, *config.tile, wanted)
+    mods = CompiledMods.compile(spec, trim, trimmed_operands, *config.tile, needs_grad)
     q, k, v, out, lse, dout, dlse = forbid_second_order((q, k, v, out, lse, dout, dlse))
 
     def kernel(*args: Any) -> tuple:

@@ -11,7 +11,7 @@ from pallas_fa2.ir.call_spec import CallSpec
 # Of queries and keys, and of values: what the kernels are made for. Missing columns are filled with zeros.
 KERNEL_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Bytes of shared memory that a CTA may have (CUDA C++ Programming Guide, table of technical specifications per compute
-# capability), and of others as little as any has.
+# capability); `MIN_SMEM_BYTES` on all other GPUs.
 SMEM_BYTES = {"8.0": 166_912, "8.7": 166_912, "9.0": 232_448, "10.0": 232_448, "10.3": 232_448}
 MIN_SMEM_BYTES = 101_376
 
@@ -52,6 +52,7 @@ def backward_config(spec: CallSpec, device: Device) -> BackwardConfig | None:
         candidates = [BackwardConfig(*dims, warpgroups=1)]
     else:
         tiles = 2 if dims[0] == 128 else 1
+        # Two tiles of keys where registers and shared memory have room for them: see `key_tiles`.
         candidates = [BackwardConfig(*dims, split_columns=True, key_tiles=tiles)]
         if dims[0] == 128:
             candidates.append(BackwardConfig(*dims, split_columns=True))
@@ -63,7 +64,7 @@ def backward_config(spec: CallSpec, device: Device) -> BackwardConfig | None:
 def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
     if backward_config(spec, device) is None:
         return (
-            f"its backward for head dims above 128 needs more shared memory than {device.kind} has "
+            f"its backward for these head dims needs more shared memory than {device.kind} has "
             f"({smem_bytes(device)} bytes)"
         )
     return None

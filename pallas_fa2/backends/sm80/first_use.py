@@ -41,7 +41,8 @@ def cache_file() -> pathlib.Path:
 
 
 def failure(kernels: Kernels, device: Device) -> str | None:
-    """Return why the kernels must not be used on a device, or None if they are right or were never to run here."""
+    """Return why the kernels must not be used on a device, or None: they are right, were run on such a GPU by others, or
+    this process has none."""
     if device.capability in RUN_ON:
         return None
     gpus = [d for d in jax.local_devices() if d.platform == "gpu" and d.device_kind == device.kind]

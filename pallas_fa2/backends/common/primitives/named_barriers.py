@@ -17,6 +17,7 @@ class NamedBarrier(enum.IntEnum):
 
     TURN = 5  # and the three after it: a warpgroup's turn at the tensor cores
     VOTE = 9  # and the three after it: a vote of a warpgroup
+    CTA = 13  # a meeting of all threads of a CTA, in kernels by mma.sync
     NEVER_USED = 15
 
 

@@ -1,4 +1,4 @@
-"""Swizzled shared memory in panels of columns, as TMA fills it and WGMMA reads it."""
+"""Swizzled shared memory in panels of columns, as TMA or cp.async fills it, and WGMMA or ldmatrix reads it."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def as_operand(buffer: Ref) -> plgpu.RefType:
 
 
 def swizzled_smem(*shape: int, dtype: DTypeLike, panel: int | None = None) -> Scratch:
-    """Allocate shared memory that TMA fills and WGMMA reads, in panels of so many columns, the widest if None. The
+    """Allocate shared memory for operands of products, in panels of so many columns, the widest if None. The
     operands of a product have the same."""
     width = panel or panel_width(shape[-1], shape[-1], dtype)
     assert width is not None, shape

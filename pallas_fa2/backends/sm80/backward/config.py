@@ -19,8 +19,8 @@ class BackwardConfig:
     stages: int = 1  # buffers of Q and of dO
     # Queries of a block whose scores are formed at once, where warpgroups divide the keys.
     score_queries: int = 64
-    # Whether warpgroups divide the columns of dK and dV, and not the keys: beyond H = 128, the gradients of 64 keys would
-    # take more registers than a warpgroup has.
+    # Whether warpgroups divide the columns of dK and dV, and not the keys: at H = 128 a warp then has 32 keys, and beyond, the
+    # gradients of 64 keys would take more registers than a warpgroup has.
     split_columns: bool = False
     # Whether fragments of K (for S alone) and of V are loaded once: 32 registers for 128 columns of 64 keys.
     k_in_registers: bool = False

@@ -1,4 +1,4 @@
-"""Rows of a head between device memory and swizzled shared memory, by cp.async (PTX ISA, 9.7.9.25.3).
+"""Rows of a head between device memory and swizzled shared memory, by cp.async (PTX ISA).
 
 The instruction copies 16 bytes for each thread and fills what does not exist with zeros, so that any length and any head
 dim that is a multiple of 8 needs no padded copy in device memory. Copies are ordered by groups: a thread waits for its own
@@ -18,6 +18,7 @@ from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.inline import asm, i32, inline_op
 from pallas_fa2.backends.common.primitives import swizzle
 from pallas_fa2.backends.common.primitives.layouts import ROW_LAYOUT, THREADS
+from pallas_fa2.backends.common.primitives.named_barriers import NamedBarrier
 from pallas_fa2.backends.common.primitives.thread_values import (
     address,
     scalars,
@@ -28,12 +29,10 @@ from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Register
 
 CHUNK_BYTES = 16  # that a thread copies at once
 _SCALAR = plgpu.Layout.WG_SPLAT
-# Of PTX's 16 named barriers, Mosaic has 0 and one for each of up to four warpgroups.
-CTA_BARRIER = 8
 
 
 class _Pass(NamedTuple):
-    """A step in which all threads of a CTA copy 16 bytes each; all but the conditions are Python numbers."""
+    """A step in which all threads of a CTA copy 16 bytes each, in Python numbers."""
 
     row: int  # distance of the row from the thread's first
     smem_offset: int  # bytes from the thread's first chunk
@@ -219,6 +218,6 @@ def sync_cta(warpgroups: int) -> None:
 
     @inline_op("sync_cta")
     def sync(_) -> None:
-        asm(f"bar.sync {CTA_BARRIER}, {THREADS * warpgroups};", "")
+        asm(f"bar.sync {NamedBarrier.CTA}, {THREADS * warpgroups};", "")
 
     sync()

@@ -13,7 +13,7 @@ from pallas_fa2.backends.common.primitives import layouts, masking, thread_value
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT
 from pallas_fa2.backends.common.primitives.pairwise import PairwiseTile
 from pallas_fa2.backends.common.primitives.types import Scalar
-from pallas_fa2.backends.common.row_mods import KeyInputs, RowInputs, RowMods
+from pallas_fa2.backends.common.row_mods import KeyBlockInputs, RowInputs, RowMods
 from pallas_fa2.backends.sm90.forward.rows import WarpgroupRows
 from pallas_fa2.backends.sm90.forward.softmax import SoftmaxState
 from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
@@ -44,7 +44,7 @@ class ScoreMask:
             batch, head, _ = rows.tile.compute_coordinates()
             keys = pl.ds(first_key, rows.config.retry_block_kv)
             place = (batch, head), rows.compute_first_row(), keys
-            key_inputs = KeyInputs.in_gmem(spec, rows.arrays.inputs.aux, *place)
+            key_inputs = KeyBlockInputs.in_gmem(spec, rows.arrays.inputs.aux, *place)
         return cls._of(rows, t, first_key, row_inputs, key_inputs)
 
     @classmethod
@@ -54,7 +54,7 @@ class ScoreMask:
         t: Scalar,
         first_key: Scalar,
         row_inputs: RowInputs,
-        key_inputs: KeyInputs | None = None,
+        key_inputs: KeyBlockInputs | None = None,
     ) -> "ScoreMask":
         block_kv, first_row = rows.config.block_kv, rows.compute_first_row
         mods = RowMods(rows.spec, block_kv, first_row, first_key, row_inputs, key_inputs)
@@ -81,7 +81,7 @@ class ScoreMask:
         keys = None if self.rows.memory.key_aux is None else buffers.pop(0)
         tiles = map(PairwiseTile, buffers)
         pairwise = dict(zip(spec.pairwise_inputs(), tiles, strict=True))
-        mods = dataclasses.replace(self.mods, key_inputs=KeyInputs(keys, pairwise))
+        mods = dataclasses.replace(self.mods, key_inputs=KeyBlockInputs(keys, pairwise))
         return dataclasses.replace(self, mods=mods)
 
     def release_aux(self, softmax: SoftmaxState) -> None:
