@@ -44,7 +44,7 @@ def attention(
         operands = operands._replace(mask=jax.lax.stop_gradient(operands.mask))
         out, lse, _ = _run_forward(spec, plan, q, k, v, operands)
     else:
-        # JAX's error about forward mode under `jit` is raised later and shows this line, with its cure.
+        # JAX's error about forward mode under `jit` is raised later and shows this line, with the remedy.
         results = _attention_vjp(
             spec, plan, q, k, v, operands
         )  # forward mode: implementation="reference"
@@ -85,7 +85,7 @@ def _on_mesh(run: Callable, mesh: Any, specs: Any) -> Callable:
         return run
 
     def partitioned(*args: Any) -> Any:
-        # Arrays may be on a mesh that nobody has set, and `auto_axes` asks for the one that is.
+        # Arrays may be on a mesh that is not the current one, which `auto_axes` requires.
         with jax.sharding.use_abstract_mesh(mesh):
             # In `shard_map` over some axes, these are the others.
             return jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=specs)(*args)

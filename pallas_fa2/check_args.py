@@ -135,9 +135,9 @@ def check_scale(scale: Any, head_dim: int) -> tuple[float, tuple[Score, ...]]:
     return float(scale), ()
 
 
-def check_flag(name: str, flag: Any, cure: str) -> None:
+def check_flag(name: str, flag: Any, remedy: str) -> None:
     if not isinstance(flag, (bool, np.bool_)):
-        raise TypeError(f"{name} must be a Python bool, but it is {flag!r}; {cure}")
+        raise TypeError(f"{name} must be a Python bool, but it is {flag!r}; {remedy}")
 
 
 def check_dropout(rate: float, rng: Any) -> jax.Array | None:

@@ -1,7 +1,7 @@
 """Every implementation against dense softmax in float64, by one contract suite.
 
 Here NumPy runs what is traced, for XLA takes longest of all to compile it. `pytest -m gpu` runs the plain cases on the
-Hopper kernels; `tests/test_hopper.py` runs them interpreted.
+Hopper kernels; `tests/test_sm90.py` runs them interpreted.
 """
 
 import re

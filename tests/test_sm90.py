@@ -83,7 +83,7 @@ QUICKLY = [(case, tuned) for case, tuned in INTERPRETED if QUICK.fullmatch(case.
 
 
 def test_every_forward_is_interpreted_by_make_test() -> None:
-    # Those for wide data of pairs differ by their block alone, and in test_hopper_scores there is one of them.
+    # Those for wide data of pairs differ by their block alone, and in test_sm90_scores there is one of them.
     general = [t for t in FORWARD_CONFIGS if t.for_mods and t.config.head_dim <= 128]
     wide = {t for t in general if t.config.block_kv == 64}
     assert {tuned for _, tuned in QUICKLY} >= set(FORWARD_CONFIGS) - wide
@@ -94,7 +94,7 @@ def test_every_forward_is_interpreted_by_make_test() -> None:
 )
 def test_contract_interpreted(case: Case, tuned: ConfigRule) -> None:
     gradients = is_first(case, tuned)
-    # A CTA takes several tiles; whole heads it takes in test_backward_heads.
+    # A CTA takes several tiles; whole heads it takes in test_dq_head_per_cta.
     with planned_for_h200(cores=3), planned_with(tuned), whole_heads(False):
         suite.check(case, "hopper", jit=interpreter.jit, gradients=gradients)
 
