@@ -1,14 +1,14 @@
-"""Errors of out, lse, dq, dk and dv in each dtype and head dim, beside dense attention and rivals.
+"""Measures the errors of out, lse, dq, dk and dv in each dtype and head dim, beside dense attention and rivals.
 
     python -m benchmarks.numerics                  # benchmarks/results/numerics-<device>.json
-    python -m benchmarks.numerics --length 1024    # of other sizes
+    python -m benchmarks.numerics --length 1024    # another length
     python -m benchmarks.numerics --jobs 16        # 16 cases at a time, each in a process of its own
-    python -m benchmarks.numerics --page           # only the page, from all files there are
+    python -m benchmarks.numerics --page           # writes only the page, from all files of results
 
-Causal attention of random inputs against dense attention in float64 of the same, rounded, inputs; an
-error is a Frobenius norm over that of the truth. Outliers are FlashAttention-3's (arXiv:2407.08608,
-section 4.3): N(0, 1) + N(0, 100) for one number in a thousand of q, k and v. The exit status says
-whether ours is worse than FlashAttention's rule allows: twice the error of dense attention.
+Causal attention on random inputs is compared with dense attention in float64 on the same, rounded, inputs; an error is
+a Frobenius norm over that of the expected array. Outliers are FlashAttention-3's (arXiv:2407.08608, section 4.3):
+N(0, 1) + N(0, 100) for one element in a thousand of q, k and v. The exit status is 1 if ours violates FlashAttention's
+rule: at most twice the error of dense attention.
 """
 
 import argparse
@@ -34,14 +34,14 @@ PAGE = pathlib.Path(__file__).parent.parent / "docs" / "benchmarks" / "numerics.
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 128, 256)
 INPUTS = ("normal", "outliers")
-PARTS = ("out", "lse", "dq", "dk", "dv")
+RESULTS = ("out", "lse", "dq", "dk", "dv")
 OURS = ("hopper", "blockwise", "reference")
-# Of float32, of which dense attention may have less by chance.
+# The error that is always allowed in float32, where dense attention may have less by chance.
 FLOOR = 2.0**-21
 
 
 def inputs(shape: Shape, dtype: str, kind: str) -> tuple[jax.Array, ...]:
-    """query, key, value and the cotangent of the output."""
+    """Return query, key, value and the cotangent of the output."""
     rng = np.random.default_rng(0)
 
     def normal(length: int, heads: int) -> np.ndarray:
@@ -57,7 +57,7 @@ def inputs(shape: Shape, dtype: str, kind: str) -> tuple[jax.Array, ...]:
 
 
 def dense(shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As one writes it in jnp: every product in the inputs' dtype, the softmax in float32."""
+    """Compute attention as in plain jnp: every product in the inputs' dtype, the softmax in float32."""
     k, v = (jnp.repeat(x, shape.q_heads // shape.kv_heads, 2) for x in (k, v))
     product = functools.partial(jnp.einsum, precision="highest")
     s = product("btnh,bsnh->bnts", q, k).astype(jnp.float32) * shape.head_dim**-0.5
@@ -72,26 +72,26 @@ def ours(name: Any, shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> A
 
 
 def all_implementations() -> dict[str, Callable]:
-    """(shape, q, k, v) -> out and lse, or out alone. Rivals that cannot be imported are left out."""
-    found, _ = rivals.importable(n for n in rivals.IMPLEMENTATIONS if n != "ours")
-    mine = {name: functools.partial(ours, name) for name in OURS}
-    return {"dense": dense, **mine, **{name: rival.attention for name, rival in found.items()}}
+    """Return functions (shape, q, k, v) -> out and lse, or out alone, without rivals that cannot be imported."""
+    available, _ = rivals.importable(n for n in rivals.IMPLEMENTATIONS if n != "ours")
+    backends = {name: functools.partial(ours, name) for name in OURS}
+    return {"dense": dense, **backends, **{name: x.attention for name, x in available.items()}}
 
 
 def values_and_gradients(attention: Callable, shape: Shape, args: tuple) -> dict[str, np.ndarray]:
     @jax.jit
     def run(q: Any, k: Any, v: Any, dout: Any) -> dict[str, Any]:
         def split(*qkv: Any) -> tuple:
-            found = attention(shape, *qkv)
-            return found if isinstance(found, tuple) else (found, None)
+            results = attention(shape, *qkv)
+            return results if isinstance(results, tuple) else (results, None)
 
-        out, pull, lse = jax.vjp(split, q, k, v, has_aux=True)
-        return dict(zip(PARTS, (out, lse, *pull(dout)), strict=True))
+        out, vjp, lse = jax.vjp(split, q, k, v, has_aux=True)
+        return dict(zip(RESULTS, (out, lse, *vjp(dout)), strict=True))
 
     return {n: np.asarray(x, np.float64) for n, x in run(*args).items() if x is not None}
 
 
-def truth(shape: Shape, args: tuple) -> dict[str, np.ndarray]:
+def expected_results(shape: Shape, args: tuple) -> dict[str, np.ndarray]:
     wide = [np.asarray(x, np.float64) for x in args]
     with jax.enable_x64(True):
         attention = functools.partial(ours, "reference")
@@ -99,75 +99,77 @@ def truth(shape: Shape, args: tuple) -> dict[str, np.ndarray]:
 
 
 def row(attention: Callable, shape: Shape, args: tuple, expected: dict) -> dict[str, Any]:
-    """An error for each part, or the reason why there is none."""
+    """Return the error of each result, or the reason why there is none."""
     try:
-        found = values_and_gradients(attention, shape, args)
+        results = values_and_gradients(attention, shape, args)
     except Exception as e:  # noqa: BLE001 - a rival without this shape must not end the run
         return {"refused": f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"}
     norm = np.linalg.norm
-    pairs = {n: (found[n], expected[n]) for n in PARTS if n in found}
+    pairs = {n: (results[n], expected[n]) for n in RESULTS if n in results}
     return {n: float(f"{norm(x - y) / norm(y):.3g}") for n, (x, y) in pairs.items()}
 
 
 def excessive(rows: dict[str, dict], name: str) -> list[str]:
-    """The parts in which an implementation has more than twice the error of dense attention."""
-    mine = {part: e for part, e in rows[name].items() if part in PARTS}
-    limits = {part: max(FACTOR * rows["dense"][part], FLOOR) for part in mine}
-    return [part for part, e in mine.items() if not e <= limits[part]]  # NaN is below no limit
+    """Return the results in which an implementation has more than twice the error of dense attention."""
+    errors = {result: e for result, e in rows[name].items() if result in RESULTS}
+    limits = {result: max(FACTOR * rows["dense"][result], FLOOR) for result in errors}
+    return [
+        result for result, e in errors.items() if not e <= limits[result]
+    ]  # `e > limit` is False for NaN
 
 
-def one(case: str, length: int) -> dict[str, Any]:
-    """A row for each implementation; a case is inputs, a dtype and a head dim, as normal,bfloat16,64."""
+def measure_case(case: str, length: int) -> dict[str, Any]:
+    """Return a row for each implementation; a case is inputs, a dtype and a head dim, such as normal,bfloat16,64."""
     kind, dtype, dim = case.split(",")
     shape = Shape(1, length, length, 4, 2, int(dim), causal=True)
     args = inputs(shape, dtype, kind)
-    expected = truth(shape, args)
+    expected = expected_results(shape, args)
     rows = {name: row(x, shape, args, expected) for name, x in all_implementations().items()}
     return {"inputs": kind, "dtype": dtype, "head_dim": int(dim), "rows": rows}
 
 
 def measure(length: int, processes: int) -> list[dict[str, Any]]:
     cases = [f"{kind},{dtype},{dim}" for kind in INPUTS for dtype in DTYPES for dim in HEAD_DIMS]
-    done = jobs.each(functools.partial(one, length=length), cases, processes)
-    found = dict(tqdm(done, total=len(cases), disable=None))
-    return [found[case] for case in cases]
+    done = jobs.run_all(functools.partial(measure_case, length=length), cases, processes)
+    results = dict(tqdm(done, total=len(cases), disable=None))
+    return [results[case] for case in cases]
 
 
-def wrong(found: dict[str, Any]) -> list[str]:
-    """Ours, where it breaks the rule."""
+def violations(measured: dict[str, Any]) -> list[str]:
+    """Return the cases and results in which ours violates the rule."""
     return [
-        f"{name}, {result['dtype']}, H = {result['head_dim']}, {result['inputs']}: {part}"
-        for result in found["results"]
+        f"{name}, {case['dtype']}, H = {case['head_dim']}, {case['inputs']}: {result}"
+        for case in measured["results"]
         for name in OURS
-        if name in result["rows"]
-        for part in excessive(result["rows"], name)
+        if name in case["rows"]
+        for result in excessive(case["rows"], name)
     ]
 
 
 def table(results: list[dict]) -> str:
-    """A Markdown table; bold where the error is more than twice that of dense attention."""
-    lines = [f"| H | | {' | '.join(PARTS)} |", "|---" * (2 + len(PARTS)) + "|"]
+    """Return a Markdown table, bold where the error is more than twice that of dense attention."""
+    lines = [f"| H | | {' | '.join(RESULTS)} |", "|---" * (2 + len(RESULTS)) + "|"]
     for result in results:
         rows = result["rows"]
         for name in (n for n, errors in rows.items() if "refused" not in errors):
             bold = excessive(rows, name)
-            cells = [f"{rows[name][p]:.2g}" if p in rows[name] else "" for p in PARTS]
-            cells = [f"**{c}**" if p in bold else c for p, c in zip(PARTS, cells, strict=True)]
+            cells = [f"{rows[name][p]:.2g}" if p in rows[name] else "" for p in RESULTS]
+            cells = [f"**{c}**" if p in bold else c for p, c in zip(RESULTS, cells, strict=True)]
             lines.append(f"| {result['head_dim']} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def section(found: dict[str, Any]) -> str:
-    setup, results = found["setup"], found["results"]
+def section(measured: dict[str, Any]) -> str:
+    setup, results = measured["setup"], measured["results"]
     kinds = dict.fromkeys((r["inputs"], r["dtype"]) for r in results)
-    run = f"T = {found['length']}, {found['date']}, commit {found['commit']}"
+    run = f"T = {measured['length']}, {measured['date']}, commit {measured['commit']}"
     known = {n: setup[n] for n in ("driver", "jax", "jaxlib")} | setup["implementations"]
     versions = ", ".join(f"{n} {x}" for n, x in known.items() if x != "unknown")
-    parts = [f"## {setup['device']}", f"{run}; {versions}."]
+    paragraphs = [f"## {setup['device']}", f"{run}; {versions}."]
     for kind, dtype in kinds:
-        parts.append(f"### {dtype}, {kind}")
-        parts.append(table([r for r in results if (r["inputs"], r["dtype"]) == (kind, dtype)]))
-    return "\n\n".join(parts)
+        paragraphs.append(f"### {dtype}, {kind}")
+        paragraphs.append(table([r for r in results if (r["inputs"], r["dtype"]) == (kind, dtype)]))
+    return "\n\n".join(paragraphs)
 
 
 INTRODUCTION = """# Numerics
@@ -180,28 +182,32 @@ q, k and v. `python -m benchmarks.numerics` measures a device and writes this pa
 `benchmarks/results/numerics-*.json`, which say why some have no row."""
 
 
-def largest(found: dict[str, Any], kind: str, rival: str, parts: tuple[str, ...]) -> float | None:
-    """Returns the largest error of the Hopper kernels over a rival's, None if there is none."""
+def max_ratio(
+    measured: dict[str, Any], kind: str, rival: str, names: tuple[str, ...]
+) -> float | None:
+    """Return the largest error of the Hopper kernels over a rival's, None if there is none."""
     ratios = [
-        rows["hopper"][part] / rows[rival][part]
-        for rows in (result["rows"] for result in found["results"] if result["inputs"] == kind)
-        for part in parts
-        if all(part in rows.get(name, {}) for name in ("hopper", rival))
+        rows["hopper"][name] / rows[rival][name]
+        for rows in (case["rows"] for case in measured["results"] if case["inputs"] == kind)
+        for name in names
+        if all(name in rows.get(x, {}) for x in ("hopper", rival))
     ]
     return max(ratios, default=None)
 
 
-def conclusions(found: dict[str, Any]) -> str | None:
-    """Returns in three sentences how the Hopper kernels compare, None where they did not run."""
-    of_lse = [r["rows"].get("hopper", {}).get("lse") for r in found["results"]]
-    lse = [x for x in of_lse if x is not None]
-    parts = tuple(part for part in PARTS if part != "lse")
-    ratios = [[largest(found, kind, rival, parts) for kind in INPUTS] for rival in ("fa3", "dense")]
-    if not lse or any(x is None for of_rival in ratios for x in of_rival):
+def conclusions(measured: dict[str, Any]) -> str | None:
+    """Return in three sentences how the Hopper kernels compare, None where they did not run."""
+    lse_errors = [r["rows"].get("hopper", {}).get("lse") for r in measured["results"]]
+    lse = [x for x in lse_errors if x is not None]
+    names = tuple(name for name in RESULTS if name != "lse")
+    ratios = [
+        [max_ratio(measured, kind, rival, names) for kind in INPUTS] for rival in ("fa3", "dense")
+    ]
+    if not lse or any(x is None for row in ratios for x in row):
         return None
     fa3, dense = ratios
     return (
-        f"On the {found['setup']['device']}, the errors of the Hopper kernels in out, dq, dk and dv are at most "
+        f"On the {measured['setup']['device']}, the errors of the Hopper kernels in out, dq, dk and dv are at most "
         f"{fa3[0]:.2f} of FlashAttention-3's for normal inputs and {fa3[1]:.2f} of them with outliers. They are at "
         f"most {dense[0]:.2f} and {dense[1]:.2f} of those of dense attention, where FlashAttention's rule allows "
         f"{FACTOR:.0f}. The logsumexp is off by at most {max(lse):.2g}."
@@ -209,10 +215,10 @@ def conclusions(found: dict[str, Any]) -> str | None:
 
 
 def page() -> str:
-    found = [record.load(file) for file in sorted(record.RESULTS.glob("numerics-*.json"))]
-    concluded = [textwrap.fill(text, 100) for x in found if (text := conclusions(x))]
+    measured = [record.load(file) for file in sorted(record.RESULTS.glob("numerics-*.json"))]
+    concluded = [textwrap.fill(text, 100) for x in measured if (text := conclusions(x))]
     title, introduction = INTRODUCTION.split("\n\n", 1)
-    return "\n\n".join([title, *concluded, introduction, *map(section, found)]) + "\n"
+    return "\n\n".join([title, *concluded, introduction, *map(section, measured)]) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -221,8 +227,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--length", type=int, help="tokens: 4096 on a GPU, else 512")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--page", action="store_true", help="measure nothing")
-    parser.add_argument("--commit", help="its name, where the files are no git checkout")
+    parser.add_argument("--page", action="store_true", help="write the page alone")
+    parser.add_argument(
+        "--commit", help="the name of the commit, where the files are no git checkout"
+    )
     args = parser.parse_args(argv)
     failed = []
     if not args.page:
@@ -232,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, why in missing.items():
             print(f"without {name}: {why}", file=sys.stderr)
         setup = record.setup(named, iterations=1)
-        found = {
+        measured = {
             "setup": setup,
             "date": datetime.date.today().isoformat(),
             "commit": args.commit or record.commit(),
@@ -240,8 +248,8 @@ def main(argv: list[str] | None = None) -> int:
             "results": measure(length, args.jobs),
         }
         default = record.default_path(setup["device"])
-        record.write(record.RESULTS / f"numerics-{default.name}", found)
-        failed = wrong(found)
+        record.write(record.RESULTS / f"numerics-{default.name}", measured)
+        failed = violations(measured)
         print("\n".join(failed) or "ours keeps FlashAttention's rule everywhere")
     PAGE.write_text(page())
     return bool(failed)

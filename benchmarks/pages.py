@@ -1,9 +1,9 @@
-"""Writes the pages of docs/benchmarks that are made of committed results.
+"""Writes the pages of docs/benchmarks from committed results.
 
     python -m benchmarks.pages            # h200.md, masks.md, short.md and numerics.md
     python -m benchmarks.pages --check    # write nothing; exit status 1 if a page differs
 
-`methodology.md`, which lies beside them, is written by hand.
+`methodology.md` beside them is written by hand.
 """
 
 import argparse
@@ -22,13 +22,13 @@ GRADIENTS = ("out", "dq", "dk", "dv")
 
 
 class Page(NamedTuple):
-    """A page on one group of shapes of a file of results."""
+    """A page about one group of shapes in a file of results."""
 
     title: str
     results: str  # the file's name in benchmarks/results
     group: str  # a key of `report.groups`
     figures: tuple[str, ...] = ()  # stems in docs/figures
-    times: bool = False  # milliseconds instead of TFLOP/s, which say little of sparse masks
+    times: bool = False  # milliseconds instead of TFLOP/s, which are misleading for sparse masks
 
 
 PAGES = {
@@ -52,30 +52,30 @@ PAGES = {
 }
 
 
-def time(row: dict[str, dict], part: str) -> str | None:
-    """Returns milliseconds as a cell of a table, None without a time."""
-    found = row.get(part, {}).get("ms")
-    return None if found is None else f"{found:.3f}"
+def time(row: dict[str, dict], phase: str) -> str | None:
+    """Return milliseconds as a cell of a table, None without a time."""
+    ms = row.get(phase, {}).get("ms")
+    return None if ms is None else f"{ms:.3f}"
 
 
-def table(results: dict[str, dict], part: str, cell: Callable) -> str:
-    """Returns a Markdown table of the implementations that have a cell for some shape."""
+def table(results: dict[str, dict], phase: str, cell: Callable) -> str:
+    """Return a Markdown table of the implementations that have a cell for some shape."""
     rows = [result["rows"] for result in results.values()]
     names = report.implementations(results)
-    known = [name for name in names if any(cell(row.get(name, {}), part) for row in rows)]
-    return report.table(results, part, cell, known)
+    known = [name for name in names if any(cell(row.get(name, {}), phase) for row in rows)]
+    return report.table(results, phase, cell, known)
 
 
 def errors(results: dict[str, dict], rival: str = "fa3") -> list[str]:
-    """Returns a table of our errors over a rival's, for out and each gradient."""
+    """Return a table of our errors over a rival's, for out and each gradient."""
     pairs = [
         tuple(result["rows"].get(name, {}).get("both", {}).get("error") for name in ("ours", rival))
         for result in results.values()
     ]
-    known = [(ours, theirs) for ours, theirs in pairs if ours and theirs]
+    known = [(ours, rivals) for ours, rivals in pairs if ours and rivals]
     lines = []
     for i, name in enumerate(GRADIENTS if known else ()):
-        ratios = [ours[i] / theirs[i] for ours, theirs in known]
+        ratios = [ours[i] / rivals[i] for ours, rivals in known]
         mean = statistics.fmean(ratios)
         lines.append(f"| {name} | {mean:.3f} | {min(ratios):.3f} | {max(ratios):.3f} |")
     if lines:
@@ -83,39 +83,37 @@ def errors(results: dict[str, dict], rival: str = "fa3") -> list[str]:
     return lines
 
 
-def conditions(found: dict[str, Any]) -> str:
-    """Returns what was measured with what, and when."""
-    setup = found["setup"]
+def conditions(measured: dict[str, Any]) -> str:
+    """Return the device, the versions and the runs as a Markdown list."""
+    setup = measured["setup"]
     versions = [f"{name} {version}" for name, version in setup["implementations"].items()]
     names = "driver", "jax", "jaxlib"
-    parts = [setup["device"], *(f"{n} {setup[n]}" for n in names if n in setup), *versions]
+    versions = [setup["device"], *(f"{n} {setup[n]}" for n in names if n in setup), *versions]
     runs = [
         f"{run['date']}, commit {run['commit']}: 8192³ matrix product {run['matmul']:.0f} TFLOP/s"
-        for run in found["runs"]
+        for run in measured["runs"]
     ]
-    return items((", ".join(parts), *runs))
+    return items((", ".join(versions), *runs))
 
 
 def items(lines: Iterable[str]) -> str:
-    """Returns a Markdown list."""
+    """Return a Markdown list."""
     return "\n".join(wrapped(f"- {line}", indent="  ") for line in lines)
 
 
 def wrapped(line: str, indent: str = "") -> str:
-    """Returns prose in lines of at most 100 columns, those after the first indented."""
+    """Return prose in lines of at most 100 columns, those after the first indented."""
     return textwrap.fill(
         line, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
 def text(page: Page) -> str:
-    """Returns a page as Markdown."""
-    found = record.load(record.RESULTS / page.results)
-    results, cell = (
-        report.groups(found["results"])[page.group],
-        time if page.times else report.speed,
-    )
-    parts = [
+    """Return a page as Markdown."""
+    measured = record.load(record.RESULTS / page.results)
+    results = report.groups(measured["results"])[page.group]
+    cell = time if page.times else report.speed
+    paragraphs = [
         f"# {page.title}",
         wrapped(
             "`python -m benchmarks.pages` writes this page from "
@@ -123,30 +121,30 @@ def text(page: Page) -> str:
             "[Methodology](methodology.md) says how speeds are measured, and what the names of rivals "
             "and shapes mean."
         ),
-        conditions(found),
+        conditions(measured),
     ]
-    for part, title in TITLES.items():
-        summary = report.summary(results, part)
-        parts.append(f"## {title}, {'milliseconds' if page.times else 'TFLOP/s'}")
-        parts.append(wrapped(f"Ours over the best rival in TFLOP/s: {summary}."))
-        parts += [f"![{title}](../figures/{f}.svg)" for f in page.figures if f.endswith(part)]
-        parts.append(table(results, part, cell))
-        if cost := report.cost_of_functions(results, part):
-            parts.append(wrapped(f"{cost[0].upper()}{cost[1:]}."))
-    shares = ", ".join(f"{n} {share:.2f}" for n, share in report.worst_errors(results).items())
-    parts += ["## Errors", wrapped(f"Largest error over the allowed: {shares}.")]
+    for phase, title in TITLES.items():
+        summary = report.summary(results, phase)
+        paragraphs.append(f"## {title}, {'milliseconds' if page.times else 'TFLOP/s'}")
+        paragraphs.append(wrapped(f"Ours over the best rival in TFLOP/s: {summary}."))
+        paragraphs += [f"![{title}](../figures/{f}.svg)" for f in page.figures if f.endswith(phase)]
+        paragraphs.append(table(results, phase, cell))
+        if cost := report.cost_of_functions(results, phase):
+            paragraphs.append(wrapped(f"{cost[0].upper()}{cost[1:]}."))
+    ratios = ", ".join(f"{n} {ratio:.2f}" for n, ratio in report.worst_errors(results).items())
+    paragraphs += ["## Errors", wrapped(f"Largest error over the allowed: {ratios}.")]
     if lines := errors(results):
-        parts.append("\n".join(lines))
+        paragraphs.append("\n".join(lines))
     refused = [
         line for line in report.refusals(results) if line.split(",")[0] not in report.OURS[1:]
     ]
     if refused:
-        parts += ["## Without a speed", items(refused)]
-    return "\n\n".join(parts) + "\n"
+        paragraphs += ["## Without a speed", items(refused)]
+    return "\n\n".join(paragraphs) + "\n"
 
 
-def made() -> dict[pathlib.Path, str]:
-    """Returns every generated page by its path."""
+def generate() -> dict[pathlib.Path, str]:
+    """Return every generated page by its path."""
     pages = {FOLDER / name: text(page) for name, page in PAGES.items()}
     return {**pages, numerics.PAGE: numerics.page()}
 
@@ -157,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
     check, stale = parser.parse_args(argv).check, []
-    for path, content in made().items():
+    for path, content in generate().items():
         if path.exists() and path.read_text() == content:
             continue
         stale.append(path)

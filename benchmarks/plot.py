@@ -1,8 +1,8 @@
-"""Draws TFLOP/s against the length, a panel for each head dim with and without a causal mask.
+"""Draws TFLOP/s over the length, a panel for each head dim with and without a causal mask.
 
     python -m benchmarks.plot benchmarks/results/nvidia-h200.json    # docs/figures/nvidia-h200-*.svg
 
-One figure for the forward, one for forward + backward. The same file always gives the same bytes.
+There is one figure for the forward and one for forward + backward. The same file always gives the same bytes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from benchmarks.shapes import SWEEP, Shape
 
 FIGURES = pathlib.Path(__file__).parent.parent / "docs" / "figures"
 LENGTHS = sorted({shape.q_len for shape in SWEEP.values()})
-INK = "#808080"  # text and lines that can be read on white and on black
+INK = "#808080"  # readable on white and on black
 NAMES = {"ours": "pallas_fa2", "fa3": "FlashAttention-3", "cudnn": "cuDNN", "xla": "XLA"}
 COLORS = {"ours": "#e8590c", "fa3": "#3b8ed0", "cudnn": "#4fa04f", "tokamax": "#a678d0",
           "jla": "#c2a02c", "xla": INK}  # fmt: skip
@@ -40,24 +40,24 @@ STYLE: Any = {
 }
 
 
-def curves(results: dict[str, dict], part: str) -> dict[tuple[bool, int], dict[str, list]]:
-    """(causal, head dim) -> implementation -> [(T, TFLOP/s)], of the shapes of the sweep."""
+def curves(results: dict[str, dict], phase: str) -> dict[tuple[bool, int], dict[str, list]]:
+    """Map (causal, head dim) to implementations, and these to [(T, TFLOP/s)], for the shapes of the sweep."""
     panels: dict[tuple[bool, int], dict[str, list]] = {}
     for name in SWEEP:
         if name not in results:
             continue
         shape = Shape(**results[name]["shape"])
         for who, row in results[name]["rows"].items():
-            if who in report.OURS[1:]:  # ours once more
+            if who in report.OURS[1:]:  # ours under an equivalent mask
                 continue
-            if (speed := report.tflops(row, part)) is not None:
+            if (speed := report.tflops(row, phase)) is not None:
                 panel = panels.setdefault((shape.causal, shape.head_dim), {})
                 panel.setdefault(who, []).append((shape.q_len, speed))
     return panels
 
 
-def draw(record: dict[str, Any], part: str) -> Figure:
-    panels = curves(record["results"], part)
+def draw(record: dict[str, Any], phase: str) -> Figure:
+    panels = curves(record["results"], phase)
     if not panels:
         raise ValueError("the results have no shape of `benchmarks.shapes.SWEEP` to draw")
     rows = sorted({causal for causal, _ in panels}, reverse=True)
@@ -78,21 +78,21 @@ def draw(record: dict[str, Any], part: str) -> Figure:
         handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles),
         frameon=False,
     )  # fmt: skip
-    figure.suptitle(f"{record['setup']['device']}, bfloat16, {report.PARTS[part]}")
+    figure.suptitle(f"{record['setup']['device']}, bfloat16, {report.PHASES[phase]}")
     return figure
 
 
 def _panel(axis: Axes, title: str, lines: dict[str, list], ceiling: float) -> None:
     axis.set_title(title, fontsize=9)
-    for who, points in lines.items():  # ours first: thick, with the thin ones over it
-        mine = who == "ours"
+    for who, points in lines.items():  # ours first: thick, under the thin ones
+        is_ours = who == "ours"
         axis.plot(
             *zip(*sorted(points), strict=True),
             label=NAMES.get(who, who),
             color=COLORS.get(who, INK),
             marker=MARKERS.get(who, "."),
-            markersize=6 if mine else 3,
-            linewidth=3 if mine else 1.1,
+            markersize=6 if is_ours else 3,
+            linewidth=3 if is_ours else 1.1,
         )
     axis.axhline(ceiling, color=INK, linestyle=":", linewidth=1, label="8192³ matrix product")
     axis.set_xscale("log", base=2)
@@ -109,15 +109,15 @@ def _tokens(length: float, _: Any) -> str:
 
 
 def save(record: dict[str, Any], stem: str, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Writes `<stem>-forward.svg` and, with gradients, `-both.svg`; no background, no date."""
+    """Write `<stem>-forward.svg` and, with gradients, `<stem>-both.svg`, without a background and a date."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with matplotlib.rc_context(STYLE):
-        for part in ("forward", "both"):
-            if part == "both" and not curves(record["results"], part):
+        for phase in ("forward", "both"):
+            if phase == "both" and not curves(record["results"], phase):
                 continue
-            paths.append(folder / f"{stem}-{part}.svg")
-            draw(record, part).savefig(paths[-1], transparent=True, metadata={"Date": None})
+            paths.append(folder / f"{stem}-{phase}.svg")
+            draw(record, phase).savefig(paths[-1], transparent=True, metadata={"Date": None})
     return paths
 
 

@@ -1,4 +1,4 @@
-"""The file of results: what was measured, with what, and when.
+"""The file of results: what was measured, by which versions, and when.
 
     {"setup": {device, driver, versions, ...}, "runs": [{date, commit, matmul, shapes}],
      "results": {shape name: {"shape", "allowed", "rows": {implementation: row}}}}
@@ -24,9 +24,9 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def setup(implementations: Mapping[str, rivals.Implementation], iterations: int) -> dict[str, Any]:
-    """All that figures of one file must share."""
+    """Return the device and the versions, which all results of one file must share."""
     device = jax.devices()[0]
-    versions = {  # ours need not be installed
+    versions = {  # this package need not be installed
         n: fa.__version__ if i.module == "pallas_fa2" else rivals.version(i)
         for n, i in implementations.items()
     }
@@ -42,9 +42,9 @@ def setup(implementations: Mapping[str, rivals.Implementation], iterations: int)
 
 
 def sources() -> str:
-    """A digest of the code that is measured and of the code that calls and checks it.
+    """Return a digest of the code that is measured and of the code that calls and checks it.
 
-    The commit does not say it: a change of a page has another, an edited kernel has the same.
+    The commit does not identify it: a new commit may change a page alone, and an edited kernel may not be committed.
     """
     package = pathlib.Path(fa.__file__).parent
     digest = hashlib.sha256()
@@ -57,12 +57,12 @@ def sources() -> str:
 
 
 def commit() -> str:
-    """Of the checkout, with a mark if it has been edited since."""
+    """Return the commit of the checkout, marked "dirty" if files have been edited since."""
     return _output("git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty")
 
 
 def _output(*command: str) -> str:
-    """What a command prints, in its first line."""
+    """Return the first line of a command's output."""
     try:
         out = subprocess.run(command, check=False, capture_output=True, text=True).stdout
     except OSError:  # no such program
@@ -80,22 +80,22 @@ def load(path: pathlib.Path) -> dict[str, Any]:
 
 
 def resume(path: pathlib.Path, setup: dict[str, Any]) -> dict[str, Any]:
-    """The record in `path`, if what it was measured with is what there is now."""
+    """Load the record in `path`; raise a ValueError if it was measured on another device or by other versions."""
     record = load(path)
     for name, value in setup.items():
-        if (other := record["setup"].get(name)) != value:
+        if (recorded := record["setup"].get(name)) != value:
             raise ValueError(
-                f"what --resume adds to must have the same `{name}` (={value!r}); {path} has "
-                f"{other!r}: measure all shapes anew"
+                f"the file of --resume must have the same `{name}` (={value!r}), but {path} has "
+                f"{recorded!r}: measure all shapes again"
             )
     return record
 
 
 def write(path: pathlib.Path, record: dict[str, Any]) -> None:
-    """Replaces the file as a whole: a machine that is taken away leaves the last state."""
+    """Replace the file atomically: if the machine goes away, the last state remains."""
     text = json.dumps(record, indent=1)
     for innermost in (r"\[[^][{}]*\]", r"\{[^{}]*\}"):  # one line each
-        text = re.sub(innermost, lambda found: " ".join(found[0].split()), text)
+        text = re.sub(innermost, lambda match: " ".join(match[0].split()), text)
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(path.name + ".new")
     new.write_text(text + "\n")

@@ -1,4 +1,4 @@
-"""What a file of results says: TFLOP/s, the ratio of ours to the best rival, and their means.
+"""Prints a file of results: TFLOP/s, the ratio of ours to the best rival, and geometric means.
 
 python -m benchmarks.report benchmarks/results/nvidia-h200.json
 """
@@ -13,30 +13,30 @@ from typing import Any
 from benchmarks import record as records
 from benchmarks.shapes import SHORT, Shape
 
-PARTS = {"forward": "forward", "both": "forward + backward", "backward": "backward (difference)"}
-UP_TO = 2048
-# The others are ours under a mask of the same meaning.
+PHASES = {"forward": "forward", "both": "forward + backward", "backward": "backward (difference)"}
+MAX_SHORT = 2048  # tokens of shapes whose mean is printed separately
+# Those after the first are ours under an equivalent mask.
 OURS = ("ours", "mask_fn", "segments", "array")
 
 
 def groups(results: dict[str, dict]) -> dict[str, dict]:
-    """Plain shapes apart from those with masks and scores, and from short ones, by title."""
+    """Group the results by title: plain shapes, those with masks and scores, and short ones."""
 
     def title(name: str, shape: Shape) -> str:
         if name in SHORT:
             return " of short sequences"
-        return " with masks and scores" if shape.general else ""
+        return " with masks and scores" if shape.has_mods else ""
 
-    found: dict[str, dict] = {"": {}, " with masks and scores": {}, " of short sequences": {}}
+    grouped: dict[str, dict] = {"": {}, " with masks and scores": {}, " of short sequences": {}}
     for name, result in results.items():
-        found[title(name, Shape(**result["shape"]))][name] = result
-    return {title: of_group for title, of_group in found.items() if of_group}
+        grouped[title(name, Shape(**result["shape"]))][name] = result
+    return {title: group for title, group in grouped.items() if group}
 
 
-def tflops(row: dict[str, dict], part: str) -> float | None:
-    """Of one implementation, None where it was refused."""
-    if part != "backward":
-        return row.get(part, {}).get("tflops")
+def tflops(row: dict[str, dict], phase: str) -> float | None:
+    """Return the TFLOP/s of one implementation, None where it has no speed."""
+    if phase != "backward":
+        return row.get(phase, {}).get("tflops")
     forward, both = row.get("forward", {}), row.get("both", {})
     if "tflops" not in forward or "tflops" not in both:
         return None
@@ -45,18 +45,18 @@ def tflops(row: dict[str, dict], part: str) -> float | None:
     return work / time if time > 0 else None
 
 
-def ratio(rows: dict[str, dict], part: str) -> float | None:
-    """Ours over the best rival, None without either."""
-    rivals = (tflops(row, part) for name, row in rows.items() if name not in OURS)
-    ours = tflops(rows.get("ours", {}), part)
+def ratio(rows: dict[str, dict], phase: str) -> float | None:
+    """Return the speed of ours over that of the best rival, None without either."""
+    rivals = (tflops(row, phase) for name, row in rows.items() if name not in OURS)
+    ours = tflops(rows.get("ours", {}), phase)
     best = max((x for x in rivals if x is not None), default=None)
     return None if ours is None or best is None else ours / best
 
 
-def cost_of_functions(results: dict[str, dict], part: str) -> str | None:
-    """What a user's mask takes of the time of the ready-made one, which means the same."""
+def cost_of_functions(results: dict[str, dict], phase: str) -> str | None:
+    """Compare the time under a user's mask function with that under the equivalent built-in mask."""
     pairs = {
-        name: [tflops(result["rows"].get(who, {}), part) for who in OURS[:2]]
+        name: [tflops(result["rows"].get(who, {}), phase) for who in OURS[:2]]
         for name, result in results.items()
     }
     costs = {name: x / y for name, (x, y) in pairs.items() if x is not None and y is not None}
@@ -64,87 +64,89 @@ def cost_of_functions(results: dict[str, dict], part: str) -> str | None:
         return None
     most = max(costs, key=lambda name: costs[name])
     return (
-        f"{PARTS[part]} under a user's mask_fn over the ready-made mask, time: geometric mean "
+        f"{PHASES[phase]} under a user's mask_fn over the built-in mask, time: geometric mean "
         f"{geometric_mean(costs.values()):.3f} over {len(costs)} shapes, most {costs[most]:.3f} ({most})"
     )
 
 
-def summary(results: dict[str, dict], part: str) -> str:
-    """Geometric means of the ratios over all shapes and over the short ones, and the least."""
-    ratios = {name: ratio(result["rows"], part) for name, result in results.items()}
+def summary(results: dict[str, dict], phase: str) -> str:
+    """Return the geometric means of the ratios over all shapes and over the short ones, and the smallest ratio."""
+    ratios = {name: ratio(result["rows"], phase) for name, result in results.items()}
     known = {name: x for name, x in ratios.items() if x is not None}
     if not known:
         return "no shape has both ours and a rival"
     short = [
         x
         for name, x in known.items()
-        if max(results[name]["shape"]["q_len"], results[name]["shape"]["kv_len"]) <= UP_TO
+        if max(results[name]["shape"]["q_len"], results[name]["shape"]["kv_len"]) <= MAX_SHORT
     ]
     least = min(known, key=lambda name: known[name])
-    parts = [f"geometric mean {geometric_mean(known.values()):.3f} over {len(known)} shapes"]
+    clauses = [f"geometric mean {geometric_mean(known.values()):.3f} over {len(known)} shapes"]
     if short:
-        parts.append(f"{geometric_mean(short):.3f} over the {len(short)} up to {UP_TO} tokens")
-    parts.append(f"least {known[least]:.3f} ({least})")
+        clauses.append(
+            f"{geometric_mean(short):.3f} over the {len(short)} up to {MAX_SHORT} tokens"
+        )
+    clauses.append(f"least {known[least]:.3f} ({least})")
     if missing := len(ratios) - len(known):
-        parts.append(f"{missing} without a ratio")
-    return ", ".join(parts)
+        clauses.append(f"{missing} without a ratio")
+    return ", ".join(clauses)
 
 
 def geometric_mean(values: Any) -> float:
     return math.exp(statistics.fmean(math.log(x) for x in values))
 
 
-def speed(row: dict[str, dict], part: str) -> str | None:
-    """TFLOP/s as a cell of a table, None without a speed."""
-    found = tflops(row, part)
-    return None if found is None else f"{found:.0f}"
+def speed(row: dict[str, dict], phase: str) -> str | None:
+    """Return TFLOP/s as a cell of a table, None without a speed."""
+    value = tflops(row, phase)
+    return None if value is None else f"{value:.0f}"
 
 
 def implementations(results: dict[str, dict]) -> list[str]:
-    """Those of all shapes, in the order in which they come."""
+    """Return the implementations of all shapes in their order."""
     return list(dict.fromkeys(name for result in results.values() for name in result["rows"]))
 
 
 def table(
     results: dict[str, dict],
-    part: str,
+    phase: str,
     cell: Callable[[dict[str, dict], str], str | None] = speed,
     names: list[str] | None = None,
 ) -> str:
-    """A Markdown table of some implementations, or of all."""
+    """Return a Markdown table of some implementations, or of all."""
     names = implementations(results) if names is None else names
     lines = [
         f"| shape | {' | '.join(names)} | ours / best rival |",
         "|---" * (len(names) + 2) + "|",
     ]
     for shape, result in results.items():
-        cells = [cell(result["rows"].get(name, {}), part) or "-" for name in names]
-        r = ratio(result["rows"], part)
+        cells = [cell(result["rows"].get(name, {}), phase) or "-" for name in names]
+        r = ratio(result["rows"], phase)
         lines.append(f"| {shape} | {' | '.join(cells)} | {'-' if r is None else f'{r:.2f}'} |")
     return "\n".join(lines)
 
 
 def refusals(results: dict[str, dict]) -> list[str]:
-    """Who has no speed, on which shapes, and why."""
+    """Return a line for each implementation and reason that it has no speed, with the shapes."""
     shapes: dict[str, list[str]] = {}
     for shape, result in results.items():
         for name, row in result["rows"].items():
-            for part, found in row.items():
-                if "refused" in found:
-                    error = f" {found['error']}" if "error" in found else ""
-                    why = f"{name}, {PARTS[part]}: {found['refused']}{error}"
+            for phase, cell in row.items():
+                if "refused" in cell:
+                    error = f" {cell['error']}" if "error" in cell else ""
+                    why = f"{name}, {PHASES[phase]}: {cell['refused']}{error}"
                     shapes.setdefault(why, []).append(shape)
-    return [f"{why} ({', '.join(where)})" for why, where in shapes.items()]
+    return [f"{why} ({', '.join(names)})" for why, names in shapes.items()]
 
 
 def worst_errors(results: dict[str, dict]) -> dict[str, float]:
-    """The largest error of each implementation that has a speed, as a share of what is allowed."""
+    """Return the largest error over the allowed one of each implementation that has a speed."""
     worst: dict[str, float] = {}
     for result in results.values():
         for name, row in result["rows"].items():
-            for found in row.values():
-                if "tflops" in found:
-                    for e, limit in zip(found["error"], result["allowed"], strict=False):
+            for cell in row.values():
+                if "tflops" in cell:
+                    for e, limit in zip(cell["error"], result["allowed"], strict=False):
                         worst[name] = max(worst.get(name, 0.0), e / limit)
     return worst
 
@@ -157,13 +159,13 @@ def report(record: dict[str, Any]) -> str:
         f"{run['matmul']:.0f} TFLOP/s"
         for run in record["runs"]
     ]
-    for part, title in PARTS.items():
-        for of_what, group in groups(results).items():
-            lines += [f"\n{title}{of_what}, TFLOP/s: {summary(group, part)}\n", table(group, part)]
-    costs = (cost_of_functions(results, part) for part in ("forward", "both"))
+    for phase, title in PHASES.items():
+        for suffix, group in groups(results).items():
+            lines += [f"\n{title}{suffix}, TFLOP/s: {summary(group, phase)}\n", table(group, phase)]
+    costs = (cost_of_functions(results, phase) for phase in ("forward", "both"))
     lines += [f"\n{line}" for line in costs if line is not None]
-    shares = ", ".join(f"{name} {share:.2f}" for name, share in worst_errors(results).items())
-    lines += [f"\nlargest error over the allowed: {shares}"]
+    errors = ", ".join(f"{name} {ratio:.2f}" for name, ratio in worst_errors(results).items())
+    lines += [f"\nlargest error over the allowed: {errors}"]
     if refused := refusals(results):
         lines += ["\nwithout a speed:", *(f"- {line}" for line in refused)]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""The implementations that a benchmark compares, each called the way its authors mean it.
+"""The implementations that a benchmark compares, each called as its authors intend.
 
-All take `[B, T, N, H]`. What one of them cannot run raises, and the message stands in the results.
+All take `[B, T, N, H]`. One that does not support a shape raises an error, whose message is in the results.
 """
 
 import dataclasses
@@ -18,18 +18,18 @@ from jax import Array
 import pallas_fa2 as fa
 from benchmarks.shapes import Shape
 
-# Bytes of float32 scores; their probabilities and the gradients of both must fit beside them.
+# The limit on bytes of float32 scores: probabilities and the gradients of both must fit in memory beside them.
 XLA_SCORES = 20e9
-# Bytes of a dense mask, of which there are several copies as well.
+# The limit on bytes of a dense mask, of which there are several copies as well.
 DENSE_MASK = 2e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """A function of (shape, q, k, v, data), its module and the package whose version counts.
+    """A function of (shape, q, k, v, data), its module, and the package whose version is recorded.
 
-    `data` is a shape's bias `[1, N, T, S]`, or where the document of each token begins, `[B, T]`: as good as its
-    number for those who ask for that.
+    `data` is a shape's bias `[1, N, T, S]`, or the index at which each token's document begins, `[B, T]`, which can also
+    be used as segment id.
     """
 
     attention: Callable[..., Array]
@@ -38,24 +38,24 @@ class Implementation:
 
 
 def mask_of(shape: Shape, data: Array | None = None) -> fa.Mask | None:
-    """Ours, of a call that `align_of` aligns."""
+    """Return our mask for a call with the alignment of `align_of`."""
     if not shape.causal:
         return None
     causal = fa.Causal()
     if shape.documents:
         assert data is not None
-        # of which the rival with documents is told the longest as well
+        # FlashAttention-3 is told the longest document as well.
         return causal & fa.Documents(data, longest=max(shape.documents))
     return causal if shape.window is None else causal & fa.Window(shape.window)
 
 
 def align_of(shape: Shape) -> Literal["start", "end"]:
-    """To the last key, but only where that makes a difference."""
+    """Return the alignment, "end" only where that makes a difference."""
     return "end" if shape.causal and shape.q_len != shape.kv_len else "start"
 
 
-def function_of(shape: Shape, data: Array | None = None) -> fa.Mask:
-    """`mask_of`, as a user would write it."""
+def mask_fn_of(shape: Shape, data: Array | None = None) -> fa.Mask:
+    """Return the equivalent of `mask_of` as a user would write it."""
     if not shape.causal:
         raise NotImplementedError("there is no mask")
     if shape.documents:
@@ -65,7 +65,7 @@ def function_of(shape: Shape, data: Array | None = None) -> fa.Mask:
         @fa.mask_fn
         def mask(q: Any, k: Any) -> Any:
             near = (q.index >= k.index) & (q.index - k.index < longest)
-            # that a token sees itself stands in the ready-made mask's code too
+            # The built-in mask's code also shows that a token attends to itself.
             return near & (k.index >= jnp.minimum(q.start, q.index))
 
         return mask(q_tokens={"start": data})
@@ -82,32 +82,32 @@ def score_of(shape: Shape, data: Array | None = None) -> fa.Score | None:
     return None if shape.soft_cap is None else fa.soft_cap(shape.soft_cap)
 
 
-def aligned_to_the_first_key(shape: Shape) -> None:
-    """Refuses a causal shape with T ≠ S for those who would compute something else."""
+def check_alignment(shape: Shape) -> None:
+    """Raise an error for a causal shape with T ≠ S, which some align to the first key."""
     if shape.causal and shape.q_len != shape.kv_len:
         raise NotImplementedError("its causal mask is aligned to the first key")
 
 
-def without(shape: Shape, *features: str) -> None:
-    """Refuses what the implementation has no argument for."""
+def check_unsupported(shape: Shape, *features: str) -> None:
+    """Raise an error for a shape with a feature for which the implementation has no argument."""
     for feature in features:
         if getattr(shape, feature):
             raise NotImplementedError(f"it has no {feature}")
 
 
-def has_room(what: str, size: float, limit: float) -> None:
-    """Refuses arrays of a number a pair that are too large."""
+def check_size(name: str, size: float, limit: float) -> None:
+    """Raise an error for a pairwise array of more than `limit` bytes."""
     if size > limit:
-        raise NotImplementedError(f"{what} of {size / 1e9:.0f} GB (limit {limit / 1e9:.0f})")
+        raise NotImplementedError(f"{name} of {size / 1e9:.0f} GB (limit {limit / 1e9:.0f})")
 
 
-def arrays_of_pairs(shape: Shape, data: Array | None) -> dict[str, Array]:
-    """The bias, or the documents as a dense mask for those who know no other."""
+def pairwise_arrays(shape: Shape, data: Array | None) -> dict[str, Array]:
+    """Return the bias, or the documents as a dense mask for implementations without packed documents."""
     if data is None:
         return {}
     if shape.bias:
         return {"bias": data}
-    has_room("a dense mask", float(shape.batch * shape.q_len * shape.kv_len), DENSE_MASK)
+    check_size("a dense mask", float(shape.batch * shape.q_len * shape.kv_len), DENSE_MASK)
     return {"mask": (data[:, :, None] == data[:, None, :])[:, None]}
 
 
@@ -117,36 +117,36 @@ def ours(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) 
 
 
 def mask_fn(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
-    """Ours, under a mask that a user has written instead of a ready-made one."""
-    mask, score = function_of(shape, data), score_of(shape, data)
+    """Run ours with a mask function that a user might write instead of the built-in mask."""
+    mask, score = mask_fn_of(shape, data), score_of(shape, data)
     return fa.flash_attention(q, k, v, mask=mask, score=score, implementation="hopper")
 
 
 def segments(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
-    """Ours, under a mask that does not say that documents lie one after another."""
-    _are_documents(shape)
+    """Run ours with segment ids, which do not say that documents are contiguous."""
+    _require_documents(shape)
     assert data is not None
     mask = fa.Causal() & fa.Segments(data)
     return fa.flash_attention(q, k, v, mask=mask, implementation="hopper")
 
 
 def array(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
-    """Ours, under the array that those get who know no documents."""
-    _are_documents(shape)
-    mask = fa.Dense(arrays_of_pairs(shape, data)["mask"]) & fa.Causal()
+    """Run ours with the dense mask that implementations without packed documents get."""
+    _require_documents(shape)
+    mask = fa.Dense(pairwise_arrays(shape, data)["mask"]) & fa.Causal()
     return fa.flash_attention(q, k, v, mask=mask, implementation="hopper")
 
 
-def _are_documents(shape: Shape) -> None:
+def _require_documents(shape: Shape) -> None:
     if not shape.documents:
         raise NotImplementedError("it is for documents")
 
 
 def fa3(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
-    """FlashAttention-3's CUDA kernels; a causal mask is aligned to the last key."""
+    """Run FlashAttention-3's CUDA kernels, which align a causal mask to the last key."""
     import dew_flash_attn  # type: ignore[import-not-found]
 
-    without(shape, "bias")
+    check_unsupported(shape, "bias")
     if shape.documents:
         ends = jnp.asarray(np.cumsum((0, *shape.documents)), jnp.int32)
         return dew_flash_attn.flash_mha_varlen(
@@ -165,12 +165,14 @@ def cudnn(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None)
 
 
 def tokamax(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
-    """Its Pallas kernels, with the tile sizes that it chooses when nothing has been autotuned."""
+    """Run tokamax's Pallas kernels with the tile sizes that it chooses without autotuning."""
     import tokamax  # type: ignore[import-not-found]
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # or it says so at length for every shape
-    aligned_to_the_first_key(shape)
-    options: dict[str, Any] = arrays_of_pairs(shape, data)
+    logging.getLogger("absl").setLevel(
+        logging.ERROR
+    )  # otherwise it logs this choice for every shape
+    check_alignment(shape)
+    options: dict[str, Any] = pairwise_arrays(shape, data)
     if shape.window is not None:
         options["local_window_size"] = (shape.window, 0)
     if shape.soft_cap is not None:
@@ -181,12 +183,12 @@ def tokamax(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = Non
 
 
 def jla(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
-    """The faster of its two backward passes, whose dQ is summed in any order, as ours and FA3's."""
+    """Run jla with the faster of its two backward passes, which sums dQ in any order, as ours and FA3's do."""
     from jla.ops.mosaic_gpu import attention  # type: ignore[import-not-found]
 
-    if not shape.causal:  # it has no argument that would say so
+    if not shape.causal:  # it has no argument for this
         raise NotImplementedError("causal only")
-    without(shape, "soft_cap", "bias")
+    check_unsupported(shape, "soft_cap", "bias")
     options: dict[str, Any] = {}
     if shape.documents:
         options["segment_ids"] = data
@@ -196,14 +198,14 @@ def jla(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -
 
 
 def xla(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
-    has_room("scores", shape.score_bytes, XLA_SCORES)
+    check_size("scores", shape.score_bytes, XLA_SCORES)
     return _jax_nn("xla", shape, q, k, v, data)
 
 
 def _jax_nn(implementation: Any, shape: Shape, q: Array, k: Array, v: Array, data: Any) -> Array:
-    aligned_to_the_first_key(shape)
-    without(shape, "soft_cap")
-    options: dict[str, Any] = arrays_of_pairs(shape, data)
+    check_alignment(shape)
+    check_unsupported(shape, "soft_cap")
+    options: dict[str, Any] = pairwise_arrays(shape, data)
     if shape.window is not None:
         options["local_window_size"] = (shape.window, 0)
     return jax.nn.dot_product_attention(
@@ -225,19 +227,19 @@ IMPLEMENTATIONS = {
 
 
 def importable(names: Iterable[str]) -> tuple[dict[str, Implementation], dict[str, str]]:
-    """Those of `names` whose modules can be imported, and why the others cannot."""
-    found, missing = {}, {}
+    """Return the implementations of these names whose modules can be imported, and why the others cannot."""
+    available, missing = {}, {}
     for name in names:
         try:
             importlib.import_module(IMPLEMENTATIONS[name].module)
-            found[name] = IMPLEMENTATIONS[name]
+            available[name] = IMPLEMENTATIONS[name]
         except Exception as e:  # noqa: BLE001 - a library may fail to load in any way
             missing[name] = f"{type(e).__name__}: {e}"
-    return found, missing
+    return available, missing
 
 
 def version(implementation: Implementation) -> str:
     try:
         return importlib.metadata.version(implementation.package)
-    except importlib.metadata.PackageNotFoundError:  # cuDNN may come with the machine
+    except importlib.metadata.PackageNotFoundError:  # cuDNN may be a part of the system
         return "unknown"

@@ -1,4 +1,4 @@
-"""The named shapes that benchmarks, tests and tuning share."""
+"""Named shapes for benchmarks, tests and tuning."""
 
 import dataclasses
 
@@ -7,11 +7,11 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One attention problem: batch B, queries T, keys S, heads N and K, head dim H, that of values if another.
+    """One attention problem: batch B, T queries, S keys, N and K heads, head dim H, and that of values if it differs.
 
-    With fewer queries than keys, a causal mask lets the last query see every key (prefill). A window
-    is of so many keys before a query's own, and causal. Documents are the lengths of those that are
-    packed into the one row of a batch. A bias is an array `[1, N, T, S]` with a gradient.
+    With fewer queries than keys, a causal mask is aligned to the last key (prefill). A window is the number of keys before
+    a query's own, and causal. Documents are the lengths of those that are packed into the one row of a batch. A bias is an
+    array `[1, N, T, S]` with a gradient.
     """
 
     batch: int
@@ -33,31 +33,31 @@ class Shape:
 
     @property
     def score_bytes(self) -> float:
-        """Of all scores in float32."""
+        """The bytes of all scores in float32."""
         return 4.0 * self.batch * self.q_heads * self.q_len * self.kv_len
 
     @property
-    def general(self) -> bool:
+    def has_mods(self) -> bool:
         """Whether there is a mask other than a causal one, or a score function."""
         return self.window is not None or any((self.documents, self.soft_cap, self.bias))
 
     @property
     def forward_flops(self) -> float:
-        """Two matrix products over the pairs that see each other: Q K^T and P V."""
+        """The FLOPs of two matrix products over the pairs that attend: Q K^T and P V."""
         return self._products(keys=1, values=1)
 
     @property
     def both_flops(self) -> float:
-        """With five more: Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
+        """The FLOPs with five more products: Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
         return self._products(keys=4, values=3)
 
     def _products(self, keys: int, values: int) -> float:
-        """So many with H and with Hv.
+        """Return the FLOPs of `keys` products with H and `values` products with Hv.
 
-        Causal pairs are an area, half a square where T = S, as every paper counts them.
+        Causal pairs are counted as an area, half of T² where T = S, as in all papers.
         """
-        squares = [(n, n) for n in self.documents] or [(self.q_len, self.kv_len)]
-        pairs = sum(self._pairs(t, s) for t, s in squares)
+        lengths = [(n, n) for n in self.documents] or [(self.q_len, self.kv_len)]
+        pairs = sum(self._pairs(t, s) for t, s in lengths)
         dims = keys * self.head_dim + values * (self.value_dim or self.head_dim)
         return 2 * self.batch * self.q_heads * dims * pairs
 
@@ -69,14 +69,14 @@ class Shape:
         return t * (s - t / 2) if t <= s else s * s / 2
 
 
-def _square(head_dim: int, length: int, causal: bool) -> Shape:
-    """16,384 tokens and N * H = 2048, as in the papers on FlashAttention."""
+def _paper_shape(head_dim: int, length: int, causal: bool) -> Shape:
+    """Return a shape with 16,384 tokens and N * H = 2048, as in the papers on FlashAttention."""
     heads = 2048 // head_dim
     return Shape(16384 // length, length, length, heads, heads, head_dim, causal)
 
 
 def _short_documents(tokens: int) -> tuple[int, ...]:
-    """Of 16 to 512 tokens, as chat messages have them; the last takes what is left."""
+    """Return the lengths of documents of 16 to 512 tokens, as chat messages have; the last one fills the row."""
     ends = np.cumsum(np.random.default_rng(0).integers(16, 513, tokens // 16))
     inside = ends[ends < tokens]
     return tuple(np.diff(inside, prepend=0, append=tokens).tolist())
@@ -84,13 +84,13 @@ def _short_documents(tokens: int) -> tuple[int, ...]:
 
 # The curves that `benchmarks.plot` draws.
 SWEEP = {
-    f"d{head_dim}_s{length}_{'c' if causal else 'f'}": _square(head_dim, length, causal)
+    f"d{head_dim}_s{length}_{'c' if causal else 'f'}": _paper_shape(head_dim, length, causal)
     for head_dim in (64, 128, 256)
     for length in (512, 1024, 2048, 4096, 8192, 16384)
     for causal in (True, False)
 }
 
-# Of random documents; the third set is of equal ones, the fourth of many short ones.
+# Lengths of random documents; those of the third row are equal, those of the fourth short.
 DOCUMENTS = {
     "docs16": (365, 392, 470, 1594, 1457, 587, 3169, 163, 1741, 588, 2556, 127, 1576, 1087, 391,
                121),
@@ -101,8 +101,8 @@ DOCUMENTS = {
     "docs_short": _short_documents(32768),
 }  # fmt: skip
 
-# What `benchmarks.run --masks` measures: masks, scores, and the causal mask beside a user's function
-# of the same meaning.
+# The shapes of `benchmarks.run --masks`: masks, scores, and the causal mask for comparison with an equivalent mask
+# function.
 MASKS = {
     "d128_s8192_c": SWEEP["d128_s8192_c"],
     **{f"window{n}": Shape(2, 8192, 8192, 16, 16, 128, True, window=n) for n in (128, 1024)},
@@ -116,11 +116,11 @@ MASKS = {
     "bias": Shape(2, 4096, 4096, 16, 16, 128, False, bias=True),
 }
 
-# Of fewer tokens than the papers have, which are measured and summed up apart: `benchmarks.run --short`. The last is
-# that of a vision transformer, of 14 x 14 patches and one token more.
+# Shapes with fewer tokens than in the papers, which are measured and summarized separately: `benchmarks.run --short`.
+# The last is a vision transformer's, with 14 x 14 patches and one more token.
 SHORT = {
     **{
-        f"d{head_dim}_s{length}_{'c' if causal else 'f'}": _square(head_dim, length, causal)
+        f"d{head_dim}_s{length}_{'c' if causal else 'f'}": _paper_shape(head_dim, length, causal)
         for head_dim in (64, 128)
         for length in (128, 256)
         for causal in (True, False)

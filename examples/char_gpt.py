@@ -4,10 +4,10 @@
     python examples/char_gpt.py --preset h200          # an H200
     python examples/char_gpt.py --attention flax       # the same on Flax's own attention
 
-The text is what every machine has: the top-level modules of Python's standard library, every tenth
-file held out. On two CPU cores, 2 million characters take 95 seconds to a held-out loss of 1.51 nats
-a character, with either attention. On an H200, 538 million parameters learn from 10 million in bfloat16;
-MFU is the share of its peak that the model's FLOPs take, 0.48 to 0.52. A sample and the loss curve go to out/.
+The text is the top-level modules of Python's standard library, with every tenth file held out. On two CPU cores, 2
+million characters take 95 seconds to a held-out loss of 1.51 nats per character, with either attention. On an H200, 538
+million parameters train on 10 million characters in bfloat16; MFU, the model's FLOP/s over the peak, is 0.48 to 0.52. A
+sample is printed, and the loss curve is written to out/.
 """
 
 import argparse
@@ -53,14 +53,14 @@ PRESETS = {
 
 
 def read_text() -> tuple[np.ndarray, np.ndarray]:
-    """The standard library in ASCII codes: what to learn from, and what is held out."""
+    """Return the standard library in ASCII codes: the training text and the held-out text."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     texts = [x[x < VOCABULARY] for x in (np.fromfile(file, np.uint8) for file in files)]
     return np.concatenate([x for i, x in enumerate(texts) if i % 10]), np.concatenate(texts[::10])
 
 
 def batches(text: np.ndarray, config: Config, seed: int, count: int) -> Iterator[np.ndarray]:
-    """Random windows of the text, `count` times `[batch, length + 1]`."""
+    """Yield `count` batches of random windows of the text, `[batch, length + 1]`."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         starts = rng.integers(0, len(text) - config.length, (config.batch, 1))
@@ -68,7 +68,7 @@ def batches(text: np.ndarray, config: Config, seed: int, count: int) -> Iterator
 
 
 def flax_attention(group: int) -> Any:
-    """Flax's own layer on our parameters: each key head is repeated for its query heads."""
+    """Return Flax's own layer with our parameters: each key head is repeated for its query heads."""
 
     def repeat(variables: Any) -> Any:
         shared = {name: variables["params"][name] for name in ("key", "value")}
@@ -79,13 +79,15 @@ def flax_attention(group: int) -> Any:
 
 
 class GPT(nn.Module):
+    """A decoder-only transformer with learned positions."""
+
     config: Config
     attention: str
     decode: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array, start: Any = 0) -> jax.Array:
-        """Logits `[B, T, vocabulary]` of the characters after each of `tokens [B, T]`."""
+        """Return the logits `[B, T, vocabulary]` of the character after each of `tokens [B, T]`."""
         c = self.config
         positions = start + jnp.arange(tokens.shape[1])
         x = nn.Embed(VOCABULARY, c.width, dtype=c.dtype, name="characters")(tokens)
@@ -107,9 +109,9 @@ class GPT(nn.Module):
 
 
 def train(config: Config, attention: str, seed: int) -> tuple[Any, list[float], dict[int, float]]:
-    """Parameters, the loss of every step, and the held-out loss after every tenth of the steps."""
+    """Return the parameters, the loss of every step, and the held-out loss after every tenth of the steps."""
     text, held_out_text = read_text()
-    exam = list(batches(held_out_text, config, seed=0, count=20))
+    held_out_batches = list(batches(held_out_text, config, seed=0, count=20))
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.rate, 50, max(config.steps, 51))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
@@ -132,43 +134,45 @@ def train(config: Config, attention: str, seed: int) -> tuple[Any, list[float], 
     print(f"{size:,} parameters, {text.size:,} characters, {held_out_text.size:,} held out")
 
     losses, held_out, per_step = [], {}, config.batch * config.length
-    # PaLM (arXiv:2204.02311), appendix B, of causal pairs: embeddings multiply nothing.
+    # PaLM (arXiv:2204.02311), appendix B, for causal pairs: embeddings are no products.
     weights = size + (config.layers * config.length - VOCABULARY - config.length) * config.width
     seconds = 6 * per_step * weights / PEAK.get(jax.devices()[0].device_kind, float("inf"))
-    shares, since = [], (0, time.time())
+    mfus, since = [], (0, time.time())
     with tqdm(total=config.steps * per_step, unit=" tokens", unit_scale=True) as bar:
         for batch in batches(text, config, seed, config.steps):
             params, moments, loss = step(params, moments, batch)
             losses.append(loss)
             bar.update(per_step)
-            if len(losses) % 10 == 0:  # seldom, as it waits for the device
+            if len(losses) % 10 == 0:  # rarely, as it waits for the device
                 value, (steps, start) = float(loss), since
-                shares.append((len(losses) - steps) * seconds / (time.time() - start))
-                bar.set_postfix(loss=value, MFU=shares[-1])
+                mfus.append((len(losses) - steps) * seconds / (time.time() - start))
+                bar.set_postfix(loss=value, MFU=mfus[-1])
                 since = len(losses), time.time()
             if 10 * len(losses) % config.steps < 10:
-                held_out[len(losses)] = last = float(np.mean([loss_of(params, x) for x in exam]))
+                held_out[len(losses)] = last = float(
+                    np.mean([loss_of(params, x) for x in held_out_batches])
+                )
                 bar.set_description(f"held out {last:.3f}")
                 since = len(losses), time.time()
-    if any(shares):
-        print(f"MFU {np.median(shares):.1%}")
+    if any(mfus):
+        print(f"MFU {np.median(mfus):.1%}")
     return params, [float(loss) for loss in losses], held_out
 
 
 def generate(config: Config, params: Any, prompt: str, seed: int) -> str:
-    """Continues a prompt with a cache of keys and values."""
+    """Continue a prompt with a cache of keys and values."""
     model = GPT(config, "pallas_fa2", decode=True)
-    given = jnp.asarray([list(prompt.ljust(min(config.length, 256)).encode())])
-    _, made = model.apply(params, given, mutable=["cache"])
+    padded = jnp.asarray([list(prompt.ljust(min(config.length, 256)).encode())])
+    _, variables = model.apply(params, padded, mutable=["cache"])
 
     def step(carry: tuple, i: jax.Array) -> tuple:
-        cache, chosen = carry
-        token = jnp.where(i < len(prompt), given[:, i], chosen)
+        cache, sample = carry
+        token = jnp.where(i < len(prompt), padded[:, i], sample)
         logits, new = model.apply({**params, "cache": cache}, token[:, None], i, mutable=["cache"])
         key = jax.random.fold_in(jax.random.key(seed), i)
         return (new["cache"], jax.random.categorical(key, logits[:, 0] / 0.7)), token[0]
 
-    tokens = jax.lax.scan(step, (made["cache"], given[:, 0]), jnp.arange(given.size))[1]
+    tokens = jax.lax.scan(step, (variables["cache"], padded[:, 0]), jnp.arange(padded.size))[1]
     return bytes(np.asarray(tokens, np.uint8)).decode()
 
 
@@ -178,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[list[float], dict[int,
     parser.add_argument("--preset", choices=PRESETS, default="cpu")
     parser.add_argument("--steps", type=int, help="instead of the preset's number")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="where the curve goes")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="the folder of the curve")
     args = parser.parse_args(arguments)
     steps = args.steps or PRESETS[args.preset].steps
     config = dataclasses.replace(PRESETS[args.preset], steps=steps)
@@ -192,12 +196,12 @@ def main(arguments: Sequence[str] | None = None) -> tuple[list[float], dict[int,
     axes = (figure := Figure(layout="constrained")).subplots()
     axes.plot(range(1, config.steps + 1), losses, color="0.7", label="training")
     axes.plot(*zip(*held_out.items(), strict=True), "o-", label="held out")
-    axes.set(xlabel="step", ylabel="nats a character")
+    axes.set(xlabel="step", ylabel="nats per character")
     axes.legend()
     args.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out / f"char_gpt_{args.preset}_{args.attention}.png", dpi=150)
     print(generate(config, params, "def ", args.seed))
-    print(f"held-out loss {held_out[config.steps]:.3f} nats a character, curve in {args.out}/")
+    print(f"held-out loss {held_out[config.steps]:.3f} nats per character, curve in {args.out}/")
     return losses, held_out
 
 

@@ -1,17 +1,11 @@
-"""Exact attention for JAX on GPUs, written in Pallas. See `flash_attention`."""
+"""Exact attention for JAX on GPUs in Pallas. See `flash_attention`."""
 
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
-from pallas_fa2.api import (
-    FallbackWarning,
-    Implementation,
-    Options,
-    Scores,
-    dot_product_attention,
-    flash_attention,
-)
+from pallas_fa2.api import FallbackWarning, flash_attention
 from pallas_fa2.device import Device
+from pallas_fa2.drop_in import dot_product_attention
 from pallas_fa2.explanation import Explanation, explain
 from pallas_fa2.ir.tokens import Context, Token
 from pallas_fa2.masks import (
@@ -27,6 +21,7 @@ from pallas_fa2.masks import (
     Window,
     mask_fn,
 )
+from pallas_fa2.options import Implementation, Options, Scores
 from pallas_fa2.planning.autotune import Tuning, autotune
 from pallas_fa2.planning.tuned import load_autotuned, save_autotuned
 from pallas_fa2.scores import Score, alibi, bias, score_fn, soft_cap
@@ -34,40 +29,14 @@ from pallas_fa2.scores import Score, alibi, bias, score_fn, soft_cap
 __version__ = "0.1.0"
 
 __all__ = [
-    "Causal",
-    "Chunked",
-    "Context",
-    "Dense",
-    "Device",
-    "Documents",
-    "Explanation",
-    "FallbackWarning",
-    "Implementation",
-    "Lengths",
-    "Mask",
-    "Options",
-    "Prefix",
-    "Score",
-    "Scores",
-    "Segments",
-    "SlidingWindow",
-    "Token",
-    "Tuning",
-    "Window",
-    "alibi",
-    "autotune",
-    "bias",
-    "dot_product_attention",
-    "explain",
-    "flash_attention",
+    "Causal", "Chunked", "Context", "Dense", "Device", "Documents", "Explanation", "FallbackWarning", "Implementation",
+    "Lengths", "Mask", "Options", "Prefix", "Score", "Scores", "Segments", "SlidingWindow", "Token", "Tuning", "Window",
+    "alibi", "autotune", "bias", "dot_product_attention", "explain", "flash_attention",
     "linen",  # pyright: ignore[reportUnsupportedDunderAll]
-    "load_autotuned",
-    "mask_fn",
+    "load_autotuned", "mask_fn",
     "nnx",  # pyright: ignore[reportUnsupportedDunderAll]
-    "save_autotuned",
-    "score_fn",
-    "soft_cap",
-]
+    "save_autotuned", "score_fn", "soft_cap",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:
@@ -75,7 +44,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> _Any:
-    """`linen` and `nnx`, on first use: the rest does without Flax."""
+    """Import `linen` or `nnx` on first use: the rest of the package does not need Flax."""
     if name in ("linen", "nnx"):
         try:
             return _import_module(f"pallas_fa2.flax.{name}")

@@ -1,4 +1,4 @@
-"""`python -m pallas_fa2`: the devices, the implementation chosen, and a check of the definition."""
+"""`python -m pallas_fa2`: prints the devices and the chosen backend, and compares it with the definition."""
 
 import sys
 import time
@@ -21,26 +21,26 @@ def main() -> int:
     )
     print(fa.explain(q, k, v, mask=fa.Causal()))
 
-    def run(implementation: fa.api.Implementation | None, *args: jax.Array) -> tuple:
+    def run(implementation: fa.Implementation | None, *args: jax.Array) -> tuple:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return fa.flash_attention(q, k, v, mask=fa.Causal(), implementation=implementation)
 
         out, pull = jax.vjp(attend, *args[:3])
         return (out, *pull(args[3].astype(out.dtype)))
 
-    got = jax.jit(run, static_argnums=0)(None, q, k, v, dout)
+    actual = jax.jit(run, static_argnums=0)(None, q, k, v, dout)
     exact = [x.astype(jnp.float32) for x in (q, k, v, dout)]
     expected = jax.jit(run, static_argnums=0)("reference", *exact)
-    # bfloat16 keeps 8 bits, and three roundings lie on the way to a gradient.
+    # bfloat16 has 8 bits of precision, and a gradient is rounded three times.
     limit = 1e-5 if dtype == jnp.float32 else 6e-3
-    good = True
-    for name, x, y in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
+    agrees = True
+    for name, x, y in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
         error = float(jnp.linalg.norm(x.astype(jnp.float32) - y) / jnp.linalg.norm(y))
-        good &= error <= limit  # false for NaN
+        agrees &= error <= limit  # false for NaN
         print(f"{name:4s} relative error {error:.1e} (limit {limit:.0e})")
-    verdict = "agrees with the definition" if good else "DOES NOT AGREE WITH THE DEFINITION"
+    verdict = "agrees with the definition" if agrees else "DOES NOT AGREE WITH THE DEFINITION"
     print(f"{verdict}, {time.perf_counter() - start:.1f} s")
-    return 0 if good else 1
+    return 0 if agrees else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Branches inside kernels, in the form that takes Pallas the least time to lower.
+"""Branches inside kernels, and values that a compiler shall not keep.
 
 `lax.cond` makes a number of its condition, and for each such conversion Mosaic (of jax 0.11 and 0.12) asks which
 version of PTX there is: 6 ms, a fifth of what it took to lower a call with its gradients. A selection asks nothing.
@@ -12,10 +12,22 @@ from jax import lax
 
 
 def cond(condition: Any, true: Callable[[], Any], false: Callable[[], Any]) -> Any:
-    """`lax.cond`. Pallas lowers `false` twice, to know what it returns: let it be the shorter one."""
+    """Run `true` or `false`, as `lax.cond`. Pallas lowers `false` twice, to know what it returns: let it be the shorter
+    one."""
     return lax.switch(jnp.where(condition, jnp.int32(1), jnp.int32(0)), [false, true])
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:
-    """`pl.when`, of what is not known when traced."""
+    """Return a decorator that runs a function if the condition, which is traced, holds: `pl.when`."""
     return lambda run: cond(condition, run, lambda: None)
+
+
+def rematerialize[T](x: T) -> T:
+    """Return x in a form that LLVM knows nothing of, so that what follows from it is computed where it is used.
+
+    Addresses, descriptors and indices that are the same in every step of a loop, or in several branches, would be
+    computed before it and hold registers through it; ptxas then spills (docs/decisions/0064-register-rules.md). Behind
+    `lax.optimization_barrier` they are computed anew each time: a few integer instructions. x may be a pytree; as
+    nothing is moved across the barrier, its arrays are also there together.
+    """
+    return lax.optimization_barrier(x)

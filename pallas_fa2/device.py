@@ -1,4 +1,4 @@
-"""The device on which a call runs."""
+"""`Device`, a description of the device on which a call runs."""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from jax.core import Tracer
 
 
 class Device(NamedTuple):
-    """Where a call runs. `capability` is CUDA's, as "9.0"; `cores` are streaming multiprocessors."""
+    """The device on which a call runs; `capability` is CUDA's compute capability, such as "9.0"."""
 
     platform: str = "cpu"
     kind: str = "cpu"
@@ -21,7 +21,7 @@ class Device(NamedTuple):
 
 
 def device_of(array: Any) -> Device:
-    """Where a call on this array will run: its own device, or else JAX's default one."""
+    """Describe the device of an array, or JAX's default device for a tracer and anything else."""
     if isinstance(array, jax.Array) and not isinstance(array, Tracer):
         return _describe(next(iter(array.devices())))
     default = jax.config.jax_default_device

@@ -1,4 +1,4 @@
-"""How a call would run, in words and numbers."""
+"""Explains how a call would run: the backend, its kernels, the work and the memory."""
 
 import dataclasses
 import inspect
@@ -8,25 +8,33 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_fa2.api import Implementation, flash_attention
+from pallas_fa2.api import flash_attention
 from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.device import Device, device_of
 from pallas_fa2.ir import block_classes
 from pallas_fa2.ir.call_spec import CallSpec
-from pallas_fa2.parse_call import as_sinks, parse_call
+from pallas_fa2.options import Implementation
+from pallas_fa2.parse_call import parse_call
 from pallas_fa2.planning.plan import Plan, make_plan
+
+# The arguments that hold arrays.
+DATA = "mask", "score", "scale", "sinks", "dropout_rng", "q_positions", "kv_positions"
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """How a call would run. `str()` gives the text that `explain` is for.
+    """How a call would run, by `explain`; `str()` gives the text.
 
-    `share` is the part of all tiles that is computed, None where it depends on traced data, as all numbers are
-    where sizes are symbols of `jax.export`;
-    `flops` counts the forward's two matrix products over the pairs of those tiles,
-    `bytes` the inputs and outputs, each moved once; `forward` and `backward` say in words what runs, and
-    `workspace_bytes` is what lies in device memory beside inputs, results and gradients while the backward
-    runs (the arrays that grow with the call; where `reference` or `blockwise` run, as XLA may lay them out).
+    Attributes:
+      spec, device, plan: the parsed call, where it runs, and by which backend and configurations.
+      tiles: queries and keys of a tile of the forward.
+      share: the fraction of tiles that is computed; None where it depends on traced data or on sizes that are symbols
+        of `jax.export`.
+      flops: floating-point operations of the forward's two matrix products on these tiles, or None.
+      bytes: the size of inputs and outputs, each moved once, or None.
+      forward, backward: descriptions of the kernels.
+      workspace_bytes: device memory beside inputs, results and gradients while the backward runs (the arrays that grow
+        with the call; for `reference` and `blockwise`, as XLA may allocate them), or None.
     """
 
     spec: CallSpec
@@ -45,22 +53,21 @@ class Explanation:
         return self.plan.implementation
 
     def __str__(self) -> str:
-        s = self.spec
-        unknown = f"depends on {'run-time data' if s.has_known_lengths else 'the lengths'}"
+        def quantity(n: int | None, unit: float, name: str) -> str:
+            return "unknown" if n is None else f"{n / unit:.4g} {name}"
+
+        known = self.spec.has_known_lengths
+        unknown = f"depends on {'run-time data' if known else 'the lengths'}"
         share = unknown if self.share is None else f"{self.share:.1%} of the tiles"
-        flops = f"{self.flops / 1e9:.4g} GFLOP" if self.flops is not None else "unknown"
-        moved = f"{self.bytes / 1e6:.4g} MB" if self.bytes is not None else "unknown"
-        workspace = (
-            "unknown" if self.workspace_bytes is None else f"{self.workspace_bytes / 1e6:.4g} MB"
-        )
+        moved, workspace = (quantity(n, 1e6, "MB") for n in (self.bytes, self.workspace_bytes))
         lines = [
-            f"{s}",
+            f"{self.spec}",
             f"implementation  {self.plan.implementation} on {self.device.kind}",
             *(f"  not {name}: {reason}" for name, reason in self.plan.rejected),
             f"forward         {self.forward}",
             f"backward        {self.backward}",
             f"computed        {share}",
-            f"work            {flops} forward",
+            f"work            {quantity(self.flops, 1e9, 'GFLOP')} forward",
             f"memory          {moved} of inputs and outputs, {workspace} of workspace in the backward",
         ]
         return "\n".join(lines)
@@ -75,10 +82,21 @@ def explain(
     device: Device | None = None,
     **options: Any,
 ) -> Explanation:
-    """Says how `flash_attention` would run the same call, and why no faster way was taken.
+    """Explain how `flash_attention` would run the same call, and why no faster backend does.
 
-    Takes the arguments of `flash_attention` (arrays or `jax.ShapeDtypeStruct`s); nothing is
-    computed but the classes of the mask's tiles.
+    Nothing is computed but the classes of the mask's tiles.
+
+    Args:
+      query, key, value: arrays, or `jax.ShapeDtypeStruct`s, as `flash_attention` takes them.
+      implementation: as in `flash_attention`.
+      device: where the call would run; by default the device of query.
+      options: any other argument of `flash_attention`; arrays may be `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      An `Explanation`, which prints as text.
+
+    Raises:
+      ValueError, TypeError: as `flash_attention`; a TypeError for arguments that it does not have.
 
     Example:
       >>> import jax, jax.numpy as jnp, pallas_fa2 as fa
@@ -94,33 +112,25 @@ def explain(
     options.pop("return_lse", None)
     device = device_of(query) if device is None else device
     described: list = []
+    leaves, tree = jax.tree.flatten({name: options.pop(name) for name in DATA if name in options})
+    shapes = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
 
-    def classify(sinks: Any = None, **options: Any) -> None:
-        spec, operands = parse_call(query, key, value, **options)
-        if sinks is not None:
-            as_sinks(sinks, spec.q_heads)
+    def describe(traced: dict) -> None:
+        data = jax.tree.unflatten(tree, [traced.get(i, x) for i, x in enumerate(leaves)])
+        spec, operands = parse_call(query, key, value, **data, **options)
         plan = make_plan(spec, device, implementation)
-        chosen = BACKENDS[plan.implementation]
-        kernels = chosen.describe(spec, plan.forward, plan.backward, operands)
+        backend = BACKENDS[plan.implementation]
+        kernels = backend.describe(spec, plan.forward, plan.backward, operands)
         table = None
         if spec.has_known_lengths:
             table = block_classes.block_classes_all_heads(spec, operands, *kernels.tile)
         described.extend((spec, plan, kernels, table))
 
-    names = "mask", "score", "scale", "sinks", "dropout_rng", "q_positions", "kv_positions"
-    data = {name: options.pop(name) for name in names if name in options}
-    leaves, tree = jax.tree.flatten(data)
-    shapes = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
-
-    def classify_with(traced: dict) -> None:
-        arrays = [traced.get(i, x) for i, x in enumerate(leaves)]
-        classify(**jax.tree.unflatten(tree, arrays), **options)
-
-    symbols = not all(isinstance(n, int) for x in (query, key) for n in np.shape(x))
-    if shapes or symbols:
-        jax.eval_shape(classify_with, shapes)
+    has_symbols = not all(isinstance(n, int) for x in (query, key) for n in np.shape(x))
+    if shapes or has_symbols:
+        jax.eval_shape(describe, shapes)
     else:
-        classify_with({})
+        describe({})
     spec, plan, kernels, table = described
     backward = kernels.backward
     if plan.score_grad_fallback is not None:

@@ -1,9 +1,9 @@
-"""What a function reads beside its arguments, as a key: equal keys of one function mean equal code.
+"""Keys of what a function reads beside its arguments: with equal keys, one function has equal jaxprs.
 
-A mask or score may read globals, closure cells, defaults and attributes. A notebook changes them between two
-calls, and what was traced before must then be traced again. What is followed is listed here: plain values and
-containers, functions, methods, modules, and objects of classes that are written in Python and have no metaclass.
-All else (arrays, properties, imports within the function) has no key, and such a function is traced at every call.
+A mask or score may read globals, closure cells, defaults and attributes. A notebook may change them between two calls,
+and the function must then be traced again. Keys include plain values and containers, functions, methods, modules, and
+objects of classes that are written in Python and have no metaclass. Anything else (arrays, properties, imports within the
+function) has no key, and such a function is traced at every call.
 """
 
 import builtins
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-# Functions of these packages read nothing that a program changes.
+# Functions of these packages read no state that a program changes.
 STATELESS_PACKAGES = {"jax", "jaxlib", "numpy", "math", "operator", "builtins", "pallas_fa2"}
-# Builtins that reach what the names in a function's code do not tell.
+# Builtins that read values which the names in a function's code do not reveal.
 REFLECTIVE = {"breakpoint", "eval", "exec", "getattr", "globals", "input", "locals", "open", "vars"}
-# What a class has beside what its code reads and its operators call.
+# Attributes of a class that neither its code reads nor its operators call.
 PASSIVE = {
     *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__orig_bases__"),
     *("__init_subclass__", "__class_getitem__", "__parameters__"),
@@ -29,27 +29,27 @@ PASSIVE = {
     *("__firstlineno__", "__static_attributes__", "__annotate__", "__annotate_func__", "__annotations_cache__"),
     *("__abstractmethods__", "_abc_impl"),
 }  # fmt: skip
-# A container with more elements costs more to compare than a function to trace.
+# It takes longer to compare a container with more elements than to trace a function.
 MAX_ELEMENTS = 64
 
 
 class _Unknown(Exception):
-    """What a value is cannot be told by a key."""
+    """A value that has no key."""
 
 
 class _Names(NamedTuple):
-    """The names in a function's code, those of functions within it included."""
+    """The names in a function's code, including those of functions within it."""
 
     globals: tuple[str, ...]
-    all: frozenset[str]  # attributes among them
+    all: frozenset[str]  # including attributes
     is_opaque: bool  # it imports modules or assigns globals
 
 
 def fingerprint(value: Any) -> Hashable | None:
-    """A key of what a function (or a value that one reads) is now; None where there is none."""
+    """Return a key of the current state of a function (or of a value that one reads), or None if there is none."""
     names: set[str] = set()
     try:
-        while True:  # until no function that is reached reads a name that was not known
+        while True:  # until no function that is reached reads a new name
             known = len(names)
             key = _Reader(names).key(value)
             if len(names) == known:
@@ -59,7 +59,7 @@ def fingerprint(value: Any) -> Hashable | None:
 
 
 class _Reader:
-    """Follows what functions read; of modules, classes and objects the attributes `names` alone."""
+    """The traversal of what functions read; of modules, classes and objects only the attributes `names`."""
 
     def __init__(self, names: set[str]):
         self.names = names
@@ -106,14 +106,14 @@ class _Reader:
         return tuple((n, self.key(fields[n])) for n in sorted(self.names & fields.keys()))
 
     def _object(self, value: Any) -> Hashable:
-        """Of an object whose attributes are those in its dictionary and its class's."""
+        """Return the key of an object whose attributes are those in its dictionary and its class's."""
         if type(type(value)) is not type or not hasattr(value, "__dict__"):
             raise _Unknown
         return self._attributes(vars(value)), self._class(type(value))
 
     def _class(self, cls: type) -> Hashable:
-        """Of a class and what it inherits from: what code names, and operators, which it calls without their names. Those
-        of a class that is written in C have no key."""
+        """Return the key of a class and its bases: the attributes that code names, and operators, which it calls without
+        their names. Operators of a class that is written in C have no key."""
         mro = cls.__mro__[:-1]
         for c in mro:
             own = {n: x for n, x in vars(c).items() if n not in PASSIVE}
@@ -131,18 +131,20 @@ class _Reader:
         for cell in fn.__closure__ or ():
             try:
                 values.append(cell.cell_contents)
-            except ValueError:  # it holds nothing yet
+            except ValueError:  # the cell is empty
                 values.append(None)
         for name in names.globals:
             if name not in fn.__globals__ and not hasattr(builtins, name):
-                raise _Unknown  # and calling it raises NameError
+                raise _Unknown  # a call raises NameError
             values.append(fn.__globals__.get(name, getattr(builtins, name, None)))
         return fn.__code__, self._keys(*values)
 
 
 def _is_stateless(value: Any) -> bool:
-    """Whether it is a module of a package that keeps no state, or what such a module calls by this name: no closure
-    around a user's function."""
+    """Return whether a value is a module of a package that keeps no state, or its attribute by its own name.
+
+    A closure around a user's function is neither.
+    """
     if isinstance(value, types.ModuleType):
         return value.__name__.split(".")[0] in STATELESS_PACKAGES
     if not callable(value) or isinstance(value, types.MethodType | functools.partial):
@@ -159,7 +161,7 @@ def _is_stateless(value: Any) -> bool:
 
 
 def named(module: str | None, qualified_name: str | None) -> Any:
-    """What a module that has been imported calls so, or None."""
+    """Return what an imported module has by this name, or None."""
     value: Any = sys.modules.get(module or "")
     for name in (qualified_name or "").split("."):
         value = getattr(value, name, None)
@@ -168,14 +170,14 @@ def named(module: str | None, qualified_name: str | None) -> Any:
 
 @functools.lru_cache(maxsize=512)
 def _names(code: types.CodeType) -> _Names:
-    read, opaque = [], False
+    global_names, opaque = [], False
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            read.append(instruction.argval)
+            global_names.append(instruction.argval)
         opaque |= instruction.opname in ("IMPORT_NAME", "STORE_GLOBAL")
     inner = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return _Names(
-        tuple(dict.fromkeys([*read, *(n for i in inner for n in i.globals)])),
+        tuple(dict.fromkeys([*global_names, *(n for i in inner for n in i.globals)])),
         frozenset(code.co_names).union(*(i.all for i in inner)),
         opaque or any(i.is_opaque for i in inner),
     )

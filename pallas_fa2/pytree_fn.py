@@ -1,4 +1,4 @@
-"""What masks and scores are: pytrees of code and arrays, and among them a user's functions of two tokens."""
+"""Pytrees of code and arrays: the base classes of masks, scores and users' functions of two tokens."""
 
 import dataclasses
 import importlib
@@ -22,6 +22,7 @@ def is_static(value: Any) -> bool:
 
 
 def short_repr(value: Any) -> str:
+    """Describe a value: arrays by dtype and shape, functions by name."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {short_repr(v)}" for k, v in value.items()) + "}"
     if hasattr(value, "shape"):
@@ -30,10 +31,10 @@ def short_repr(value: Any) -> str:
 
 
 class StaticPytree:
-    """A frozen dataclass as a pytree: numbers, strings and functions are static, the rest leaves.
+    """A frozen dataclass as a pytree: numbers, strings and functions are static, other fields are leaves.
 
-    Two are equal if they have the same code and the very same leaves: as a static argument of `jit` or a field
-    of a Flax module, one made again is not traced again.
+    Two are equal if they have the same code and the same objects as leaves, so that `jit` does not trace an equal static
+    argument, or field of a Flax module, again.
     """
 
     def __init_subclass__(cls) -> None:
@@ -41,11 +42,10 @@ class StaticPytree:
 
     def _flatten(self) -> tuple[list, tuple]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-        # What was a leaf stays one, whatever a transformation has put there (an axis, None).
-        leaves = getattr(self, "_leaves", None)
-        names = (
-            tuple(n for n, v in fields.items() if not is_static(v)) if leaves is None else leaves
-        )
+        # A leaf stays one, whatever a transformation has replaced it by (an axis, None).
+        names = getattr(self, "_leaves", None)
+        if names is None:
+            names = tuple(n for n, v in fields.items() if not is_static(v))
         static = tuple((n, v) for n, v in fields.items() if n not in names)
         return [fields[n] for n in names], (names, static)
 
@@ -59,9 +59,9 @@ class StaticPytree:
         return node
 
     def fingerprint(self) -> Hashable | None:
-        """A key of what its code reads beside its arguments; None where there is none (`fingerprint.py`)."""
+        """Return a key of what its code reads beside its arguments, or None if there is none (`fingerprint.py`)."""
         if type(self).__module__.split(".")[0] != __package__:
-            return None  # a class of the user's
+            return None  # a user's class
         keys = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -74,8 +74,8 @@ class StaticPytree:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StaticPytree):
             return NotImplemented
-        (mine, tree), (others, other_tree) = jax.tree.flatten(self), jax.tree.flatten(other)
-        return tree == other_tree and all(map(operator.is_, mine, others))
+        (leaves, tree), (other_leaves, other_tree) = jax.tree.flatten(self), jax.tree.flatten(other)
+        return tree == other_tree and all(map(operator.is_, leaves, other_leaves))
 
     def __hash__(self) -> int:
         leaves, tree = jax.tree.flatten(self)
@@ -83,20 +83,20 @@ class StaticPytree:
 
     def __repr__(self) -> str:
         fields = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]  # type: ignore[arg-type]
-        shown = (
+        text = (
             f"{n}={short_repr(v)}"
             for n, v in fields
             if not (v is None or (isinstance(v, dict) and not v))
         )
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{type(self).__name__}({', '.join(text)})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class UserFn(StaticPytree):
-    """A user's function and its data, by kind. Calling it returns a copy with more data."""
+    """A user's function and its data, by kind; calling it returns a copy with more data."""
 
     fn: Callable
-    # Of queries and keys: one leaf, or a transformed function would not see that they are the same.
+    # Data of queries and keys: one leaf, so that a transformed function knows that they are the same.
     tokens: Arrays = dataclasses.field(default_factory=dict)
     q_tokens: Arrays = dataclasses.field(default_factory=dict)
     k_tokens: Arrays = dataclasses.field(default_factory=dict)
@@ -116,54 +116,46 @@ class UserFn(StaticPytree):
         pairs: Arrays | None = None,
         entries: Arrays | None = None,
     ) -> Self:
-        new = {
-            "tokens": tokens or {},
-            "q_tokens": q_tokens or {},
-            "k_tokens": k_tokens or {},
-            "heads": heads or {},
-            "params": params or {},
-            "pairs": pairs or {},
-            "entries": entries or {},
-        }
-        before = {kind: getattr(self, kind) for kind in new}
-        for side in ("q_tokens", "k_tokens"):
-            kept = before[side].items()
-            before[side] = {n: x for n, x in kept if n not in new["tokens"]}
-        arrays = {
-            kind: {n: x if hasattr(x, "shape") else jnp.asarray(x) for n, x in of_kind.items()}
-            for kind, of_kind in new.items()
-        }
-        return dataclasses.replace(self, **{kind: before[kind] | arrays[kind] for kind in new})
+        kinds = [f.name for f in dataclasses.fields(self)][1:]
+        new = tokens, q_tokens, k_tokens, heads, params, pairs, entries
+        data = {}
+        for kind, arrays in zip(kinds, new, strict=True):
+            old = getattr(self, kind).items()
+            is_side = kind in ("q_tokens", "k_tokens")
+            kept = {n: x for n, x in old if not (is_side and n in (tokens or {}))}
+            added = (arrays or {}).items()
+            data[kind] = kept | {n: x if hasattr(x, "shape") else jnp.asarray(x) for n, x in added}
+        return dataclasses.replace(self, **data)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickled function is its name, under which a decorator has put an object like this one instead."""
+        """Pickle a decorated function by its name, by which its module has an object like this one instead."""
         name = getattr(self.fn, "__module__", None), getattr(self.fn, "__qualname__", None)
         decorated = named(*name)
         if not isinstance(decorated, UserFn) or decorated.fn is not self.fn:
             return super().__reduce_ex__(protocol)
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del fields["fn"]
-        return _of_decorated, (type(self), *name, fields)
+        return _unpickle_decorated, (type(self), *name, fields)
 
     def data(self) -> AuxArrays:
         q, k = ({**self.tokens, **side} for side in (self.q_tokens, self.k_tokens))
         return AuxArrays(q, k, self.heads, self.params, self.pairs, self.entries)
 
 
-def _of_decorated(cls: type, module: str, name: str, fields: dict[str, Any]) -> Any:
+def _unpickle_decorated(cls: type, module: str, name: str, fields: dict[str, Any]) -> Any:
     importlib.import_module(module)
     return cls(named(module, name).fn, **fields)
 
 
 def call_with_context(fn: Callable, args: tuple, c: Context) -> Any:
-    """Calls `fn(*args, c)`, or `fn(*args)` where it requires no further argument."""
+    """Call `fn(*args, c)`, or `fn(*args)` if it requires no further argument."""
     signature = inspect.signature(fn)
-    for given in (args, (*args, c)):
+    for fn_args in (args, (*args, c)):
         try:
-            signature.bind(*given)
+            signature.bind(*fn_args)
         except TypeError:
             continue
-        return _called(fn, given)
+        return _call_user_fn(fn, fn_args)
     names = "q, k" if len(args) == 2 else "s, q, k"
     raise TypeError(
         f"a function of two tokens must take ({names}) or ({names}, c), but {short_repr(fn)} takes "
@@ -172,8 +164,8 @@ def call_with_context(fn: Callable, args: tuple, c: Context) -> Any:
     )
 
 
-def _called(fn: Callable, args: tuple) -> Any:
-    """Calls a user's function; what Python itself cannot do with tokens and traced values names it and the cure."""
+def _call_user_fn(fn: Callable, args: tuple) -> Any:
+    """Call a user's function; errors of Python and JAX about tokens and traced values name it and the remedy."""
     try:
         result = fn(*args)
     except jax.errors.TracerBoolConversionError as e:
@@ -193,7 +185,7 @@ def _called(fn: Callable, args: tuple) -> Any:
     except TypeError as e:
         if f"{Token.__module__}.{Token.__name__}" not in str(e):
             raise
-        # jax.numpy says so of an argument that is no array.
+        # This is jax.numpy's error about an argument that is no array.
         raise TypeError(
             f"{short_repr(fn)}: a token has no value of its own; write q.index or k.index"
         ) from e

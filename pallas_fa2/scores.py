@@ -1,7 +1,7 @@
-"""Score functions: what is done to a score between the scaled product and the mask.
+"""Score functions, which modify scores between the scaled product and the mask.
 
-They apply from left to right to `scale * q·k`, may read token, head, pair and shared data, and are
-differentiable in that data.
+They apply from left to right to `scale * q·k`, may read data of tokens, pairs, heads and batch entries and shared data,
+and are differentiable in that data.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ from pallas_fa2.pytree_fn import UserFn, call_with_context
 class Score(UserFn):
     """A scalar function of a score and its two tokens (see `score_fn`)."""
 
-    def place(self, dims: CallShape) -> AuxArrays:
+    def normalized_data(self, dims: CallShape) -> AuxArrays:
+        """Return its arrays with the five leading axes of one call."""
         labels = {"bias": "bias"} if self.fn is _add_bias else {}
         return self.data().to_leading_axes(repr(self), dims, labels)
 
@@ -30,9 +31,9 @@ class Score(UserFn):
 
 
 def score_fn(fn: Callable) -> Score:
-    """Makes a score of a scalar function `fn(s, q, k)` or `fn(s, q, k, c)`.
+    """Make a score from a function `fn(s, q, k)` or `fn(s, q, k, c)` of a score and two tokens.
 
-    `s` is the scaled score in float32; the result replaces it::
+    `s` is the scaled score, a float32 scalar (float64 for float64 inputs); the result, of its dtype, replaces it::
 
         @score_fn
         def relative(s, q, k, c):
@@ -40,14 +41,22 @@ def score_fn(fn: Callable) -> Score:
 
         score = relative(heads={"slope": slopes})             # [N]
 
-    Data kinds are those of `mask_fn`, and so is what is said there of `jit`. Gradients flow to
-    floating-point data of every kind.
+    Its data are of the same kinds as those of `mask_fn`, and the same holds for `jit`. Gradients flow to floating-point
+    data of every kind.
+
+    Raises:
+      TypeError, ValueError: when attention is called: the function captures an array, returns no such scalar, or its
+        data do not fit the call.
     """
     return Score(fn)
 
 
 def soft_cap(cap: float) -> Score:
-    """`cap * tanh(s / cap)` (Gemma 2, arXiv:2408.00118, section 2)."""
+    """Make the score `cap * tanh(s / cap)` (Gemma 2, arXiv:2408.00118, section 2).
+
+    Raises:
+      TypeError, ValueError: cap is no Python number, or is not positive.
+    """
     if not isinstance(cap, numbers.Real):
         raise TypeError(
             f"cap must be a Python number, but it is {cap!r}; for a learned cap write "
@@ -62,7 +71,7 @@ def soft_cap(cap: float) -> Score:
 
 @dataclasses.dataclass(frozen=True)
 class SoftCap:
-    """The function of `soft_cap`: equal for equal caps, and an object that can be pickled."""
+    """The function of `soft_cap`, equal for equal caps and picklable."""
 
     cap: float
 
@@ -75,9 +84,10 @@ def _linear_bias(s: Any, q: Token, k: Token, c: Context) -> Any:
 
 
 def alibi(slopes: int | Float[Array, " N"]) -> Score:
-    """Attention with linear biases (arXiv:2108.12409): `s - slope[head] * |q.index - k.index|`.
+    """Make the score `s - slope[head] * |q.index - k.index|` (attention with linear biases, arXiv:2108.12409).
 
-    An integer stands for the paper's geometric slopes `2^(-8 (n + 1) / N)` of so many heads N.
+    `slopes` are floats `[N]`, one for each query head, or the number of heads N for the paper's geometric slopes
+    `2^(-8 (n + 1) / N)`.
     """
     if isinstance(slopes, int):
         slopes = 2.0 ** (-8.0 * jnp.arange(1, slopes + 1, dtype=jnp.float32) / slopes)
@@ -89,13 +99,13 @@ def _add_bias(s: Any, q: Token, k: Token, c: Context) -> Any:
 
 
 def bias(array: Float[Array, "..."]) -> Score:
-    """Adds an array that broadcasts to `[*B, N, T, S]`; its gradient is reduced to its shape."""
+    """Make the score that adds an array, which broadcasts to `[*B, N, T, S]`; its gradient has the array's shape."""
     array = array if hasattr(array, "shape") else jnp.asarray(array)
     return Score(_add_bias, pairs={"bias": array})
 
 
 def as_scores(score: Any) -> tuple[Score, ...]:
-    """A tuple of scores from nothing, one score, one function, or a sequence of them."""
+    """Return None, a score, a function or a sequence of these as a tuple of scores."""
     if score is None:
         return ()
     scores = tuple(score) if isinstance(score, tuple | list) else (score,)

@@ -1,4 +1,4 @@
-"""What holds for every test: strict dtypes and ranks, a described H200 on machines without a GPU."""
+"""The setup of every test: strict dtypes and ranks, a described H200 on machines without a GPU."""
 
 import gc
 import os

@@ -44,7 +44,7 @@ def value_and_gradients(q, k, v, dout, **options):
 @pytest.mark.parametrize("implementation", [slow("reference"), "blockwise"])
 @pytest.mark.parametrize("sizes", [(5, 17), (17, 5), slow((1, 9)), slow((6, 6))], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_end_is_where_positions_say(mask, sizes, implementation):
+def test_align_end_equals_explicit_positions(mask, sizes, implementation):
     t, s = sizes
     score = (fa.alibi(N), lambda s, q, k: s + 0.1 * q.index.astype(s.dtype))
     options = {"mask": MASKS[mask], "score": score, "implementation": implementation}
@@ -55,11 +55,11 @@ def test_the_end_is_where_positions_say(mask, sizes, implementation):
             functools.partial(value_and_gradients, **where, **options), *inputs(t, s)
         )
 
-    aligned, given = attend(align="end"), attend(q_positions=jnp.arange(s - t, s))
-    chex.assert_trees_all_close(aligned, given, rtol=2e-5, atol=2e-5)
+    aligned, explicit = attend(align="end"), attend(q_positions=jnp.arange(s - t, s))
+    chex.assert_trees_all_close(aligned, explicit, rtol=2e-5, atol=2e-5)
 
 
-def test_the_last_queries_are_those_of_the_whole_sequence():
+def test_the_last_queries_equal_those_of_the_whole_sequence():
     q, k, v, _ = inputs(16, 16)
     for mask, score in itertools.product((fa.Causal(), fa.SlidingWindow(5)), (None, fa.alibi(N))):
         whole = fa.flash_attention(q, k, v, mask=mask, score=score)
@@ -71,7 +71,7 @@ def test_the_last_queries_are_those_of_the_whole_sequence():
 
 
 @pytest.mark.parametrize("t, s", [(70, 130), (130, 70)])
-def test_the_hopper_kernels_see_it_too(t, s):
+def test_sm90_kernels_support_align_end(t, s):
     """Dropout's bits, a window's range and a score by positions, interpreted."""
     options = {"mask": fa.Window(40, 3), "score": fa.alibi(N)}
     options |= {"dropout_rate": 0.25, "dropout_rng": KEY}
@@ -81,16 +81,16 @@ def test_the_hopper_kernels_see_it_too(t, s):
 
     arrays = inputs(t, s, 64, jnp.bfloat16)
     with planned_for_h200():
-        got = interpreter.run(lambda *args: run(*args, align="end"), *arrays)
+        actual = interpreter.run(lambda *args: run(*args, align="end"), *arrays)
     positions = jnp.arange(s - t, s)
     expected = run(*arrays, implementation="blockwise", q_positions=positions)
-    for a, b in zip(got, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         np.testing.assert_array_equal(np.isinf(a), np.isinf(b))
         np.testing.assert_allclose(a[np.isfinite(a)], b[np.isfinite(b)], rtol=0.05, atol=0.05)
 
 
-def test_it_is_refused_beside_positions_and_otherwise_than_start_and_end():
+def test_invalid_alignments_are_errors():
     q, k, v, _ = inputs(3, 5)
     with pytest.raises(ValueError, match=r"align \(= 'end'\) must be left out where q_positions"):
         fa.flash_attention(q, k, v, align="end", q_positions=jnp.arange(3))
@@ -98,7 +98,7 @@ def test_it_is_refused_beside_positions_and_otherwise_than_start_and_end():
         fa.flash_attention(q, k, v, align="bottom")  # pyright: ignore[reportArgumentType]
 
 
-def test_given_positions_of_keys_leave_the_alignment_of_queries():
+def test_explicit_key_positions_keep_the_alignment_of_queries():
     q, k, v, _ = inputs(3, 7)
     order = jnp.array([6, 0, 3, 1, 5, 2, 4])
     out = fa.flash_attention(q, k, v, is_causal=True, align="end", kv_positions=order)

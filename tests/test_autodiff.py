@@ -44,8 +44,8 @@ def gradients(implementation: str, **options: Any) -> Any:
     return jax.grad(functools.partial(loss, implementation, **options), (0, 1, 2))
 
 
-def assert_same(got: Any, expected: Any) -> None:
-    chex.assert_trees_all_close(got, expected, rtol=2e-5, atol=2e-5)
+def assert_same(actual: Any, expected: Any) -> None:
+    chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_jit() -> None:
@@ -59,15 +59,15 @@ QUICK = (0, 0, 0), (None, None, 0), (None, 0, None)
 @pytest.mark.parametrize("in_axes", slow_but(QUICK.__contains__, AXES), ids=str)
 def test_vmap_with_every_choice_of_axes(in_axes: tuple) -> None:
     args = [x if a == 0 else x[0] for x, a in zip(qkv(3), in_axes, strict=True)]
-    got = jax.jit(jax.vmap(gradients("blockwise"), in_axes))(*args)
+    actual = jax.jit(jax.vmap(gradients("blockwise"), in_axes))(*args)
     full = [x if a == 0 else jnp.stack([x] * 3) for x, a in zip(args, in_axes, strict=True)]
     expected = [gradients("reference")(*(x[i] for x in full)) for i in range(3)]
-    assert_same(got, jax.tree.map(lambda *x: jnp.stack(x), *expected))
+    assert_same(actual, jax.tree.map(lambda *x: jnp.stack(x), *expected))
 
 
 @pytest.mark.parametrize("in_axes", slow_but(QUICK.__contains__, AXES), ids=str)
 def test_gradients_of_vmap_with_every_choice_of_axes(in_axes: tuple) -> None:
-    """Where v alone was mapped, what q and k got by lse was counted once for each entry."""
+    """If v alone is mapped, the gradients of q and k through lse must not be counted once for each entry."""
     args = [x if a == 0 else x[0] for x, a in zip(qkv(3), in_axes, strict=True)]
 
     def total(implementation: str) -> Any:
@@ -84,10 +84,10 @@ def test_gradients_of_vmap_over_dropout_keys() -> None:
         def one(key: Any, *args: Any) -> Any:
             return loss(implementation, *args, dropout_rate=0.3, dropout_rng=key)
 
-        def of(*args: Any) -> Any:
+        def loss_fn(*args: Any) -> Any:
             return jnp.sum(jax.vmap(one, (0, None, None, None))(keys, *args))
 
-        return jax.jit(jax.grad(of, (0, 1, 2)))
+        return jax.jit(jax.grad(loss_fn, (0, 1, 2)))
 
     assert_same(total("blockwise")(*qkv()), total("reference")(*qkv()))
 
@@ -100,12 +100,12 @@ def test_vmap_over_a_later_axis_and_over_mask_data() -> None:
         return gradients("blockwise", mask=CAUSAL & fa.Lengths(kv=n))(q, k, v)
 
     many = jnp.stack([q, 2 * q, 3 * q], 2)
-    got = jax.vmap(one, (2, 0))(many, lengths)
+    actual = jax.vmap(one, (2, 0))(many, lengths)
     expected = [
         gradients("reference", mask=CAUSAL & fa.Lengths(kv=lengths[i]))(many[:, :, i], k, v)
         for i in range(3)
     ]
-    assert_same(got, jax.tree.map(lambda *x: jnp.stack(x), *expected))
+    assert_same(actual, jax.tree.map(lambda *x: jnp.stack(x), *expected))
 
 
 def test_checkpoint() -> None:
@@ -113,7 +113,7 @@ def test_checkpoint() -> None:
     assert_same(jax.jit(jax.grad(remat, (0, 1, 2)))(*qkv()), gradients("reference")(*qkv()))
 
 
-def test_a_policy_keeps_the_forward_from_running_twice() -> None:
+def test_a_checkpoint_policy_saves_the_forward() -> None:
     shapes = [jax.ShapeDtypeStruct((1, 1536, n, 16), jnp.float32) for n in (2, 1, 1)]
 
     def loops(fn: Any) -> int:
@@ -121,9 +121,9 @@ def test_a_policy_keeps_the_forward_from_running_twice() -> None:
 
     policies = jax.checkpoint_policies
     attend = functools.partial(loss, "blockwise")
-    kept = policies.save_only_these_names("attention_out", "attention_lse")
+    saved = policies.save_only_these_names("attention_out", "attention_lse")
     once, again = (
-        loops(jax.checkpoint(attend, policy=policy)) for policy in (kept, policies.dots_saveable)
+        loops(jax.checkpoint(attend, policy=policy)) for policy in (saved, policies.dots_saveable)
     )
     assert once == loops(attend) < again
 
@@ -140,8 +140,8 @@ def test_scan_over_layers() -> None:
         return jnp.sum(jax.lax.scan(layer, q, scales)[0] ** 2)
 
     scales = jnp.array([1.0, 0.5, 2.0])
-    got = jax.jit(jax.grad(functools.partial(stack, "blockwise")))(scales)
-    assert_same(got, jax.grad(functools.partial(stack, "reference"))(scales))
+    actual = jax.jit(jax.grad(functools.partial(stack, "blockwise")))(scales)
+    assert_same(actual, jax.grad(functools.partial(stack, "reference"))(scales))
 
 
 def test_eval_shape() -> None:
@@ -160,10 +160,10 @@ def test_sharded_jit(spec: PartitionSpec, axis_type: AxisType) -> None:
     args = [jax.device_put(x, sharding) for x in qkv()]
     with jax.set_mesh(mesh):
         step = jax.jit(gradients("blockwise"), out_shardings=(sharding,) * 3)
-        got = step(*args)
+        actual = step(*args)
         hlo = step.lower(*args).compile().as_text()
     assert not re.search(r"all-gather|all-to-all|collective-permute", hlo)
-    assert_same(jax.device_get(got), jax.device_get(gradients("reference")(*qkv())))
+    assert_same(jax.device_get(actual), jax.device_get(gradients("reference")(*qkv())))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
@@ -181,17 +181,17 @@ def test_gradient_of_lse(implementation: str) -> None:
     assert_same(jax.grad(total)(q), expected)
 
 
-def test_residuals_are_q_k_v_out_and_two_numbers_a_row() -> None:
+def test_residuals_are_q_k_v_out_and_two_statistics_of_each_row() -> None:
     args = qkv()
     attend = functools.partial(
         fa.flash_attention, mask=CAUSAL, return_lse=True, implementation="blockwise"
     )
     (out, lse), pull = jax.vjp(attend, *args)
-    kept = sorted(x.shape for x in jax.tree.leaves(pull))
-    assert kept == sorted(x.shape for x in (*args, out, lse, lse))
+    saved = sorted(x.shape for x in jax.tree.leaves(pull))
+    assert saved == sorted(x.shape for x in (*args, out, lse, lse))
 
 
-def test_an_export_for_any_batch_of_masks_and_biases_that_have_its_axis() -> None:
+def test_an_export_for_any_batch_with_batched_masks_and_biases() -> None:
     (batch,) = jax.export.symbolic_shape("batch")
 
     def step(q: Any, mask: Any, bias: Any) -> Any:
@@ -211,7 +211,7 @@ def test_an_export_for_any_batch_of_masks_and_biases_that_have_its_axis() -> Non
         assert_same(exported.call(*some), step(*some))
 
 
-def test_a_length_of_any_size_goes_to_the_reference_which_explain_says() -> None:
+def test_a_symbolic_length_runs_on_the_reference() -> None:
     b, t = jax.export.symbolic_shape("b,t")
     x = jax.ShapeDtypeStruct((b, t, N, H), jnp.float32)
 
@@ -253,7 +253,7 @@ def test_an_export_for_any_length_that_is_aligned_at_the_end(options: dict) -> N
     assert_same(exported.call(x[:, -4:], x), attend(x[:, -4:], x))
 
 
-def test_the_hopper_kernels_leave_a_batch_of_any_size_to_others() -> None:
+def test_sm90_does_not_support_a_symbolic_batch() -> None:
     spec = CallSpec(1, 64, 64, 2, 2, 64, 64, jnp.dtype("bfloat16"), 1.0)
     (batch,) = jax.export.symbolic_shape("batch")
     assert support.unsupported_reason(spec, H200) is None
@@ -262,7 +262,7 @@ def test_the_hopper_kernels_leave_a_batch_of_any_size_to_others() -> None:
 
 
 @pytest.mark.parametrize("mask", [None, CAUSAL, CAUSAL & fa.Window(100)], ids=str)
-def test_no_buffer_of_all_pairs(mask: Any) -> None:
+def test_no_buffer_has_all_pairs(mask: Any) -> None:
     shapes = [jax.ShapeDtypeStruct((1, 1536, n, 16), jnp.float32) for n in (2, 1, 1)]
     step = jax.jit(jax.value_and_grad(functools.partial(loss, "blockwise", mask=mask), (0, 1, 2)))
     hlo = step.lower(*shapes).compile().as_text()
@@ -271,7 +271,7 @@ def test_no_buffer_of_all_pairs(mask: Any) -> None:
     assert re.search(r"1536,1536", dense.as_text())  # the search would have found one
 
 
-def test_a_fresh_lambda_does_not_compile_again() -> None:
+def test_a_new_lambda_does_not_recompile() -> None:
     from pallas_fa2.autodiff import attention
 
     q, k, v = qkv()
@@ -312,12 +312,12 @@ def test_gradients_of_score_data(implementation: str) -> None:
         return jnp.sum(out * jnp.cos(out)) + jnp.sum(jnp.sin(jax.nn.logsumexp(s, -1)))
 
     args = (bias, slopes, cap)
-    got = jax.jit(jax.grad(ours, (0, 1, 2)))(*args)
-    chex.assert_trees_all_close(got, jax.grad(dense, (0, 1, 2))(*args), rtol=1e-4, atol=1e-4)
+    actual = jax.jit(jax.grad(ours, (0, 1, 2)))(*args)
+    chex.assert_trees_all_close(actual, jax.grad(dense, (0, 1, 2))(*args), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_backward_knows_which_gradients_are_wanted(
+def test_the_backward_receives_which_gradients_are_needed(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blockwise, asked = BACKENDS["blockwise"], []
@@ -345,7 +345,7 @@ def test_the_backward_knows_which_gradients_are_wanted(
         jax.clear_caches()
 
 
-def test_sums_of_rows_are_those_of_their_logsumexp():
-    """Where the kernels' forward and the backward of `blockwise` meet; a row that sees nothing has a total of 0."""
-    sums = tile.sums_of(jnp.array([2.5, -jnp.inf, -3.0]))
+def test_row_sums_follow_from_the_logsumexp():
+    """`blockwise` forms them of the lse of another backend's forward; an empty row has a total of 0."""
+    sums = tile.sums_from_lse(jnp.array([2.5, -jnp.inf, -3.0]))
     assert sums.maximum.tolist() == [2.5, 0, -3] and sums.total.tolist() == [1, 0, 1]

@@ -24,11 +24,11 @@ PREFILL = Shape(1, 8, 24, 2, 1, 16, True)
 
 
 @pytest.mark.parametrize("t, s", [(16, 16), (5, 16), (16, 5), (1, 16)])
-def test_flops_count_the_pairs_that_see_each_other(t, s):
-    """As an area: half a pair less for each query on the diagonal."""
-    seen = sum(j <= i + s - t for i in range(t) for j in range(s))
+def test_flops_count_the_pairs_that_attend(t, s):
+    """Causal pairs are an area: half a pair less for each query on the diagonal."""
+    visible = sum(j <= i + s - t for i in range(t) for j in range(s))
     shape = Shape(2, t, s, 3, 1, 8, True)
-    assert shape.forward_flops == 4 * 2 * 3 * 8 * (seen - min(t, s) / 2)
+    assert shape.forward_flops == 4 * 2 * 3 * 8 * (visible - min(t, s) / 2)
     full = dataclasses.replace(shape, causal=False)
     assert full.forward_flops == 4 * 2 * 3 * 8 * t * s
     assert full.both_flops == 3.5 * full.forward_flops
@@ -41,7 +41,7 @@ def test_flops_count_the_products_of_each_head_dim():
     assert [x.shape[-1] for x in measure.inputs(shape)] == [24, 24, 8, 8]
 
 
-def test_the_sweep_is_that_of_the_papers():
+def test_the_sweep_has_the_shapes_of_the_papers():
     assert len(SWEEP) == 36
     for name, shape in SWEEP.items():
         assert shape.batch * shape.q_len == 16384 and shape.q_heads * shape.head_dim == 2048
@@ -57,7 +57,7 @@ def test_shapes_off_the_sweep():
     assert {s.causal for s in rest if s.q_len != s.kv_len} == {True, False}
 
 
-def test_short_shapes_are_asked_for():
+def test_short_shapes_need_a_flag():
     assert all(shape.q_len < 512 for shape in SHORT.values())
     assert run.parse(["--short"]).shapes == list(SHORT) and run.parse([]).shapes is None
 
@@ -73,7 +73,7 @@ def attend(implementation):
     return run
 
 
-def test_each_rival_is_called_as_its_authors_mean_it(monkeypatch):
+def test_each_rival_is_called_as_its_authors_intend(monkeypatch):
     calls = {}
 
     def fake(name, path, attribute):
@@ -102,7 +102,7 @@ def test_each_rival_is_called_as_its_authors_mean_it(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cudnn", "tokamax", "xla"])
-def test_another_alignment_is_refused(name, monkeypatch):
+def test_an_unsupported_alignment_is_an_error(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", types.ModuleType("tokamax"))
     q = k = v = jnp.zeros(1)
     with pytest.raises(NotImplementedError, match="first key"):
@@ -121,9 +121,9 @@ def test_ours_is_aligned_to_the_last_key_where_that_matters():
 
 
 def row_of(attention, problem, iterations, backward):
-    """What is measured of a function of q, k, v and data."""
-    programs = measure.Programs.of(attention, problem.shape, backward)
-    return measure.rows({"it": programs}, problem, iterations)["it"]
+    """Measure a function of q, k, v and data."""
+    programs = measure.Programs.compile(attention, problem.shape, backward)
+    return measure.measure_programs({"it": programs}, problem, iterations)["it"]
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def cpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def problem():
-    return measure.prepared(PREFILL)()
+    return measure.compile_problem(PREFILL)()
 
 
 def test_a_run_on_a_cpu(cpu, tmp_path, capsys):
@@ -150,11 +150,11 @@ def test_a_run_on_a_cpu(cpu, tmp_path, capsys):
     run.main(["--json", str(path), "--shapes", "tiny", "--commit", "abc"])
     output = capsys.readouterr()
     assert "without absent: ModuleNotFoundError" in output.err
-    kept = record.load(path)
-    assert kept["setup"]["implementations"] == {"ours": fa.__version__, "dense": jax.__version__}
-    assert kept["runs"][0]["commit"] == "abc" and kept["runs"][0]["matmul"] == 800.0
-    assert kept["runs"][0]["shapes"] == list(kept["results"]) == ["tiny"]
-    result = kept["results"]["tiny"]
+    saved = record.load(path)
+    assert saved["setup"]["implementations"] == {"ours": fa.__version__, "dense": jax.__version__}
+    assert saved["runs"][0]["commit"] == "abc" and saved["runs"][0]["matmul"] == 800.0
+    assert saved["runs"][0]["shapes"] == list(saved["results"]) == ["tiny"]
+    result = saved["results"]["tiny"]
     assert Shape(**result["shape"]) == TINY
     assert len(result["allowed"]) == 4 and all(1e-3 < e < 2e-2 for e in result["allowed"])
     flops = TINY.forward_flops
@@ -219,17 +219,17 @@ def test_a_wrong_gradient_leaves_the_forward_its_speed(cpu, problem):
 )
 def test_bursts_are_short_and_each_is_followed_by_a_rest(cpu, monkeypatch, problem, ms, bursts):
     """The first launch of a burst is not counted, but it warms the GPU as well."""
-    made, rests = [], []
+    burst_sizes, rests = [], []
 
     def totals(fn, args, n):
-        made.append(n)
+        burst_sizes.append(n)
         return n * [ms]
 
     monkeypatch.setattr(measure, "total_times", totals)
     monkeypatch.setattr(measure.time, "sleep", rests.append)
     attention = functools.partial(attend("blockwise"), problem.shape)
     assert row_of(attention, problem, 10, backward=False)["forward"]["ms"] == ms
-    assert made == bursts
+    assert burst_sizes == bursts
     assert rests == pytest.approx([3e-3 * ms * (n + 1) for n in bursts])
 
 
@@ -243,16 +243,16 @@ def test_implementations_take_turns_and_the_median_counts(cpu, monkeypatch, prob
     monkeypatch.setattr(measure, "total_times", totals)
     monkeypatch.setattr(measure.time, "sleep", lambda _: None)
     both = {
-        name: measure.Programs.of(
+        name: measure.Programs.compile(
             functools.partial(attend(name), problem.shape), problem.shape, False
         )
         for name in ("blockwise", "reference")
     }
-    found = measure.rows(both, problem, 2)
+    results = measure.measure_programs(both, problem, 2)
     a, b = (program.forward.run for program in both.values())
     assert order == [a, b, b, a, a, b]
-    assert found["blockwise"]["forward"]["ms"] == 6.0  # 9, 4, 5, 6, 7
-    assert found["reference"]["forward"]["ms"] == 3.0  # 1, 2, 3, 8, 9
+    assert results["blockwise"]["forward"]["ms"] == 6.0  # 9, 4, 5, 6, 7
+    assert results["reference"]["forward"]["ms"] == 3.0  # 1, 2, 3, 8, 9
 
 
 def test_a_failing_rival_does_not_end_the_run(cpu, problem):
@@ -271,27 +271,27 @@ def test_a_dead_device_ends_the_run(cpu, problem):
         row_of(wrong_out, dataclasses.replace(problem, args=tuple(dead)), 10, True)
 
 
-def test_corners_are_of_the_first_and_the_last_key_head():
+def test_edge_heads_are_those_of_the_first_and_the_last_key_head():
     shape = Shape(3, 2, 2, 6, 3, 1, False, bias=True)
     queries = jnp.arange(3.0 * 2 * 6).reshape(3, 2, 6, 1)
     bias = jnp.arange(6.0 * 2 * 2).reshape(1, 6, 2, 2)
-    found = measure.corners((queries, queries[:, :, :3], queries, queries, bias), shape)
-    assert found[0][2, 1, :, 0].tolist() == [30, 31, 34, 35]
-    assert found[1][0, 1, :, 0].tolist() == [6, 8]
-    assert found[4][0, :, 1, 1].tolist() == [3, 7, 19, 23]
+    results = measure.edge_heads((queries, queries[:, :, :3], queries, queries, bias), shape)
+    assert results[0][2, 1, :, 0].tolist() == [30, 31, 34, 35]
+    assert results[1][0, 1, :, 0].tolist() == [6, 8]
+    assert results[4][0, :, 1, 1].tolist() == [3, 7, 19, 23]
 
 
-def part(tflops, work=1.0, errors=1):
+def cell(tflops, work=1.0, errors=1):
     ms = work / tflops
     return {"tflops": tflops, "ms": ms, "first_call_s": 1.0, "error": [2e-3] * errors}
 
 
 def row(tflops):
-    return {"forward": part(tflops), "both": part(0.8 * tflops, 3.5, 4)}
+    return {"forward": cell(tflops), "both": cell(0.8 * tflops, 3.5, 4)}
 
 
 def result(shape, **speeds):
-    """As `measure.measure` returns; a speed of None is refused."""
+    """Return a result like that of `measure.measure`; None stands for no speed."""
     refused = {"forward": {"refused": "NotImplementedError: no"}}
     rows = {name: refused if x is None else row(x) for name, x in speeds.items()}
     fields = dataclasses.asdict(shape) | {"documents": list(shape.documents)}
@@ -301,16 +301,16 @@ def result(shape, **speeds):
 @pytest.fixture
 def measured(cpu, monkeypatch):
     """The shapes that were measured; one that is among `fatal` ends the process instead."""
-    seen = types.SimpleNamespace(shapes=[], fatal=None)
+    visible = types.SimpleNamespace(shapes=[], fatal=None)
 
     def fake(shape, implementations, iterations, backward):
-        if shape == seen.fatal:
+        if shape == visible.fatal:
             raise KeyboardInterrupt
-        seen.shapes.append(shape)
+        visible.shapes.append(shape)
         return result(shape, ours=500.0, dense=400.0)
 
     monkeypatch.setattr(measure, "measure", fake)
-    return seen
+    return visible
 
 
 def test_results_are_written_after_every_shape_and_resumed(measured, tmp_path):
@@ -322,9 +322,9 @@ def test_results_are_written_after_every_shape_and_resumed(measured, tmp_path):
     measured.fatal = None
     run.main(["--resume", str(path), "--json", str(more)])
     assert measured.shapes == [TINY, PREFILL]
-    kept = record.load(more)
-    assert list(kept["results"]) == ["tiny", "prefill"]
-    assert [r["shapes"] for r in kept["runs"]] == [["tiny"], ["prefill"]]
+    saved = record.load(more)
+    assert list(saved["results"]) == ["tiny", "prefill"]
+    assert [r["shapes"] for r in saved["runs"]] == [["tiny"], ["prefill"]]
     assert list(record.load(path)["results"]) == ["tiny"]
     run.main(["--resume", str(path)])
     assert list(record.load(path)["results"]) == ["tiny", "prefill"]
@@ -333,29 +333,29 @@ def test_results_are_written_after_every_shape_and_resumed(measured, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["device", "sources", "iterations", "implementations"])
-def test_results_of_something_else_are_not_added_to(measured, tmp_path, what):
+def test_results_of_another_setup_are_not_extended(measured, tmp_path, what):
     path = tmp_path / "other.json"
     run.main(["--json", str(path), "--shapes", "tiny"])
-    kept = record.load(path)
-    kept["setup"][what] = "another"
-    record.write(path, kept)
+    saved = record.load(path)
+    saved["setup"][what] = "another"
+    record.write(path, saved)
     with pytest.raises(ValueError, match=f"`{what}` .*another"):
         run.main(["--resume", str(path)])
-    assert record.load(path) == kept
+    assert record.load(path) == saved
 
 
 def test_a_budget_ends_the_run_early(measured, tmp_path, capsys):
     path = tmp_path / "some.json"
     run.main(["--json", str(path), "--budget", "-1"])
     assert measured.shapes == [] and not path.exists()
-    assert "for want of time: tiny, prefill" in capsys.readouterr().out
+    assert "for lack of time: tiny, prefill" in capsys.readouterr().out
     run.main(["--json", str(path), "--budget", "100"])
     assert len(measured.shapes) == 2
 
 
 def hold_the_turn(name):
     """When it began and ended, in whose process."""
-    with measure.Turn.lock:
+    with measure.Gpu.lock:
         begun = time.monotonic()
         time.sleep(0.2)
         return os.getpid(), begun, time.monotonic()
@@ -363,11 +363,11 @@ def hold_the_turn(name):
 
 @pytest.mark.slow
 def test_processes_take_turns():
-    found = dict(jobs.each(hold_the_turn, ["a", "b", "c"], 2))
-    assert set(found) == {"a", "b", "c"}
-    pids, *_ = zip(*found.values(), strict=True)
+    results = dict(jobs.run_all(hold_the_turn, ["a", "b", "c"], 2))
+    assert set(results) == {"a", "b", "c"}
+    pids, *_ = zip(*results.values(), strict=True)
     assert len({os.getpid(), *pids}) == 4
-    spans = sorted((begun, ended) for _, begun, ended in found.values())
+    spans = sorted((begun, ended) for _, begun, ended in results.values())
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
 
 
@@ -378,12 +378,12 @@ def fail(name):
 @pytest.mark.parametrize("processes", [1, slow(2)])
 def test_a_failure_in_a_process_ends_the_run(processes):
     with pytest.raises(RuntimeError, match="a"):
-        list(jobs.each(fail, ["a"], processes))
+        list(jobs.run_all(fail, ["a"], processes))
 
 
 @pytest.mark.slow
-def test_no_process_begins_after_the_end():
-    assert list(jobs.each(fail, ["a", "b"], 2, time.monotonic())) == []
+def test_no_process_starts_after_the_end():
+    assert list(jobs.run_all(fail, ["a", "b"], 2, time.monotonic())) == []
 
 
 def test_only_a_full_run_has_a_default_file(measured, tmp_path, monkeypatch):
@@ -396,16 +396,16 @@ def test_only_a_full_run_has_a_default_file(measured, tmp_path, monkeypatch):
     assert record.default_path("NVIDIA H100 80GB HBM3").name == "nvidia-h100-80gb-hbm3.json"
 
 
-def test_unknown_names_are_refused(cpu, capsys):
+def test_unknown_names_are_errors(cpu, capsys):
     with pytest.raises(SystemExit):
         run.main(["--shapes", "tiny,huge"])
     assert "['huge'] not among ['tiny', 'prefill']" in capsys.readouterr().err
 
 
 def test_a_row_is_a_line_of_the_file(tmp_path):
-    kept = {"results": {"tiny": result(TINY, ours=1.0, dense=None)}, "odd": 'a "{" and [ ] }'}
-    record.write(tmp_path / "x.json", kept)
-    assert record.load(tmp_path / "x.json") == kept
+    saved = {"results": {"tiny": result(TINY, ours=1.0, dense=None)}, "odd": 'a "{" and [ ] }'}
+    record.write(tmp_path / "x.json", saved)
+    assert record.load(tmp_path / "x.json") == saved
     lines = [line.strip(" ,") for line in (tmp_path / "x.json").read_text().splitlines()]
     forward, both = (line for line in lines if '"tflops"' in line)
     assert json.loads(f"{{{forward}}}") == {"forward": row(1.0)["forward"]}
@@ -430,7 +430,7 @@ def test_the_forward_alone(cpu, problem):
     }
 
 
-def test_kernels_of_those_who_take_the_shape(cpu, monkeypatch, capsys):
+def test_kernels_of_implementations_that_support_the_shape(cpu, monkeypatch, capsys):
     def launches(fn, args, iterations):
         raise ValueError("only tiny heads")
 

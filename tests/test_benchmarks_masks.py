@@ -18,7 +18,7 @@ from benchmarks.shapes import MASKS, SHAPES, SWEEP, Shape
 from tests.support.hopper import planned_for_h200
 from tests.support.tiers import slow_but
 from tests.test_benchmarks import result, row_of
-from tests.test_benchmarks_report import of
+from tests.test_benchmarks_report import results_of
 
 TINY = Shape(1, 24, 24, 4, 2, 16, True)
 WINDOW = dataclasses.replace(TINY, window=5)
@@ -29,12 +29,12 @@ EACH = {"window": WINDOW, "documents": DOCUMENTS, "soft_cap": CAPPED, "bias": BI
 
 
 @pytest.mark.parametrize("shape", [WINDOW, DOCUMENTS, dataclasses.replace(TINY, window=100)])
-def test_flops_count_the_pairs_that_see_each_other(shape):
-    """As an area: half a pair less for each query on the diagonal."""
+def test_flops_count_the_pairs_that_attend(shape):
+    """Causal pairs are an area: half a pair less for each query on the diagonal."""
     ids = np.repeat(range(len(shape.documents)), shape.documents) if shape.documents else [0] * 24
     window = 24 if shape.window is None else shape.window
-    seen = sum(ids[i] == ids[j] and i - window <= j <= i for i in range(24) for j in range(24))
-    assert shape.forward_flops == 4 * 4 * 16 * (seen - 24 / 2)
+    visible = sum(ids[i] == ids[j] and i - window <= j <= i for i in range(24) for j in range(24))
+    assert shape.forward_flops == 4 * 4 * 16 * (visible - 24 / 2)
 
 
 def test_the_named_cases():
@@ -59,12 +59,12 @@ class Called(Exception):
 @pytest.fixture
 def calls(monkeypatch):
     """Rivals that are not here: what they are called with, without q, k and v."""
-    seen = {}
+    visible = {}
 
     def fake(path, *attributes):
         def attention(name):
             def call(q, k, v, *args, **options):
-                seen[name] = (args, options)
+                visible[name] = (args, options)
                 raise Called
 
             return call
@@ -79,7 +79,7 @@ def calls(monkeypatch):
     package = types.SimpleNamespace(attention=attention)
     for name in ("jla", "jla.ops", "jla.ops.mosaic_gpu"):
         monkeypatch.setitem(sys.modules, name, package)
-    return seen
+    return visible
 
 
 def call(name, shape):
@@ -88,7 +88,7 @@ def call(name, shape):
         rivals.IMPLEMENTATIONS[name].attention(shape, q, k, v, *data)
 
 
-def test_each_rival_is_called_as_its_authors_mean_it(calls):
+def test_each_rival_is_called_as_its_authors_intend(calls):
     mosaic = {"is_causal": True, "implementation": "mosaic"}
     for shape, name, function, expected in (
         (WINDOW, "fa3", "flash_mha", {"is_causal": True, "window_size": (5, 0)}),
@@ -116,7 +116,7 @@ def test_each_rival_is_called_as_its_authors_mean_it(calls):
 @pytest.mark.parametrize(
     "name, feature", [("fa3", "bias"), ("jla", "soft_cap"), ("cudnn", "soft_cap"), ("xla", "soft_cap")]
 )  # fmt: skip
-def test_what_a_rival_has_no_argument_for_is_refused(calls, name, feature):
+def test_features_without_an_argument_of_a_rival_are_errors(calls, name, feature):
     shape = dataclasses.replace(EACH[feature], causal=True)
     q, k, v, _, *data = measure.inputs(shape)
     with pytest.raises(NotImplementedError, match=f"it has no {feature}"):
@@ -126,7 +126,7 @@ def test_what_a_rival_has_no_argument_for_is_refused(calls, name, feature):
 def test_dense_masks_have_a_limit():
     data = jax.ShapeDtypeStruct((1, 65536), jnp.int32)
     with pytest.raises(NotImplementedError, match=r"a dense mask of 4 GB \(limit 2\)"):
-        rivals.arrays_of_pairs(MASKS["docs32"], data)
+        rivals.pairwise_arrays(MASKS["docs32"], data)
 
 
 @pytest.fixture
@@ -150,11 +150,11 @@ def cpu(monkeypatch):
 @pytest.mark.parametrize("name", slow_but(lambda name: name == "window", EACH))
 def test_all_compute_the_same(cpu, name):
     """Ours ready-made, as a function, as segments and as an array, and XLA's, within the rule; nothing else is refused."""
-    found = measure.measure(EACH[name], cpu, 1)
-    assert Shape(**found["shape"]) == EACH[name]
-    assert len(found["allowed"]) == (5 if name == "bias" else 4)
+    measured = measure.measure(EACH[name], cpu, 1)
+    assert Shape(**measured["shape"]) == EACH[name]
+    assert len(measured["allowed"]) == (5 if name == "bias" else 4)
     documents = None if EACH[name].documents else "NotImplementedError: it is for documents"
-    refused = {who: row["forward"].get("refused") for who, row in found["rows"].items()}
+    refused = {who: row["forward"].get("refused") for who, row in measured["rows"].items()}
     assert refused == {
         "ours": None,
         "mask_fn": "NotImplementedError: there is no mask" if name == "bias" else None,
@@ -162,10 +162,10 @@ def test_all_compute_the_same(cpu, name):
         "array": documents,
         "xla": "NotImplementedError: it has no soft_cap" if name == "soft_cap" else None,
     }
-    for who, row in found["rows"].items():
+    for who, row in measured["rows"].items():
         if refused[who] is None:
             assert "tflops" in row["forward"] and "tflops" in row["both"]
-            assert len(row["both"]["error"]) == len(found["allowed"])
+            assert len(row["both"]["error"]) == len(measured["allowed"])
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -177,22 +177,22 @@ def test_another_mask_or_score_gets_no_speed(cpu, name):
     def attention(q, k, v, *data):
         return rivals.xla(without, q, k, v) + (0 * data[0].sum() if shape.bias else 0)
 
-    found = row_of(attention, measure.prepared(shape, False)(), 1, False)
-    assert found["forward"]["refused"] == "wrong result"
+    measured = row_of(attention, measure.compile_problem(shape, False)(), 1, False)
+    assert measured["forward"]["refused"] == "wrong result"
 
 
-def test_a_wrong_gradient_of_the_bias_is_found(cpu):
+def test_a_wrong_gradient_of_the_bias_gets_no_speed(cpu):
     def attention(q, k, v, bias):
         halved = 0.5 * bias + jax.lax.stop_gradient(0.5 * bias)
         return rivals.ours(BIASED, q, k, v, halved)
 
-    found = row_of(attention, measure.prepared(BIASED)(), 1, True)
-    assert "tflops" in found["forward"] and found["both"]["refused"] == "wrong result"
-    assert found["both"]["error"][4] == pytest.approx(0.5, abs=0.01)
+    measured = row_of(attention, measure.compile_problem(BIASED)(), 1, True)
+    assert "tflops" in measured["forward"] and measured["both"]["refused"] == "wrong result"
+    assert measured["both"]["error"][4] == pytest.approx(0.5, abs=0.01)
 
 
-def test_where_dense_scores_have_no_room_the_truth_is_blockwise(monkeypatch):
-    expected = measure.prepared(DOCUMENTS)()
+def test_blockwise_is_the_expected_result_where_dense_scores_do_not_fit(monkeypatch):
+    expected = measure.compile_problem(DOCUMENTS)()
     monkeypatch.setattr(measure, "XLA_SCORES", 0.0)
     attend, used = fa.flash_attention, []
 
@@ -201,19 +201,19 @@ def test_where_dense_scores_have_no_room_the_truth_is_blockwise(monkeypatch):
         return attend(*args, implementation=implementation, **options)
 
     monkeypatch.setattr(fa, "flash_attention", watched)
-    found = measure.prepared(DOCUMENTS)()
+    measured = measure.compile_problem(DOCUMENTS)()
     assert set(used) == {"blockwise"}
-    assert all(e < 1e-5 for e in measure.distances(found.expected, expected.expected))
+    assert all(e < 1e-5 for e in measure.relative_errors(measured.expected, expected.expected))
 
 
-def test_what_ours_refuses_is_reported(monkeypatch):
+def test_unsupported_calls_of_ours_are_reported(monkeypatch):
     shape = dataclasses.replace(BIASED, head_dim=256)
-    problem = measure.prepared(shape, False)()
+    problem = measure.compile_problem(shape, False)()
     with planned_for_h200():
-        found = row_of(functools.partial(rivals.ours, shape), problem, 1, False)
-    assert "with scores of data of pairs, head dims are at most" in found["forward"]["refused"]
-    text = report.report(of(bias={"shape": dataclasses.asdict(shape), "allowed": problem.allowed,
-                                  "rows": {"ours": found}}))  # fmt: skip
+        measured = row_of(functools.partial(rivals.ours, shape), problem, 1, False)
+    assert "with scores of data of pairs, head dims are at most" in measured["forward"]["refused"]
+    text = report.report(results_of(bias={"shape": dataclasses.asdict(shape), "allowed": problem.allowed,
+                                  "rows": {"ours": measured}}))  # fmt: skip
     assert "- ours, forward: ValueError: implementation 'hopper' does not" in text
 
 
@@ -232,15 +232,15 @@ def test_masks_are_chosen_by_a_flag(monkeypatch, tmp_path):
     run.main(["--masks"])
     assert measured == list(MASKS.values()) and not list(tmp_path.iterdir())
     run.main(["--shapes", "docs16,bias", "--json", str(tmp_path / "some.json")])
-    kept = record.load(tmp_path / "some.json")["results"]
-    assert {n: Shape(**r["shape"]) for n, r in kept.items()} == {
+    saved = record.load(tmp_path / "some.json")["results"]
+    assert {n: Shape(**r["shape"]) for n, r in saved.items()} == {
         n: MASKS[n] for n in ("docs16", "bias")
     }
 
 
-def test_the_report_keeps_masks_apart_and_ours_is_no_rival():
+def test_the_report_has_masks_separately_and_ours_is_no_rival():
     rows = {"ours": 400.0, "mask_fn": 380.0, "fa3": 500.0}
-    record_ = of(
+    record_ = results_of(
         d128_s8192_c=result(MASKS["d128_s8192_c"], **{**rows, "mask_fn": 400.0}),
         window128=result(MASKS["window128"], **rows),
         docs16=result(MASKS["docs16"], **{**rows, "mask_fn": 410.0, "fa3": 320.0}),
@@ -251,8 +251,8 @@ def test_the_report_keeps_masks_apart_and_ours_is_no_rival():
     assert "\nforward, TFLOP/s: geometric mean 0.800 over 1 shapes" in text
     assert "\nforward with masks and scores, TFLOP/s: geometric mean 1.000 over 2 shapes" in text
     mean = math.prod([1, 400 / 380, 400 / 410]) ** (1 / 3)
-    assert f"ready-made mask, time: geometric mean {mean:.3f} over 3 shapes, most 1.053" in text
-    assert report.cost_of_functions(of(x=result(TINY, ours=1.0))["results"], "both") is None
+    assert f"built-in mask, time: geometric mean {mean:.3f} over 3 shapes, most 1.053" in text
+    assert report.cost_of_functions(results_of(x=result(TINY, ours=1.0))["results"], "both") is None
     curves = plot.curves(results, "forward")
     assert curves == {(True, 128): {"ours": [(8192, 400.0)], "fa3": [(8192, 500.0)]}}
 
@@ -262,7 +262,9 @@ SPEEDS = sorted(p for p in record.RESULTS.glob("*.json") if not p.stem.startswit
 
 @pytest.mark.parametrize("path", SPEEDS, ids=lambda p: p.stem)
 def test_committed_results_can_be_read(path):
-    kept = record.load(path)
-    assert all(Shape(**r["shape"]) == SHAPES[name] for name, r in kept["results"].items())
-    assert "geometric mean" in report.report(kept)
-    assert kept["results"].keys().isdisjoint(SWEEP) != bool(plot.curves(kept["results"], "forward"))
+    saved = record.load(path)
+    assert all(Shape(**r["shape"]) == SHAPES[name] for name, r in saved["results"].items())
+    assert "geometric mean" in report.report(saved)
+    assert saved["results"].keys().isdisjoint(SWEEP) != bool(
+        plot.curves(saved["results"], "forward")
+    )

@@ -4,11 +4,11 @@ import pytest
 
 from benchmarks import numerics, pages, record
 from benchmarks.shapes import SHAPES
-from tests.test_benchmarks import part, result
-from tests.test_benchmarks_report import of
+from tests.test_benchmarks import cell, result
+from tests.test_benchmarks_report import results_of
 
 PAGE = pages.Page("Speed of nothing", "nothing.json", "", ("nothing-forward", "nothing-both"))
-RESULTS = of(
+RESULTS = results_of(
     d128_s1024_c=result(SHAPES["d128_s1024_c"], ours=400.0, fa3=500.0, cudnn=None, mask_fn=None),
     d128_s8192_c=result(SHAPES["d128_s8192_c"], ours=600.0, fa3=480.0, cudnn=None, mask_fn=None),
 )
@@ -20,15 +20,15 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(pages, "PAGES", {"nothing.md": PAGE})
     monkeypatch.setattr(numerics, "PAGE", tmp_path / "docs" / "numerics.md")
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    found = {**RESULTS, "setup": RESULTS["setup"] | {"implementations": {"ours": "0.1.0"}}}
-    record.write(tmp_path / "nothing.json", found)
+    measured = {**RESULTS, "setup": RESULTS["setup"] | {"implementations": {"ours": "0.1.0"}}}
+    record.write(tmp_path / "nothing.json", measured)
     return tmp_path / "docs"
 
 
-def test_the_committed_pages_are_what_the_committed_results_make():
+def test_the_committed_pages_follow_from_the_committed_results():
     if not record.RESULTS.exists():
         pytest.skip("a source distribution has no results")
-    for path, content in pages.made().items():
+    for path, content in pages.generate().items():
         assert path.read_text() == content, (
             f"{path.name}: python -m benchmarks.pages writes it anew"
         )
@@ -48,13 +48,13 @@ def test_a_page_has_the_means_the_figures_and_a_table(small):
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 100
 
 
-def test_milliseconds_where_a_page_asks_for_them(small):
-    rows = {"ours": {"forward": part(2.0, 0.15)}, "fa3": {"forward": part(1.0, 0.1)}}
-    found = pages.table({"window128": {"rows": rows}}, "forward", pages.time)
-    assert found.splitlines()[2:] == ["| window128 | 0.075 | 0.100 | 2.00 |"]
+def test_a_page_may_have_milliseconds(small):
+    rows = {"ours": {"forward": cell(2.0, 0.15)}, "fa3": {"forward": cell(1.0, 0.1)}}
+    measured = pages.table({"window128": {"rows": rows}}, "forward", pages.time)
+    assert measured.splitlines()[2:] == ["| window128 | 0.075 | 0.100 | 2.00 |"]
 
 
-def test_errors_are_ours_over_a_rivals():
+def test_errors_are_ratios_to_a_rival():
     def row(*error):
         return {"both": {"tflops": 1.0, "error": list(error)}}
 

@@ -1,19 +1,19 @@
-"""What is made of a benchmark's results: ratios, means, the report and the figures."""
+"""The report of a benchmark's results: ratios, means, tables and figures."""
 
 import pytest
 
 from benchmarks import plot, record, report
 from benchmarks.shapes import SHAPES, SHORT
-from tests.test_benchmarks import TINY, part, result, row
+from tests.test_benchmarks import TINY, cell, result, row
 
 
-def of(**results):
+def results_of(**results):
     setup = {"device": "Invented device", "driver": "1.0"}
     runs = [{"date": "2000-01-01", "commit": "abc", "matmul": 800.0, "shapes": list(results)}]
     return {"setup": setup, "runs": runs, "results": results}
 
 
-SYNTHETIC = of(
+SYNTHETIC = results_of(
     d128_s1024_c=result(SHAPES["d128_s1024_c"], ours=400.0, fa3=500.0, cudnn=200.0),
     d128_s8192_c=result(SHAPES["d128_s8192_c"], ours=600.0, fa3=None, cudnn=480.0),
     d128_q2048_k8192_f=result(SHAPES["d128_q2048_k8192_f"], ours=500.0, fa3=500.0, cudnn=100.0),
@@ -28,12 +28,12 @@ def test_ratios_are_to_the_best_rival():
 
 
 def test_the_backward_is_the_difference():
-    found = report.tflops({"forward": part(2 / 3, 2.0), "both": part(7 / 10, 7.0)}, "backward")
-    assert found == pytest.approx(5.0 / 7)  # two operations in 3 s, seven in 10: five in 7
-    assert report.tflops({"forward": part(1.0)}, "backward") is None
+    drawn = report.tflops({"forward": cell(2 / 3, 2.0), "both": cell(7 / 10, 7.0)}, "backward")
+    assert drawn == pytest.approx(5.0 / 7)  # two operations in 3 s, seven in 10: five in 7
+    assert report.tflops({"forward": cell(1.0)}, "backward") is None
 
 
-def test_means_and_least_ratio():
+def test_means_and_smallest_ratio():
     text = report.summary(SYNTHETIC["results"], "both")
     assert "geometric mean 1.000 over 3 shapes" in text
     assert "0.800 over the 1 up to 2048 tokens" in text  # 2048 queries with 8192 keys are not short
@@ -41,7 +41,7 @@ def test_means_and_least_ratio():
     assert "no shape" in report.summary({"x": result(TINY, ours=1.0)}, "forward")
 
 
-def test_the_report_says_who_was_refused_and_how_wrong_all_are(tmp_path, capsys):
+def test_the_report_lists_missing_speeds_and_errors(tmp_path, capsys):
     record.write(tmp_path / "x.json", SYNTHETIC)
     report.main([str(tmp_path / "x.json")])
     text = capsys.readouterr().out
@@ -50,12 +50,12 @@ def test_the_report_says_who_was_refused_and_how_wrong_all_are(tmp_path, capsys)
     assert "| d128_s8192_c | 600 | - | 480 | 1.25 |" in text
     assert "- fa3, forward: NotImplementedError: no (d128_s8192_c)" in text
     assert "over the allowed: ours 0.50, fa3 0.50, cudnn 0.50" in text
-    for title in report.PARTS.values():
+    for title in report.PHASES.values():
         assert f"\n{title}, TFLOP/s" in text
 
 
-def test_short_sequences_are_summed_up_apart():
-    """Not in the mean of the shapes that rivals have published."""
+def test_short_sequences_are_summarized_separately():
+    """They are not in the mean of the shapes of the papers."""
     results = {"vit_l16": result(SHORT["vit_l16"], ours=200.0, fa3=100.0)}
     both = report.groups(SYNTHETIC["results"] | results)
     assert both[" of short sequences"] == results and both[""] == SYNTHETIC["results"]
@@ -67,7 +67,7 @@ def test_figures_have_a_panel_for_each_head_dim_and_mask(tmp_path, capsys):
         name: result(shape, **{n: 100.0 + i + shape.q_len / 100 for i, n in enumerate(names)})
         for name, shape in SHAPES.items()
     }
-    record.write(tmp_path / "some-gpu.json", of(**results))
+    record.write(tmp_path / "some-gpu.json", results_of(**results))
     out = tmp_path / "figures"
     plot.main([str(tmp_path / "some-gpu.json"), "--out", str(out)])
     assert sorted(p.name for p in out.iterdir()) == ["some-gpu-both.svg", "some-gpu-forward.svg"]
@@ -83,9 +83,9 @@ def test_figures_have_a_panel_for_each_head_dim_and_mask(tmp_path, capsys):
         assert "dc:date" not in text
 
 
-def test_what_has_no_speed_is_not_drawn():
-    found = plot.curves(SYNTHETIC["results"], "forward")
-    assert found == {
+def test_shapes_without_a_speed_are_not_drawn():
+    drawn = plot.curves(SYNTHETIC["results"], "forward")
+    assert drawn == {
         (True, 128): {
             "ours": [(1024, 400.0), (8192, 600.0)],
             "fa3": [(512, 500.0), (1024, 500.0)],
@@ -94,4 +94,4 @@ def test_what_has_no_speed_is_not_drawn():
     }
     assert len(plot.draw(SYNTHETIC, "forward").axes) == 1
     with pytest.raises(ValueError, match="no shape"):
-        plot.draw(of(tiny=result(TINY, ours=1.0)), "forward")
+        plot.draw(results_of(tiny=result(TINY, ours=1.0)), "forward")

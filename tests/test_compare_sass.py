@@ -37,7 +37,7 @@ def test_kernels_differ_by_their_code_and_not_by_their_names(after: list, line: 
     assert lines == ([] if line is None else [line])
 
 
-def test_another_number_of_kernels_is_a_difference() -> None:
+def test_a_different_number_of_kernels_is_a_difference() -> None:
     one = ["attention", 168, 0, 1024, 9, "aa"]
     assert compare_sass.differences({"x": [one]}, {"x": [one, one]}) == [
         "x: 1 kernels before, 2 after"
@@ -66,7 +66,7 @@ def repository(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathl
     return tmp_path
 
 
-def test_the_commits_that_say_that_they_are_neutral(repository: pathlib.Path) -> None:
+def test_neutral_commits_are_listed(repository: pathlib.Path) -> None:
     def subject(revision: str) -> str:
         return compare_sass.git("show", "-s", "--format=%s", revision)
 
@@ -92,7 +92,7 @@ def test_the_small_matrix_is_part_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("name", [slow("h64_1024")])
-def test_a_changed_constant_is_found_and_a_changed_comment_is_not(
+def test_a_changed_constant_differs_and_a_changed_comment_does_not(
     name: str, tmp_path: pathlib.Path
 ) -> None:
     compiled = []

@@ -1,7 +1,7 @@
 """Every implementation against dense softmax in float64, by one contract suite.
 
 Here NumPy runs what is traced, for XLA takes longest of all to compile it. `pytest -m gpu` runs the plain cases on the
-Hopper kernels; `tests/test_hopper.py` runs them interpreted.
+Hopper kernels; `tests/test_sm90.py` runs them interpreted.
 """
 
 import re
@@ -12,7 +12,7 @@ from pallas_fa2.backends.sm90.configs import ConfigRule
 from tests.contract import suite
 from tests.contract.cases import GENERAL, MASKED, PLAIN, Case
 from tests.support import interpreter
-from tests.support.hopper import each_variant, is_first, name, planned_with
+from tests.support.hopper import each_variant, is_first, name, planned_with, runs_on_ampere
 from tests.support.tiers import slow_but
 
 # Head dims and the kernels' own lengths are nothing for which reference and blockwise have branches.
@@ -40,7 +40,7 @@ def test_contract_of_reference_and_blockwise(case: Case) -> None:
 @pytest.mark.parametrize(
     "case", slow_but(lambda case: case.name in COMPILED, PLAIN + GENERAL), ids=str
 )
-def test_contract_of_what_xla_compiles(case: Case) -> None:
+def test_contract_of_compiled_xla_backends(case: Case) -> None:
     suite.check(case, "reference", "blockwise")
 
 
@@ -50,6 +50,14 @@ def test_contract_of_hopper(case: Case, tuned: ConfigRule) -> None:
     gradients = is_first(case, tuned)
     with planned_with(tuned):
         suite.check(case, "hopper", gradients=gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [case for case in PLAIN + MASKED + GENERAL if runs_on_ampere(case)], ids=str
+)
+def test_contract_of_ampere(case: Case) -> None:
+    suite.check(case, "ampere")
 
 
 @pytest.mark.gpu

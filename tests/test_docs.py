@@ -1,4 +1,4 @@
-"""Documentation: links resolve, decisions have a status and are listed, and code on user pages runs."""
+"""Documentation: links resolve, decisions have a status and are listed, files that pages name exist, and their code runs."""
 
 import pathlib
 import re
@@ -12,11 +12,15 @@ DOCS = ROOT / "docs"
 PAGES = [*(ROOT / f"{n}.md" for n in ("README", "CONTRIBUTING", "CHANGELOG")), *DOCS.rglob("*.md")]
 DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
 USER = sorted((DOCS / "user").glob("*.md"))
+DESIGN = [*sorted((DOCS / "design").glob("*.md")), DOCS / "glossary.md"]
+RUNNABLE = [*USER, DOCS / "design" / "masks.md", DOCS / "design" / "scheduling.md"]
 # What stays in the repository: a source distribution has none of it.
 REPOSITORY_ONLY = DOCS / "figures", ROOT / "benchmarks" / "results"
 
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+# Paths in backticks begin with one of these, are those of a module in the package, or a module's name alone.
+FOLDERS = "pallas_fa2", "tests", "tools", "docs", "benchmarks", "examples"
 STATUS = re.compile(r"accepted|rejected|superseded by \d{4}|historical")
 
 
@@ -40,9 +44,19 @@ def anchors(path):
     return {re.sub(r"[^\w\- ]", "", h).strip().replace(" ", "-") for h in plain}
 
 
+def named_files(path):
+    """The files, folders and dotted modules of the repository that a page names in backticks, as paths."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for words in re.findall(r"`([\w./-]+)`", text):
+        if words.startswith("pallas_fa2."):
+            yield words.replace(".", "/")
+        elif words.endswith(".py") or words.partition("/")[0] in FOLDERS:
+            yield words.rstrip("/")
+
+
 def status(path):
-    (found,) = re.findall(r"^Status: (.*)$", path.read_text(), re.MULTILINE)
-    return found
+    (status_line,) = re.findall(r"^Status: (.*)$", path.read_text(), re.MULTILINE)
+    return status_line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -53,6 +67,35 @@ def test_links_resolve(page):
         assert target.exists(), f"{name(page)} links to {target}, which does not exist"
         if anchor:
             assert anchor in anchors(target), f"{name(page)}: {target.name} has no #{anchor}"
+
+
+@pytest.mark.parametrize("page", DESIGN, ids=name)
+def test_the_files_that_a_design_page_names_exist(page):
+    package = ROOT / "pallas_fa2"
+    modules = {path.name for path in package.rglob("*.py")}
+    for file in named_files(page):
+        paths = ROOT / file, ROOT / f"{file}.py", package / file
+        assert file in modules or any(x.exists() for x in paths), f"{file} does not exist"
+
+
+def package_tree():
+    """The files and folders, relative to the root, that the tree of packages in the architecture page names."""
+    page = (DOCS / "design" / "architecture.md").read_text()
+    tree = re.findall(r"^```\n(pallas_fa2/\n.*?)^```", page, re.DOTALL | re.MULTILINE)[0]
+    folders = []
+    for line in tree.splitlines():
+        indent, names = re.match(r"([│├└─ ]*)((?:[\w.]+/?(?:, )?)+)?", line).groups()
+        for path in (names or "").split(", "):
+            if path.endswith(("/", ".py")):
+                folders[len(indent) // 4 :] = [path.rstrip("/")]
+                yield "/".join(folders)
+
+
+def test_the_tree_of_packages_is_that_of_the_repository():
+    named = list(package_tree())
+    assert [x for x in named if not (ROOT / x).exists()] == []
+    packages = {name(path.parent) for path in (ROOT / "pallas_fa2").rglob("__init__.py")}
+    assert packages - set(named) == set()
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=name)
@@ -78,14 +121,21 @@ def test_every_page_of_a_folder_is_linked_from_an_index():
     assert set(DOCS.rglob("*.md")) - {DOCS / "index.md"} <= linked
 
 
+def test_the_glossary_has_each_term_once_and_in_order():
+    text = (DOCS / "glossary.md").read_text().partition("## Terms")[2]
+    bold = re.findall(r"^- \*+(.*?)\*+.*?:", text, re.MULTILINE)
+    terms = [re.sub(r"\W+", " ", term).lower() for term in bold]
+    assert terms and terms == sorted(set(terms))
+
+
 @pytest.fixture
 def promotion_as_users_have_it():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
-@pytest.mark.parametrize("page", USER, ids=lambda page: page.stem)
-def test_the_code_of_a_user_page_runs(page, promotion_as_users_have_it, tmp_path):
+@pytest.mark.parametrize("page", RUNNABLE, ids=name)
+def test_the_code_of_a_page_runs(page, promotion_as_users_have_it, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "page.py").write_text("\n".join(blocks))
     runpy.run_path(str(tmp_path / "page.py"))

@@ -47,11 +47,11 @@ def test_bits_are_like_random_ones(seed: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-6, 0.1, 0.5, 0.999999])
-def test_the_mean_stays(rate: float) -> None:
+def test_dropout_preserves_the_mean(rate: float) -> None:
     """Over all values of the bits, exactly."""
     bound = dropout.threshold(rate)
-    kept = (np.arange(2**16) >= bound) * dropout.scale(bound)
-    np.testing.assert_allclose(kept.mean(), 1.0, rtol=1e-12)
+    factors = (np.arange(2**16) >= bound) * dropout.scale(bound)
+    np.testing.assert_allclose(factors.mean(), 1.0, rtol=1e-12)
     assert abs(bound / 2**16 - rate) <= 2**-16
 
 
@@ -67,11 +67,11 @@ def test_each_word_of_the_seed_makes_other_bits() -> None:
         keys = dropout.row_keys(words, head, jnp.full((1, 1), 3))
         return np.asarray(dropout.bits(keys, jnp.arange(1000)[None]))
 
-    for other in ((1, 3), (0, 2), (2, 1)):
-        assert np.mean(bits(1, 2) == bits(*other)) < 0.01, other
+    for different in ((1, 3), (0, 2), (2, 1)):
+        assert np.mean(bits(1, 2) == bits(*different)) < 0.01, different
 
 
-def test_what_is_dropped_is_what_lies_below_the_threshold() -> None:
+def test_bits_below_the_threshold_are_dropped() -> None:
     keys = dropout.RowKeys(jnp.uint32(5), jnp.uint32(7))
     bits = np.asarray(dropout.bits(keys, jnp.arange(64)))
     bound = int(bits[17])
@@ -81,7 +81,7 @@ def test_what_is_dropped_is_what_lies_below_the_threshold() -> None:
     np.testing.assert_array_equal(factor, expected.astype(np.float32))
 
 
-def test_a_call_drops_what_numpys_copy_drops() -> None:
+def test_a_call_drops_what_the_numpy_copy_drops() -> None:
     """The bits are a promise: those of other versions, and the same in every implementation."""
     q, k, n, rate = 5, 7, 2, 0.3
     x = jnp.zeros((1, q, n, k)), jnp.zeros((1, k, n, k))

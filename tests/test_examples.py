@@ -91,14 +91,14 @@ def dense(mask, tokens):
 
 
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "full"])
-def test_tiles_of_the_gallery_are_what_its_masks_say(name):
+def test_tiles_of_the_gallery_equal_its_dense_masks(name):
     mask, sizes = MASKS[name](TOKENS, HEADS), (TOKENS, TOKENS, 8, 8)
-    got, want = table(mask, sizes), exact(dense(mask, TOKENS), sizes)
-    assert_sound(got, want)
-    assert np.array_equal(got, want) == (name not in NOT_EXACT)
+    actual, want = table(mask, sizes), exact(dense(mask, TOKENS), sizes)
+    assert_sound(actual, want)
+    assert np.array_equal(actual, want) == (name not in NOT_EXACT)
 
 
-def test_a_token_of_the_tree_sees_what_its_parent_sees_and_itself():
+def test_a_token_of_the_tree_attends_to_its_ancestors_and_itself():
     (visible,) = dense(masks_and_scores.tree(TOKENS, 1), TOKENS)[:1]
     assert visible[0].sum() == 1 and visible.sum(1).max() > 4
     for i in range(1, TOKENS):
@@ -121,23 +121,23 @@ def test_values_and_gradients_of_the_scores_of_the_gallery(name, qkv):
     q, k, v = qkv
 
     def loss(implementation):
-        def of(score, q):
+        def loss_fn(score, q):
             out = fa.flash_attention(
                 q, k, v, mask=fa.Causal(), score=score, implementation=implementation
             )
             return jnp.sum(jnp.sin(out)), out
 
-        return jax.value_and_grad(of, (0, 1), has_aux=True)
+        return jax.value_and_grad(loss_fn, (0, 1), has_aux=True)
 
     score = SCORES[name](TOKENS, HEADS)
-    got, want = loss("blockwise")(score, q), loss("reference")(score, q)
-    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-4)
+    actual, want = loss("blockwise")(score, q), loss("reference")(score, q)
+    chex.assert_trees_all_close(actual, want, rtol=1e-4, atol=1e-4)
     plain = fa.flash_attention(q, k, v, mask=fa.Causal(), implementation="reference")
     assert not np.allclose(want[0][1], plain, atol=1e-3), "the score does nothing"
 
 
 def test_the_gallery_without_a_gpu(tmp_path, capsys):
-    """It plans for an H200, whose kernels take all of it."""
+    """The gallery plans for an H200, whose kernels support all masks."""
     assert len(MASKS) >= 12 and len(SCORES) >= 6
     out = tmp_path / "made by the example"
     mask_gallery.main(["--length", "1024", "--heads", "4", "--out", str(out)])
@@ -151,7 +151,7 @@ def test_the_gallery_without_a_gpu(tmp_path, capsys):
     assert image.startswith(b"\x89PNG") and len(image) > 20000
 
 
-def test_the_gallery_says_why_the_kernels_refuse(capsys):
+def test_the_gallery_prints_why_the_kernels_do_not_run(capsys):
     tiles = mask_gallery.Tiles(np.zeros((1, 1, 1, 2, 2)), "it is too blue")
     mask_gallery.show("mask", "", {"blue": tiles}, None)
     assert (
@@ -161,14 +161,14 @@ def test_the_gallery_says_why_the_kernels_refuse(capsys):
 
 
 def test_the_gallery_on_a_gpu(tmp_path, capsys, monkeypatch):
-    """With a clock by which all take 1 and 3 ms, and packed documents less."""
+    """The fake clock shows 1 and 3 ms, and less for packed documents."""
 
     def clock(name, length, heads):
         assert (length, heads) == (256, 1)
         full = (1.0, 3.0)
-        return mask_gallery.Measured((0.5, 2.0) if name == "packed_documents" else full, full)
+        return mask_gallery.Timing((0.5, 2.0) if name == "packed_documents" else full, full)
 
-    monkeypatch.setattr(mask_gallery, "measured", clock)
+    monkeypatch.setattr(mask_gallery, "measure", clock)
     monkeypatch.setattr(mask_gallery, "device_of", lambda array: H200)
     names = ["packed_documents", "padded", "token_bias"]
     mask_gallery.main([*names, "--length", "256", "--heads", "1", "--out", str(tmp_path)])
@@ -182,7 +182,7 @@ def test_the_gallery_on_a_gpu(tmp_path, capsys, monkeypatch):
     assert not set(lines) & {"causal", "full", "alibi"}
 
 
-def test_unknown_names_and_short_lengths_are_refused(capsys):
+def test_unknown_names_and_short_lengths_are_errors(capsys):
     with pytest.raises(SystemExit):
         mask_gallery.main(["casual"])
     assert "['casual'] not among ['full', 'causal'," in capsys.readouterr().err
@@ -192,7 +192,7 @@ def test_unknown_names_and_short_lengths_are_refused(capsys):
 
 
 @pytest.mark.parametrize("name", ["full", "routing", "forgetting", "dense_bias"])
-def test_the_gallery_compiles_before_its_turn(name, monkeypatch):
+def test_the_gallery_compiles_before_it_locks_the_gpu(name, monkeypatch):
     """Forward, and with the gradients of what a score reads; in turns with full attention."""
     events = []
 
@@ -213,8 +213,8 @@ def test_the_gallery_compiles_before_its_turn(name, monkeypatch):
         fa, "flash_attention", lambda *x, implementation, **options: attend(*x, **options)
     )
     monkeypatch.setattr(mask_gallery, "burst", burst)
-    monkeypatch.setattr(mask_gallery.Turn, "lock", Lock())
-    assert mask_gallery.measured(name, 128, 2) == ((3.0, 7.0), (4.0, 8.0))
+    monkeypatch.setattr(mask_gallery.Gpu, "lock", Lock())
+    assert mask_gallery.measure(name, 128, 2) == ((3.0, 7.0), (4.0, 8.0))
     q = (1, 128, 2, mask_gallery.HEAD_DIM)
     scores = {"forgetting": [(128,)], "dense_bias": [(128, 128)]}.get(name, [])
     assert events == ["turn", *[[q]] * 4, *[[q] * 4 + scores, [q] * 4] * 2]

@@ -35,7 +35,7 @@ def near_by_dict(q, k):
 
 
 class Config:
-    """As users have them: the width of a window as an attribute."""
+    """A configuration object of a user: the width of a window is an attribute."""
 
     reach = 3
 
@@ -237,25 +237,25 @@ class Operators:
 
 
 def by_operator(use):
-    made = Operators(3)
-    fn = lambda q, k: (q.index >= k.index) & use(made, q.index - k.index)
-    return fn, lambda n: made.values.__setitem__("reach", n)
+    instance = Operators(3)
+    fn = lambda q, k: (q.index >= k.index) & use(instance, q.index - k.index)
+    return fn, lambda n: instance.values.__setitem__("reach", n)
 
 
 def by_item():
-    return by_operator(lambda made, distance: distance < made["reach"])
+    return by_operator(lambda instance, distance: distance < instance["reach"])
 
 
 def by_conversion():
-    return by_operator(lambda made, distance: distance < int(made))
+    return by_operator(lambda instance, distance: distance < int(instance))
 
 
 def by_iteration():
-    return by_operator(lambda made, distance: distance < max(made))
+    return by_operator(lambda instance, distance: distance < max(instance))
 
 
 def by_comparison():
-    return by_operator(lambda made, distance: made > distance)
+    return by_operator(lambda instance, distance: instance > distance)
 
 
 class Attribute:
@@ -282,8 +282,8 @@ class Tuple(NamedTuple):
 
 
 def by_method_of_a_tuple():
-    made = Tuple(0)
-    fn = lambda q, k: (q.index >= k.index) & made.is_near(q.index - k.index)
+    instance = Tuple(0)
+    fn = lambda q, k: (q.index >= k.index) & instance.is_near(q.index - k.index)
     return fn, by_global()[1]
 
 
@@ -291,19 +291,19 @@ def by_attribute_of_a_list():
     class List(list):
         pass
 
-    made = List([0])
-    made.reach = 3
-    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < made.reach)
-    return fn, lambda n: setattr(made, "reach", n)
+    instance = List([0])
+    instance.reach = 3
+    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < instance.reach)
+    return fn, lambda n: setattr(instance, "reach", n)
 
 
 def by_element_of_a_list():
     class List(list):
         pass
 
-    made = List([3])
-    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < made[0])
-    return fn, lambda n: made.__setitem__(0, n)
+    instance = List([3])
+    fn = lambda q, k: (q.index >= k.index) & (q.index - k.index < instance[0])
+    return fn, lambda n: instance.__setitem__(0, n)
 
 
 def by_function_of_a_function():
@@ -348,7 +348,7 @@ WAYS += [by_function_of_a_function, by_attribute_getter, by_environment]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_what_a_mask_reads_when_it_is_called_counts(way):
+def test_the_key_depends_on_what_a_mask_reads(way):
     fn, change = way()
     whole = fa.mask_fn(fn) & fa.Window(15)
     for reach in (3, 5, 16, 3):
@@ -356,10 +356,10 @@ def test_what_a_mask_reads_when_it_is_called_counts(way):
         expected = (np.subtract.outer(range(16), range(16)) < reach) & np.tri(16, dtype=bool)
         for mask in (fn, whole):
             described, _ = parse_call.parse_call(X, X, X, mask=mask)
-            seen = described.mask.on_leading_axes(
+            visible = described.mask.on_leading_axes(
                 *tokens(), None if mask is fn else described_data(mask)
             )
-            np.testing.assert_array_equal(seen[0, 0, 0], expected)
+            np.testing.assert_array_equal(visible[0, 0, 0], expected)
 
 
 def tokens():
@@ -371,7 +371,7 @@ def described_data(mask):
     return parse_call.parse_call(X, X, X, mask=mask)[1].mask
 
 
-def test_scores_and_values_follow_too():
+def test_the_key_of_scores_depends_on_what_they_read():
     config = types.SimpleNamespace(scale=1.0)
     score = fa.score_fn(lambda s, q, k: s * config.scale)
     fa.flash_attention(X, X, X, score=score)
@@ -385,7 +385,7 @@ def test_scores_and_values_follow_too():
     [*WAYS[:4], by_bound_method, by_partial, by_static_method, by_item],
     ids=lambda w: w.__name__,
 )
-def test_what_has_not_changed_has_the_same_key(way):
+def test_unchanged_functions_have_equal_keys(way):
     fn, change = way()
     change(3)
     first = fingerprint(fn)
@@ -403,7 +403,7 @@ def test_a_recursive_function_has_a_key():
     assert fingerprint(power) == fingerprint(power) is not None
 
 
-def test_what_imports_or_captures_arrays_has_no_key():
+def test_imports_and_captured_arrays_have_no_key():
     array = jnp.ones(3)
 
     def imports(q, k):
@@ -438,7 +438,7 @@ def test_functions_of_jax_have_keys(name):
     assert fingerprint(lambda q, k: function(q.index)) is not None
 
 
-def test_functions_of_one_name_that_jax_calls_back_are_told_apart():
+def test_callbacks_of_one_name_have_different_keys():
     def scaled_by(factor):
         def on_host(s):
             return np.asarray(s) * np.float32(factor)
@@ -455,7 +455,7 @@ def test_functions_of_one_name_that_jax_calls_back_are_told_apart():
     assert codes[0] == codes[2] != codes[1]
 
 
-def test_a_call_described_again_is_cheap():
+def test_parsing_a_call_again_is_cheap():
     """3 ms for a mask and a score; half of a trace."""
     mask = fa.mask_fn(lambda q, k: (q.index >= k.index) & (q.image == k.image))
     mask = mask(tokens={"image": jnp.zeros((1, 16), jnp.int32)})
@@ -469,7 +469,7 @@ def test_a_call_described_again_is_cheap():
     assert min(times) < 3e-3
 
 
-def test_a_number_is_known_by_its_bits():
+def test_the_key_of_a_number_is_its_bits():
     assert fingerprint(0.0) != fingerprint(-0.0) and fingerprint(0j) != fingerprint(-0j)
     assert fingerprint(float("nan")) == fingerprint(float("nan"))
     assert len({fingerprint(x) for x in (1, 1.0, True, np.float32(1), np.int32(1))}) == 5

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import api, parse_call, pytree_fn
+from pallas_fa2 import api, pytree_fn, trace_mods
 from pallas_fa2.backends.common import dropout
 from pallas_fa2.backends.xla import blockwise, tile
 from tests.fuzz.case import Case, draw
@@ -66,7 +66,7 @@ FOUND = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("line", FOUND)
-def test_what_was_found_on_a_gpu(line: str) -> None:
+def test_regressions_from_a_gpu(line: str) -> None:
     assert check(parse(line), None).ran == {"hopper"}
 
 
@@ -132,13 +132,13 @@ BUGS = {
     "padding": (blockwise, "_pad", with_zeros, Case(scores=(Temper(), SoftCap(3.5)), **SMALL)),
     "masked tokens": (
         tile,
-        "zero_unseen",
+        "zero_masked_tokens",
         lambda x, keep, axis: x,
         Case(mask=Lengths(k=11), **SMALL),
     ),
     "masked data": (
         tile,
-        "hide_masked",
+        "replace_masked",
         lambda raw, data, keep: (raw, data),
         Case(mask=Lengths(k=11), scores=(Bias(), SoftCap(2.5)), **SMALL),
     ),
@@ -148,7 +148,7 @@ BUGS = {
         lambda keys, column: dropout_bits(keys, column % 16),
         Case(dropout=0.25, **SMALL),
     ),
-    "sinks": (api, "_with_sinks", lambda out, lse, sinks: (out, lse), Case(sinks="float32")),
+    "sinks": (api, "add_sinks", lambda out, lse, sinks: (out, lse), Case(sinks="float32")),
     "the position of a token that is decoded": (
         fa.linen,
         "flash_attention",
@@ -178,12 +178,12 @@ QUICK = "the cotangent of lse", "the position of a token that is decoded", "what
 
 @pytest.mark.parametrize("bug", slow_but(QUICK.__contains__, BUGS))
 def test_a_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same case passes without it: the fuzzer is neither blind nor blunt."""
+    """The fuzzer reports each planted bug, and the same case passes without it."""
     module, name, broken, case = BUGS[bug]
 
     def forget() -> None:
         jax.clear_caches()
-        parse_call._cached_mask.cache_clear()
+        trace_mods._trace.cache_clear()
 
     forget()
     with monkeypatch.context() as patched:
@@ -194,7 +194,7 @@ def test_a_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, "blockwise")
 
 
-def test_a_case_is_the_line_that_makes_it_again() -> None:
+def test_a_case_is_printed_as_the_line_that_replays_it() -> None:
     for n in range(300):
         case = nth(7, n, gpu=n % 2 == 0)
         assert repr(parse(repr(case))) == repr(case)
@@ -204,7 +204,7 @@ def test_a_case_is_the_line_that_makes_it_again() -> None:
         parse("(1,)")
 
 
-def test_what_is_wrong_is_shrunk_and_printed_as_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_shrunk_and_printed_as_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(case: Case, *names: str) -> None:
         if case.q_len > 20 and "Window" in repr(case.mask):
             raise Wrong(case, "a window")
@@ -218,10 +218,10 @@ def test_what_is_wrong_is_shrunk_and_printed_as_one_line(monkeypatch: pytest.Mon
     assert message.endswith(line)
 
 
-def test_what_is_wrong_is_told_before_it_is_shrunk(
+def test_a_failure_is_printed_before_it_is_shrunk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """On a GPU that takes minutes."""
+    """The failing case is printed first, as shrinking takes minutes on a GPU."""
     wrong = Wrong(Case(q_len=111), "a window")
     monkeypatch.setattr("tests.fuzz.run.check", lambda *_: (_ for _ in ()).throw(wrong))
     monkeypatch.setattr("tests.fuzz.run.shrink", lambda wrong, gpu: capsys.readouterr().out)
@@ -229,7 +229,7 @@ def test_what_is_wrong_is_told_before_it_is_shrunk(
     assert not ran and why == f"case 3 of seed 5 is wrong, and will be shrunk: {wrong}\n"
 
 
-def test_a_simpler_case_is_another_one() -> None:
+def test_simplified_cases_differ() -> None:
     rng = random.Random(3)
     for _ in range(50):
         case = draw(rng.choice)
@@ -237,13 +237,13 @@ def test_a_simpler_case_is_another_one() -> None:
     assert simpler(Case()) == []
 
 
-def test_poison_lies_where_no_pair_of_tokens_looks() -> None:
+def test_poison_is_only_in_masked_tokens() -> None:
     from tests.fuzz.check import poisoned
 
     case = Case(kv_heads=2, group=2, mask=Lengths(q=20, k=11), scores=(Temper(),), **SMALL)
     (entry,) = case.entries()
-    seen = case.inputs(*entry).seen
-    ((args, cotangents),) = poisoned(case, [entry], [seen])
+    visible = case.inputs(*entry).visible
+    ((args, cotangents),) = poisoned(case, [entry], [visible])
     for x in (args.k, args.v, args.scores[0]["gain"]):
         assert np.isnan(x[11:]).all() and not np.isnan(x[:11]).any()
     for x in (args.q, cotangents.out, args.scores[0]["heat"]):

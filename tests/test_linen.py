@@ -28,10 +28,10 @@ STOCK = nn.MultiHeadDotProductAttention
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def close(got, expected):
+def close(actual, expected):
     """Float32 rounding, measured against the largest entry of each array (if it exceeds 1)."""
-    chex.assert_trees_all_equal_structs(got, expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+    chex.assert_trees_all_equal_structs(actual, expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         largest = float(np.abs(np.asarray(b)).max())
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6 * max(1.0, largest))
 
@@ -92,7 +92,7 @@ def repeat_kv(params, group):
     ],
     ids=lambda options: "-".join(options) or "default",
 )
-def test_parameters_are_stock(options):
+def test_parameters_equal_those_of_flax(options):
     stock = init(STOCK(num_heads=4, **options), X)
     ours = init(MultiHeadAttention(num_heads=4, **options), X)
     assert jax.tree.structure(stock) == jax.tree.structure(ours)
@@ -104,12 +104,12 @@ def test_parameters_are_stock(options):
     [MultiHeadAttention(num_heads=4), STOCK(num_heads=4, attention_fn=attention_fn)],
     ids=["ours", "unmodified Flax"],
 )
-def test_stock_checkpoint_gives_stock_values_and_gradients(layer):
+def test_a_checkpoint_of_flax_gives_its_values_and_gradients(layer):
     params, expected = stock_case()
     close(value_and_gradients(call(layer, mask=CAUSAL), params, X), expected)
 
 
-def test_cross_attention_is_stock():
+def test_cross_attention_equals_flax():
     stock, ours = STOCK(num_heads=4), MultiHeadAttention(num_heads=4)
     k, v = X[:, :5, :24], 2.0 * X[:, :5, :24]
     params = perturbed(init(stock, X, k))
@@ -119,19 +119,19 @@ def test_cross_attention_is_stock():
         apply(ours, params, X, inputs_v=v)
 
 
-def test_bfloat16_is_no_less_exact_than_stock():
+def test_bfloat16_is_as_exact_as_flax():
     params, exact = stock_case()
     half = {"num_heads": 4, "dtype": jnp.bfloat16}
     stock = value_and_gradients(call(STOCK(**half), mask=CAUSAL), params, X)
     ours = value_and_gradients(call(MultiHeadAttention(causal=True, **half)), params, X)
     chex.assert_trees_all_equal_dtypes(ours, stock)
 
-    def error(got):
-        return jax.tree.map(lambda a, b: np.abs(np.float32(a) - np.float32(b)).max(), got, exact)
+    def error(actual):
+        return jax.tree.map(lambda a, b: np.abs(np.float32(a) - np.float32(b)).max(), actual, exact)
 
     both = zip(jax.tree.leaves(error(ours)), jax.tree.leaves(error(stock)), strict=True)
-    for mine, theirs in both:
-        assert mine <= 2 * theirs + 1e-5
+    for mine, flax_result in both:
+        assert mine <= 2 * flax_result + 1e-5
 
 
 @pytest.mark.parametrize("shape", [(LENGTH, 32), (2, 3, LENGTH, 32)], ids=str)
@@ -171,7 +171,7 @@ def test_mask_object_with_data_goes_through_jit_and_joins_causal():
     close(masked(params, X, same), expected)
 
 
-def test_causal_documents_on_the_unmodified_layer():
+def test_causal_documents_in_an_unmodified_layer():
     params, _ = stock_case()
     same = nn.make_attention_mask(SEGMENTS.ids, SEGMENTS.ids, jnp.equal)
     dense = call(STOCK(num_heads=4), mask=nn.combine_masks(same, CAUSAL))
@@ -179,7 +179,7 @@ def test_causal_documents_on_the_unmodified_layer():
     close(value_and_gradients(ours, params, X), value_and_gradients(dense, params, X))
 
 
-def test_signature_names_all_that_flax_may_pass():
+def test_the_signature_has_all_arguments_of_flax():
     def names(fn):
         return list(inspect.signature(fn).parameters)
 
@@ -188,15 +188,15 @@ def test_signature_names_all_that_flax_may_pass():
     assert set(names(nnx.dot_product_attention)) <= set(names(attention_fn))
 
 
-def test_attention_fn_is_stock_with_bias_and_promotion():
+def test_attention_fn_equals_flax_with_bias_and_promotion():
     q, k, v = jax.random.normal(KEY, (3, 2, 7, 4, 8))
     bias = jax.random.normal(KEY, (1, 4, 7, 7))
     half = k.astype(jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):
         expected = nn.dot_product_attention(q, half, v, bias=bias)
-        got = attention_fn(q, half, v, bias=bias)
-    assert got.dtype == expected.dtype == jnp.float32
-    close(got, expected)
+        actual = attention_fn(q, half, v, bias=bias)
+    assert actual.dtype == expected.dtype == jnp.float32
+    close(actual, expected)
 
 
 def test_partial_sets_score_and_implementation():
@@ -211,13 +211,13 @@ def test_partial_sets_score_and_implementation():
 def test_partial_sets_sinks_and_reproducible_gradients():
     q, k, v = jax.random.normal(KEY, (3, 2, 7, 4, 8))
     sinks = jnp.arange(4.0)
-    got = functools.partial(attention_fn, sinks=sinks, deterministic_gradients=True)(q, k, v)
-    chex.assert_trees_all_equal(got, fa.flash_attention(q, k, v, sinks=sinks))
+    actual = functools.partial(attention_fn, sinks=sinks, deterministic_gradients=True)(q, k, v)
+    chex.assert_trees_all_equal(actual, fa.flash_attention(q, k, v, sinks=sinks))
     with pytest.raises(TypeError, match="deterministic_gradients must be a Python bool"):
         attention_fn(q, k, v, deterministic_gradients=0)  # pyright: ignore[reportArgumentType]
 
 
-def test_dtype_and_promote_dtype_are_followed():
+def test_dtype_and_promote_dtype_are_respected():
     q, k, v = jax.random.normal(KEY, (3, 2, 7, 4, 8))
 
     def halve(arrays, *, dtype):
@@ -262,7 +262,7 @@ def test_dropout_needs_its_arguments():
     attention_fn(q, q, q, dropout_rate=0.5, deterministic=True)
 
 
-def test_what_flash_attention_cannot_do_is_an_error():
+def test_unsupported_arguments_are_errors():
     for layer in (STOCK(num_heads=4, attention_fn=attention_fn), MultiHeadAttention(num_heads=4)):
         with pytest.raises(ValueError, match=r"attention weights, which .* never .*sow_weights"):
             layer.init(KEY, X, sow_weights=True)
@@ -278,7 +278,7 @@ def test_what_flash_attention_cannot_do_is_an_error():
         init(MultiHeadAttention(num_heads=4, implementation="cudnn"), X)
 
 
-def test_a_query_that_sees_no_key_gets_nothing_and_in_flax_the_mean():
+def test_a_query_without_keys_gets_zero_and_in_flax_the_mean():
     q, k, v = jax.random.normal(KEY, (3, 2, 7, 4, 8))
     mask = np.ones((1, 1, 7, 7), bool)
     mask[..., 3, :] = False
@@ -287,15 +287,15 @@ def test_a_query_that_sees_no_key_gets_nothing_and_in_flax_the_mean():
     assert np.all(attention_fn(q, k, v, mask=mask)[:, 3] == 0)
 
 
-def test_each_batch_entry_and_head_drops_its_own_where_flax_shares_the_bits():
+def test_dropout_differs_between_batch_entries_and_heads():
     x = jnp.ones((2, 5, 3, 8))
 
-    def kept(attention, **options):
+    def kept_rows(attention, **options):
         return attention(x, x, x, dropout_rate=0.5, dropout_rng=KEY, **options)[..., 0]
 
-    shared = kept(nn.dot_product_attention)
+    shared = kept_rows(nn.dot_product_attention)
     chex.assert_trees_all_equal(shared, jnp.broadcast_to(shared[:1, :, :1], shared.shape))
-    ours = kept(attention_fn)
+    ours = kept_rows(attention_fn)
     rows = np.moveaxis(np.asarray(ours), 1, -1).reshape(6, 5)
     assert len(np.unique(rows, axis=0)) == 6
     for idle in (
@@ -303,10 +303,10 @@ def test_each_batch_entry_and_head_drops_its_own_where_flax_shares_the_bits():
         {"precision": "default"},
         {"force_fp32_for_softmax": True},
     ):
-        chex.assert_trees_all_equal(kept(attention_fn, **idle), ours)
+        chex.assert_trees_all_equal(kept_rows(attention_fn, **idle), ours)
 
 
-def test_complex_numbers_and_arguments_that_flax_deprecates_are_refused():
+def test_complex_numbers_and_deprecated_arguments_are_errors():
     q = jnp.ones((2, 7, 4, 8), jnp.complex64)
     assert nn.dot_product_attention(q, q, q).dtype == jnp.complex64
     with pytest.raises(TypeError, match=r"query's dtype must be one of .* but it is complex64"):
@@ -319,7 +319,7 @@ def test_complex_numbers_and_arguments_that_flax_deprecates_are_refused():
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_grouped_heads_are_stock_with_repeated_keys(kv_heads):
+def test_grouped_heads_equal_flax_with_repeated_keys(kv_heads):
     ours = MultiHeadAttention(num_heads=4, num_kv_heads=kv_heads, causal=True, normalize_qk=True)
     params = perturbed(init(ours, X))
     assert params["params"]["key"]["kernel"].shape == (32, kv_heads, 8)
@@ -382,8 +382,8 @@ def test_layers_scanned_and_rematerialized(layer, options):
 def decoded(layer, params, x, sizes, cache=None, masks=None):
     """Feeds the tokens of x in pieces of the given sizes."""
     if cache is None:
-        made = jax.eval_shape(layer.init, KEY, x)["cache"]
-        cache = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), made)
+        shapes = jax.eval_shape(layer.init, KEY, x)["cache"]
+        cache = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
     step = jit(
         lambda params, cache, x, mask: layer.apply(
             {**params, "cache": cache}, x, mask=mask, mutable=["cache"]
@@ -418,7 +418,7 @@ def test_decoding_is_the_causal_forward(kv_heads, shape):
 
 
 @pytest.mark.parametrize("attention", [None, attention_fn], ids=["ours", "unmodified Flax"])
-def test_stock_cache_loads(attention):
+def test_a_cache_of_flax_loads(attention):
     stock = STOCK(num_heads=4, decode=True)
     variables = init(stock, X)
     params = perturbed({"params": variables["params"]})
@@ -465,8 +465,8 @@ def test_cache_errors():
             jax.eval_shape(functools.partial(decode.apply, mutable=["cache"]), variables, wrong)
 
 
-def test_no_square_buffer():
-    """Nor in the gradients; the documents are data of the run."""
+def test_no_buffer_has_all_pairs():
+    """No buffer of the forward or the gradients has all pairs; the documents are run-time data."""
     x = jax.ShapeDtypeStruct((1, 1024, 32), jnp.float32)
     documents = fa.Segments(jnp.arange(1024)[None] // 100)
 
@@ -495,7 +495,7 @@ def test_no_square_buffer():
         lambda: fa.Prefix(6) & fa.Window(4, 1),
     ],
 )
-def test_a_prompt_sees_by_the_mask_that_is_given(mask):
+def test_the_mask_decides_to_what_a_prompt_attends(mask):
     params, _ = stock_case()
     whole = apply(MultiHeadAttention(num_heads=4), params, X[:, :6], mask=mask())
     decode = MultiHeadAttention(num_heads=4, decode=True)
@@ -503,7 +503,7 @@ def test_a_prompt_sees_by_the_mask_that_is_given(mask):
     close(out, whole)
 
 
-def test_a_stock_layer_in_decoding_does_not_know_where_the_token_lies():
+def test_a_layer_of_flax_in_decoding_does_not_pass_the_position():
     params, _ = stock_case()
     rows = X[:, :1]
 
@@ -524,7 +524,7 @@ def test_a_stock_layer_in_decoding_does_not_know_where_the_token_lies():
         step(mask=fa.Window(3))
 
 
-def test_one_query_of_a_mask_without_positions_is_no_decoding():
+def test_one_query_without_positions_is_not_decoding():
     q, k, v = (jax.random.normal(KEY, (2, n, 4, 8)) for n in (1, 7, 7))
     mask = fa.Lengths(kv=jnp.array([3, 5]))
     close(attention_fn(q, k, v, mask=mask), fa.flash_attention(q, k, v, mask=mask))

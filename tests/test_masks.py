@@ -22,8 +22,8 @@ def dense(mask, q_len=T, kv_len=S, **positions):
     k = jax.ShapeDtypeStruct((B, kv_len, K, 16), jnp.float32)
     spec, operands = parse_call(q, k, k, mask=mask, **positions)
     index = [
-        default_positions(length, axis) if given is None else given
-        for length, axis, given in (
+        default_positions(length, axis) if explicit is None else explicit
+        for length, axis, explicit in (
             (q_len, Q_AXIS, operands.q_index),
             (kv_len, K_AXIS, operands.k_index),
         )
@@ -33,8 +33,8 @@ def dense(mask, q_len=T, kv_len=S, **positions):
 
 
 def check(mask, expected, **positions):
-    got = np.asarray(dense(mask, *expected.shape[-2:], **positions))
-    np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
+    actual = np.asarray(dense(mask, *expected.shape[-2:], **positions))
+    np.testing.assert_array_equal(actual, np.broadcast_to(expected, actual.shape))
 
 
 def integers(high, *shape, seed=0):
@@ -95,7 +95,7 @@ def test_masks_of_positions(name, q_len, kv_len):
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "chunks", "key length", "prefix"])
-def test_masks_read_the_positions_that_are_given(name):
+def test_masks_read_explicit_positions(name):
     mask, define = POSITIONAL[name]
     q_index, k_index = integers(30, B, T), integers(30, S, seed=1)
     expected = define(column(q_index), k_index[None], T, S)
@@ -192,7 +192,7 @@ def test_a_mask_is_printed_with_its_code_and_the_shapes_of_its_data():
 
 
 def test_attention_is_over_the_visible_keys():
-    """With equal scores every visible key has one weight, and values of 1 at a key show it."""
+    """With equal scores all visible keys have the same weight, which one-hot values show."""
     q, k = jnp.zeros((B, T, N, 8)), jnp.zeros((B, S, N, 8))
     v = jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, N, S))
     out = fa.flash_attention(q, k, v, mask=A & C | fa.Prefix(1))
@@ -211,7 +211,7 @@ ALL = {
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_flatten_and_unflatten_give_the_mask_back(name):
+def test_flatten_and_unflatten_are_inverse(name):
     leaves, tree = jax.tree.flatten(ALL[name])
     back = jax.tree.unflatten(tree, leaves)
     assert jax.tree.structure(back) == tree
@@ -221,7 +221,7 @@ def test_flatten_and_unflatten_give_the_mask_back(name):
 
 @pytest.mark.parametrize("leaf", [0, None, "x", object()], ids=["0", "None", "x", "object"])
 @pytest.mark.parametrize("mask", [C, A & C, fa.Window(jnp.int32(2), 3)], ids=repr)
-def test_the_tree_does_not_depend_on_what_its_leaves_are(mask, leaf):
+def test_the_tree_does_not_depend_on_its_leaves(mask, leaf):
     """JAX flattens trees of axes, shardings and placeholders as it does trees of arrays."""
     tree = jax.tree.structure(mask)
     of_other = jax.tree.unflatten(tree, [leaf] * tree.num_leaves)
@@ -231,8 +231,8 @@ def test_the_tree_does_not_depend_on_what_its_leaves_are(mask, leaf):
 @pytest.mark.parametrize("name", ["segments of both sides", "lengths", "array window", "dense"])
 def test_a_mask_is_an_argument_of_jit(name):
     mask, expected = WITH_DATA[name]
-    got = jax.jit(dense)(mask)
-    np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
+    actual = jax.jit(dense)(mask)
+    np.testing.assert_array_equal(actual, np.broadcast_to(expected, actual.shape))
 
 
 def test_no_retrace_while_only_the_data_change():
@@ -244,45 +244,45 @@ def test_no_retrace_while_only_the_data_change():
     for seed in range(3):
         ids = integers(3, B, S, seed=seed)
         window = np.int32(seed)
-        got = visible(fa.Segments(ids[:, :T], ids) & (A | fa.Window(window)))
+        actual = visible(fa.Segments(ids[:, :T], ids) & (A | fa.Window(window)))
         expected = (column(ids[:, :T]) == row(ids)) & ((J <= I) | (abs(I - J) <= window))
-        np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
+        np.testing.assert_array_equal(actual, np.broadcast_to(expected, actual.shape))
 
 
-def test_another_python_number_is_another_mask_under_jit():
+def test_a_new_python_number_is_a_new_mask_under_jit():
     visible = jax.jit(dense)
     for left in (1, 2):
-        got = visible(fa.Window(left))
-        np.testing.assert_array_equal(got, np.broadcast_to(abs(I - J) <= left, got.shape))
+        actual = visible(fa.Window(left))
+        np.testing.assert_array_equal(actual, np.broadcast_to(abs(I - J) <= left, actual.shape))
 
 
 def test_vmap_over_the_data_of_a_mask():
     ids = integers(3, 3, B, T), integers(3, 3, B, S, seed=1)
     lengths = integers(S, 3, B, seed=2)
     mask = fa.Segments(*ids) & A | fa.Lengths(kv=lengths)
-    got = jax.vmap(dense)(mask)
+    actual = jax.vmap(dense)(mask)
     for n in range(3):
         segments = column(ids[0][n]) == row(ids[1][n])
         expected = segments & CAUSAL | (row(lengths[n]) > J)
-        np.testing.assert_array_equal(got[n], np.broadcast_to(expected, got[n].shape))
+        np.testing.assert_array_equal(actual[n], np.broadcast_to(expected, actual[n].shape))
 
 
 def test_vmap_over_some_of_the_data_of_a_mask():
     ids, lengths = (IDS, KV_IDS), integers(S, 3, B, seed=2)
     mask = fa.Segments(*ids) & fa.Lengths(kv=lengths)
     axes = jax.tree.map(lambda x: 0 if x is lengths else None, mask)
-    got = jax.vmap(dense, in_axes=(axes,))(mask)
+    actual = jax.vmap(dense, in_axes=(axes,))(mask)
     for n in range(3):
         expected = SEGMENTS & (row(lengths[n]) > J)
-        np.testing.assert_array_equal(got[n], np.broadcast_to(expected, got[n].shape))
+        np.testing.assert_array_equal(actual[n], np.broadcast_to(expected, actual[n].shape))
 
 
-def test_one_window_a_layer_in_a_scan():
+def test_a_window_for_each_layer_in_a_scan():
     windows = jnp.array([0, 3, 20], jnp.int32)
-    _, got = jax.lax.scan(lambda c, left: (c, dense(fa.Window(left, 0))), 0, windows)
+    _, actual = jax.lax.scan(lambda c, left: (c, dense(fa.Window(left, 0))), 0, windows)
     for n, left in enumerate((0, 3, 20)):
         expected = (J <= I) & (I - J <= left)
-        np.testing.assert_array_equal(got[n], np.broadcast_to(expected, got[n].shape))
+        np.testing.assert_array_equal(actual[n], np.broadcast_to(expected, actual[n].shape))
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_one_window_a_layer_in_a_scan():
         (lambda: fa.Prefix(10**10), r"Prefix\.length must .* but it is 10000000000; "),
     ],
 )
-def test_a_number_that_positions_cannot_be_compared_with_is_refused(make, message):
+def test_integers_beyond_int32_are_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -319,7 +319,7 @@ def test_a_number_that_positions_cannot_be_compared_with_is_refused(make, messag
         (lambda: fa.Window(1.5), "Window.left"),
     ],
 )
-def test_what_is_no_integer_is_refused(make, field):
+def test_non_integers_are_errors(make, field):
     with pytest.raises(TypeError, match=f"{field} must be an integer or an array of integers, but"):
         make()
 
@@ -337,7 +337,7 @@ def test_what_is_no_integer_is_refused(make, field):
         (lambda: fa.Documents.from_positions([0.0, 1.0]), TypeError),
     ],
 )
-def test_documents_that_do_not_fit_their_row_are_refused(make, error):
+def test_documents_longer_than_their_row_are_errors(make, error):
     with pytest.raises(
         error, match=r"^Documents\.from_\w+: (cu_seqlens|lengths|positions) must .*; "
     ):
@@ -352,18 +352,18 @@ def test_documents_that_do_not_fit_their_row_are_refused(make, error):
     ],
     ids=["segments", "function"],
 )
-def test_integers_that_32_bits_do_not_hold_are_refused(mask):
+def test_arrays_beyond_int32_are_errors(mask):
     """JAX would cut their upper bits off, and documents 2^32 apart would be one."""
-    with pytest.raises(ValueError, match=r"must hold integers that fit int32.*; number"):
+    with pytest.raises(ValueError, match=r"must hold integers that fit int32.*; renumber"):
         dense(mask)
 
 
-def test_integers_of_64_bits_that_32_hold_are_taken():
+def test_int64_arrays_within_int32_are_supported():
     check(fa.Segments(IDS.astype(np.int64), KV_IDS.astype(np.int64)), SEGMENTS)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.uint32, np.int64])
-def test_lengths_and_windows_are_integers_of_any_size(dtype):
+def test_lengths_and_windows_may_be_any_integers(dtype):
     """A position is compared with the largest that there is where they are larger still."""
     most = np.iinfo(dtype).max
     check(
@@ -397,7 +397,7 @@ FLOATS = np.ones((T, S), np.float32)
         (lambda: A | None, r"mask must be a mask object, a function .* but it is NoneType"),
     ],
 )
-def test_what_is_not_boolean_is_refused(make, message):
+def test_masks_that_are_not_boolean_are_errors(make, message):
     with pytest.raises(TypeError, match=message):
         dense(make())
 
@@ -423,13 +423,13 @@ def test_what_is_not_boolean_is_refused(make, message):
     ],
     ids=["class", "joined class", "tuple", "array", "longest", "function"],
 )
-def test_slips_are_named_with_their_cure(make, message):
+def test_common_mistakes_are_errors_with_a_remedy(make, message):
     with pytest.raises(TypeError, match=message):
         dense(make())
 
 
 @pytest.mark.parametrize(
-    "given, meant",
+    "mask, expected",
     [
         (fa.Chunked(np.int64(4)), fa.Chunked(4)),
         (fa.Lengths(kv=[3, 14]), fa.Lengths(kv=np.array([3, 14]))),
@@ -440,10 +440,10 @@ def test_slips_are_named_with_their_cure(make, message):
     ],
     ids=["chunked", "lengths", "prefix", "segments", "documents", "dense"],
 )
-def test_lists_are_arrays_and_numpys_integers_static_where_they_must_be(given, meant):
-    chex.assert_trees_all_equal(dense(given), dense(meant))
-    assert [np.shape(x) for x in jax.tree.leaves(given)] == [
-        np.shape(x) for x in jax.tree.leaves(meant)
+def test_lists_are_arrays_and_numpy_integers_may_be_static(mask, expected):
+    chex.assert_trees_all_equal(dense(mask), dense(expected))
+    assert [np.shape(x) for x in jax.tree.leaves(mask)] == [
+        np.shape(x) for x in jax.tree.leaves(expected)
     ]
 
 
@@ -464,7 +464,7 @@ def test_data_of_a_wrong_shape_are_named(mask, message):
         dense(mask)
 
 
-def test_causal_says_where_alignment_is_an_argument():
+def test_causal_with_arguments_is_an_error_that_names_align():
     with pytest.raises(TypeError, match=r"Causal must be made without arguments, .*align=\"end\""):
         fa.Causal("end")
     with pytest.raises(TypeError, match="without arguments"):
@@ -493,11 +493,11 @@ def test_documents_from_lengths_limits_and_positions(documents):
     )
 
 
-def test_no_document_is_longer_than_was_promised():
+def test_longest_limits_the_distance_of_keys():
     starts, distance = np.zeros(9, np.int32), np.abs(np.subtract.outer(range(9), range(9)))
     for longest in (1, 3, 9):
-        seen = fa.Documents(starts, longest=longest).dense(9)[0]
-        np.testing.assert_array_equal(seen, distance < longest)
+        mask_array = fa.Documents(starts, longest=longest).dense(9)[0]
+        np.testing.assert_array_equal(mask_array, distance < longest)
 
 
 def test_documents_of_each_batch_entry_also_under_jit():
@@ -513,7 +513,7 @@ def test_documents_of_each_batch_entry_also_under_jit():
     np.testing.assert_array_equal(dense(fa.Documents.from_positions, positions), expected)
 
 
-def test_padding_of_segments_sees_nothing_and_is_not_seen():
+def test_padding_of_segments_is_masked():
     ids = np.array([4, 4, -1, 7, -1])
     for padding in (-1, 4, 7):
         expected = (ids[:, None] == ids) & (ids != padding)
@@ -523,11 +523,11 @@ def test_padding_of_segments_sees_nothing_and_is_not_seen():
 
 def test_data_of_batch_entries():
     mask = fa.mask_fn(lambda q, k, c: k.index < c.limit)(entries={"limit": jnp.array([1, 4])})
-    seen = mask.dense(3, 5, batch=(2,))
-    np.testing.assert_array_equal(seen[:, 0, 0], [[1, 0, 0, 0, 0], [1, 1, 1, 1, 0]])
+    mask_array = mask.dense(3, 5, batch=(2,))
+    np.testing.assert_array_equal(mask_array[:, 0, 0], [[1, 0, 0, 0, 0], [1, 1, 1, 1, 0]])
 
 
-def test_an_array_of_three_axes_that_could_be_heads_or_batch_is_refused():
+def test_an_ambiguous_array_of_three_axes_is_an_error():
     both = fa.Dense(np.ones((4, 2, 3), bool))
     with pytest.raises(
         ValueError, match=r"^mask must say .*\[\*B, T, S\] .* or \[N, T, S\] with N = 4"
@@ -542,6 +542,6 @@ def test_an_array_of_three_axes_that_could_be_heads_or_batch_is_refused():
     [lambda n: fa.Lengths(kv=n), lambda n: fa.Lengths(q=n), fa.Prefix],
     ids=["kv", "q", "prefix"],
 )
-def test_numbers_that_are_data_compile_nothing_anew(make):
+def test_numbers_that_are_data_do_not_recompile(make):
     x = jnp.ones((1, 4, 1, 8))
     assert len({parse_call(x, x, x, mask=make(n))[0] for n in (1, 2, np.int64(3))}) == 1

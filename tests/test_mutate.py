@@ -59,10 +59,10 @@ def tree(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
         (["test_sees.py::test_other"], None, "ERROR 4", ""),
     ],
 )
-def test_who_sees_a_mistake(tree, tests, tier, verdict, test) -> None:
+def test_the_verdict_on_a_mutant(tree, tests, tier, verdict, test) -> None:
     mutant = mutate.Mutant("square", "__init__.py", "2 * x", "x**2", tuple(tests))
-    found = mutate.try_mutant(mutant, tree, tier, 60)
-    assert found.verdict == verdict and test in found.test
+    outcome = mutate.try_mutant(mutant, tree, tier, 60)
+    assert outcome.verdict == verdict and test in outcome.test
     assert (tree / "pallas_fa2/__init__.py").read_text().endswith("2 * x\n")
 
 
@@ -77,7 +77,7 @@ def test_a_tier_is_what_make_runs(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "made").exists()
 
 
-def test_an_unknown_name_is_refused() -> None:
+def test_an_unknown_name_is_an_error() -> None:
     command = [sys.executable, "tools/mutate.py", "no_such_mistake"]
-    found = subprocess.run(command, check=False, cwd=mutate.ROOT, capture_output=True, text=True)
-    assert found.returncode == 2 and "no mutants: no_such_mistake" in found.stderr
+    outcome = subprocess.run(command, check=False, cwd=mutate.ROOT, capture_output=True, text=True)
+    assert outcome.returncode == 2 and "no mutants: no_such_mistake" in outcome.stderr

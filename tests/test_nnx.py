@@ -22,10 +22,10 @@ CAUSAL = nnx.make_causal_mask(X[..., 0])
 SEGMENTS = fa.Segments(jnp.broadcast_to(jnp.arange(LENGTH) // 5, (2, LENGTH)))
 
 
-def close(got, expected):
+def close(actual, expected):
     """Float32 rounding, measured against the largest entry of each array (if it exceeds 1)."""
-    chex.assert_trees_all_equal_structs(got, expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+    chex.assert_trees_all_equal_structs(actual, expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         largest = float(np.abs(np.asarray(b)).max())
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6 * max(1.0, largest))
 
@@ -75,19 +75,19 @@ def test_every_kind_of_mask(mask):
 def test_mask_object_with_data_goes_through_jit():
     layer = build(MultiHeadAttention, causal=True)
     same = nnx.make_attention_mask(SEGMENTS.ids, SEGMENTS.ids, jnp.equal)
-    got = nnx.jit(lambda layer, x, mask: layer(x, mask=mask))(layer, X, SEGMENTS)
-    close(got, build()(X, mask=nnx.combine_masks(same, CAUSAL)))
+    actual = nnx.jit(lambda layer, x, mask: layer(x, mask=mask))(layer, X, SEGMENTS)
+    close(actual, build()(X, mask=nnx.combine_masks(same, CAUSAL)))
 
 
-def test_causal_documents_on_the_unmodified_layer():
+def test_causal_documents_in_an_unmodified_layer():
     same = nnx.make_attention_mask(SEGMENTS.ids, SEGMENTS.ids, jnp.equal)
     expected = value_and_gradients(build(), X, mask=nnx.combine_masks(same, CAUSAL))
     changed = build(attention_fn=attention_fn)
     close(value_and_gradients(changed, X, mask=fa.Causal() & SEGMENTS), expected)
 
 
-def test_no_square_buffer():
-    """Nor in the gradients; the documents are data of the run."""
+def test_no_buffer_has_all_pairs():
+    """No buffer of the forward or the gradients has all pairs; the documents are run-time data."""
     x = jax.ShapeDtypeStruct((1, 1024, 32), jnp.float32)
 
     def square(attention, mask):
@@ -120,7 +120,7 @@ def test_bfloat16():
     exact = build()(X, mask=CAUSAL)
     with jax.numpy_dtype_promotion("standard"):
         stock = build(dtype=jnp.bfloat16)(X, mask=CAUSAL)
-    ours, theirs = (float(np.abs(np.float32(got) - exact).max()) for got in (out, stock))
+    ours, theirs = (float(np.abs(np.float32(actual) - exact).max()) for actual in (out, stock))
     assert ours <= 2 * theirs
 
 
@@ -154,7 +154,7 @@ def test_sow_weights_is_an_error():
         ([(2, 5, 4, 8)] * 3, {"dropout_rate": 0.5}, "is required", "dropout_rng must be given"),
     ],
 )  # fmt: skip
-def test_errors_are_those_of_flax_in_other_words(shapes, options, theirs, ours):
+def test_errors_correspond_to_those_of_flax(shapes, options, theirs, ours):
     qkv = [jnp.ones(shape) for shape in shapes]
     options = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)} | options
     if "required" in theirs:
@@ -218,11 +218,11 @@ def test_scores_see_the_position_in_decoding(options, mask):
     step = build(MultiHeadAttention, attention_fn=fn, decode=True)
     step.init_cache(X.shape)
     run = nnx.jit(lambda step, x: step(x, mask=mask))
-    got = [run(step, X[:, i : i + 1]) for i in range(X.shape[1])]
-    close(jnp.concatenate(got, 1), whole)
+    actual = [run(step, X[:, i : i + 1]) for i in range(X.shape[1])]
+    close(jnp.concatenate(actual, 1), whole)
 
 
-def test_ids_of_the_whole_sequence_in_decoding_say_what_to_give():
+def test_errors_about_ids_of_the_whole_sequence_in_decoding_name_the_remedy():
     step = build(MultiHeadAttention, decode=True)
     step.init_cache(X.shape)
     with pytest.raises(
@@ -233,7 +233,7 @@ def test_ids_of_the_whole_sequence_in_decoding_say_what_to_give():
     step(X[:, :1], mask=fa.Segments(ids[..., :1], ids))
 
 
-def test_a_mask_object_is_not_lost_where_attention_is_not_ours():
+def test_a_mask_object_with_another_attention_fn_is_an_error():
     step = build(MultiHeadAttention, attention_fn=nnx.dot_product_attention, decode=True)
     step.init_cache(X.shape)
     with pytest.raises(ValueError, match=r"mask must be an array where attention_fn is not"):

@@ -28,12 +28,12 @@ def test_outliers_are_one_in_a_thousand():
     assert not np.any(abs(dout) > 6)
 
 
-def test_dense_and_ours_are_near_the_truth():
-    expected = numerics.truth(SHAPE, ARGS)
+def test_dense_and_ours_are_close_to_the_expected():
+    expected = numerics.expected_results(SHAPE, ARGS)
     assert all(x.dtype == np.float64 for x in expected.values())
     for attention in (numerics.dense, numerics.all_implementations()["blockwise"]):
         errors = numerics.row(attention, SHAPE, ARGS, expected)
-        assert tuple(errors) == numerics.PARTS
+        assert tuple(errors) == numerics.RESULTS
         assert errors["lse"] < 2e-3 and all(1e-4 < errors[n] < 1e-2 for n in ("out", "dq", "dv"))
 
 
@@ -52,7 +52,7 @@ def test_a_run_writes_results_and_the_page(small):
 
 
 @pytest.mark.parametrize("factor", [1.05, jnp.nan])
-def test_what_is_wrong_is_said(small, monkeypatch, capsys, factor):
+def test_violations_are_printed(small, monkeypatch, capsys, factor):
     def wrong(shape, *qkv):
         out, lse = numerics.ours("blockwise", shape, *qkv)
         return (factor * out).astype(out.dtype), lse
@@ -64,22 +64,27 @@ def test_what_is_wrong_is_said(small, monkeypatch, capsys, factor):
     assert "| 16 | blockwise | **" in numerics.PAGE.read_text()
 
 
-def test_the_page_begins_with_what_follows_from_the_errors():
+def test_the_page_begins_with_conclusions():
     def rows(kind, hopper, fa3):
         both = {
-            name: dict.fromkeys(numerics.PARTS, e) for name, e in (("hopper", hopper), ("fa3", fa3))
+            name: dict.fromkeys(numerics.RESULTS, e)
+            for name, e in (("hopper", hopper), ("fa3", fa3))
         }
         return {
             "inputs": kind,
-            "rows": {**both, "dense": dict.fromkeys(numerics.PARTS, 4.0), "cudnn": {"refused": ""}},
+            "rows": {
+                **both,
+                "dense": dict.fromkeys(numerics.RESULTS, 4.0),
+                "cudnn": {"refused": ""},
+            },
         }
 
     results = [rows("normal", 1.0, 2.0), rows("normal", 1.0, 1.0), rows("outliers", 3.0, 2.0)]
-    found = {"setup": {"device": "Invented device"}, "results": results}
-    text = numerics.conclusions(found)
+    measured = {"setup": {"device": "Invented device"}, "results": results}
+    text = numerics.conclusions(measured)
     assert text is not None and text.startswith("On the Invented device, ")
     assert "at most 1.00 of FlashAttention-3's for normal inputs and 1.50 of them" in text
     assert "at most 0.25 and 0.75 of those of dense attention" in text
     assert text.endswith("rule allows 2. The logsumexp is off by at most 3.")
     del results[2]["rows"]["hopper"]  # as where no GPU is
-    assert numerics.conclusions(found) is None
+    assert numerics.conclusions(measured) is None

@@ -1,4 +1,4 @@
-"""What the wheel and the source distribution hold, and what an index shows of them."""
+"""The contents of the wheel and the source distribution, and the description in an index."""
 
 import email
 import pathlib
@@ -47,20 +47,20 @@ def test_the_version_is_the_one_of_the_module(built):
     assert built[1]["Version"] == fa.__version__
 
 
-def test_flax_is_what_its_error_asks_for(built):
+def test_the_error_names_the_required_flax(built):
     assert "flax>=0.12; extra == 'flax'" in built[1].get_all("Requires-Dist")
 
 
 TARGETS = re.compile(r"\]\(([^)]*)\)|(?:src|href)=\"([^\"]*)\"")
 
 
-def test_the_description_links_to_nothing_beside_it(built):
+def test_the_description_has_no_relative_links(built):
     text = built[1].get_payload()
     assert text.startswith("# pallas_fa2\n") and "fa.flash_attention(" in text
     assert [t for pair in TARGETS.findall(text) for t in pair if t and ":" not in t] == []
 
 
-def test_links_are_those_of_the_source_if_it_has_an_address():
+def test_links_are_absolute_if_the_source_has_an_address():
     from tools.description import description
 
     readme = "![Speed](docs/a.svg)\n\n[page](docs/b.md#c) and [issue](https://b.example/1)\n"
@@ -81,8 +81,8 @@ def test_the_source_distribution_has_tests_and_no_measurements(built):
 def test_the_code_that_readme_shows_runs(capsys, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     q, kv = (jnp.ones((1, 8, heads, 16)) for heads in (4, 2))
-    given = {"q": q, "k": kv, "v": kv, "slopes": jnp.ones(4), "image_ids": jnp.zeros(8, int)}
+    variables = {"q": q, "k": kv, "v": kv, "slopes": jnp.ones(4), "image_ids": jnp.zeros(8, int)}
     (tmp_path / "readme.py").write_text(code)
-    found = runpy.run_path(str(tmp_path / "readme.py"), given)
-    assert found["out"].shape == q.shape and found["lse"].shape == (1, 4, 8)
+    namespace = runpy.run_path(str(tmp_path / "readme.py"), variables)
+    assert namespace["out"].shape == q.shape and namespace["lse"].shape == (1, 4, 8)
     assert "blockwise" in capsys.readouterr().out

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2.backends.common.compile_mods import pairwise_bytes
 from pallas_fa2.backends.registry import BACKENDS
+from pallas_fa2.backends.sm80 import configs
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.compile_mods import pairwise_bytes
 from pallas_fa2.backends.sm90.configs import FORWARD_CONFIGS, forward_configs
 from pallas_fa2.backends.sm90.support import MAX_TOKEN_ROWS
 from pallas_fa2.backends.xla.blockwise import TILE_BYTES, block_sizes
@@ -22,11 +23,13 @@ from tests.support.masks import causal_end
 
 CPU = Device("cpu", "cpu", "", 1)
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
-OTHERS = [
-    CPU,
+NO_GPUS = [CPU, Device("tpu", "TPU v5e", "", 1)]
+GPUS = [
     Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0", 108),
+    Device("gpu", "NVIDIA GeForce RTX 3090", "8.6", 82),
+    Device("gpu", "NVIDIA GeForce RTX 4090", "8.9", 128),
     Device("gpu", "NVIDIA B200", "10.0", 148),
-    Device("tpu", "TPU v5e", "", 1),
+    Device("gpu", "NVIDIA GeForce RTX 5090", "12.0", 170),
 ]
 
 
@@ -149,16 +152,22 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_hopper_leaves_the_rest_to_blockwise_and_says_why(name):
+def test_hopper_leaves_the_rest_to_others_and_says_why(name):
     options, reason = REFUSED[name]
     plan = make_plan(spec(**options), H200)
-    assert plan.implementation == "blockwise"
-    ((passed_over, why),) = plan.rejected
-    assert passed_over == "hopper"
+    assert plan.implementation in ("ampere", "blockwise")
+    rejected, why = plan.rejected[0]
+    assert rejected == "hopper"
     assert re.search(reason, why), why
 
 
-def test_shared_memory_has_room_for_all_data_of_tokens():
+def test_what_hopper_has_no_shared_memory_for_runs_on_ampere():
+    """Its kernels read aux inputs from device memory."""
+    for name in ("dense masks of large heads", "bias of large heads", "three numbers a pair"):
+        assert make_plan(spec(**REFUSED[name][0]), H200).implementation == "ampere", name
+
+
+def test_all_token_data_fit_shared_memory():
     dims = {(tuned.config.head_dim, tuned.config.value_dim) for tuned in FORWARD_CONFIGS}
     for head_dims in dims:
         kernels, indices = forward_configs(*head_dims), 1
@@ -197,14 +206,14 @@ def test_queries_come_ahead_where_there_is_room(dims, rows, buffers, columns):
 def test_what_leaves_together_makes_up_an_output(rows):
     for tuned in FORWARD_CONFIGS:
         config = tuned.config.with_double_buffered_q(rows)
-        columns = [i for x in config.epilogue_pieces for i in range(x.start, x.start + x.size)]
+        columns = [i for x in config.epilogue_tiles for i in range(x.start, x.start + x.size)]
         assert columns == list(range(config.value_dim)), tuned
 
 
 def test_values_that_are_multiplied_at_once_make_up_a_block():
     for tuned in FORWARD_CONFIGS:
         keys = [
-            i for part in tuned.config.pv_pieces for i in range(part.start, part.start + part.size)
+            i for part in tuned.config.pv_chunks for i in range(part.start, part.start + part.size)
         ]
         assert keys == list(range(tuned.config.block_kv)), tuned
 
@@ -261,29 +270,53 @@ def test_an_array_that_is_asked_about_before_takes_no_room():
     assert make_plan(call, H200).implementation == "hopper"
 
 
-@pytest.mark.parametrize("device", OTHERS, ids=lambda device: device.kind)
-def test_other_devices_run_blockwise(device):
+@pytest.mark.parametrize("device", NO_GPUS, ids=lambda device: device.kind)
+def test_devices_without_kernels_run_blockwise(device):
     plan = make_plan(spec(), device)
     assert plan.implementation == "blockwise"
-    ((_, why),) = plan.rejected
-    assert "compute capability 9.0" in why and device.kind in why
+    assert [name for name, _ in plan.rejected] == ["hopper", "ampere"]
+    for _, why in plan.rejected:
+        assert device.kind in why
 
 
-@pytest.mark.parametrize("name", ["reference", "blockwise", "hopper"])
-def test_an_implementation_that_is_asked_for_is_taken(name):
+@pytest.mark.parametrize("device", GPUS, ids=lambda device: device.kind)
+def test_other_gpus_run_ampere(device):
+    plan = make_plan(spec(), device)
+    assert plan.implementation == "ampere"
+    ((name, why),) = plan.rejected
+    assert name == "hopper" and "compute capability 9.0" in why and device.kind in why
+
+
+def test_gpus_before_ampere_are_refused_before_anything_is_lowered():
+    turing = Device("gpu", "Tesla T4", "7.5", 40)
+    with pytest.raises(ValueError, match=r"compute capability 8\.0 or more, and Tesla T4 has 7\.5"):
+        make_plan(spec(), turing, "ampere")
+
+
+def test_kernels_fit_into_the_shared_memory_of_each_gpu():
+    for device in GPUS:
+        for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+            call = spec(dims=dims)
+            if configs.unsupported_reason(call, device) is None:
+                forward, backward, _ = configs.configure(call, device)
+                assert max(forward.smem_bytes, backward.smem_bytes) <= configs.smem_bytes(device)
+
+
+@pytest.mark.parametrize("name", ["reference", "blockwise", "ampere", "hopper"])
+def test_a_requested_implementation_is_chosen(name):
     plan = make_plan(spec(), H200, name)
     assert plan.implementation == name
     assert plan.rejected == ()
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise"])
-def test_reference_and_blockwise_refuse_nothing(name):
+def test_reference_and_blockwise_support_every_call(name):
     for device in (CPU, H200):
         for options, _ in REFUSED.values():
             assert make_plan(spec(**options), device, name).implementation == name
 
 
-def test_an_implementation_that_cannot_run_is_refused_with_the_reason_and_the_call():
+def test_an_unsupported_implementation_is_an_error_with_the_reason():
     with pytest.raises(
         ValueError, match=r"'hopper' does not support.*float32.*implementation=None"
     ):
@@ -294,7 +327,7 @@ def test_an_implementation_that_cannot_run_is_refused_with_the_reason_and_the_ca
         make_plan(spec(), CPU, "hopper")
 
 
-def test_an_unknown_implementation_is_refused_with_the_known_ones():
+def test_an_unknown_implementation_is_an_error_with_the_known_ones():
     with pytest.raises(
         ValueError, match=", ".join(BACKENDS) + r", fused or None, but it is 'triton'"
     ):
@@ -302,7 +335,7 @@ def test_an_unknown_implementation_is_refused_with_the_known_ones():
 
 
 def test_implementations_are_tried_from_the_fastest():
-    assert list(BACKENDS) == ["hopper", "blockwise", "reference"]
+    assert list(BACKENDS) == ["hopper", "ampere", "blockwise", "reference"]
 
 
 def test_plans_are_hashable_and_equal_for_equal_calls():
@@ -326,7 +359,7 @@ def test_plans_are_hashable_and_equal_for_equal_calls():
     ],
 )
 def test_the_hopper_kernels_are_the_next_size_up(dims, sizes):
-    """Of odd multiples of 8 the next whose panels are 128 bytes."""
+    """An odd multiple of 8 runs on the next size whose panels have 128 bytes."""
     plan = make_plan(spec(dims=dims), H200)
     for config in (plan.forward, plan.backward):
         assert (config.head_dim, config.value_dim) == sizes
@@ -367,11 +400,11 @@ def test_a_call_runs_on_the_device_of_its_array_or_the_default_one(array):
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
 def test_a_traced_call_runs_on_the_default_device(transform):
-    seen = []
-    transform(lambda x: (seen.append(device_of(x)), jnp.sum(x))[1])(
+    tried = []
+    transform(lambda x: (tried.append(device_of(x)), jnp.sum(x))[1])(
         jnp.float32(1) if transform is jax.grad else jnp.ones(3)
     )
-    assert seen[0][:2] == local_device()
+    assert tried[0][:2] == local_device()
 
 
 @pytest.mark.parametrize("default", ["cpu", jax.devices("cpu")[0]], ids=["name", "device"])
@@ -380,7 +413,7 @@ def test_a_default_device_that_is_set_is_used(default):
         assert device_of(np.ones(3)).platform == "cpu"
 
 
-@pytest.mark.parametrize("device, hopper", [(H200, True), *((device, False) for device in OTHERS)],
+@pytest.mark.parametrize("device, hopper", [(H200, True), *((device, False) for device in (*NO_GPUS, *GPUS))],
                          ids=lambda x: getattr(x, "kind", x))  # fmt: skip
 def test_hopper_is_compute_capability_9_on_a_gpu(device, hopper):
     assert device.is_sm90 == hopper
@@ -402,7 +435,7 @@ def test_short_calls_take_smaller_tiles(options, warpgroups):
     assert forward.num_ctas == H200.num_sms
 
 
-def test_gradients_of_score_data_are_summed_in_one_order_where_that_is_asked_for():
+def test_deterministic_gradients_of_score_data_are_summed_in_one_order():
     call = {"score": fa.alibi(4), "dtype": jnp.bfloat16}
     any_order, one_order = (
         make_plan(spec(**call, deterministic_gradients=deterministic), H200)
@@ -416,8 +449,8 @@ def test_gradients_of_score_data_are_summed_in_one_order_where_that_is_asked_for
     assert any_order.forward == one_order.forward
 
 
-def test_a_traced_scale_is_the_kernels_too():
-    """As a score function; one that is known is part of the kernel."""
+def test_the_kernels_support_a_traced_scale():
+    """A traced scale is a score function, a known one is compiled into the kernel."""
     x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
     traced = fa.explain(x, x, x, scale=jax.ShapeDtypeStruct((), jnp.float32), device=H200)
     assert traced.implementation == "hopper" and len(traced.spec.scores) == 1

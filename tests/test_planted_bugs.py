@@ -1,7 +1,7 @@
 """Bugs planted in the Hopper kernels themselves: the bench must catch each kind in each of them.
 
 `tests/test_support.py` does the same with kernels of a few lines. That the kernels pass without a bug
-is `test_hopper.py`'s.
+is `test_sm90.py`'s.
 """
 
 from collections.abc import Callable

@@ -138,7 +138,7 @@ def test_random_masks_are_classified_soundly(group):
     decided = 0
     for seed in range(20 * group, 20 * (group + 1)):
         mask, visible = random_case(seed, sizes)
-        got, want = table(mask, sizes), exact(visible, sizes)
-        assert_sound(got, want)
-        decided += np.mean(got != PARTIAL)
+        actual, want = table(mask, sizes), exact(visible, sizes)
+        assert_sound(actual, want)
+        decided += np.mean(actual != PARTIAL)
     assert decided > 2, "soundness without any decision is worth nothing"

@@ -53,7 +53,7 @@ class Large(NamedTuple):
         return [along(*pair) for pair in zip(arrays, ARGUMENTS[self.along], strict=True)]
 
     def expected(self, small: Truth) -> Truth:
-        """What each repetition gives."""
+        """Return the expected results of each repetition."""
         n = self.times
         if self.along == "queries":
             return small._replace(dk=n * small.dk, dv=n * small.dv)
@@ -70,7 +70,7 @@ class Large(NamedTuple):
 
     @property
     def rounded(self) -> float:
-        """What a sum over repeated tokens may lose: tensor cores add 16 products at a time, and cut."""
+        """The error bound of a sum over repeated tokens: tensor cores add 16 products at a time, and truncate."""
         case = self.case
         length = {"queries": case.q_len, "keys": case.kv_len}.get(self.along, 0) * self.times
         return length / 16 * 2.0**-23
@@ -90,17 +90,17 @@ def check(large: Large, implementation: str | None) -> None:
     def errors(inputs: list, goal: list) -> list:
         """Only numbers leave the device."""
         # Or XLA would never have the arrays as a whole.
-        found = jax.lax.optimization_barrier(
+        results = jax.lax.optimization_barrier(
             run(*jax.lax.optimization_barrier(large.repeat(*inputs)))
         )
-        each = map(large.apart, found, RESULTS[large.along])
+        each = map(large.apart, results, RESULTS[large.along])
         return [
             jnp.max(jnp.abs(x.astype(jnp.float32) - y[None])) / jnp.max(jnp.abs(y))
             for x, y in zip(each, goal, strict=True)
         ]
 
-    for name, got, limit in zip(Truth._fields, errors(inputs, goal), limits, strict=True):
-        assert got <= limit, f"{name} of {large}: error {got:.3g} > {limit:.3g}"
+    for name, actual, limit in zip(Truth._fields, errors(inputs, goal), limits, strict=True):
+        assert actual <= limit, f"{name} of {large}: error {actual:.3g} > {limit:.3g}"
 
 
 ELEMENTS = Large(Case("elements", 5, 128, 128, 16, 1, 128), "batch", 1640)  # 23 GB
@@ -134,7 +134,7 @@ def test_more_heads_than_hopper_takes() -> None:
         check(large, None)
 
 
-def test_large_is_what_is_said() -> None:
+def test_the_large_cases_are_as_large_as_documented() -> None:
     def size(large: Large, length: int) -> int:
         case = large.case
         return case.batch * large.times * length * case.q_heads * case.head_dim
@@ -152,7 +152,7 @@ def test_the_same_at_a_small_size(along: str) -> None:
     check(large, "blockwise")
 
 
-def test_a_wrong_large_call_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_large_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last repetition alone is."""
     large = Large(Case("small", 3, 8, 8, 1, 1, 16), "batch", 3)
     right = suite.value_and_gradients
@@ -169,11 +169,11 @@ def test_a_wrong_large_call_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         check(large, "blockwise")
 
 
-def test_a_larger_batch_entry_is_refused_by_name() -> None:
+def test_a_larger_batch_entry_is_an_error() -> None:
     x = jax.ShapeDtypeStruct((1, 1 << 16, 512, 64), jnp.bfloat16)
-    found = fa.explain(x, x, x, device=H200)
-    assert found.implementation == "blockwise"
-    assert "a batch entry has fewer than 2^31 elements, and here are 2147483648" in str(found)
+    results = fa.explain(x, x, x, device=H200)
+    assert results.implementation == "blockwise"
+    assert "a batch entry has fewer than 2^31 elements, and here are 2147483648" in str(results)
 
 
 def attend(implementation: str, mask: Any, q: Any, k: Any, v: Any) -> tuple:
@@ -198,7 +198,7 @@ PARTS = 16  # of the tokens: the first have by far the largest outputs and gradi
 
 
 def deviations(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Of each part, relative in the Frobenius norm."""
+    """Return the relative errors in the Frobenius norm."""
 
     def norms(x: jax.Array) -> jax.Array:
         return jnp.linalg.norm(x.astype(jnp.float32).reshape(PARTS, -1), axis=1)
@@ -210,7 +210,7 @@ def deviations(x: jax.Array, y: jax.Array) -> jax.Array:
     "length, implementation",
     [(192, "blockwise"), pytest.param(1_000_000, "hopper", marks=pytest.mark.gpu)],  # 6 GB
 )
-def test_a_long_call_is_its_merged_halves(length: int, implementation: str) -> None:
+def test_a_long_call_equals_its_merged_halves(length: int, implementation: str) -> None:
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = ((1, length, n, 128) for n in (2, 1, 1, 2))
     q, k, v, dout = (
@@ -221,8 +221,8 @@ def test_a_long_call_is_its_merged_halves(length: int, implementation: str) -> N
 
     def run(call: Any) -> Any:
         def values_and_gradients(q: Any, k: Any, v: Any, *cotangents: Any) -> tuple:
-            found, pull = jax.vjp(call, q, k, v)
-            return found, pull(cotangents)
+            results, pull = jax.vjp(call, q, k, v)
+            return results, pull(cotangents)
 
         return jax.jit(values_and_gradients)(q, k, v, dout, dlse)
 

@@ -45,7 +45,7 @@ def check(score, change):
 
 
 def check_gradients(make, change, data, implementation=None):
-    """Of query, key, value and all the data."""
+    """Check the gradients of query, key, value and all the data."""
 
     def loss(out_and_lse):
         out, lse = out_and_lse
@@ -58,9 +58,9 @@ def check_gradients(make, change, data, implementation=None):
         return loss(expected(lambda s: change(s, data), *qkv))
 
     argnums = (0, 1, 2, 3)
-    got, want = (jax.jit(jax.grad(f, argnums))(data, Q, KEY, V) for f in (ours, dense))
-    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
-    chex.assert_trees_all_close(got, want, rtol=2e-4, atol=2e-5)
+    actual, want = (jax.jit(jax.grad(f, argnums))(data, Q, KEY, V) for f in (ours, dense))
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, want)
+    chex.assert_trees_all_close(actual, want, rtol=2e-4, atol=2e-5)
 
 
 def per_head(x):
@@ -70,7 +70,7 @@ def per_head(x):
 PAPER = 2.0 ** -np.arange(1, 9, dtype=np.float32)
 
 
-def test_alibi_of_a_number_has_the_slopes_of_the_paper():
+def test_alibi_of_an_integer_has_the_slopes_of_the_paper():
     """arXiv:2108.12409, section 3: 1/2, 1/4, ..., 1/256 for 8 heads."""
     q, k = np.zeros((1, T, 8, H), np.float32), np.zeros((1, S, 8, H), np.float32)
     _, lse = fa.flash_attention(q, k, k, score=fa.alibi(8), return_lse=True)
@@ -83,7 +83,7 @@ LINEAR = per_head(SLOPES) * abs(DISTANCE)
 
 
 @pytest.mark.parametrize("slopes", [SLOPES, SLOPES.tolist()], ids=type)
-def test_alibi_takes_a_slope_a_head(slopes):
+def test_alibi_has_a_slope_for_each_head(slopes):
     check(fa.alibi(slopes), lambda s: s - LINEAR)
 
 
@@ -188,7 +188,7 @@ def test_gradients_flow_to_floating_point_data_of_every_kind(implementation, mon
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_the_padding_of_a_tile_is_no_place_where_a_score_is_infinite(implementation, monkeypatch):
+def test_the_padding_of_a_tile_has_finite_scores(implementation, monkeypatch):
     """Neither a score of 0 nor data of 0 may stand for a token beyond the end."""
     monkeypatch.setattr(blockwise, "block_sizes", lambda spec: (8, 8))
 
@@ -210,7 +210,7 @@ def test_the_padding_of_a_tile_is_no_place_where_a_score_is_infinite(implementat
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_masked_pair_is_no_place_where_a_score_is_infinite(implementation):
+def test_masked_pairs_have_finite_scores(implementation):
     def loss(by):
         score = fa.score_fn(lambda s, q, k, c: s * jnp.log(abs(s)) * c.by)(params={"by": by})
         out = fa.flash_attention(
@@ -223,7 +223,7 @@ def test_a_masked_pair_is_no_place_where_a_score_is_infinite(implementation):
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_data_that_no_visible_pair_reads_reach_no_gradient(implementation, poison, monkeypatch):
+def test_data_of_masked_pairs_reach_no_gradient(implementation, poison, monkeypatch):
     monkeypatch.setattr(blockwise, "block_sizes", lambda spec: (8, 8))
     data = {"bias": BIAS, "cap": np.float32(3), "heat": 1 + abs(normal(T, seed=20))}
     # The first queries see no key, and no query sees the keys above the diagonal.
@@ -245,9 +245,9 @@ def test_data_that_no_visible_pair_reads_reach_no_gradient(implementation, poiso
 
     poisoned = {**data, "bias": np.where(dead, poison, BIAS).astype(np.float32)}
     poisoned["heat"] = np.where(np.arange(T) > 1, data["heat"], poison).astype(np.float32)
-    got, want = jax.grad(loss)(poisoned), jax.grad(loss)(data)
-    chex.assert_trees_all_close(got, want, rtol=1e-6)
-    assert not np.any(got["bias"][dead]) and not np.any(got["heat"][:2])
+    actual, want = jax.grad(loss)(poisoned), jax.grad(loss)(data)
+    chex.assert_trees_all_close(actual, want, rtol=1e-6)
+    assert not np.any(actual["bias"][dead]) and not np.any(actual["heat"][:2])
 
 
 def test_the_gradient_of_16_bit_data_is_summed_in_float32(monkeypatch):
@@ -262,10 +262,10 @@ def test_the_gradient_of_16_bit_data_is_summed_in_float32(monkeypatch):
         return jnp.sum(lse)
 
     slopes = jnp.full(N, 0.01, jnp.bfloat16)
-    got = jax.grad(loss)(slopes, "blockwise")
+    actual = jax.grad(loss)(slopes, "blockwise")
     want = jax.grad(loss)(slopes.astype(jnp.float32), "reference")
-    assert got.dtype == jnp.bfloat16
-    chex.assert_trees_all_close(got.astype(jnp.float32), want, rtol=2**-8)
+    assert actual.dtype == jnp.bfloat16
+    chex.assert_trees_all_close(actual.astype(jnp.float32), want, rtol=2**-8)
 
 
 def _buckets(distance, count=8, limit=16):
@@ -276,7 +276,7 @@ def _buckets(distance, count=8, limit=16):
     return np.where(distance < exact, distance, np.minimum(exact + far.astype(int), count - 1))
 
 
-def test_a_table_of_relative_positions_a_head_as_in_t5():
+def test_a_table_of_relative_positions_as_in_t5():
     of_distance = _buckets(np.arange(T)).astype(np.int32)
 
     @fa.score_fn
@@ -292,7 +292,7 @@ def test_a_table_of_relative_positions_a_head_as_in_t5():
     check_gradients(make, change, normal(N, 8, seed=8))
 
 
-def test_scores_see_the_positions_that_are_given():
+def test_scores_read_explicit_positions():
     positions = np.random.default_rng(9).integers(0, 30, (B, T), np.int32)
     _, lse = fa.flash_attention(
         Q, KEY, V, score=fa.alibi(SLOPES), q_positions=positions, return_lse=True
@@ -304,7 +304,7 @@ def test_scores_see_the_positions_that_are_given():
     chex.assert_trees_all_close(lse, plain, rtol=1e-5)
 
 
-def test_a_score_cannot_bring_a_masked_pair_back():
+def test_a_score_cannot_unmask_a_pair():
     _, lse = fa.flash_attention(
         Q, KEY, V, mask=fa.Lengths(q=0), score=lambda s, q, k: 0.0 * s, return_lse=True
     )
@@ -343,12 +343,12 @@ def test_any_callable_of_a_score_and_two_tokens_is_a_score(fn):
     ],
     ids=["array", "array in a tuple", "text", "boolean", "dtype", "vector"],
 )
-def test_what_is_no_score_is_refused(score, message):
+def test_objects_that_are_no_scores_are_errors(score, message):
     with pytest.raises(TypeError, match=message):
         attend(score)
 
 
-def test_a_cap_made_again_is_no_new_program():
+def test_an_equal_cap_does_not_recompile():
     chex.clear_trace_counter()
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 8, 1, 4))
 
@@ -361,14 +361,14 @@ def test_a_cap_made_again_is_no_new_program():
         run(fa.soft_cap(cap))
 
 
-def test_a_cap_is_a_number_and_one_that_is_learned_is_data():
+def test_a_cap_must_be_a_python_number():
     with pytest.raises(TypeError, match=r"cap must be a Python number.*params={'cap': cap}"):
         fa.soft_cap(jnp.float32(5))  # pyright: ignore[reportArgumentType]
 
 
 def test_a_bias_may_be_a_list():
-    got = attend(fa.bias(np.asarray(BIAS).tolist()))  # pyright: ignore[reportArgumentType]
-    chex.assert_trees_all_equal(got, attend(fa.bias(BIAS)))
+    actual = attend(fa.bias(np.asarray(BIAS).tolist()))  # pyright: ignore[reportArgumentType]
+    chex.assert_trees_all_equal(actual, attend(fa.bias(BIAS)))
 
 
 @pytest.mark.parametrize("cap", [0, -1.0, np.nan])
@@ -390,7 +390,7 @@ def test_data_of_a_wrong_shape_are_named(score, message):
         attend(score)
 
 
-def test_undeclared_data_are_named_with_what_there_is():
+def test_errors_about_undeclared_data_list_the_declared():
     with pytest.raises(AttributeError, match=r"c\.slop: no such data \(there is slope\)"):
         attend(fa.score_fn(lambda s, q, k, c: s * c.slop)(heads={"slope": SLOPES}))
 
@@ -412,10 +412,10 @@ def test_the_gradient_of_a_capped_score_is_its_slope():
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
-def test_a_row_is_hidden_from_a_score_of_minus_2_to_the_26th_on(implementation):
+def test_a_row_is_empty_at_scores_of_minus_2_to_the_26th(implementation):
     limit = np.float32(-(2.0**26))
-    seen = np.nextafter(limit, np.float32(0))
-    rows = np.array([-1e10, -1e9, limit, seen, -1e6], np.float32)
+    above = np.nextafter(limit, np.float32(0))
+    rows = np.array([-1e10, -1e9, limit, above, -1e6], np.float32)
     values = jax.random.normal(jax.random.key(0), (1, 7, 1, 8))
     score = fa.bias(jnp.broadcast_to(rows[:, None], (5, 7)))
 

@@ -21,7 +21,7 @@ WEIGHT = normal(B, T, N, H, seed=3)
 
 
 def dense(q, k, v, sinks, mask):
-    """With a column more, for the sink, that is cut off again."""
+    """Compute dense attention with one more column for the sink, and drop its probability."""
     k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
     s = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * H**-0.5
     s = jnp.where(mask[None, None], s, -jnp.inf)
@@ -41,15 +41,15 @@ MASKS = {
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_values_and_gradients_are_those_of_one_column_more(mask, implementation):
+def test_values_and_gradients_equal_those_of_one_more_column(mask, implementation):
     ours, visible = MASKS[mask]
 
     def loss(attend):
-        def of(*args):
+        def loss_fn(*args):
             out, lse = attend(*args)
             return jnp.sum(out * WEIGHT) + jnp.sum(jnp.sin(lse)), (out, lse)
 
-        return jax.value_and_grad(of, (0, 1, 2, 3), has_aux=True)
+        return jax.value_and_grad(loss_fn, (0, 1, 2, 3), has_aux=True)
 
     def flash(q, k, v, sinks):
         return fa.flash_attention(
@@ -57,14 +57,14 @@ def test_values_and_gradients_are_those_of_one_column_more(mask, implementation)
         )
 
     args = [jnp.asarray(x) for x in (Q, KEY, V, SINKS)]
-    got = loss(flash)(*args)
+    actual = loss(flash)(*args)
     chex.assert_trees_all_close(
-        got, loss(lambda *x: dense(*x, visible))(*args), rtol=2e-5, atol=5e-6
+        actual, loss(lambda *x: dense(*x, visible))(*args), rtol=2e-5, atol=5e-6
     )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_no_sink_is_minus_infinity(dtype):
+def test_a_sink_of_minus_infinity_is_no_sink(dtype):
     q, k, v = (jnp.asarray(x, dtype) for x in (Q, KEY, V))
     none = jnp.full(N, -jnp.inf, dtype)
     mask = fa.Window(2) & fa.Causal()
@@ -74,7 +74,7 @@ def test_no_sink_is_minus_infinity(dtype):
     )
 
 
-def test_gradients_where_there_is_neither_a_key_nor_a_sink():
+def test_gradients_of_empty_rows_without_a_sink():
     """The gradient of a head's sink was NaN there."""
 
     def loss(q, sinks):
@@ -89,7 +89,7 @@ def test_gradients_where_there_is_neither_a_key_nor_a_sink():
 @pytest.mark.parametrize(
     "sinks", [np.zeros(3, np.float32), np.zeros((N, 1)), np.zeros(N, np.int32)]
 )
-def test_sinks_are_a_float_a_head(sinks):
+def test_sinks_must_be_a_float_for_each_head(sinks):
     with pytest.raises(ValueError, match=r"sinks must be floats of shape \[N\], one for each of 4"):
         fa.flash_attention(Q, KEY, V, sinks=sinks)
     with pytest.raises(ValueError, match=r"sinks must be floats of shape \[N\]"):

@@ -13,25 +13,21 @@ from typing import Any
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import api
+from pallas_fa2.options import DropInOptions
 
 PACKAGE = pathlib.Path(fa.__file__).parent
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
-# Modules of sm90 that its forward and its backward share.
-SHARED = [
-    *("scheduler", "block_mask_kernel", "tile_order_kernel", "block_mask", "nonfinite", "tile_functions"),
-    *("compile_mods", "aux_inputs", "aux_grads", "mask_bits"),
-]  # fmt: skip
 # A module imports those before it in this list: of its own entry too, of a later one never. The first entry that a
 # module's name begins with is its own.
 ORDER = [
     *("arithmetic", "control_flow", "device", "fingerprint"),
-    *("ir", "pytree_fn", "mask_fields", "masks", "scores", "parse_call", "schedule", "distributed.sharding"),
+    *("ir", "pytree_fn", "masks", "scores", "options", "check_args", "trace_mods", "sinks", "parse_call"),
+    *("schedule", "distributed.sharding"),
     *("backends.protocol", "backends.common", "backends.xla", "backends.reference"),
-    "backends.sm90.primitives",
-    *(f"backends.sm90.{name}" for name in SHARED),
+    *("backends.sm90.primitives", "backends.sm90.nonfinite"),
     *("backends.sm90.forward", "backends.sm90.backward", "backends.sm90"),
-    *("backends", "planning.tuned", "planning.plan", "autodiff", "api", "explanation", "planning", "flax", "distributed"),
+    *("backends.sm80.primitives", "backends.sm80.forward", "backends.sm80.backward", "backends.sm80"),
+    *("backends", "planning.tuned", "planning.plan", "autodiff", "api", "drop_in", "explanation", "planning", "flax", "distributed"),
     *("__init__", "__main__"),
 ]  # fmt: skip
 
@@ -84,12 +80,12 @@ def test_no_modules_import_each_other():
     graphlib.TopologicalSorter(imported).prepare()
 
 
-def test_every_entry_of_the_order_is_there():
+def test_every_entry_of_the_order_exists():
     assert {entry(module(file)) for file in FILES} == set(range(len(ORDER)))
 
 
 def test_forward_and_backward_and_architectures_do_not_import_each_other():
-    """Nor does what is of one architecture come into what all share."""
+    """Shared modules do not import those of an architecture either."""
     apart = ["backends.sm90.forward", "backends.sm90.backward"]
     for file in FILES:
         for other in imported_modules(file):
@@ -111,7 +107,7 @@ def test_the_package_imports_the_core_alone():
     [("jax.experimental.pallas", "backends/"), ("flax", "flax/")],
     ids=["pallas", "flax"],
 )
-def test_who_imports_pallas_and_flax(package, where):
+def test_only_some_modules_import_pallas_and_flax(package, where):
     files = [file for file in FILES if imports_package(file, package)]
     assert files and all(file.startswith(where) for file in files)
 
@@ -174,7 +170,7 @@ def test_the_core_needs_jax_and_jaxtyping_alone():
     """)
 
 
-def test_what_else_is_missing_keeps_its_own_error():
+def test_other_missing_modules_keep_their_error():
     run("""
         import sys
         import pallas_fa2 as fa
@@ -205,7 +201,7 @@ def test_the_integrations_are_imported_on_first_use():
     "function, options, others",
     [
         (fa.flash_attention, fa.Options, {"return_lse"}),
-        (fa.dot_product_attention, api.DropInOptions, {"bias", "mask", "return_residual"}),
+        (fa.dot_product_attention, DropInOptions, {"bias", "mask", "return_residual"}),
     ],
     ids=["flash_attention", "dot_product_attention"],
 )

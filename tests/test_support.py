@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tests.support import compile_gate, h200, interpreter, shared
+from tests.support import compile_gate, gpus, interpreter, shared
 
 F16, F32 = jnp.float16, jnp.float32
 TILE = (64, 64)
@@ -355,7 +355,7 @@ def test_the_gate_names_what_is_wrong():
     report = compile_gate.KernelReport("forward", 168, 8, 12, 232_449, ("x (C7512) y",), {}, None)
     with pytest.raises(AssertionError) as refusal:
         compile_gate.assert_clean(report)
-    for part in ("forward", "8 B", "12 B", "232449", str(h200.MAX_SHARED_MEMORY_BYTES), "C7512"):
+    for part in ("forward", "8 B", "12 B", "232449", str(gpus.MAX_SHARED_MEMORY_BYTES), "C7512"):
         assert part in str(refusal.value)
 
 

@@ -10,7 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.backends.sm90.primitives import launch, pipeline, swizzle, tma
+from pallas_fa2.backends.common.primitives import launch, swizzle
+from pallas_fa2.backends.sm90.primitives import pipeline
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows
 from tests.support import compile_gate, interpreter
 from tests.support.tiers import slow_but
@@ -46,7 +47,7 @@ def through_shared_memory(
         plgpu.wait_smem_to_gmem(0)
 
     panel = panel or swizzle.panel_width(columns, dim, x.dtype)
-    memory = pipeline.swizzled_smem(TILE, columns, dtype=x.dtype, panel=panel), pipeline.barriers(3)
+    memory = swizzle.swizzled_smem(TILE, columns, dtype=x.dtype, panel=panel), pipeline.barriers(3)
     shape = jax.ShapeDtypeStruct((batch, length, heads, dim), x.dtype)
     return launch.build_kernel("copy", run, memory, shape, {"cta": batch * heads * tiles}, 1)(x)
 
@@ -102,57 +103,6 @@ def test_rows_compile(length: int, dim: int, columns: int, panel: int | None, co
     assert (report.count("UTMALDG"), report.count("UTMASTG")) == (copies, copies)
 
 
-def together(x: jax.Array, tiles: jax.Array) -> jax.Array:
-    """Of `x` `[T, H]` these pairs of its tiles, `[pairs, 2]`."""
-    _, dim = x.shape
-
-    def run(refs: tuple, memory: tuple) -> None:
-        (source, tiles, target), (buffer, barriers) = refs, memory
-        pair = lax.axis_index("cta")
-        parts = [HeadRows(source, 0, pl.ds(tiles[pair, i] * TILE, TILE), 0) for i in range(2)]
-        tma.GatheredRows(parts).load(buffer, barriers, 1)
-        plgpu.barrier_wait(barriers.at[1])
-        HeadRows(target, pair, pl.ds(0, 2 * TILE), 0).store(buffer)
-        plgpu.commit_smem_to_gmem_group()
-        plgpu.wait_smem_to_gmem(0)
-
-    columns = 64 * -(-dim // 64)
-    panel = swizzle.panel_width(columns, dim, x.dtype)
-    memory = (
-        pipeline.swizzled_smem(2 * TILE, columns, dtype=x.dtype, panel=panel),
-        pipeline.barriers(3),
-    )
-    shape = jax.ShapeDtypeStruct((len(tiles), 2 * TILE, 1, dim), x.dtype)
-    copy = launch.build_kernel("copy", run, memory, shape, {"cta": len(tiles)}, 1)
-    return copy(x[None, :, None], tiles)[:, :, 0]
-
-
-# That follow each other, or not; that end with the sequence, or lie beyond its end.
-PAIRS = np.array([(0, 1), (1, 0), (3, 1), (2, 3), (3, 4), (0, 4), (4, 3)], np.int32)
-
-
-def check_together(length: int, dim: int, run: Any) -> None:
-    x = jax.random.normal(jax.random.key(0), (length, dim), jnp.bfloat16)
-    tiles = np.pad(x, ((0, 5 * TILE - length), (0, 0))).reshape(5, TILE, dim)
-    np.testing.assert_array_equal(run(together, x, PAIRS), tiles[PAIRS].reshape(-1, 2 * TILE, dim))
-
-
-LENGTHS_AND_DIMS = pytest.mark.parametrize(
-    "length, dim", [(256, 64), (256, 128), (241, 128), (230, 72)]
-)
-
-
-@LENGTHS_AND_DIMS
-def test_parts_together_interpreted(length: int, dim: int) -> None:
-    check_together(length, dim, interpreter.run)
-
-
-@pytest.mark.gpu
-@LENGTHS_AND_DIMS
-def test_parts_together_on_a_gpu(length: int, dim: int) -> None:
-    check_together(length, dim, lambda f, *args: jax.jit(f)(*args))
-
-
 def test_an_array_of_barriers_must_be_the_only_one_of_its_kind() -> None:
     def copy(x: jax.Array) -> jax.Array:
         def run(refs: tuple, memory: tuple) -> None:
@@ -160,7 +110,7 @@ def test_an_array_of_barriers_must_be_the_only_one_of_its_kind() -> None:
             HeadRows(refs[0], 0, pl.ds(0, TILE), 0).load(buffer, barriers, 0)
 
         barriers = pipeline.barriers(3), pipeline.barriers(3)
-        memory = pipeline.swizzled_smem(TILE, 128, dtype=x.dtype), *barriers
+        memory = swizzle.swizzled_smem(TILE, 128, dtype=x.dtype), *barriers
         return launch.build_kernel("copy", run, memory, x, {"cta": 1}, 1)(x)
 
     x = jax.ShapeDtypeStruct((1, 70, 1, 128), jnp.bfloat16)

@@ -62,12 +62,12 @@ ARGUMENTS = (Q, KEY, V, LENGTHS, SLOPES)
 
 
 def gradients(implementation: str) -> Callable:
-    """Of q, k, v and the slopes."""
+    """Return a function of the gradients of q, k, v and the slopes."""
     return jax.grad(functools.partial(loss, implementation), (0, 1, 2, 4))
 
 
-def assert_same(got: Any, expected: Any) -> None:
-    chex.assert_trees_all_close(got, expected, rtol=5e-5, atol=5e-5)
+def assert_same(actual: Any, expected: Any) -> None:
+    chex.assert_trees_all_close(actual, expected, rtol=5e-5, atol=5e-5)
 
 
 def of_query(implementation: str) -> Callable:
@@ -92,9 +92,11 @@ def test_jacobian() -> None:
 
         return jax.jit(jax.jacobian(fn))(QUERY)
 
-    got = rows("blockwise")
-    assert_same(got, rows("reference"))
-    assert not np.any(got[:, :, :, 0, :9]) and np.any(got[0, :, :, 0, 9])  # a row is its query's
+    actual = rows("blockwise")
+    assert_same(actual, rows("reference"))
+    assert not np.any(actual[:, :, :, 0, :9]) and np.any(
+        actual[0, :, :, 0, 9]
+    )  # a row is its query's
 
 
 FORWARD: dict[str, Callable] = {
@@ -122,8 +124,8 @@ def test_forward_mode_is_the_references(name: str) -> None:
 
 def test_the_hessian_of_the_reference() -> None:
     """Forward over reverse mode against reverse over reverse."""
-    got = jax.jit(jax.hessian(of_query("reference")))(QUERY)
-    assert_same(got, jax.jit(jax.jacrev(jax.grad(of_query("blockwise"))))(QUERY))
+    actual = jax.jit(jax.hessian(of_query("reference")))(QUERY)
+    assert_same(actual, jax.jit(jax.jacrev(jax.grad(of_query("blockwise"))))(QUERY))
     with pytest.raises(
         TypeError, match=r"forward-mode autodiff .* ask for implementation='reference'"
     ):
@@ -135,14 +137,14 @@ def test_second_derivatives() -> None:
 
     def penalty(implementation: str) -> Any:
         def fn(q: Any, k: Any, v: Any, slopes: Any) -> Any:
-            found = gradients(implementation)(q, k, v, LENGTHS, slopes)
-            return sum(jnp.sum(jnp.sin(x)) for x in found)
+            results = gradients(implementation)(q, k, v, LENGTHS, slopes)
+            return sum(jnp.sum(jnp.sin(x)) for x in results)
 
         return jax.jit(jax.grad(fn, (0, 1, 2, 3)))(Q, KEY, V, SLOPES)
 
-    for got, expected in zip(penalty("blockwise"), penalty("reference"), strict=True):
-        chex.assert_trees_all_close(got, expected, rtol=0, atol=5e-5 * np.abs(expected).max())
-        assert np.any(got)
+    for actual, expected in zip(penalty("blockwise"), penalty("reference"), strict=True):
+        chex.assert_trees_all_close(actual, expected, rtol=0, atol=5e-5 * np.abs(expected).max())
+        assert np.any(actual)
 
 
 def test_the_hopper_kernels_have_first_derivatives_by_reverse_mode_alone(
@@ -183,8 +185,8 @@ def test_shard_map_over_batch_and_heads(kind: AxisType, implementation: str) -> 
     mesh = eight_devices(kind)
     with jax.set_mesh(mesh):
         step = jax.shard_map(gradients(implementation), in_specs=SPECS, out_specs=OF_GRADIENTS)
-        got = jax.jit(step)(*put(mesh, SPECS))
-    assert_same(jax.device_get(got), jax.device_get(gradients("reference")(*ARGUMENTS)))
+        actual = jax.jit(step)(*put(mesh, SPECS))
+    assert_same(jax.device_get(actual), jax.device_get(gradients("reference")(*ARGUMENTS)))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -198,12 +200,12 @@ def test_gradients_through_shard_map(kind: AxisType) -> None:
         return jax.shard_map(local, in_specs=SPECS, out_specs=P())(*args)
 
     with jax.set_mesh(mesh):
-        got = jax.jit(jax.grad(total, (0, 1, 2, 4)))(*put(mesh, SPECS))
-    assert_same(jax.device_get(got), jax.device_get(gradients("reference")(*ARGUMENTS)))
+        actual = jax.jit(jax.grad(total, (0, 1, 2, 4)))(*put(mesh, SPECS))
+    assert_same(jax.device_get(actual), jax.device_get(gradients("reference")(*ARGUMENTS)))
 
 
 def test_each_device_of_a_shard_map_numbers_its_heads_for_dropout_from_0() -> None:
-    """And its batch entries: two devices with the same numbers drop the same."""
+    """Devices number heads and batch entries from 0: two devices with the same numbers drop the same."""
     mesh = jax.make_mesh((2,), ("h",), (AxisType.Auto,), devices=jax.devices()[:2])
     same = jnp.concatenate([Q[:, :, :2]] * 2, 2)
 
@@ -211,11 +213,11 @@ def test_each_device_of_a_shard_map_numbers_its_heads_for_dropout_from_0() -> No
         return fa.flash_attention(x, x, x, dropout_rate=0.5, dropout_rng=jax.random.key(0))
 
     spec = P(None, None, "h")
-    got = jax.device_get(
+    actual = jax.device_get(
         jax.jit(jax.shard_map(drop, mesh=mesh, in_specs=spec, out_specs=spec))(same)
     )
-    np.testing.assert_array_equal(got[:, :, :2], got[:, :, 2:])
-    assert np.any(jax.device_get(jax.jit(drop)(same))[:, :, 2:] != got[:, :, 2:])
+    np.testing.assert_array_equal(actual[:, :, :2], actual[:, :, 2:])
+    assert np.any(jax.device_get(jax.jit(drop)(same))[:, :, 2:] != actual[:, :, 2:])
 
 
 CALLS: dict[str, Callable] = {
@@ -235,17 +237,17 @@ def test_hopper_is_traced_in_shard_map(
 ) -> None:
     """Its results vary over the mesh as its inputs do: else gradients would be summed over it."""
     monkeypatch.setattr(api, "device_of", lambda x: H200)
-    seen = []
+    result_axes = []
 
     def local(q: Any, k: Any, v: Any, ids: Any, slopes: Any) -> Any:
         def attend(q: Any, k: Any, v: Any, slopes: Any) -> Any:
             options = CALLS[name](ids, slopes) | {"implementation": "hopper"}
             return fa.flash_attention(q, k, v, return_lse=True, **options)
 
-        found, pull = jax.vjp(attend, q, k, v, slopes)
-        found = (*found, *pull(found))
-        seen.extend(jax.typeof(y).manual_axis_type.varying for y in found)
-        return found
+        results, pull = jax.vjp(attend, q, k, v, slopes)
+        results = (*results, *pull(results))
+        result_axes.extend(jax.typeof(y).manual_axis_type.varying for y in results)
+        return results
 
     mesh = eight_devices(kind)
     specs = (BY_HEAD, BY_HEAD, BY_HEAD, P("b"), P("h"))
@@ -255,7 +257,7 @@ def test_hopper_is_traced_in_shard_map(
     out = (BY_HEAD, P("b", "h"), BY_HEAD, BY_HEAD, BY_HEAD, P("h"))
     with jax.set_mesh(mesh):
         jax.make_jaxpr(jax.shard_map(local, in_specs=specs, out_specs=out))(*args)
-    assert seen == [{"b", "h"}] * 5 + [{"h"}]
+    assert result_axes == [{"b", "h"}] * 5 + [{"h"}]
 
 
 @pytest.mark.gpu
@@ -273,10 +275,10 @@ def test_batch_entries_over_all_gpus(how: str) -> None:
     with jax.set_mesh(mesh):
         if how == "shard_map":
             step = jax.shard_map(step, in_specs=specs, out_specs=(*specs[:3], P()))
-        got = jax.device_get(jax.jit(step)(*put(mesh, specs, args)))
+        actual = jax.device_get(jax.jit(step)(*put(mesh, specs, args)))
     alone = jax.device_get(jax.jit(gradients("hopper"))(*args))
     expected = jax.device_get(jax.jit(gradients("reference"))(*args))
-    for x, y, z in zip(got, alone, expected, strict=True):
+    for x, y, z in zip(actual, alone, expected, strict=True):
         x, y, z = (np.asarray(a, np.float32) for a in (x, y, z))
         assert np.abs(x - y).max() <= 0.01 * np.abs(y).max()
         assert np.abs(x - z).max() <= 0.03 * np.abs(z).max()
@@ -289,10 +291,10 @@ def test_a_mesh_of_eight_devices(kind: AxisType, set_it: bool) -> None:
     mesh = eight_devices(kind)
     out = tuple(NamedSharding(mesh, s) for s in OF_GRADIENTS)
     with jax.set_mesh(mesh) if set_it else contextlib.nullcontext():
-        got = jax.jit(gradients("blockwise"), out_shardings=out)(*put(mesh, SPECS))
-    for x, sharding in zip(got, out, strict=True):
+        actual = jax.jit(gradients("blockwise"), out_shardings=out)(*put(mesh, SPECS))
+    for x, sharding in zip(actual, out, strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
-    assert_same(jax.device_get(got), jax.device_get(gradients("reference")(*ARGUMENTS)))
+    assert_same(jax.device_get(actual), jax.device_get(gradients("reference")(*ARGUMENTS)))
 
 
 @pytest.mark.parametrize("by_heads", [True, slow(False)])
@@ -308,8 +310,8 @@ def test_sinks_on_a_mesh(kind: AxisType, by_heads: bool) -> None:
     mesh = eight_devices(kind)
     specs = (*SPECS[:3], P("h") if by_heads else P())
     with jax.set_mesh(mesh):
-        got = step(*put(mesh, specs, args))
-    assert_same(jax.device_get(got), jax.device_get(step(*args)))
+        actual = step(*put(mesh, specs, args))
+    assert_same(jax.device_get(actual), jax.device_get(step(*args)))
 
 
 @pytest.mark.parametrize("implementation", [slow("reference"), "blockwise"])
@@ -328,15 +330,15 @@ def test_an_exported_call_is_differentiable() -> None:
 
 def test_donated_buffers() -> None:
     step = jax.jit(gradients("blockwise"), donate_argnums=(0, 1, 2))
-    given = [jnp.array(x) for x in ARGUMENTS[:3]]
-    got = step(*given, LENGTHS, SLOPES)
-    assert all(x.is_deleted() for x in given)
-    assert_same(got, gradients("reference")(*ARGUMENTS))
+    donated = [jnp.array(x) for x in ARGUMENTS[:3]]
+    actual = step(*donated, LENGTHS, SLOPES)
+    assert all(x.is_deleted() for x in donated)
+    assert_same(actual, gradients("reference")(*ARGUMENTS))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_nothing_is_nan_on_the_way(implementation: str, compiled: bool) -> None:
+def test_no_intermediate_value_is_nan(implementation: str, compiled: bool) -> None:
     """Rows without a key among them; jax_debug_nans looks at the result of every primitive."""
     step = gradients(implementation)
     with jax.debug_nans(True):
@@ -379,7 +381,7 @@ def test_a_function_traced_with_x64_is_traced_again_without() -> None:
 
 
 def test_hopper_kernels_take_python_numbers_under_x64() -> None:
-    """They compile; the interpreter has no 64 bits."""
+    """The kernels compile; the interpreter has no 64-bit integers."""
 
     def mask(q: Any, k: Any) -> Any:
         return (q.index // 8 == k.index // 8) | (q.index % 3 < k.index % 2)
@@ -398,12 +400,12 @@ def test_hopper_kernels_take_python_numbers_under_x64() -> None:
 def test_int64_data_under_x64() -> None:
     with jax.enable_x64(True):
         lengths = jnp.array([20, 11, 3, 0], jnp.int64)
-        got = gradients("blockwise")(Q, KEY, V, lengths, SLOPES)
+        actual = gradients("blockwise")(Q, KEY, V, lengths, SLOPES)
         positions = jnp.arange(T) + 5
         out = fa.flash_attention(
             Q, KEY, V, mask=fa.Causal(), q_positions=positions, kv_positions=positions
         )
-    assert_same(got, gradients("reference")(*ARGUMENTS))
+    assert_same(actual, gradients("reference")(*ARGUMENTS))
     assert_same(out, fa.flash_attention(Q, KEY, V, mask=fa.Causal()))
 
 
@@ -437,11 +439,11 @@ def test_shard_map_over_some_axes_of_a_mesh(
 
     gradient = mapped(jax.grad(loss, every), (P("d"),) * 4) if inside else jax.grad(total, every)
     with jax.set_mesh(mesh):
-        got = jax.jit(gradient)(*args)
-    assert_same(got, expected)
+        actual = jax.jit(gradient)(*args)
+    assert_same(actual, expected)
 
 
-def test_reference_computes_nothing_twice_where_all_axes_are_manual() -> None:
+def test_the_reference_is_not_recomputed_where_all_axes_are_manual() -> None:
     mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
 
     def loss(x: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What a type checker says of calls: pyright reads this file (`make lint`), and pytest runs it."""
+"""The types of results of calls: pyright checks this file (`make lint`), and pytest runs it."""
 
 from typing import assert_type
 
@@ -11,18 +11,18 @@ Pair = tuple[jax.Array, jax.Array]
 Q = jnp.ones((1, 8, 2, 4))
 
 
-def test_the_logsumexp_is_there_where_it_is_asked_for() -> None:
+def test_the_type_has_a_logsumexp_on_request() -> None:
     assert_type(fa.flash_attention(Q, Q, Q, mask=fa.Causal()), jax.Array)
     assert_type(fa.flash_attention(Q, Q, Q, is_causal=True, return_lse=True), Pair)
     assert_type(fa.dot_product_attention(Q, Q, Q, None, fa.Causal()), jax.Array)
     assert_type(fa.dot_product_attention(Q, Q, Q, return_residual=True), Pair)
 
 
-def asked(lse: bool) -> None:
+def optional_lse(lse: bool) -> None:
     assert_type(fa.flash_attention(Q, Q, Q, return_lse=lse), jax.Array | Pair)
 
 
 def test_options_can_be_passed_on() -> None:
     options: fa.Options = {"mask": fa.Causal(), "dropout_rate": 0.0, "align": "end"}
     assert_type(fa.flash_attention(Q, Q, Q, **options), jax.Array)
-    asked(True)
+    optional_lse(True)

@@ -35,19 +35,17 @@ def test_every_layout_runs_on_a_cpu(layout, implementation, dtype):
         out, pull = jax.vjp(attend, q, k, v)
         return out, pull(out)
 
-    got = jax.jit(both)(*arrays)
+    actual = jax.jit(both)(*arrays)
     q, k, v = (view(x).astype(jnp.float32) for x in arrays)
     expected = jax.nn.dot_product_attention(q, k, v)
-    np.testing.assert_allclose(got[0].astype(jnp.float32), expected, rtol=0.02, atol=0.02)
-    assert all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in got[1])
+    np.testing.assert_allclose(actual[0].astype(jnp.float32), expected, rtol=0.02, atol=0.02)
+    assert all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in actual[1])
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 @pytest.mark.parametrize("growth", [1, 100, 300])
 @pytest.mark.parametrize("equal_keys", [False, True])
-def test_float32_errs_as_little_as_jax_nn_where_scores_are_large(
-    growth, equal_keys, implementation
-):
+def test_float32_is_as_exact_as_jax_nn_where_scores_are_large(growth, equal_keys, implementation):
     rng = np.random.default_rng(0)
     # Of one entry alone the ratio is 1.0, 1.9 or, on jax 0.12, 2.05: it is the mean that counts.
     q, k, v, dout = (rng.standard_normal((8, 64, 2, 16)).astype(np.float32) for _ in range(4))
@@ -60,8 +58,8 @@ def test_float32_errs_as_little_as_jax_nn_where_scores_are_large(
             out, pull = jax.vjp(attend, q, k, v)
             return out, *pull(dout)
 
-        found = jax.jit(both)(q, k, v, dout)
-        return [distance(a, b) for a, b in zip(found, truth, strict=True)]
+        results = jax.jit(both)(q, k, v, dout)
+        return [distance(a, b) for a, b in zip(results, truth, strict=True)]
 
     def distance(a, b):
         off = np.abs(np.asarray(a, np.float64) - b).max((1, 2, 3))
@@ -81,7 +79,7 @@ def test_float32_errs_as_little_as_jax_nn_where_scores_are_large(
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
-def test_16_bit_gradients_of_concentrated_rows_err_as_little_as_jax_nn(implementation):
+def test_16_bit_gradients_of_concentrated_rows_are_as_exact_as_jax_nn(implementation):
     """A row sees itself most: dS is a small difference of large numbers."""
     x = jax.random.normal(jax.random.key(0), (16, 64, 16, 48), jnp.bfloat16)
     bias = jax.random.normal(jax.random.key(1), (16, 16, 64, 64), jnp.bfloat16)
@@ -93,6 +91,6 @@ def test_16_bit_gradients_of_concentrated_rows_err_as_little_as_jax_nn(implement
 
     wide = gradient(jax.nn.dot_product_attention, x.astype(jnp.float32), bias.astype(jnp.float32))
     attend = functools.partial(fa.dot_product_attention, implementation=implementation)
-    got = gradient(attend, x, bias).astype(jnp.float32)
+    actual = gradient(attend, x, bias).astype(jnp.float32)
     rounding = jnp.abs(wide - wide.astype(jnp.bfloat16).astype(jnp.float32)).max()
-    assert jnp.abs(got - wide).max() <= 2 * rounding
+    assert jnp.abs(actual - wide).max() <= 2 * rounding

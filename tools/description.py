@@ -1,4 +1,4 @@
-"""The description that a package index shows: README.md, where files beside it are elsewhere."""
+"""The description in a package index: README.md without relative links."""
 
 import pathlib
 import re
@@ -10,18 +10,20 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)]*)\)")
 
 
 def description(readme: str, source: str | None) -> str:
-    """With links to files of the repository at `source`; without one, of a link its text and of a figure nothing."""
+    """Make links absolute at `source`; without one, replace links by their text and remove figures."""
 
-    def elsewhere(link: re.Match[str]) -> str:
+    def replace(link: re.Match[str]) -> str:
         figure, text, path = link.groups()
         if source is None:
             return "" if figure else text
         return f"{figure}[{text}]({source}/{'raw' if figure else 'blob'}/HEAD/{path})"
 
-    return LINK.sub(elsewhere, readme)
+    return LINK.sub(replace, readme)
 
 
 class DescriptionHook(MetadataHookInterface):
+    """Hatchling's hook that sets the description when a distribution is built."""
+
     def update(self, metadata: dict[str, Any]) -> None:
         readme = (pathlib.Path(self.root) / "README.md").read_text()
         text = description(readme, metadata.get("urls", {}).get("Source"))

@@ -1,10 +1,10 @@
-"""Plants the mistakes of mutants.toml in copies of the tree, one at a time, and says which of them tests find.
+"""Mutation testing: plants the mistakes of mutants.toml in copies of the tree, and prints which of them tests find.
 
-The expected tests run without any first, and must pass.
+The expected tests first run on the unchanged tree, and must pass.
 
-python tools/mutate.py                              # all, each with the tests that are expected to find it
-python tools/mutate.py hiding_after align_end       # some
-python tools/mutate.py --tier test --jobs 2         # and where those do not, with what `make test` runs
+python tools/mutate.py                              # all mutants, each with the tests that are expected to find it
+python tools/mutate.py hiding_after align_end       # some of them
+python tools/mutate.py --tier test --jobs 2         # and with what `make test` runs where those tests pass
 """
 
 import argparse
@@ -26,14 +26,16 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIST = ROOT / "tools/mutants.toml"
-# What pytest's exit codes say. Others (no such test, a tree that cannot be imported) are no answer.
+# Pytest's exit codes. Others (no such test, a tree that cannot be imported) are errors.
 SURVIVED, KILLED = 0, 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
+    """A mistake: `old` becomes `new` in a file of pallas_fa2; `equivalent` is the reason why no test can find it."""
+
     name: str
-    file: str  # in pallas_fa2
+    file: str
     old: str
     new: str
     tests: tuple[str, ...] = ()
@@ -41,7 +43,7 @@ class Mutant:
 
     @contextlib.contextmanager
     def planted(self, tree: pathlib.Path) -> Iterator[None]:
-        """In a copy of the tree, inside."""
+        """Plant the mistake in a copy of the tree within the context."""
         path = tree / "pallas_fa2" / self.file
         text = path.read_text()
         if text.count(self.old) != 1:
@@ -55,10 +57,12 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
+    """The verdict on a mutant, and the first test that failed, if any."""
+
     mutant: Mutant
     verdict: str
     seconds: float
-    test: str = ""  # the first that failed
+    test: str = ""
 
     def __str__(self) -> str:
         return f"{self.mutant.name:28} {self.verdict:10} {self.seconds:6.1f} s  {self.test}"
@@ -70,16 +74,16 @@ def read_mutants() -> list[Mutant]:
 
 
 def tier_arguments(target: str) -> list[str]:
-    """What `make target` runs pytest with."""
-    made = subprocess.run(
+    """Return the arguments with which `make target` runs pytest."""
+    recipe = subprocess.run(
         ["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    (line,) = re.findall(r"-m pytest\b(.*)", made.stdout)
+    (line,) = re.findall(r"-m pytest\b(.*)", recipe.stdout)
     return shlex.split(line)
 
 
 def copy_tree(to: pathlib.Path) -> pathlib.Path:
-    """What git knows of, as it is now."""
+    """Copy the files that git tracks from the working tree."""
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
     )
@@ -90,23 +94,13 @@ def copy_tree(to: pathlib.Path) -> pathlib.Path:
 
 
 def run_pytest(tree: pathlib.Path, arguments: list[str], limit: float) -> tuple[int | None, str]:
-    """Its exit code, None if it takes longer than the limit, and the first test that failed."""
-    command = [
-        sys.executable,
-        "-B",
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *arguments,
-    ]
+    """Return the exit code, None if pytest takes longer than the limit, and the first test that failed."""
+    options = ["-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     environment.setdefault("JAX_PLATFORMS", "cpu")
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, *options, *arguments],
             check=False,
             cwd=tree,
             env=environment,
@@ -136,23 +130,27 @@ def try_mutant(mutant: Mutant, tree: pathlib.Path, tier: list[str] | None, limit
 
 
 def check_unchanged(mutants: list[Mutant], tree: pathlib.Path, limit: float) -> None:
-    """Runs the expected tests without a mistake: one that fails anyway would find every mistake."""
+    """Run the expected tests on the unchanged tree: one that fails anyway would find every mistake."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     code, test = run_pytest(tree, tests, limit) if tests else (SURVIVED, "")
     if code != SURVIVED:
-        raise SystemExit(f"without a mistake, exit code {code}: {test}")
+        raise SystemExit(f"exit code {code} without a mistake: {test}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="of mutants; all by default")
+    parser.add_argument("names", nargs="*", help="names of mutants; all by default")
     parser.add_argument(
-        "--tier", choices=["test", "all"], help="what runs where the expected tests pass"
+        "--tier", choices=["test", "all"], help="the tests that run where the expected ones pass"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="mutants at the same time")
-    parser.add_argument("--limit", type=float, default=3600, help="seconds of one pytest")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="the number of mutants at the same time"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=3600, help="the time limit of one pytest in seconds"
+    )
     options = parser.parse_args()
     mutants = read_mutants()
     if unknown := set(options.names) - {m.name for m in mutants}:
@@ -180,9 +178,9 @@ def main() -> int:
     killed = [r for r in results if r.verdict == "killed"]
     equivalent = [r for r in results if r.verdict == "equivalent"]
     print(f"{len(killed)} of {len(results) - len(equivalent)} killed, {len(equivalent)} equivalent")
-    for other in results:
-        if other not in killed and other not in equivalent:
-            print(other)
+    for result in results:
+        if result not in killed and result not in equivalent:
+            print(result)
     return int(len(killed) + len(equivalent) < len(results))
 
 

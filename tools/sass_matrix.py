@@ -1,6 +1,6 @@
-"""The calls whose kernels `compare_sass.py` compiles: each variant of a kernel that the library chooses by itself.
+"""The calls whose kernels `compare_sass.py` compiles: each variant of a kernel that the library chooses by default.
 
-They use the public interface alone, so that one list serves every revision.
+They use only the public interface, so that one list works for every revision.
 """
 
 import dataclasses
@@ -20,8 +20,7 @@ Array = jax.ShapeDtypeStruct
 class Call:
     """One call of `flash_attention` on `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, Hv]`, with its gradients.
 
-    `options` returns keyword arguments, given one array for each of `inputs`; those that are floating-point have
-    gradients as well.
+    `options` maps one array for each of `inputs` to keyword arguments; floating-point ones have gradients as well.
     """
 
     dims: tuple[int, int] = (128, 128)  # H, Hv
@@ -31,10 +30,10 @@ class Call:
     dtype: Any = jnp.bfloat16
     inputs: tuple[Array, ...] = ()
     options: Callable[..., dict[str, Any]] = dict
-    small: bool = False  # in the matrix of CI
+    small: bool = False  # whether CI compares it
 
     def arguments(self) -> list[Array]:
-        """Shapes of q, k, v, dout and `inputs`."""
+        """Return the shapes and dtypes of q, k, v, dout and `inputs`."""
         (t, s), (n, k), (h, hv) = self.lengths, self.heads, self.dims
         shapes = ((t, n, h), (s, k, h), (s, k, hv), (t, n, hv))
         return [*(Array((self.batch, *shape), self.dtype) for shape in shapes), *self.inputs]
@@ -47,8 +46,8 @@ class Call:
             options = self.options(*(arrays[i] for i in range(len(inputs))))
             return fa.flash_attention(q, k, v, implementation="fused", **options)
 
-        out, pull = jax.vjp(attend, q, k, v, *(inputs[i] for i in floating))
-        return out, pull(dout)
+        out, vjp = jax.vjp(attend, q, k, v, *(inputs[i] for i in floating))
+        return out, vjp(dout)
 
 
 def causal() -> dict[str, Any]:
@@ -70,7 +69,7 @@ def dilated(q: Any, k: Any) -> Any:
 
 @fa.mask_fn
 def natten(q: Any, k: Any) -> Any:
-    """A neighborhood of 13 x 13 on a grid of 64 columns."""
+    """Attend to a neighborhood of 13 x 13 on a grid of 64 columns."""
     rows, columns = q.index // 64 - k.index // 64, q.index % 64 - k.index % 64
     return (abs(rows) <= 6) & (abs(columns) <= 6)
 
@@ -109,7 +108,7 @@ CALLS: dict[str, Call] = {
     "h128_grouped": Call(heads=(32, 8), options=causal),
     "h128_ragged": Call(lengths=(3000, 3001)),
     "h128_end": Call(lengths=(2048, 8192), options=lambda: {"is_causal": True, "align": "end"}),
-    # How dQ is summed: whole heads in a CTA, the first addition stored, in order.
+    # Strategies for dQ: a head for each CTA, the first tile stored and others added, in a fixed order.
     "h64_512": Call((64, 64), (512, 512), batch=32),
     "h128_512_causal": Call(lengths=(512, 512), batch=32, options=causal),
     "h128_window": Call(options=masked(lambda: fa.SlidingWindow(128)), small=True),
@@ -121,7 +120,7 @@ CALLS: dict[str, Call] = {
     "h128_deterministic_packed": Call(
         inputs=(IDS,), options=masked(fa.Segments, is_causal=True, deterministic_gradients=True)
     ),
-    # Masks: by code, by data of tokens, by bits that are computed first, by arrays.
+    # Masks by code, by token data, by precomputed bits, by arrays.
     "h128_window_1024": Call(options=masked(lambda: fa.SlidingWindow(1024))),
     "h128_packed": Call(inputs=(IDS,), options=masked(fa.Segments, is_causal=True), small=True),
     "h64_packed": Call((64, 64), inputs=(IDS,), options=masked(fa.Segments, is_causal=True)),
@@ -142,7 +141,7 @@ CALLS: dict[str, Call] = {
         inputs=(IDS, IDS),
         options=lambda q, k: {"is_causal": True, "q_positions": q, "kv_positions": k},
     ),
-    # Scores, with gradients of their data; dropout; sinks.
+    # Scores with gradients of their data, dropout, sinks.
     "h128_soft_cap": Call(options=scored(lambda: fa.soft_cap(30.0), is_causal=True)),
     "h64_soft_cap": Call((64, 64), options=scored(lambda: fa.soft_cap(30.0))),
     "h256_soft_cap": Call((256, 256), options=scored(lambda: fa.soft_cap(30.0))),

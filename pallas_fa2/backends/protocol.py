@@ -9,18 +9,18 @@ from pallas_fa2.ir.call_spec import CallSpec
 
 
 class Configuration(NamedTuple):
-    """How a backend runs one call: what its forward and its backward are given as `config`."""
+    """The `config` arguments of a backend's forward and backward for one call."""
 
     forward: Any = None
     backward: Any = None
-    # The backend that forms all gradients where those of score data are wanted, if it is another one.
+    # The name of the backend that computes all gradients where those of score data are needed, if it is another one.
     score_gradients: str | None = None
 
 
 class KernelDescription(NamedTuple):
-    """What `explain` says of a backend's kernels.
+    """The description of a backend's kernels that `explain` prints.
 
-    `tile` is that of the forward, (queries, keys). `workspace_bytes` of device memory are used by the backward beside
+    `tile` is the forward's, (queries, keys). `workspace_bytes` is the device memory that the backward uses beside
     inputs, outputs and gradients: an integer, or a symbol of `jax.export`.
     """
 
@@ -30,28 +30,24 @@ class KernelDescription(NamedTuple):
     workspace_bytes: Any
 
 
-def no_candidates(spec: CallSpec, device: Device) -> list[Any]:
-    return []
-
-
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """One way to compute attention.
+    """An implementation of attention.
 
     Attributes:
-      name: what a call's `implementation` says.
+      name: the value of a call's `implementation`.
       unsupported_reason: `(spec, device)` -> why it cannot run this call there, or None.
       configure: `(spec, device)` -> its `Configuration` for a call that it supports.
-      forward: `(spec, config, q, k, v, operands)` -> `out [B, T, N, Hv]`, in any dtype that its backward is to read, and
-        `lse [B, N, T]`. It may return `tile.RowSums` as well, which the backward then gets as `sums=`, with None for
-        `lse`.
-      backward: `(spec, config, q, k, v, out, lse, dout, dlse, operands, wanted)` -> the gradients of q, k, v and a tuple
-        of those of the floating-point score data, right where they are `wanted`; `dlse` may be None. Where it is
-        None, JAX differentiates the forward.
-      describe: `(spec, forward config, backward config, operands)` -> its `KernelDescription` of a call.
+      forward: `(spec, config, q, k, v, operands)` -> `out [B, T, N, Hv]`, in any dtype that its backward reads, and
+        the natural `lse [B, N, T]`. It may return `tile.RowSums` as well, which the backward then gets as `sums=`, with
+        None for `lse`.
+      backward: `(spec, config, q, k, v, out, lse, dout, dlse, operands, needs_grad)` -> the gradients of q, k, v and a
+        tuple of those of the floating-point leaves of the score data, which are valid for the leaves that
+        `needs_grad`; `dlse` may be None. If the attribute is None, JAX differentiates the forward.
+      describe: `(spec, forward config, backward config, operands)` -> the `KernelDescription` of a call.
       candidates: `(spec, device)` -> the forward configs among which `autotune` chooses.
-      config_type: the class of its forward configs, made of keyword arguments that JSON holds, if there are candidates.
-      is_fused: whether it is kernels of this package, and not XLA's operations.
+      config_type: the class of the forward configs, whose keyword arguments JSON can hold, if there are candidates.
+      is_fused: whether it runs kernels of this package, not XLA's operations.
     """
 
     name: str
@@ -60,6 +56,6 @@ class Backend:
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
     describe: Callable[..., KernelDescription]
-    candidates: Callable[[CallSpec, Device], list[Any]] = no_candidates
+    candidates: Callable[[CallSpec, Device], list[Any]] = lambda spec, device: []
     config_type: type | None = None
     is_fused: bool = False

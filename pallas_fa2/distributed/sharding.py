@@ -1,7 +1,7 @@
-"""A kernel's call under `jit` on several devices: each takes the batch entries and heads that lie there.
+"""Partitions a kernel under `jit` on several devices: each device computes the batch entries and heads of its shard.
 
-Entries and heads have nothing to do with each other, which the partitioner cannot know of a kernel: it
-would gather all arguments on every device.
+Batch entries and heads are independent, which XLA's partitioner cannot know of a kernel: it would gather all arguments
+on every device.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxlib.mlir import ir
 
 from pallas_fa2.ir.mesh import without_mesh
 
-# What may lie on several devices, as `custom_partitioning` names the factors of an axis.
+# The factors of axes that may be divided over devices, as a sharding rule of `custom_partitioning` names them.
 ENTRIES, HEADS = "entries", "heads"
 # Query heads of one key head stay together.
 IN_GROUP = "in_group"
@@ -29,26 +29,27 @@ IN_GROUP = "in_group"
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """What the axes of arguments and results are, a string for each array, in trees of these.
+    """The axes of a kernel's arguments and results: trees with a string for each array, or for all of a subtree.
 
-    A letter stands for an axis: `b` of batch entries, `n` of query heads, `k` of key heads, and `.` of
-    anything else. Arrays that entries or heads share have an axis of length 1, or none.
+    A letter stands for an axis: `b` for batch entries, `n` for query heads, `k` for key heads, and `.` for any other.
+    An array that entries or heads share has an axis of length 1, or none.
     """
 
-    arguments: Any  # a string may stand for all arrays of a subtree
+    arguments: Any
     results: Any
 
 
 def sharded(kernel: Callable, axes: Axes) -> Callable:
-    """The same kernel, a part of it on each device, as its first argument lies.
+    """Return the kernel, partitioned over devices as its first argument is sharded.
 
-    What a result has no axis of is summed over the devices: the gradient of what is shared. Inside
-    `shard_map` a kernel is called as it is, and where there is one device: to lower it takes a quarter more
-    time here.
+    A result that has no axis of entries or heads, the gradient of what they share, is summed over the devices. Inside
+    `shard_map` and on one device the kernel is called as it is: partitioned, it takes a quarter more time to lower.
     """
+    if jax.device_count() == 1:
+        return kernel
 
     def call(*args: Any) -> Any:
-        if jax.sharding.get_abstract_mesh().manual_axes or jax.device_count() == 1:
+        if jax.sharding.get_abstract_mesh().manual_axes:
             return kernel(*args)
         letters = jax.tree.leaves((jax.tree.broadcast(axes.arguments, args), axes.results))
 
@@ -58,24 +59,24 @@ def sharded(kernel: Callable, axes: Axes) -> Callable:
 
         def partition(mesh: Any, *trees: Any) -> tuple[Any, Callable, Any, Any]:
             leaves, tree = jax.tree.flatten(trees)
-            arrays = _ShardedArgs(letters, [x.shape for x in leaves])
-            specs = arrays.specs(mesh, leaves[0].sharding)
-            of_args, of_results = tree.unflatten([NamedSharding(mesh, spec) for spec in specs])
-            over = [
-                _names(*specs[0]) - _names(*spec) for spec in specs[tree.children()[0].num_leaves :]
-            ]
+            specs = _ShardedArgs(letters, [x.shape for x in leaves]).specs(mesh, leaves[0].sharding)
+            arg_shardings, result_shardings = tree.unflatten(
+                [NamedSharding(mesh, x) for x in specs]
+            )
+            num_args = tree.children()[0].num_leaves
+            psum_axes = [_mesh_axes(*specs[0]) - _mesh_axes(*spec) for spec in specs[num_args:]]
 
-            def part(*args: Any) -> Any:
-                with without_mesh():  # of explicit axes: here arrays are those of one device
-                    found, tree = jax.tree.flatten(kernel(*args))
-                    return tree.unflatten(map(_summed, found, over))
+            def on_shard(*args: Any) -> Any:
+                with without_mesh():  # without explicit axes: here arrays are those of one device
+                    results, tree = jax.tree.flatten(kernel(*args))
+                    return tree.unflatten(map(_psum, results, psum_axes))
 
-            return mesh, part, of_results, of_args
+            return mesh, on_shard, result_shardings, arg_shardings
 
-        # It takes no constants, and those of an inner `jit` are its own.
-        divided = custom_partitioning(jax.jit(kernel))
-        divided.def_partition(partition, sharding_rule=rule, decode_shardings=False)
-        return divided(*args)
+        # `custom_partitioning` takes no constants; `jit` keeps those of the kernel.
+        partitioned = custom_partitioning(jax.jit(kernel))
+        partitioned.def_partition(partition, sharding_rule=rule, decode_shardings=False)
+        return partitioned(*args)
 
     return call
 
@@ -89,68 +90,69 @@ class _ShardedArgs:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """Of the axis that a letter stands for, where it is not shared."""
-        found: dict[str, int] = {}
+        """Map each letter to the length of its axis where that is not shared."""
+        sizes: dict[str, int] = {}
         for letters, shape in zip(self.letters, self.shapes, strict=True):
             for letter, size in zip(letters, shape, strict=True):
-                found[letter] = max(found.get(letter, 1), size)
-        return found
+                sizes[letter] = max(sizes.get(letter, 1), size)
+        return sizes
 
     @functools.cached_property
     def factors(self) -> list[list[tuple[str, ...]]]:
-        """Of each axis of each array: none if it is whole on every device."""
+        """List the factors of each axis of each array: none for an axis that is never divided."""
         grouped = 1 < self.sizes["k"] < self.sizes["n"]
         heads = (HEADS, IN_GROUP) if grouped else (HEADS,)
-        of = {"b": (ENTRIES,), "n": heads, "k": (HEADS,)}
+        by_letter = {"b": (ENTRIES,), "n": heads, "k": (HEADS,)}
 
         def factors(letter: str, size: int) -> tuple[str, ...]:
-            return of.get(letter, ()) if size == self.sizes[letter] > 1 else ()
+            return by_letter.get(letter, ()) if size == self.sizes[letter] > 1 else ()
 
         return [
             [factors(*axis) for axis in zip(*array, strict=True)]
             for array in zip(self.letters, self.shapes, strict=True)
         ]
 
-    def rule(self, arguments: int) -> tuple[str, dict[str, Any]]:
-        """As `custom_partitioning` takes it, where so many of the arrays are arguments."""
-        whole = (f"whole{i}" for i in itertools.count())
-        named = [[x or (next(whole),) for x in array] for array in self.factors]
+    def rule(self, num_args: int) -> tuple[str, dict[str, Any]]:
+        """Return the sharding rule and its options for `custom_partitioning`; the first `num_args` arrays are arguments."""
+        undivided = (f"whole{i}" for i in itertools.count())
+        named = [[x or (next(undivided),) for x in array] for array in self.factors]
         arrays = [" ".join(f"({' '.join(x)})" if x[1:] else x[0] for x in array) for array in named]
-        text = f"{', '.join(arrays[:arguments])} -> {', '.join(arrays[arguments:])}"
-        # in the order in which they appear
-        found = dict.fromkeys(name for array in named for axis in array for name in axis)
-        replicated = tuple(name for name in found if name not in (ENTRIES, HEADS))
-        sizes = {IN_GROUP: self.sizes["n"] // self.sizes["k"]} if IN_GROUP in found else {}
+        text = f"{', '.join(arrays[:num_args])} -> {', '.join(arrays[num_args:])}"
+        # In the order in which they appear.
+        names = dict.fromkeys(name for array in named for axis in array for name in axis)
+        replicated = tuple(name for name in names if name not in (ENTRIES, HEADS))
+        sizes = {IN_GROUP: self.sizes["n"] // self.sizes["k"]} if IN_GROUP in names else {}
         return text, {"need_replication_factors": replicated, **sizes}
 
     def specs(self, mesh: Mesh, sharding: Sharding) -> list[PartitionSpec]:
-        """How all arrays lie if the first does so."""
-        lies: dict[str, tuple[str, ...]] = {}
+        """Return the `PartitionSpec` of each array where the first one has this sharding."""
+        mesh_axes: dict[str, tuple[str, ...]] = {}
         heads = self.sizes["k"] if self.sizes["k"] > 1 else self.sizes["n"]
         counts = {ENTRIES: self.sizes["b"], HEADS: heads}
         for axis, factors in enumerate(self.factors[0]):
             names = _divided_over(mesh, sharding, self.shapes[0], axis)
             if factors and counts[factors[0]] % math.prod(mesh.shape[x] for x in names) == 0:
-                lies[factors[0]] = names
+                mesh_axes[factors[0]] = names
         return [
-            PartitionSpec(*(lies.get(x[0]) if x else None for x in array)) for array in self.factors
+            PartitionSpec(*(mesh_axes.get(x[0]) if x else None for x in array))
+            for array in self.factors
         ]
 
 
 def _divided_over(
     mesh: Mesh, sharding: Sharding, shape: tuple[int, ...], axis: int
 ) -> tuple[str, ...]:
-    """The axes of the mesh over which an axis of an array is divided, as `PartitionSpec` has them.
+    """Return the mesh axes over which an axis of an array is divided, in the order of a `PartitionSpec`.
 
-    None where it is divided over a part of one: such a sharding has no `PartitionSpec`.
+    There are none where it is divided over a fraction of a mesh axis: such a sharding has no `PartitionSpec`.
     """
     if mesh.empty:
         return ()
-    places = sharding.devices_indices_map(shape)
-    starts = np.vectorize(lambda device: places[device][axis].start or 0, otypes=[int])(
+    indices = sharding.devices_indices_map(shape)
+    starts = np.vectorize(lambda device: indices[device][axis].start or 0, otypes=[int])(
         mesh.devices
     )
-    # of the second place along each axis of the mesh
+    # The start on the second device along each mesh axis; the first device's is 0.
     steps = {
         name: starts[tuple(int(i == along) for i in range(starts.ndim))]
         for along, name in enumerate(mesh.axis_names)
@@ -161,13 +163,13 @@ def _divided_over(
     return tuple(names) if whole else ()
 
 
-def _names(*entries: Any) -> set[str]:
-    """The axes of the mesh in some entries of a `PartitionSpec`."""
+def _mesh_axes(*entries: Any) -> set[str]:
+    """Return the mesh axes in some entries of a `PartitionSpec`."""
     return set(jax.tree.leaves(entries))
 
 
-def _summed(x: jax.Array, names: set[str]) -> jax.Array:
-    """Over the devices along these axes of the mesh, in float32."""
+def _psum(x: jax.Array, names: set[str]) -> jax.Array:
+    """Sum over these mesh axes in float32."""
     if not names:
         return x
     return lax.psum(x.astype(jnp.float32), tuple(sorted(names))).astype(x.dtype)

@@ -1,6 +1,6 @@
-"""Flax nnx: its own attention layer on our kernels.
+"""Attention for Flax nnx: its layer with our kernels.
 
-Unmodified Flax takes `nnx.MultiHeadAttention(..., attention_fn=attention_fn)`.
+In an unmodified layer use `nnx.MultiHeadAttention(..., attention_fn=attention_fn)`.
 """
 
 import functools
@@ -12,26 +12,25 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_fa2.flax.linen import DECODING, Decoding, attention_fn
+from pallas_fa2.flax.attention_fn import DECODING_STEP, DecodingStep, attention_fn
 from pallas_fa2.masks import Mask, as_mask
 
 __all__ = ["MultiHeadAttention", "attention_fn"]
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
-    """`flax.nnx.MultiHeadAttention` with our `attention_fn` and, if asked, causal by default.
+    """`flax.nnx.MultiHeadAttention` with our `attention_fn`, and an option to be causal by default.
 
     Parameters, cache and arguments are those of Flax's layer, grouped heads (`num_kv_heads`)
-    included. Masks may also be mask objects or functions of two tokens, and in decoding, of one token a
-    call as in Flax, see its position in the whole sequence.
+    included. Masks may also be mask objects or functions of two tokens. In decoding, of one token per call as in Flax,
+    they read its position in the whole sequence.
 
-    Without `dtype`, float32 parameters make query, key and value float32, which the Hopper kernels do not
-    take.
+    Without `dtype`, float32 parameters make query, key and value float32, which the Hopper kernels do not support.
 
     Args:
       num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features, options: as
         in Flax.
-      causal: what `is_causal` is where a call does not say.
+      causal: the default of `is_causal` in calls.
       attention_fn: ours by default; `functools.partial` sets its `score` and other options.
 
     Example:
@@ -79,7 +78,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         decode: bool | None = None,
         **options: Any,
     ) -> Float[Array, "*B T out"]:
-        """Projects, attends, and projects back; `options` are the further arguments of Flax."""
+        """Project the inputs, attend, and project the result to `[*B, T, out_features]`; `options` are Flax's.
+
+        Raises:
+          ValueError, TypeError: as Flax's layer and `flash_attention`; a ValueError where a mask object or function would
+            not reach `attention_fn` in decoding.
+        """
         decoding = self.decode if decode is None else decode
         keys, index = self.cached_key, self.cache_index
         run = functools.partial(
@@ -93,17 +97,17 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         )
         if not decoding or keys is None or index is None:
             return run(mask=mask)
-        # Flax joins masks as arrays; what is none, and where the token lies, goes past it.
-        rest = as_mask(mask) if callable(mask) or isinstance(mask, Mask) else None
-        step = Decoding(rest, jnp.asarray(index[...])[None])
-        token = DECODING.set(step)
+        # Flax joins masks as arrays. A mask object and the token's position bypass it.
+        mask_object = as_mask(mask) if callable(mask) or isinstance(mask, Mask) else None
+        step = DecodingStep(mask_object, jnp.asarray(index[...])[None])
+        reset_token = DECODING_STEP.set(step)
         try:
-            out = run(mask=mask if rest is None else None)
+            out = run(mask=mask if mask_object is None else None)
         finally:
-            DECODING.reset(token)
-        if rest is not None and not step.was_read:
+            DECODING_STEP.reset(reset_token)
+        if mask_object is not None and not step.was_read:
             raise ValueError(
-                f"mask must be an array where attention_fn is not pallas_fa2's, but it is {rest!r}; leave "
+                f"mask must be an array where attention_fn is not pallas_fa2's, but it is {mask_object!r}; leave "
                 "attention_fn out, or wrap pallas_fa2.nnx.attention_fn in one that calls it"
             )
         return out

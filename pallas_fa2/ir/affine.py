@@ -1,4 +1,4 @@
-"""Whether a mask is causal, by its code: kernels then need not evaluate it, whoever wrote it."""
+"""Affine forms of positions, by which the code of a causal mask is recognized: kernels then need not evaluate it."""
 
 import functools
 import operator
@@ -11,12 +11,12 @@ from jax.core import ShapedArray
 from pallas_fa2.ir.interpret import inner_jaxpr, interpret_jaxpr
 from pallas_fa2.ir.trace import TracedFn
 
-# Up to this, sums of an index, another and a number are int32.
+# Up to this, the sum of two indices and a constant fits int32.
 MAX_SAFE_INT = 2**29
 
 
 class AffineForm(NamedTuple):
-    """`q * q.index + k * k.index + shift`, an integer; of a boolean, it is true where this is 0 or more."""
+    """The integer `q * q.index + k * k.index + shift`; for a boolean, it is true where that is 0 or more."""
 
     q: int
     k: int
@@ -28,11 +28,11 @@ class AffineForm(NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def causal_offset(mask: TracedFn) -> int | None:
-    """n, if the code says that query i sees keys 0 to i + n and no others."""
-    others = len(mask.jaxpr.in_avals) - 2
-    args = [AffineForm(1, 0, 0), AffineForm(0, 1, 0), *[None] * others]
-    (seen,) = interpret_jaxpr(mask.jaxpr.jaxpr, mask.jaxpr.consts, args, _constant, _apply)
-    return seen.shift if seen is not None and (seen.q, seen.k) == (1, -1) else None
+    """Return n if by its code query i attends to keys 0 to i + n and to no others, otherwise None."""
+    num_data = len(mask.jaxpr.in_avals) - 2
+    args = [AffineForm(1, 0, 0), AffineForm(0, 1, 0), *[None] * num_data]
+    (form,) = interpret_jaxpr(mask.jaxpr.jaxpr, mask.jaxpr.consts, args, _constant, _apply)
+    return form.shift if form is not None and (form.q, form.k) == (1, -1) else None
 
 
 def _constant(x: Any) -> AffineForm | None:
@@ -53,13 +53,13 @@ def _at_least(x: AffineForm, y: AffineForm, by: int = 0) -> AffineForm:
 
 
 def _same_slope(pick: Callable) -> Callable:
-    def of(x: AffineForm, y: AffineForm) -> AffineForm | None:
+    def rule(x: AffineForm, y: AffineForm) -> AffineForm | None:
         return x._replace(shift=pick(x.shift, y.shift)) if x[:2] == y[:2] else None
 
-    return of
+    return rule
 
 
-_OF_INTEGERS: dict[str, Callable] = {
+_INTEGER_RULES: dict[str, Callable] = {
     "add": _sum,
     "sub": lambda x, y: _sum(x, -y),
     "neg": operator.neg,
@@ -68,7 +68,7 @@ _OF_INTEGERS: dict[str, Callable] = {
     "le": lambda x, y: _at_least(y, x),
     "lt": lambda x, y: _at_least(y, x, 1),
 }
-_OF_BOOLEANS: dict[str, Callable] = {
+_BOOLEAN_RULES: dict[str, Callable] = {
     "and": _same_slope(min),
     "or": _same_slope(max),
     "not": lambda x: (-x)._replace(shift=-x.shift - 1),
@@ -79,9 +79,9 @@ def _apply(eqn: Any, ins: list[AffineForm | None]) -> list[AffineForm | None]:
     if (inner := inner_jaxpr(eqn)) is not None:
         return interpret_jaxpr(*inner, ins, _constant, _apply)
     dtypes = {cast(ShapedArray, x.aval).dtype for x in eqn.invars}
-    rules = {np.dtype(np.int32): _OF_INTEGERS, np.dtype(bool): _OF_BOOLEANS}
+    rules = {np.dtype(np.int32): _INTEGER_RULES, np.dtype(bool): _BOOLEAN_RULES}
     rule = rules.get(dtypes.pop(), {}).get(eqn.primitive.name) if len(dtypes) == 1 else None
     if rule is None or any(x is None for x in ins):
         return [None] * len(eqn.outvars)
-    found = rule(*ins)
-    return [found and _small(found)]
+    form = rule(*ins)
+    return [form and _small(form)]

@@ -1,4 +1,4 @@
-"""EMPTY, PARTIAL or FULL: the class of each block of scores under a mask."""
+"""The class of each block of scores under a mask: EMPTY, PARTIAL or FULL."""
 
 import functools
 import math
@@ -16,17 +16,15 @@ from pallas_fa2.ir.call_spec import CallSpec, Operands
 from pallas_fa2.ir.interpret import inner_jaxpr
 from pallas_fa2.ir.intervals import Interval, evaluate, top
 from pallas_fa2.ir.mesh import without_mesh
-from pallas_fa2.ir.trace import TracedFn
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
-
-# Up to so many at once are no reduction to XLA, which would be a kernel of its own.
+# Reductions of up to this size are unrolled: to XLA a reduction would be a kernel of its own.
 MAX_UNROLLED_REDUCTION = 4
 
 
 def _tile_minmax(x: jax.Array, axis: int, size: int, pick: str) -> jax.Array:
-    """Minimum or maximum over the tiles of one axis; the last tile may be short."""
+    """Return the minimum or maximum ("min" or "max") over each tile of one axis; the last tile may be short."""
     if x.shape[axis] == 1:
         return x
     pad = [(0, 0)] * x.ndim
@@ -35,30 +33,29 @@ def _tile_minmax(x: jax.Array, axis: int, size: int, pick: str) -> jax.Array:
     shape = (*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
     x = x.reshape(shape)
     if size <= MAX_UNROLLED_REDUCTION:
-        each = [lax.index_in_dim(x, i, axis + 1, keepdims=False) for i in range(size)]
-        return functools.reduce(jnp.minimum if pick == "min" else jnp.maximum, each)
+        slices = [lax.index_in_dim(x, i, axis + 1, keepdims=False) for i in range(size)]
+        return functools.reduce(jnp.minimum if pick == "min" else jnp.maximum, slices)
     if x.dtype == jnp.bool_:
         return jnp.all(x, axis + 1) if pick == "min" else jnp.any(x, axis + 1)
     return jnp.min(x, axis + 1) if pick == "min" else jnp.max(x, axis + 1)
 
 
 def _tile_range(x: jax.Array, block_q: int, block_kv: int) -> Interval:
-    # What both sides share, as documents are, is reduced once for both.
+    # XLA reduces an array that both sides share, such as document ids, to common blocks once.
     common = math.gcd(block_q, block_kv)
 
-    def over_both(pick: str) -> jax.Array:
-        found = x
+    def reduce(pick: str) -> jax.Array:
+        extremes = x
         for axis, block in ((Q_AXIS, block_q), (K_AXIS, block_kv)):
-            found = _tile_minmax(
-                _tile_minmax(found, axis, common, pick), axis, block // common, pick
-            )
-        return found
+            extremes = _tile_minmax(extremes, axis, common, pick)
+            extremes = _tile_minmax(extremes, axis, block // common, pick)
+        return extremes
 
-    return Interval(over_both("min"), over_both("max"))
+    return Interval(reduce("min"), reduce("max"))
 
 
 def _positions(n: int, axis: int, block: int) -> Interval:
-    """Positions 0, 1, 2, ... of one side, tile by tile."""
+    """Return the range of positions in each tile of `n` tokens."""
     start = np.arange(0, n, block, dtype=np.int32)
     shape = [1] * NUM_LEADING_AXES
     shape[axis] = start.size
@@ -67,10 +64,10 @@ def _positions(n: int, axis: int, block: int) -> Interval:
 
 
 def eval_at_trace_time(compute: Callable[..., jax.Array], *args: Any) -> np.ndarray:
-    """At trace time, what depends on no traced array: a static mask costs nothing later."""
+    """Compute what depends on no traced array at trace time: a static mask costs nothing later."""
     try:
         host = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX was told to use another platform alone
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
         host = None
     with without_mesh(), jax.default_device(host), jax.disable_jit(False):
         # One program: `ensure_compile_time_eval` would compile one for each operation.
@@ -80,27 +77,27 @@ def eval_at_trace_time(compute: Callable[..., jax.Array], *args: Any) -> np.ndar
 def block_classes(
     spec: CallSpec, operands: Operands, block_q: int, block_kv: int
 ) -> jax.Array | np.ndarray:
-    """EMPTY, PARTIAL or FULL for every tile: int32 `[B | 1, K | 1, G | 1, T tiles, S tiles]`.
+    """Return EMPTY, PARTIAL or FULL for every tile: int32 `[B | 1, K | 1, G | 1, T tiles, S tiles]`.
 
-    A NumPy array where the mask reads no traced data: the caller can decide at trace time.
+    It is a NumPy array where the mask reads no traced data, so that the caller can decide at trace time.
     """
     if spec.mask is None:
         return np.full(_shape(spec, block_q, block_kv), FULL, np.int32)
 
-    def classes(q_given: Any, k_given: Any, data: Any) -> jax.Array:
-        def over_tiles(x: Any) -> Interval:
+    def classes(q_index: Any, k_index: Any, data: Any) -> jax.Array:
+        def tile_range(x: Any) -> Interval:
             return _tile_range(x, block_q, block_kv)
 
-        index = (over_tiles(q_given), over_tiles(k_given)) if spec.has_explicit_positions else None
-        ranges = [over_tiles(x) for x in jax.tree.leaves(data)]
+        index = (tile_range(q_index), tile_range(k_index)) if spec.has_explicit_positions else None
+        ranges = [tile_range(x) for x in jax.tree.leaves(data)]
         return _classes(spec, block_q, block_kv, index, ranges)
 
-    read = _read_by_mask(operands)
-    return classes(*read) if is_traced(operands) else eval_at_trace_time(classes, *read)
+    inputs = _mask_inputs(operands)
+    return classes(*inputs) if is_traced(operands) else eval_at_trace_time(classes, *inputs)
 
 
 def _shape(spec: CallSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
-    """Of the classes of all tiles, where batch entries and heads have the same."""
+    """Return the shape of the table of classes where all batch entries and heads share it."""
     return 1, 1, 1, -(-spec.q_len // block_q), -(-spec.kv_len // block_kv)
 
 
@@ -111,29 +108,28 @@ def _classes(
     index: tuple[Interval, Interval] | None,
     data: list[Interval],
 ) -> jax.Array:
-    """By the ranges of all data in each tile, and of the positions of queries and keys, if those are given."""
+    """Classify the tiles by the ranges of the data in each, and of explicit positions of queries and keys."""
     assert spec.mask is not None
     if index is None:
         q_index = _positions(spec.q_len, Q_AXIS, block_q)
         index = q_index, _positions(spec.kv_len, K_AXIS, block_kv)
-    (out,) = _run(spec.mask, [*index, *data])
+    (out,) = evaluate(spec.mask.jaxpr.jaxpr, spec.mask.jaxpr.consts, [*index, *data])
     table = jnp.where(out.lo, FULL, jnp.where(out.hi, PARTIAL, EMPTY)).astype(jnp.int32)
     shape = *table.shape[:Q_AXIS], *_shape(spec, block_q, block_kv)[Q_AXIS:]
     return jnp.broadcast_to(table, shape)
 
 
-# Without any of these a mask compares positions with each other and with data alone, and no distance.
+# A mask without any of these compares positions with each other and with data alone, and no distances.
 DISTANCES = "sub", "div", "rem", "shift_right_arithmetic", "shift_right_logical"
 
 
 @functools.lru_cache(maxsize=512)
 def data_independent_classes(spec: CallSpec, block_q: int, block_kv: int) -> np.ndarray:
-    """PARTIAL for every tile of which something may be seen, whatever the mask's data, else EMPTY: int32
-    `[1, 1, 1, T tiles, S tiles]`, at trace time."""
+    """Return PARTIAL for every tile that is not EMPTY for all data of the mask: int32 `[1, 1, 1, T tiles, S tiles]`."""
     if (
         spec.mask is None
         or spec.has_explicit_positions
-        or not _names(spec.mask.jaxpr.jaxpr) & {*DISTANCES}
+        or not _primitives(spec.mask.jaxpr.jaxpr) & {*DISTANCES}
     ):
         return np.full(_shape(spec, block_q, block_kv), PARTIAL, np.int32)
     avals = cast(list[ShapedArray], spec.mask.jaxpr.in_avals[2:])
@@ -145,27 +141,26 @@ def data_independent_classes(spec: CallSpec, block_q: int, block_kv: int) -> np.
     return np.minimum(eval_at_trace_time(classes), PARTIAL)
 
 
-def _names(jaxpr: Any) -> set[str]:
-    """Of all operations."""
-    inner = (found[0] for eqn in jaxpr.eqns if (found := inner_jaxpr(eqn)) is not None)
-    return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*map(_names, inner))
+def _primitives(jaxpr: Any) -> set[str]:
+    inner = (call[0] for eqn in jaxpr.eqns if (call := inner_jaxpr(eqn)) is not None)
+    return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*map(_primitives, inner))
 
 
 def is_traced(operands: Operands) -> bool:
-    """Whether it is known only later which tiles a mask empties, fills or cuts."""
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(_read_by_mask(operands)))
+    """Return whether the classes of tiles depend on traced data."""
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(_mask_inputs(operands)))
 
 
-def _read_by_mask(operands: Operands) -> tuple:
+def _mask_inputs(operands: Operands) -> tuple:
     return operands.q_index, operands.k_index, operands.mask
 
 
 def block_classes_all_heads(
     spec: CallSpec, operands: Operands, block_q: int, block_kv: int
 ) -> jax.Array | np.ndarray:
-    """One class a tile for all batch entries and heads together: int32 `[T tiles, S tiles]`.
+    """Return one class of each tile for all batch entries and heads together: int32 `[T tiles, S tiles]`.
 
-    A NumPy array where the mask reads no traced data: the caller can decide at trace time.
+    It is a NumPy array where the mask reads no traced data.
     """
     table = block_classes(spec, operands, block_q, block_kv)
     xp = np if isinstance(table, np.ndarray) else jnp
@@ -173,7 +168,3 @@ def block_classes_all_heads(
         return np.full(table.shape[Q_AXIS:], EMPTY)
     low, high = xp.min(table, (0, 1, 2)), xp.max(table, (0, 1, 2))
     return xp.where(low == high, low, PARTIAL)
-
-
-def _run(code: TracedFn, args: list[Interval]) -> list[Interval]:
-    return evaluate(code.jaxpr.jaxpr, code.jaxpr.consts, args)

@@ -1,4 +1,4 @@
-"""CallSpec: the frozen, hashable, printable description of one call; and its operands."""
+"""`CallSpec`, the frozen, hashable and printable description of one call, and its `Operands`."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -12,7 +12,7 @@ from pallas_fa2.ir.trace import TracedFn
 
 
 def split_floats(data: tuple) -> tuple[list, Any]:
-    """The floating-point leaves of a pytree, and how to put them back among the others."""
+    """Return the floating-point leaves of a pytree, and a function that returns the pytree with new ones."""
     leaves, tree = jax.tree.flatten(data)
     is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
 
@@ -24,13 +24,13 @@ def split_floats(data: tuple) -> tuple[list, Any]:
     return [x for x, f in zip(leaves, is_float, strict=True) if f], rebuild
 
 
-# A row in which all scores of score functions are below this sees no key, as if they were -inf: additive masks write
-# -1e9 or -1e10 for it, where float32 holds no score and logsumexp that lie less than 64 or 1024 apart.
+# A row whose scores are all at or below this, by score functions, attends to no key, as if they were -inf. Additive masks
+# use -1e9 or -1e10 for this, where adjacent values of float32 are 64 or 1024 apart.
 MASKED_SCORE_THRESHOLD = -(2.0**26)
 
 
 class Operands(NamedTuple):
-    """Arrays beside query, key and value, each with the leading axes `[B, K, G, T, S]`."""
+    """The arrays of a call beside query, key and value, each with the leading axes `[B, K, G, T, S]`."""
 
     mask: Any = None
     scores: tuple = ()
@@ -39,18 +39,17 @@ class Operands(NamedTuple):
     seed: jax.Array | None = None  # uint32[2], for dropout
 
     def slice_tile(self, q_start: Any, q_size: int, k_start: Any, k_size: int) -> "Operands":
-        """Of some queries and keys."""
-        of_tokens = self._replace(seed=None)
-        part = jax.tree.map(lambda x: slice_tile(x, q_start, q_size, k_start, k_size), of_tokens)
-        return part._replace(seed=self.seed)
+        """Slice all arrays to a tile of queries and keys."""
+        arrays = self._replace(seed=None)
+        tile = jax.tree.map(lambda x: slice_tile(x, q_start, q_size, k_start, k_size), arrays)
+        return tile._replace(seed=self.seed)
 
 
 @dataclasses.dataclass(frozen=True)
 class CallSpec:
-    """One call, after its batch axes are merged.
+    """One call, with its batch axes merged.
 
-    `causal` says that the mask is exactly causal over the positions 0, 1, 2, ...: a kernel can then
-    do without evaluating `mask`.
+    `causal` is set if the mask is exactly causal over the positions 0, 1, 2, ...: a kernel then need not evaluate `mask`.
     """
 
     batch: int
@@ -63,13 +62,13 @@ class CallSpec:
     dtype: np.dtype
     scale: float
     mask: TracedFn | None = None
-    mask_varies_by_head: bool = False  # heads have masks of their own
+    mask_varies_by_head: bool = False
     scores: tuple[TracedFn, ...] = ()
     causal: Literal["start", "end"] | None = None
-    has_explicit_positions: bool = False  # token positions are given as data
+    has_explicit_positions: bool = False  # positions are arrays in the operands
     dropout_rate: float = 0.0
     deterministic: bool = False  # gradients are bitwise the same in every run
-    first_position: int = 0  # of query 0, where positions are not given
+    first_position: int = 0  # the position of query 0 if positions are not explicit, for dropout
 
     @property
     def group(self) -> int:
@@ -77,31 +76,31 @@ class CallSpec:
 
     @property
     def has_known_lengths(self) -> bool:
-        """Whether T and S are integers, and no symbols of `jax.export`."""
+        """Whether T and S are integers, not symbols of `jax.export`."""
         return isinstance(self.q_len, int) and isinstance(self.kv_len, int)
 
     @property
     def has_general_mask(self) -> bool:
-        """Whether there is a mask, other than one that is known to be causal."""
+        """Whether there is a mask that is not known to be causal."""
         return self.mask is not None and self.causal is None
 
     @property
     def is_plain(self) -> bool:
-        """No mask but a causal one, no score function, no dropout."""
+        """Whether there is no mask but a causal one, no score function and no dropout."""
         return not (self.has_general_mask or self.scores or self.dropout_rate)
 
     @property
     def has_only_mask(self) -> bool:
-        """A mask that is not causal, and nothing else."""
+        """Whether there is a mask that is not causal, and no score function or dropout."""
         return self.has_general_mask and not (self.scores or self.dropout_rate)
 
     @property
     def accumulator(self) -> np.dtype:
-        """The dtype of scores, softmax statistics and accumulators."""
-        return np.promote_types(self.dtype, np.float32) if self.dtype.kind == "f" else FLOAT32
+        """The dtype of scores, softmax statistics and accumulators: float32, or float64 for float64."""
+        return accumulator_dtype(self.dtype)
 
     def __str__(self) -> str:
-        parts = [
+        fields = [
             (
                 f"{self.dtype.name} [B {self.batch}, T {self.q_len}, S {self.kv_len}, "
                 f"N {self.q_heads}, K {self.kv_heads}, H {self.head_dim}, Hv {self.value_dim}]"
@@ -109,26 +108,27 @@ class CallSpec:
             f"scale {self.scale:g}",
         ]
         if self.mask is not None:
-            parts.append(f"mask {self.mask}")
+            fields.append(f"mask {self.mask}")
         if self.scores:
-            parts.append("score " + ", ".join(map(str, self.scores)))
+            fields.append("score " + ", ".join(map(str, self.scores)))
         if self.dropout_rate:
-            parts.append(f"dropout {self.dropout_rate:g}")
+            fields.append(f"dropout {self.dropout_rate:g}")
         if self.deterministic:
-            parts.append("deterministic")
-        return ", ".join(parts)
+            fields.append("deterministic")
+        return ", ".join(fields)
 
 
-FLOAT32 = np.dtype(np.float32)
+def accumulator_dtype(dtype: np.dtype) -> np.dtype:
+    return np.promote_types(dtype, np.float32) if dtype.kind == "f" else np.dtype(np.float32)
 
 
 def reads_query_positions(spec: CallSpec) -> bool:
-    """Whether the code of the mask or of a score reads `q.index`."""
-    # a mask's code takes (q.index, k.index, data), a score's (s, q.index, k.index, data)
+    """Return whether the code of the mask or of a score reads `q.index`."""
+
+    def reads(jaxpr: Any, argument: int) -> bool:
+        variables = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
+        return any(v is jaxpr.invars[argument] for v in variables)
+
+    # The arguments of a mask's code are (q.index, k.index, data), of a score's (s, q.index, k.index, data).
     codes = [(spec.mask, 0), *((score, 1) for score in spec.scores)]
-    return any(code is not None and _reads(code.jaxpr.jaxpr, number) for code, number in codes)
-
-
-def _reads(jaxpr: Any, number: int) -> bool:
-    read = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
-    return any(v is jaxpr.invars[number] for v in read)
+    return any(code is not None and reads(code.jaxpr.jaxpr, argument) for code, argument in codes)

@@ -1,10 +1,10 @@
-"""Whether a mask leaves no query without a key and no key without a query, by its code.
+"""Proves from a mask's code that every query attends to a key and every key is attended to.
 
-If so, there is nothing whose values a kernel must keep from spreading. As many queries as keys: if every
-token sees itself. The code is followed with one token in both places. What is computed twice from the
-same values has the same name, and is equal; for all else there are the `intervals`. Otherwise,
-where a mask reads positions alone, some pairs are tried. What the code does not say, the data may, on the
-device (`some_see_not_themselves`).
+If so, no token is masked in all its pairs, whose values (NaN, perhaps) a kernel must keep out of the result. With as many
+queries as keys it is enough that every token attends to itself: the code is interpreted with one token as query and as
+key, by value numbering (what is computed twice from the same values has the same name, and is equal) and by `intervals`.
+Otherwise, where a mask reads positions alone, some pairs of tokens are tried. Where the code proves nothing, the data may,
+on the device (`batch_entries_without_self_attention`).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ SCALAR = (1,) * NUM_LEADING_AXES
 
 
 class NumberedValue(NamedTuple):
-    """A value's range, and a name that it shares with values that are surely equal to it."""
+    """The range of a value, and a name that only values share which are certainly equal."""
 
     name: Any
     range: Interval
@@ -35,69 +35,71 @@ class NumberedValue(NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def mask_covers_every_token(spec: CallSpec) -> bool:
-    """False where the code does not say so."""
+    """Return whether the code proves that every query has a key and every key a query."""
     if spec.mask is None or spec.has_explicit_positions or not (spec.q_len and spec.kv_len):
         return False
-    if spec.q_len == spec.kv_len and _every_token_sees_itself(spec):
+    if spec.q_len == spec.kv_len and _every_token_attends_to_itself(spec):
         return True
     return len(spec.mask.jaxpr.in_avals) == 2 and _every_token_has_a_witness(spec)
 
 
 def batch_entries_without_self_attention(spec: CallSpec, operands: Operands) -> jax.Array:
-    """Of each batch entry 0 where every token surely sees itself, by the mask's data, else 1; int32 `[B]`.
+    """Return int32 `[B]`: 0 where by the mask's data every token of an entry attends to itself, otherwise 1.
 
-    It is 1 where queries and keys are not the same tokens, or the mask reads data of pairs.
+    It is 1 where queries and keys are not the same tokens, or the mask reads pairwise arrays.
     """
     assert spec.mask is not None
-    nodes = jax.tree.leaves(operands.mask, is_leaf=_is_data)
+    nodes = jax.tree.leaves(operands.mask, is_leaf=_is_aux)
     if spec.q_len != spec.kv_len or any(node.pairwise for node in nodes):
         return jnp.ones(spec.batch, jnp.int32)
 
-    def of_queries(arrays: Any) -> Any:
+    def to_query_axis(arrays: Any) -> Any:
         return jax.tree.map(lambda x: x.swapaxes(Q_AXIS, K_AXIS), arrays)
 
-    def same_token(node: AuxArrays) -> AuxArrays:
-        return dataclasses.replace(
-            node, k_tokens=of_queries(node.k_tokens), pairwise_k=of_queries(node.pairwise_k)
-        )
+    def pair_with_itself(node: AuxArrays) -> AuxArrays:
+        k_tokens, pairwise_k = to_query_axis(node.k_tokens), to_query_axis(node.pairwise_k)
+        return dataclasses.replace(node, k_tokens=k_tokens, pairwise_k=pairwise_k)
 
-    data = jax.tree.map(same_token, operands.mask, is_leaf=_is_data)
+    data = jax.tree.map(pair_with_itself, operands.mask, is_leaf=_is_aux)
     if operands.q_index is None:
         q_index = k_index = default_positions(spec.q_len, Q_AXIS)
     else:
-        q_index, k_index = operands.q_index, of_queries(operands.k_index)
-    sees = jnp.all(spec.mask.on_leading_axes(q_index, k_index, data), range(1, NUM_LEADING_AXES))
-    return jnp.broadcast_to(~sees, spec.batch).astype(jnp.int32)
+        q_index, k_index = operands.q_index, to_query_axis(operands.k_index)
+    visible = spec.mask.on_leading_axes(q_index, k_index, data)
+    all_visible = jnp.all(visible, range(1, NUM_LEADING_AXES))
+    return jnp.broadcast_to(~all_visible, spec.batch).astype(jnp.int32)
 
 
-def _is_data(node: Any) -> bool:
+def _is_aux(node: Any) -> bool:
     return isinstance(node, AuxArrays)
 
 
 def _every_token_has_a_witness(spec: CallSpec) -> bool:
-    """Against the token of its own index, or with the same distance to the end; or the nearest there
-    is."""
+    """Return whether every token attends to or from the token at its own index or at its own distance to the end.
+
+    Where there is no such token, the nearest one is tried.
+    """
     lengths = spec.q_len, spec.kv_len
     assert spec.mask is not None
-    sees = jax.vmap(jaxpr_as_fun(spec.mask.jaxpr))
+    visible = jax.vmap(jaxpr_as_fun(spec.mask.jaxpr))
 
-    def takes_part(side: int) -> jax.Array:
-        own, others = lengths[side], lengths[1 - side]
-        index = jnp.arange(own, dtype=jnp.int32)
-        found = []
-        for shift in (0, others - own):
-            pair = index, jnp.clip(index + shift, 0, others - 1)
-            found += sees(*(pair if side == 0 else pair[::-1]))
-        return jnp.all(found[0] | found[1])
+    def all_covered(side: int) -> jax.Array:
+        length, partner_length = lengths[side], lengths[1 - side]
+        index = jnp.arange(length, dtype=jnp.int32)
+        covered = []
+        for shift in (0, partner_length - length):
+            pair = index, jnp.clip(index + shift, 0, partner_length - 1)
+            covered += visible(*(pair if side == 0 else pair[::-1]))
+        return jnp.all(covered[0] | covered[1])
 
-    return bool(block_classes.eval_at_trace_time(lambda: takes_part(0) & takes_part(1)))
+    return bool(block_classes.eval_at_trace_time(lambda: all_covered(0) & all_covered(1)))
 
 
-def _every_token_sees_itself(spec: CallSpec) -> bool:
+def _every_token_attends_to_itself(spec: CallSpec) -> bool:
     assert spec.mask is not None
     code, names = spec.mask.jaxpr, _argument_names(spec)
 
-    def sees_itself() -> jax.Array:
+    def attends_to_itself() -> jax.Array:
         args = [
             NumberedValue(name, intervals.top(SCALAR, aval.dtype))
             for name, aval in zip(names, cast(list[ShapedArray], code.in_avals), strict=True)
@@ -105,16 +107,16 @@ def _every_token_sees_itself(spec: CallSpec) -> bool:
         (out,) = interpret_jaxpr(code.jaxpr, code.consts, args, _constant, _apply)
         return out.range.lo
 
-    return bool(block_classes.eval_at_trace_time(sees_itself).all())
+    return bool(block_classes.eval_at_trace_time(attends_to_itself).all())
 
 
 def _argument_names(spec: CallSpec) -> list[int]:
-    """Numbers; an index of a key is that of its query, and so are data that they share."""
+    """Number the arguments of the mask's code; the key has the number of the query, and so have data that they share."""
     assert spec.mask is not None
     _, structure = spec.mask.key
     q_index, k_index, data = jax.tree.unflatten(structure, range(structure.num_leaves))
     same = {k_index: q_index}
-    for node in jax.tree.leaves(data, is_leaf=_is_data):
+    for node in jax.tree.leaves(data, is_leaf=_is_aux):
         same |= {node.k_tokens[name]: node.q_tokens[name] for name in node.shared}
     return [same.get(i, i) for i in range(structure.num_leaves)]
 
@@ -129,17 +131,17 @@ def _constant_name(x: np.ndarray) -> tuple:
 
 
 def _is_at_most(a: Any, b: Any) -> bool:
-    """By these names: a is the smaller of b and something else, or b the larger of a and something else."""
+    """Return whether by its name a is a minimum of b and some value, or b a maximum of a and some value."""
 
-    def is_one_of(operation: str, name: Any, other: Any) -> bool:
-        return isinstance(name, tuple) and name[0] == operation and other in name[2:-1]
+    def is_operand(operation: str, name: Any, operand: Any) -> bool:
+        return isinstance(name, tuple) and name[0] == operation and operand in name[2:-1]
 
-    return is_one_of("min", a, b) or is_one_of("max", b, a)
+    return is_operand("min", a, b) or is_operand("max", b, a)
 
 
 def _apply(eqn: Any, ins: list[NumberedValue]) -> list[NumberedValue]:
     inner = inner_jaxpr(eqn)
-    if inner is not None and not intervals.is_jnp_call(eqn):
+    if inner is not None and intervals.jnp_rule(eqn) is None:
         return interpret_jaxpr(*inner, ins, _constant, _apply)
     operation, dtype = eqn.primitive.name, eqn.invars[0].aval.dtype
     if len(ins) == 2 and jnp.issubdtype(dtype, jnp.integer):

@@ -1,4 +1,4 @@
-"""Interpretation of a jaxpr on what stands for its values."""
+"""Abstract interpretation of a jaxpr."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-# Equations that do no more than call their jaxpr. (A loop has one too.)
+# Equations that only call their jaxpr. (A loop has one too.)
 CALL_PRIMITIVES = {"pjit", "jit", "closed_call", "custom_jvp_call", "remat2", "checkpoint"}
 
 
 def inner_jaxpr(eqn: Any) -> tuple[Any, Any] | None:
-    """The jaxpr that an equation calls, and its constants."""
+    """Return the jaxpr that an equation calls, and its constants; None if it is no call."""
     if eqn.primitive.name not in CALL_PRIMITIVES:
         return None
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
@@ -21,7 +21,7 @@ def inner_jaxpr(eqn: Any) -> tuple[Any, Any] | None:
 def interpret_jaxpr(
     jaxpr: Any, consts: Any, args: list, constant: Callable, apply: Callable
 ) -> list:
-    """Runs a jaxpr on what stands for its values: constant(array), and apply(eqn, ins) of an equation."""
+    """Return the abstract results of a jaxpr: `constant(array)` for a constant, `apply(eqn, ins)` for an equation."""
     env: dict[Any, Any] = {}
 
     def read(v: Any) -> Any:

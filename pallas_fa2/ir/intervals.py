@@ -1,10 +1,12 @@
 """Interval arithmetic on the jaxpr of a mask.
 
 The fields of a tile's tokens are replaced by their range over the tile; the mask's scalar code then
-runs on intervals. A boolean is an interval too: its lower bound says "true everywhere in the tile",
+runs on intervals. A boolean is an interval too: its lower bound is "true everywhere in the tile",
 its upper bound "true somewhere". Every rule is sound: where nothing is known, the interval is the
-whole range of its dtype. The cost is one evaluation a tile; no [T, S] array is ever built."""
+whole range of its dtype. The cost is one evaluation for each tile; no [T, S] array is ever built."""
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,13 +16,13 @@ from jax import lax
 
 from pallas_fa2.ir.arrays import NUM_LEADING_AXES
 from pallas_fa2.ir.interpret import inner_jaxpr, interpret_jaxpr
+from pallas_fa2.ir.jnp_calls import DIVIDE, REMAINDER, jnp_call
 from pallas_fa2.ir.mesh import match_varying_axes
 from pallas_fa2.ir.ptxas_safe import abs_ptxas_safe, neg_ptxas_safe
-from pallas_fa2.ir.trace import make_jaxpr_off_mesh
 
 
 class Interval(NamedTuple):
-    """Element-wise bounds. A bound that is NaN bounds nothing; comparisons respect that."""
+    """Element-wise lower and upper bounds. A NaN bound is no bound; comparisons respect that."""
 
     lo: jax.Array
     hi: jax.Array
@@ -30,6 +32,7 @@ Rule = Callable[..., Interval]
 
 
 def top(shape: tuple[int, ...], dtype: Any) -> Interval:
+    """Return the whole range of a dtype, the top of the lattice."""
     if dtype == jnp.bool_:
         return Interval(jnp.zeros(shape, bool), jnp.ones(shape, bool))
     if jnp.issubdtype(dtype, jnp.integer):
@@ -38,56 +41,44 @@ def top(shape: tuple[int, ...], dtype: Any) -> Interval:
     return Interval(jnp.full(shape, jnp.nan, dtype), jnp.full(shape, jnp.nan, dtype))
 
 
-def _where_valid(bad: jax.Array, x: Interval) -> Interval:
-    """`x` where it can be trusted, the whole range of its dtype where `bad`."""
-    unknown = top(bad.shape, x.lo.dtype)
-    return Interval(jnp.where(bad, unknown.lo, x.lo), jnp.where(bad, unknown.hi, x.hi))
+def _where_valid(invalid: jax.Array, x: Interval) -> Interval:
+    """Replace an interval by the whole range of its dtype where it is `invalid`."""
+    unknown = top(invalid.shape, x.lo.dtype)
+    return Interval(jnp.where(invalid, unknown.lo, x.lo), jnp.where(invalid, unknown.hi, x.hi))
 
 
 def _monotone(f: Callable) -> Rule:
     return lambda *args: Interval(f(*(a.lo for a in args)), f(*(a.hi for a in args)))
 
 
-def _exact_in_range(f: Callable, *bounds: tuple) -> tuple[Interval, jax.Array]:
-    """`f` at each combination of bounds: the extremes, and whether an integer wrapped around."""
-    lows_and_highs = [f(*c) for c in bounds]
-    lo = _reduce(jnp.minimum, lows_and_highs)
-    hi = _reduce(jnp.maximum, lows_and_highs)
+def _extremes(f: Callable, *bounds: tuple) -> Interval:
+    """Return the extremes of `f` over combinations of bounds, or the whole range where an integer wraps around."""
+    values = [f(*c) for c in bounds]
+    lo, hi = functools.reduce(jnp.minimum, values), functools.reduce(jnp.maximum, values)
     dtype = lo.dtype
     if not jnp.issubdtype(dtype, jnp.integer):
         # Infinities inside the tile may give NaN (inf - inf, 0 * inf).
-        finite = _reduce(jnp.logical_and, [jnp.isfinite(x) for c in bounds for x in c])
-        return Interval(lo, hi), ~jnp.broadcast_to(finite, lo.shape)
-    # float32 holds 24 bits: stay four units of its last place below the dtype's limits
+        finite = functools.reduce(jnp.logical_and, [jnp.isfinite(x) for c in bounds for x in c])
+        return _where_valid(~jnp.broadcast_to(finite, lo.shape), Interval(lo, hi))
+    # float32 has 24 bits of precision: the limits are four units in the last place inside the dtype's.
     margin = 1.0 - 2.0**-22
     limit = jnp.float32(float(jnp.iinfo(dtype).max) * margin)
     floor = jnp.float32(float(jnp.iinfo(dtype).min) * margin)
     rough = [f(*(x.astype(jnp.float32) for x in c)) for c in bounds]
-    wrapped = _reduce(jnp.logical_or, [(x > limit) | (x < floor) for x in rough])
-    return Interval(lo, hi), wrapped
-
-
-def _reduce(op: Callable, xs: list) -> Any:
-    out = xs[0]
-    for x in xs[1:]:
-        out = op(out, x)
-    return out
+    wrapped = functools.reduce(jnp.logical_or, [(x > limit) | (x < floor) for x in rough])
+    return _where_valid(wrapped, Interval(lo, hi))
 
 
 def _add(a: Interval, b: Interval) -> Interval:
-    x, bad = _exact_in_range(jnp.add, (a.lo, b.lo), (a.hi, b.hi))
-    return _where_valid(bad, x)
+    return _extremes(jnp.add, (a.lo, b.lo), (a.hi, b.hi))
 
 
 def _sub(a: Interval, b: Interval) -> Interval:
-    x, bad = _exact_in_range(jnp.subtract, (a.lo, b.hi), (a.hi, b.lo))
-    return _where_valid(bad, x)
+    return _extremes(jnp.subtract, (a.lo, b.hi), (a.hi, b.lo))
 
 
 def _mul(a: Interval, b: Interval) -> Interval:
-    corners = ((a.lo, b.lo), (a.lo, b.hi), (a.hi, b.lo), (a.hi, b.hi))
-    x, bad = _exact_in_range(jnp.multiply, *corners)
-    return _where_valid(bad, x)
+    return _extremes(jnp.multiply, *itertools.product(a, b))
 
 
 def _neg(a: Interval) -> Interval:
@@ -101,9 +92,9 @@ def _neg(a: Interval) -> Interval:
 def _abs(a: Interval) -> Interval:
     if jnp.issubdtype(a.lo.dtype, jnp.unsignedinteger):
         return a
-    of_lo, of_hi = map(abs_ptxas_safe, a)
-    lo = jnp.where((a.lo < 0) & (a.hi > 0), 0, jnp.minimum(of_lo, of_hi))
-    return _where_valid(_has_no_opposite(a.lo), Interval(lo, jnp.maximum(of_lo, of_hi)))
+    abs_lo, abs_hi = map(abs_ptxas_safe, a)
+    lo = jnp.where((a.lo < 0) & (a.hi > 0), 0, jnp.minimum(abs_lo, abs_hi))
+    return _where_valid(_has_no_opposite(a.lo), Interval(lo, jnp.maximum(abs_lo, abs_hi)))
 
 
 def _has_no_opposite(x: jax.Array) -> jax.Array:
@@ -117,47 +108,48 @@ def _positive_constant(b: Interval) -> jax.Array:
 
 
 def _div(a: Interval, b: Interval) -> Interval:
-    """Truncating for integers; known for a positive constant divisor."""
+    """Divide by a positive constant, truncating integers towards 0."""
+    known = _positive_constant(b)
     if not jnp.issubdtype(a.lo.dtype, jnp.integer):
-        ok = _positive_constant(b)
-        return _where_valid(~ok, Interval(a.lo / b.lo, a.hi / b.hi))
-    ok = _positive_constant(b)
-    n = jnp.where(ok, b.lo, 1)
+        return _where_valid(~known, Interval(a.lo / b.lo, a.hi / b.hi))
+    n = jnp.where(known, b.lo, 1)
     quotients = (lax.div(*match_varying_axes(jnp.broadcast_arrays(x, n))) for x in (a.lo, a.hi))
-    return _where_valid(~ok, Interval(*quotients))
+    return _where_valid(~known, Interval(*quotients))
 
 
 def _floor_divide(a: Interval, b: Interval) -> Interval:
-    ok = _positive_constant(b)
-    n = jnp.where(ok, b.lo, 1)
-    return _where_valid(~ok, Interval(a.lo // n, a.hi // n))
+    known = _positive_constant(b)
+    n = jnp.where(known, b.lo, 1)
+    return _where_valid(~known, Interval(a.lo // n, a.hi // n))
 
 
 def _remainder(a: Interval, b: Interval) -> Interval:
-    """Python's remainder: exact while the tile stays inside one period of a positive constant."""
-    ok = _positive_constant(b)
-    n = jnp.where(ok, b.lo, 1)
+    """Take Python's remainder by a positive constant, exactly while the tile stays inside one period."""
+    known = _positive_constant(b)
+    n = jnp.where(known, b.lo, 1)
     same = a.lo // n == a.hi // n
     x = Interval(jnp.where(same, a.lo % n, 0), jnp.where(same, a.hi % n, n - 1))
-    return _where_valid(~ok, x)
+    return _where_valid(~known, x)
 
 
 def _rem(a: Interval, b: Interval) -> Interval:
-    """C's remainder, with the dividend's sign."""
-    ok = _positive_constant(b) & (a.lo >= 0)
-    return _where_valid(~ok, _remainder(a, b))
+    """Take C's remainder of a nonnegative dividend: its sign is the dividend's."""
+    known = _positive_constant(b) & (a.lo >= 0)
+    return _where_valid(~known, _remainder(a, b))
 
 
-def _integers_only(rule: Rule) -> Rule:
-    def checked(a: Interval, b: Interval) -> Interval:
-        if not jnp.issubdtype(a.lo.dtype, jnp.integer):
-            return top(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
-        return rule(a, b)
+def _only(kind: Any, rule: Rule) -> Rule:
+    """Return a rule for operands of one kind of dtype; for others the result is the whole range."""
+
+    def checked(*args: Interval) -> Interval:
+        if jnp.issubdtype(args[0].lo.dtype, kind):
+            return rule(*args)
+        return top(jnp.broadcast_shapes(*(x.lo.shape for x in args)), args[0].lo.dtype)
 
     return checked
 
 
-# A comparison is "somewhere true" unless its opposite holds for sure: a NaN bound then says nothing.
+# A comparison is "true somewhere" unless its opposite certainly holds; a NaN bound proves neither.
 def _lt(a: Interval, b: Interval) -> Interval:
     return Interval(a.hi < b.lo, ~(a.lo >= b.hi))
 
@@ -180,21 +172,7 @@ def _ne(a: Interval, b: Interval) -> Interval:
     return _not(_eq(a, b))
 
 
-def _and(a: Interval, b: Interval) -> Interval:
-    if a.lo.dtype != jnp.bool_:
-        return top(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
-    return Interval(a.lo & b.lo, a.hi & b.hi)
-
-
-def _or(a: Interval, b: Interval) -> Interval:
-    if a.lo.dtype != jnp.bool_:
-        return top(jnp.broadcast_shapes(a.lo.shape, b.lo.shape), a.lo.dtype)
-    return Interval(a.lo | b.lo, a.hi | b.hi)
-
-
 def _not(a: Interval) -> Interval:
-    if a.lo.dtype != jnp.bool_:
-        return top(a.lo.shape, a.lo.dtype)
     return Interval(~a.hi, ~a.lo)
 
 
@@ -203,7 +181,7 @@ def _select(which: Interval, *cases: Interval) -> Interval:
         return top(which.lo.shape, cases[0].lo.dtype)
     on_false, on_true = cases
 
-    def either(f: Callable, x: jax.Array, y: jax.Array) -> jax.Array:
+    def join(f: Callable, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(which.lo, y, jnp.where(~which.hi, x, f(x, y)))
 
     smaller, larger = (
@@ -211,9 +189,7 @@ def _select(which: Interval, *cases: Interval) -> Interval:
         if on_false.lo.dtype == jnp.bool_
         else (jnp.minimum, jnp.maximum)
     )
-    return Interval(
-        either(smaller, on_false.lo, on_true.lo), either(larger, on_false.hi, on_true.hi)
-    )
+    return Interval(join(smaller, on_false.lo, on_true.lo), join(larger, on_false.hi, on_true.hi))
 
 
 def _clamp(lo: Interval, x: Interval, hi: Interval) -> Interval:
@@ -227,7 +203,7 @@ RULES: dict[str, Rule] = {
     "neg": _neg,
     "abs": _abs,
     "div": _div,
-    "rem": _integers_only(_rem),
+    "rem": _only(jnp.integer, _rem),
     "max": _monotone(jnp.maximum),
     "min": _monotone(jnp.minimum),
     "sign": _monotone(jnp.sign),
@@ -240,18 +216,18 @@ RULES: dict[str, Rule] = {
     "ge": lambda a, b: _le(b, a),
     "eq": _eq,
     "ne": _ne,
-    "and": _and,
-    "or": _or,
-    "not": _not,
+    "and": _only(jnp.bool_, _monotone(jnp.logical_and)),
+    "or": _only(jnp.bool_, _monotone(jnp.logical_or)),
+    "not": _only(jnp.bool_, _not),
     "select_n": _select,
     "stop_gradient": lambda a: a,
     "copy": lambda a: a,
 }
 
-# Functions of jax.numpy whose jaxprs lose precision step by step.
-NAMED_RULES: dict[str, Rule] = {
-    "floor_divide": _integers_only(_floor_divide),
-    "remainder": _integers_only(_remainder),
+# Functions of jax.numpy; the rules for each operation of their jaxprs would give wider intervals.
+JNP_RULES: dict[str, Rule] = {
+    DIVIDE: _only(jnp.integer, _floor_divide),
+    REMAINDER: _only(jnp.integer, _remainder),
 }
 
 
@@ -274,7 +250,7 @@ def _convert(a: Interval, dtype: Any) -> Interval:
 
 
 def evaluate(jaxpr: Any, consts: Any, args: list[Interval]) -> list[Interval]:
-    """Runs a jaxpr of scalars on intervals whose arrays broadcast against each other."""
+    """Evaluate a jaxpr of scalars on intervals whose arrays broadcast against each other."""
 
     def point(x: Any) -> Interval:
         x = jnp.asarray(x)
@@ -284,25 +260,18 @@ def evaluate(jaxpr: Any, consts: Any, args: list[Interval]) -> list[Interval]:
     return interpret_jaxpr(jaxpr, consts, args, point, apply_rule)
 
 
-def is_jnp_call(eqn: Any) -> bool:
-    """Whether the call is really to jax.numpy's function: a user's may have the same name."""
-    name = eqn.params.get("name")
-    if name not in NAMED_RULES:
-        return False
-    avals = [v.aval for v in eqn.invars]
-    if len(avals) != 2 or avals[0].dtype != avals[1].dtype:
-        return False
-    # A Python number is weakly typed, and the code then converts it.
-    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
-    theirs = make_jaxpr_off_mesh(getattr(jnp, name), *avals).eqns[0]
-    return str(theirs.params.get("jaxpr")) == str(eqn.params["jaxpr"])
+def jnp_rule(eqn: Any) -> Rule | None:
+    """Return the rule for an equation that calls jax.numpy's `//` or `%` on operands of one dtype."""
+    name = jnp_call(eqn)
+    return JNP_RULES[name] if name and len({v.aval.dtype for v in eqn.invars}) == 1 else None
 
 
 def apply_rule(eqn: Any, ins: list[Interval]) -> list[Interval]:
+    """Return the intervals of an equation's results: the whole range of the dtype where there is no rule."""
     name = eqn.primitive.name
     scalar = all(v.aval.shape == () for v in (*eqn.invars, *eqn.outvars))
-    if scalar and name in ("pjit", "jit") and is_jnp_call(eqn):
-        return [NAMED_RULES[eqn.params["name"]](*ins)]
+    if scalar and (rule := jnp_rule(eqn)) is not None:
+        return [rule(*ins)]
     if scalar and (inner := inner_jaxpr(eqn)) is not None:
         return evaluate(*inner, ins)
     if scalar and name == "convert_element_type":

@@ -6,7 +6,7 @@ from jax.extend.core import ClosedJaxpr
 
 from pallas_fa2.ir.interpret import inner_jaxpr, interpret_jaxpr
 
-# Exact, and the same in every context, as masks want: a tile that was found to be empty or full must be.
+# These are exact and the same in every context, as masks require: a tile that is classified as empty or full must be.
 # (The kernels divide approximately, and a product with a sum may be rounded once or twice.)
 INTEGER = {
     *("add", "sub", "mul", "neg", "abs", "sign", "div", "rem", "max", "min", "clamp"),
@@ -17,33 +17,33 @@ EXACT = {
     *("add", "sub", "neg", "abs", "max", "min", "clamp"),
     *("eq", "ne", "lt", "le", "gt", "ge", "select_n", "convert_element_type"),
 }
-# What scores may compute besides.
+# Scores may also compute these.
 REAL = EXACT | {
     *("mul", "div", "sign", "integer_pow", "square", "one_minus_square", "sqrt", "rsqrt"),
     *("add_any", "stop_gradient", "copy"),
     *("exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "sin", "cos"),
 }
 DTYPES = ("bool", "int32", "uint32", "float32")
-# Held as float32: what scores read and widen. Its gradient is not rounded, either.
+# Scores read these and convert them to float32, in which the kernels hold them; their gradients are not rounded either.
 NARROW = ("bfloat16", "float16")
 
 
 class AllowedPrimitives(NamedTuple):
-    """Which primitives may read and write float32, and floats of 16 bits."""
+    """The primitives that may read and write float32, and those that may read and write floats of 16 bits."""
 
     real: set[str]
     reads_narrow: set[str]
     writes_narrow: set[str]
 
 
-_OF_NARROW = {"convert_element_type", "add_any", "neg", "select_n", "mul"}
+_ON_NARROW = {"convert_element_type", "add_any", "neg", "select_n", "mul"}
 MASK = AllowedPrimitives(EXACT, set(), set())
 SCORE = AllowedPrimitives(REAL, {"convert_element_type"}, set())
-GRADIENT = AllowedPrimitives(REAL, _OF_NARROW, _OF_NARROW)
+GRADIENT = AllowedPrimitives(REAL, _ON_NARROW, _ON_NARROW)
 
 
-def unsupported_reason(code: ClosedJaxpr, language: AllowedPrimitives, owner: str) -> str | None:
-    """What of a mask's or score's code no kernel runs."""
+def unsupported_reason(code: ClosedJaxpr, allowed: AllowedPrimitives, owner: str) -> str | None:
+    """Return which operation of a mask's or score's code no kernel can run, or None."""
     reasons = []
 
     def apply(eqn: Any, constant: list[bool]) -> list[bool]:
@@ -55,11 +55,10 @@ def unsupported_reason(code: ClosedJaxpr, language: AllowedPrimitives, owner: st
         for v in (*eqn.invars, *eqn.outvars):
             dtype = v.aval.dtype.name
             if dtype in NARROW:
-                written = v in eqn.outvars
-                allowed = language.writes_narrow if written else language.reads_narrow
+                names = allowed.writes_narrow if v in eqn.outvars else allowed.reads_narrow
             else:
-                allowed = language.real if dtype == "float32" else INTEGER
-            if v.aval.shape != () or dtype not in DTYPES + NARROW or name not in allowed:
+                names = allowed.real if dtype == "float32" else INTEGER
+            if v.aval.shape != () or dtype not in DTYPES + NARROW or name not in names:
                 reasons.append(f"{owner} compute no {name} of {dtype}{list(v.aval.shape)}")
         return [False] * len(eqn.outvars)
 

@@ -1,4 +1,4 @@
-"""Tracing without a mesh, and the mesh axes over which arrays in `shard_map` vary."""
+"""Tracing without a mesh, and the mesh axes over which arrays inside `shard_map` vary."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -8,19 +8,19 @@ from jax import lax
 
 
 def without_mesh() -> AbstractContextManager:
-    """Around what is the same on a mesh, also inside `shard_map`, as without one."""
+    """Hide the mesh, also inside `shard_map`, from code that does not depend on it."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def varying_axes(x: Any) -> frozenset:
-    """The mesh axes over which an array inside `shard_map` varies."""
+    """Return the mesh axes over which an array inside `shard_map` varies."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def match_varying_axes(tree: Any, like: Any = ()) -> Any:
-    """Inside `shard_map`, arrays that all vary over the same axes of the mesh, as primitives want.
+    """Make arrays inside `shard_map` vary over the same mesh axes, as primitives require.
 
-    An array that varies over fewer is the same on some devices; its gradient is summed over them.
+    An array that varies over fewer axes is the same on some devices, and its gradient is summed over them.
     """
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves((tree, like))))
 

@@ -49,16 +49,17 @@ class ColumnBound(NamedTuple):
 
 
 class TargetOps(NamedTuple):
-    """Of a whole tile in registers."""
+    """A target's operations on tiles in registers, by which code is evaluated. (Masks, scores and dropout are applied by
+    those of `backends.common.tile_mods.TileOps`.)"""
 
-    reciprocal: Callable = jnp.reciprocal
+    reciprocal: Callable = jnp.reciprocal  # of a whole tile
     # A value of each row or column (axis 0 or 1) as a tile of that shape.
     broadcast: Callable = lambda array, axis, shape: lax.broadcast_in_dim(array, shape, [axis])
-    # Whether some |x| is 2 or more; None where it is not worth asking.
+    # Whether some |x| of a tile is 2 or more; None where a branch on it does not pay off.
     any_abs_ge_2: Callable | None = lambda tile: jnp.any(~(jnp.abs(tile) < 2))
     # A maximum or minimum of integers over some axes, before it meets another one.
     defeat_minmax_fusion: Callable = lambda array, axes: array
-    # An integer that a truth over some axes may select.
+    # An integer that a boolean over some axes may select.
     materialize_int: Callable = lambda array, axes: array
 
 

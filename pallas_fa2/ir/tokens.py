@@ -1,4 +1,4 @@
-"""Token and Context: what a mask or score function sees."""
+"""Token and Context, the arguments of mask and score functions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,15 +7,18 @@ Arrays = Mapping[str, Any]
 
 
 class TokenMisuse(TypeError):
-    """A token was used as if it were its position."""
+    """A token is used as if it were its position."""
 
 
 class Token:
-    """What a mask or score function sees of one token: `index`, `length` and its declared fields."""
+    """A token in a mask or score function: `index`, `length` and the declared fields.
+
+    `index` is its int32 position in the sequence, `length` the number of tokens on its side, a Python integer.
+    """
 
     def __init__(self, side: str, index: Any, length: int, fields: Arrays):
-        self.index = index  # global position, int32
-        self.length = length  # tokens on this side, a Python integer
+        self.index = index
+        self.length = length
         self._side = side
         self._fields = fields
 
@@ -48,7 +51,7 @@ class Token:
 
 
 class Context:
-    """The data of a mask or score that does not belong to one token: heads, params and pairs."""
+    """The data of a mask or score that does not belong to one token: heads, entries, params and pairs."""
 
     def __init__(self, fields: Arrays):
         self._fields = fields

@@ -1,4 +1,4 @@
-"""Traced scalar functions of two tokens, and their cache keys."""
+"""Traces scalar functions of two tokens, and gives each a cache key."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ from pallas_fa2.ir.ptxas_safe import eval_mask_ptxas_safe
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedFn:
-    """A traced scalar function. Equal if its jaxpr is, so a fresh lambda does not recompile."""
+    """A traced scalar function, equal to another if their jaxprs are: a new lambda of the same code does not recompile."""
 
     name: str
     jaxpr: ClosedJaxpr
@@ -33,16 +33,16 @@ class TracedFn:
         return self.name
 
     def __call__(self, *args: Any) -> jax.Array:
-        """On scalars."""
+        """Evaluate it on scalars."""
         if self.jaxpr.out_avals[0].dtype == jnp.bool_:  # pyright: ignore[reportAttributeAccessIssue]
             return eval_mask_ptxas_safe(self.jaxpr, jax.tree.leaves(args))
         if any(map(varying_axes, jax.tree.leaves(args))):
-            # Constants of the jaxpr vary over no mesh axis, and would not go with what does.
+            # Constants of the jaxpr vary over no mesh axis, and primitives do not take them with what does.
             return self.fn(*args)
         return jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(args))[0]
 
     def on_leading_axes(self, *args: Any) -> jax.Array:
-        """On arrays with the five leading axes, which broadcast against each other."""
+        """Evaluate it on arrays with the five leading axes, which broadcast against each other."""
         return vmap_over_leading_axes(self, *args)
 
 
@@ -52,7 +52,7 @@ def make_jaxpr_off_mesh(fn: Callable, *scalars: Any) -> ClosedJaxpr:
 
 
 def trace(name: str, fn: Callable, *args: Any) -> TracedFn:
-    """Traces `fn` on the element types of `args` (arrays with the five leading axes)."""
+    """Trace `fn` on the element types of `args` (arrays with the five leading axes)."""
     scalars = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[NUM_LEADING_AXES:], x.dtype), args
     )
@@ -70,38 +70,38 @@ def trace(name: str, fn: Callable, *args: Any) -> TracedFn:
 
 
 def _key(jaxpr: ClosedJaxpr) -> tuple:
-    """The text of a jaxpr, and what stands there by its address: functions that are called back, for example."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr)), *_known_by_address(jaxpr.jaxpr)
+    """Return the text of a jaxpr without addresses, and the objects that it shows by them, such as callbacks."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr)), *_shown_by_address(jaxpr.jaxpr)
 
 
-def _known_by_address(jaxpr: Any) -> Iterator[Any]:
+def _shown_by_address(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(inner, "eqns"):
-                    yield from _known_by_address(getattr(inner, "jaxpr", inner))
-                # What a custom rule for jvp computes is told by the derivative.
+                    yield from _shown_by_address(getattr(inner, "jaxpr", inner))
+                # The derivative tells what a custom rule for jvp computes.
                 elif eqn.primitive.name != "custom_jvp_call" and " at 0x" in str(inner):
                     yield inner if isinstance(inner, Hashable) else object()
 
 
 def _derivative(fn: Callable, scalars: Any) -> ClosedJaxpr:
     leaves, tree = jax.tree.flatten(scalars)
-    at = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+    is_float = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
 
-    def of_floats(others: list, *floats: Any) -> Any:
-        merged = list(others)
-        for i, x in zip(at, floats, strict=True):
+    def call(leaves: list, *floats: Any) -> Any:
+        merged = list(leaves)
+        for i, x in zip(is_float, floats, strict=True):
             merged[i] = x
         return fn(*jax.tree.unflatten(tree, merged))
 
-    def tangent(others: list, floats: list) -> Any:
-        return jax.jvp(lambda *x: of_floats(others, *x), floats, floats)
+    def tangent(leaves: list, floats: list) -> Any:
+        return jax.jvp(lambda *x: call(leaves, *x), floats, floats)
 
-    return make_jaxpr_off_mesh(tangent, leaves, [leaves[i] for i in at])
+    return make_jaxpr_off_mesh(tangent, leaves, [leaves[i] for i in is_float])
 
 
 def _captured(jaxpr: ClosedJaxpr) -> list:
-    """Arrays that a traced function captured, itself or in a function that it calls."""
+    """Return the arrays that a traced function or a function that it calls captured."""
     inner = (p for e in jaxpr.jaxpr.eqns for p in e.params.values() if isinstance(p, ClosedJaxpr))
     return [*jaxpr.consts, *(const for p in inner for const in _captured(p))]

@@ -1,1 +1,1 @@
-"""Which backend and which configuration run a call."""
+"""Choice of the backend and of its configurations for a call."""

@@ -12,11 +12,11 @@ from pallas_fa2.planning import tuned
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How one call runs.
+    """The backend that runs a call and its configurations.
 
-    `implementation` is the name of the backend, `forward` and `backward` are its configurations. `rejected` names the
-    faster backends and why they cannot run the call. `score_grad_fallback` is the name and the configuration of another
-    backend that forms all gradients where those of score data are wanted.
+    `implementation` is the name of the backend. `rejected` has the names of the faster backends and why they cannot run
+    the call. `score_grad_fallback` is the name and the configuration of another backend that computes all gradients
+    where those of score data are needed.
     """
 
     implementation: str
@@ -26,19 +26,19 @@ class Plan:
     score_grad_fallback: tuple[str, Any] | None = None
 
     def backward_for(self, score_gradients: bool) -> tuple[str, Any]:
-        """The backend that forms gradients, and its configuration; `score_gradients`: of score data too."""
+        """Return the backend that computes gradients, those of score data included or not, and its configuration."""
         if score_gradients and self.score_grad_fallback is not None:
             return self.score_grad_fallback
         return self.implementation, self.backward
 
     def summary(self, spec: CallSpec) -> str:
-        """In one line, which backend runs a call and why no faster one does."""
+        """Say in one line which backend runs a call and why no faster one does."""
         reasons = [f"not {name}: {reason}" for name, reason in self.rejected]
         return "; ".join([f"{self.implementation} runs {spec}", *reasons])
 
 
 def make_plan(spec: CallSpec, device: Device, implementation: str | None = None) -> Plan:
-    """The fastest backend that supports the call, or the one that was asked for."""
+    """Choose the fastest backend that supports the call, or the requested one; raise a ValueError if none does."""
     if implementation is None:
         names = tuple(BACKENDS)
     else:
@@ -62,9 +62,7 @@ def make_plan(spec: CallSpec, device: Device, implementation: str | None = None)
 
 
 def _configure(backend: Backend, spec: CallSpec, device: Device, rejected: tuple) -> Plan:
-    forward, backward, other = backend.configure(spec, device)
+    forward, backward, name = backend.configure(spec, device)
     forward = tuned.find(backend.name, spec, device) or forward
-    fallback = None
-    if other is not None:
-        fallback = other, BACKENDS[other].configure(spec, device).backward
+    fallback = None if name is None else (name, BACKENDS[name].configure(spec, device).backward)
     return Plan(backend.name, forward, backward, rejected, fallback)

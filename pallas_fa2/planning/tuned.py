@@ -1,4 +1,4 @@
-"""The configurations that `autotune` has found, and a JSON file of them."""
+"""The configurations that `autotune` has chosen, and a JSON file of them."""
 
 import dataclasses
 import functools
@@ -12,17 +12,17 @@ from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
 
-# By backend and `tuning_key`.
+# The key is the name of the backend and `tuning_key`.
 CONFIGS: dict[tuple[str, str], Any] = {}
 
-FORMAT = 1  # of the file
+FORMAT = 1  # the version of the file format
 
 
 @functools.lru_cache(maxsize=512)
 def tuning_key(spec: CallSpec, device: Device) -> str:
-    """A key of the calls that one measured forward serves, the same in every process.
+    """Return a key that calls share if one measurement of the forward holds for them, the same in every process.
 
-    The order in which the backward sums makes no difference to it.
+    It does not depend on the order in which the backward sums.
     """
     described = dataclasses.replace(spec, deterministic=False, mask=None, scores=())
     functions = [f and f.key for f in (spec.mask, *spec.scores)]
@@ -31,7 +31,7 @@ def tuning_key(spec: CallSpec, device: Device) -> str:
 
 
 def find(backend: str, spec: CallSpec, device: Device) -> Any:
-    """The configuration that was found for a call, or None."""
+    """Return the configuration that was chosen for a call, or None."""
     return CONFIGS.get((backend, tuning_key(spec, device))) if CONFIGS else None
 
 
@@ -40,36 +40,36 @@ def store(backend: str, spec: CallSpec, device: Device, config: Any) -> None:
 
 
 def save_autotuned(path: str | os.PathLike) -> None:
-    """Writes all that `autotune` has found in this process, or loaded, to a JSON file."""
-    found = [
+    """Write the configurations that `autotune` has chosen or that were loaded in this process to a JSON file."""
+    configs = [
         {"backend": backend, "call": key, "config": dataclasses.asdict(config)}
         for (backend, key), config in CONFIGS.items()
     ]
-    text = json.dumps({"format": FORMAT, "configs": found}, indent=1)
+    text = json.dumps({"format": FORMAT, "configs": configs}, indent=1)
     pathlib.Path(path).write_text(text + "\n")
 
 
 def load_autotuned(path: str | os.PathLike) -> int:
-    """Reads a file of `save_autotuned`; its configurations serve the calls for which they were measured.
+    """Read a file of `save_autotuned`; the calls for which its configurations were measured will use them.
 
     Returns:
-      How many there are.
+      The number of configurations.
 
     Raises:
-      ValueError: the file is not one of `save_autotuned`, or of another version of this package.
+      ValueError: the file is not one of `save_autotuned`, or one of another version of this package.
     """
     try:
         read = json.loads(pathlib.Path(path).read_text())
         if read["format"] != FORMAT:
             raise ValueError(f"its format is {read['format']}, and here it is {FORMAT}")
-        found = {(x["backend"], x["call"]): _config(x) for x in read["configs"]}
+        configs = {(x["backend"], x["call"]): _config(x) for x in read["configs"]}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{os.fspath(path)} must be a file of save_autotuned of this version, but it is not ({error}); measure "
-            "anew by autotune"
+            "again by autotune"
         ) from error
-    CONFIGS.update(found)
-    return len(found)
+    CONFIGS.update(configs)
+    return len(configs)
 
 
 def _config(entry: dict[str, Any]) -> Any:

@@ -1,1 +1,1 @@
-"""Who computes which tile, and in which order: on the host, for every backend."""
+"""The order of tiles, and how they are dealt to CTAs: on the host, for every backend."""

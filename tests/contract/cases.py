@@ -95,7 +95,7 @@ def packed(case: Case) -> tuple[Any, np.ndarray]:
 
 
 def one_after_another(case: Case) -> tuple[Any, np.ndarray]:
-    """As `packed`, by where each token's document begins."""
+    """The documents of `packed`, by the start of each token's document."""
     ids = _ids(case, case.q_len, 0)
     starts = np.stack([np.searchsorted(x, x) for x in ids])
     return fa.Causal() & fa.Documents(jnp.asarray(starts, jnp.int32)), packed(case)[1]
@@ -135,7 +135,7 @@ def _extremes(q: Any, k: Any) -> Any:
 
 
 def extremes(case: Case) -> tuple[Any, np.ndarray]:
-    """What ptxas up to 13.3 computes without the minus (see `thread_values.defeat_minmax_fusion`)."""
+    """A mask that ptxas up to 13.3 computes without the minus (see `thread_values.defeat_minmax_fusion`)."""
     before, after, least = np.random.default_rng(4).integers(0, 100, (3, case.q_len), np.int32)
     tokens = {"before": before, "after": -after, "least": least}
     mask = _extremes(q_tokens=jax.tree.map(jnp.asarray, tokens))

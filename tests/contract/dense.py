@@ -68,7 +68,9 @@ def same_dtype(*inputs: Any, **options: Any) -> Truth:
     which is in float32 at least, every array is rounded."""
     dtype = np.asarray(inputs[0]).dtype
     work = np.promote_types(dtype, np.float32).type
-    found = attention(
+    results = attention(
         *inputs, work=work, rounded=lambda x: np.asarray(x, dtype).astype(work), **options
     )
-    return Truth(*(x if name == "lse" else x.astype(dtype) for name, x in found._asdict().items()))
+    return Truth(
+        *(x if name == "lse" else x.astype(dtype) for name, x in results._asdict().items())
+    )

@@ -34,12 +34,12 @@ def assert_within_rule(
     lse is a float32 sum of products that float32 holds: it gets the floor of float32 alone.
     """
     dtype = str(np.asarray(x).dtype)
-    got = error(x, expected)
+    actual = error(x, expected)
     allowed = 0.0 if name == "lse" else error(unfused, expected)
     limit = max(factor * allowed, FLOOR[dtype])
     assert np.isfinite(limit), f"{name} of {what}: dense attention misses an infinity or a NaN"
-    assert got <= limit, (
-        f"{name} of {what}: error {got:.3g} > max({factor} * {allowed:.3g}, {FLOOR[dtype]})"
+    assert actual <= limit, (
+        f"{name} of {what}: error {actual:.3g} > max({factor} * {allowed:.3g}, {FLOOR[dtype]})"
     )
 
 
@@ -48,7 +48,7 @@ def _compiled(fn: Callable, *args: Any) -> Any:
 
 
 def assert_as_dense(
-    got: Any, dense: Callable, args: Any, run: Callable = _compiled, factor: float = 3
+    actual: Any, dense: Callable, args: Any, run: Callable = _compiled, factor: float = 3
 ) -> None:
     """Results and gradients, of any tree, against those of dense attention: of float32 the truth, in the inputs'
     dtype the error that is allowed, times `factor`. Sums in float32 have the errors of the inputs' dtype."""
@@ -61,9 +61,9 @@ def assert_as_dense(
     floats = (x.dtype for x in jax.tree.leaves(args) if jnp.issubdtype(x.dtype, jnp.floating))
     rounded = min(floats, key=lambda dtype: dtype.itemsize)
     leaves = map(jax.tree.leaves, (unfused, truth))
-    for (path, x), *others in zip(jax.tree.leaves_with_path(got), *leaves, strict=True):
+    for (path, x), *others in zip(jax.tree.leaves_with_path(actual), *leaves, strict=True):
         y, z = others
         assert x.shape == y.shape and x.dtype == y.dtype
-        x, y = (jnp.asarray(found).astype(rounded) for found in (x, y))
+        x, y = (jnp.asarray(array).astype(rounded) for array in (x, y))
         name, expected = jax.tree_util.keystr(path), np.asarray(z, np.float64)
         assert_within_rule(name, "the call", x, y, expected, factor)

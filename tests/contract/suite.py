@@ -48,9 +48,9 @@ def poison(case: Case, inputs: list, value: float) -> list:
     if case.mask is None:
         return inputs
     q, k, v, dout, dlse = (np.array(x) for x in inputs)
-    seen = case.mask(case)[1]
-    dead_keys = ~seen.any((1, 2))  # [B, S]
-    dead_queries = ~seen.any(-1)  # [B, N, T]
+    visible = case.mask(case)[1]
+    dead_keys = ~visible.any((1, 2))  # [B, S]
+    dead_queries = ~visible.any(-1)  # [B, N, T]
     by_row = np.moveaxis(dead_queries, 1, 2)  # [B, T, N]
     k[dead_keys], v[dead_keys] = value, value
     q[by_row], dout[by_row], dlse[dead_queries] = value, value, value
@@ -67,7 +67,7 @@ def poison_neighbours(inputs: list) -> list:
 
 
 def arrangements(case: Case, inputs: list, interpreted: bool) -> list[tuple[str, list, slice]]:
-    """What a case runs on, and the batch entries that are then compared with the truth."""
+    """Return the inputs of a case, and the batch entries that are compared with the expected."""
     clean, dead = ("", inputs, slice(None)), poison(case, inputs, float("nan"))
     poisoned = [(", poisoned with NaN", dead, slice(None))] if case.mask is not None else []
     if not interpreted:

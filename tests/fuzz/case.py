@@ -15,7 +15,7 @@ WITH_AXES = ("vmap of grad", "grad of vmap", "scan")
 
 
 class Arguments(NamedTuple):
-    """What a call differentiates (the first five) or reads, in the user's shapes."""
+    """The arrays that a call differentiates (the first five) or reads, in the user's shapes."""
 
     q: Any
     k: Any
@@ -79,7 +79,7 @@ class Case:
 
     @property
     def mapped_axes(self) -> Arguments:
-        """Of each argument, the axis that vmap or scan maps; all data share one, the key none."""
+        """The axis of each argument that vmap or scan maps; all data share one, the key has none."""
         return Arguments(*self.axes, *[self.axes[3]] * 3, None)
 
     def entries(self) -> list[tuple[Arguments, Cotangents]]:
@@ -119,19 +119,19 @@ class Case:
         return Arguments(q, k, v, data, sinks, positions, mask, key), Cotangents(dout, dlse)
 
     def _draw_sinks(self, rng: np.random.Generator) -> np.ndarray:
-        """Of some heads none, which is a logit of minus infinity."""
+        """Return sinks, of which some are minus infinity, which is none."""
         sinks = 2 * rng.standard_normal(self.shape.q_heads)
         return np.where(rng.random(sinks.shape) < 0.2, -np.inf, sinks).astype(self.sinks)
 
     def inputs(self, args: Arguments, cotangents: Cotangents) -> Inputs:
-        """The same call for the dense definition: batch axes merged, the mask an array."""
+        """Return the inputs of the dense definition: batch axes are merged, the mask is an array."""
         shape = self.shape
         batch = shape.pairs[0]
         first = self.kv_len - self.q_len if self.align == "end" else 0
         places = {"q": np.arange(self.q_len) + first, "k": np.arange(self.kv_len)}
         places |= args.positions
         i, j = (shape.spread(side, places[side]).astype(np.int64) for side in "qk")
-        seen = True if self.mask is None else self.mask.dense(shape, args.mask, i, j)
+        visible = True if self.mask is None else self.mask.dense(shape, args.mask, i, j)
         merged = (x.reshape(batch, *x.shape[-3:]) for x in (*args[:3], cotangents.out))
         dlse = cotangents.lse.reshape(batch, shape.q_heads, self.q_len) * self.lse
         return Inputs(
@@ -139,7 +139,7 @@ class Case:
             dlse,
             i,
             j,
-            np.broadcast_to(seen, shape.pairs),
+            np.broadcast_to(visible, shape.pairs),
             dropout(self.dropout, args.key, shape, i, j),
             tuple(zip(self.scores, args.scores, strict=True)),
             args.sinks,
@@ -188,7 +188,7 @@ def draw(pick: Pick, for_hopper: bool = False) -> Case:
 
 
 def _draw_for_hopper(pick: Pick) -> Case:
-    """What the Hopper kernels run, from few enough sizes to meet a compiled kernel again."""
+    """Return a case for the sm90 kernels, with few enough sizes that compiled kernels recur."""
     q_len, kv_len = pick(LENGTHS), pick(LENGTHS)
     transform = pick(("jit", "jit", "jit", *WITH_AXES, "checkpoint"))
     dim = pick((64, 128, 96, 256, 8, 80, 192))

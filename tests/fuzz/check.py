@@ -21,7 +21,7 @@ from pallas_fa2.planning import plan
 from tests.contract.rule import FACTOR, FLOOR
 from tests.fuzz import dense, masks
 from tests.fuzz.case import Arguments, Case, Cotangents
-from tests.fuzz.dense import Found
+from tests.fuzz.dense import Results
 from tests.support.hopper import asking_first, storing_first, whole_heads
 
 # XLA's CPU compiler leaves a few products of bfloat16 with tiny axes to a runtime that has none.
@@ -55,10 +55,10 @@ def attend(case: Case, implementation: str | None, args: Arguments) -> tuple:
         options["sinks"] = args.sinks
     if case.dropout:
         options |= {"dropout_rate": case.dropout, "dropout_rng": args.key}
-    found = fa.flash_attention(
+    results = fa.flash_attention(
         q, k, v, scale=case.scale, return_lse=case.lse, implementation=implementation, **options
     )
-    return found if case.lse else (found,)
+    return results if case.lse else (results,)
 
 
 def _made(case: Case, thing: Any) -> Any:
@@ -107,8 +107,8 @@ def gradients(case: Case, implementation: str | None) -> Callable:
     }.get(case.transform, call)
 
     def run(args: Arguments, cotangents: Cotangents) -> tuple:
-        found, pull = jax.vjp(lambda *x: transformed(Arguments(*x, *args[5:])), *args[:5])
-        return found, pull(tuple(cotangents)[: len(found)])
+        results, pull = jax.vjp(lambda *x: transformed(Arguments(*x, *args[5:])), *args[:5])
+        return results, pull(tuple(cotangents)[: len(results)])
 
     return jax.vmap(run, (case.mapped_axes, 0)) if case.transform == "vmap of grad" else run
 
@@ -137,13 +137,13 @@ def _stacked(case: Case, entries: list) -> tuple[Arguments, Cotangents]:
     return args, join(0, *cotangents)
 
 
-def poisoned(case: Case, entries: list, seen: list[np.ndarray]) -> list:
-    """The same calls with poison in what no pair of tokens reads.
+def poisoned(case: Case, entries: list, visible: list[np.ndarray]) -> list:
+    """Return the same calls with poison in what no visible pair of tokens reads.
 
     An array that all entries share is poisoned where none of them reads it.
     """
     shape, batch = case.shape, case.batch
-    any_entry = np.logical_or.reduce(seen)
+    any_entry = np.logical_or.reduce(visible)
     axes = case.mapped_axes
 
     def queries(alive: np.ndarray) -> np.ndarray:  # [*B, T, N]
@@ -156,8 +156,8 @@ def poisoned(case: Case, entries: list, seen: list[np.ndarray]) -> list:
     def put(x: np.ndarray, alive: np.ndarray) -> np.ndarray:
         return np.where(alive, x, _poison(case, x.dtype))
 
-    made = []
-    for (args, cotangents), own in zip(entries, seen, strict=True):
+    built = []
+    for (args, cotangents), own in zip(entries, visible, strict=True):
         of_q, of_k, of_v, of_scores = (any_entry if axis is None else own for axis in axes[:4])
         scores = tuple(
             {n: put(x, shape.gather(score.kinds[n], of_scores, x, np.any)) for n, x in data.items()}
@@ -172,14 +172,14 @@ def poisoned(case: Case, entries: list, seen: list[np.ndarray]) -> list:
         dead = queries(own)
         dlse = cotangents.lse  # with sinks every row has one
         dlse = dlse if case.sinks else put(dlse, np.moveaxis(dead, -1, -2))
-        made.append((new, Cotangents(put(cotangents.out, dead[..., None]), dlse)))
-    return made
+        built.append((new, Cotangents(put(cotangents.out, dead[..., None]), dlse)))
+    return built
 
 
-def _combine(case: Case, found: list[Found], add: Callable) -> Found:
-    """Of the entries: values stacked, gradients of what they share added up by `add`."""
+def _combine(case: Case, results: list[Results], add: Callable) -> Results:
+    """Combine the results of entries: stack values, and sum gradients of shared inputs by `add`."""
     if not case.mapped:
-        return found[0]
+        return results[0]
     axes = case.mapped_axes
     summed = [case.transform != "vmap of grad" and a is None for a in axes[:5]]
 
@@ -187,19 +187,19 @@ def _combine(case: Case, found: list[Found], add: Callable) -> Found:
         merge = add if is_summed else lambda x: np.stack(x)
         return jax.tree.map(lambda *x: merge(np.asarray(x)), *xs)
 
-    joined = (join(*x) for x in zip((False, False, *summed), *found, strict=True))
-    return Found(*joined)
+    joined = (join(*x) for x in zip((False, False, *summed), *results, strict=True))
+    return Results(*joined)
 
 
-def _as_found(case: Case, result: tuple) -> Found:
-    """What a run gives, as the dense definition has it: batch axes merged, a mapped axis first."""
+def _as_results(case: Case, result: tuple) -> Results:
+    """Return results in the form of the dense definition: batch axes are merged, a mapped axis is first."""
     values, (*gradients, dscores, dsinks) = jax.tree.map(np.asarray, result)
 
     def merged(x: np.ndarray, rest: int, mapped: bool) -> np.ndarray:
         lead = x.shape[:1] if mapped else ()
         return x.reshape(*lead, case.shape.pairs[0], *x.shape[x.ndim - rest :])
 
-    def of_input(x: np.ndarray, axis: int | None) -> np.ndarray:
+    def reduce_to_input(x: np.ndarray, axis: int | None) -> np.ndarray:
         # The gradient of an argument lies as the argument does; vmap puts its results first.
         axis = axis if case.transform != "vmap of grad" else 0
         mapped = case.mapped and axis is not None
@@ -208,12 +208,12 @@ def _as_found(case: Case, result: tuple) -> Found:
 
     out = merged(values[0], 3, case.mapped)
     lse = merged(values[1], 2, case.mapped) if case.lse else None
-    return Found(out, lse, *map(of_input, gradients, case.axes[:3]), dscores, dsinks)
+    return Results(out, lse, *map(reduce_to_input, gradients, case.axes[:3]), dscores, dsinks)
 
 
-def _named(found: Found) -> dict[str, Any]:
-    named = {n: x for n, x in found._asdict().items() if n != "dscores" and x is not None}
-    for n, by in enumerate(found.dscores):
+def _named(results: Results) -> dict[str, Any]:
+    named = {n: x for n, x in results._asdict().items() if n != "dscores" and x is not None}
+    for n, by in enumerate(results.dscores):
         named |= {f"gradient of scores[{n}].{name}": x for name, x in by.items()}
     return named
 
@@ -250,9 +250,9 @@ def check(case: Case, *names: str | None, draws: int = 1) -> Checked:
     ran = set()
 
     def planned(*args: Any) -> plan.Plan:
-        made = plan.make_plan(*args)
-        ran.add(made.implementation)
-        return made
+        built = plan.make_plan(*args)
+        ran.add(built.implementation)
+        return built
 
     seeds = range(case.seed, case.seed + draws)
     cases = [dataclasses.replace(case, seed=seed) for seed in seeds]
@@ -281,22 +281,22 @@ def check(case: Case, *names: str | None, draws: int = 1) -> Checked:
 
 def _check(case: Case, name: str, run: Callable) -> float:
     entries = case.entries()
-    goal, unfused, noise, seen = [], [], [], []
+    goal, unfused, noise, visible = [], [], [], []
     for entry in entries:
         a = case.inputs(*entry)
-        found, steps = dense.truth(a, case.shape, case.softmax_scale)
-        goal.append(found)
-        noise.append(dense.noise(a, case.shape, case.softmax_scale, found, steps))
+        results, steps = dense.truth(a, case.shape, case.softmax_scale)
+        goal.append(results)
+        noise.append(dense.noise(a, case.shape, case.softmax_scale, results, steps))
         unfused.append(dense.same_dtype(a, case.shape, case.softmax_scale))
-        seen.append(a.seen)
+        visible.append(a.visible)
     goal, unfused = (_combine(case, x, lambda x: x.sum(0)) for x in (goal, unfused))
     noise = _combine(case, noise, lambda x: np.sqrt((x**2).sum(0)))
     shares = [0.0]
     sums = "float64" if case.dtype == "float64" else "float32"
     flushed = len(entries) * max(case.q_len, case.kv_len) * SMALLEST[sums]
-    for what, calls in (("", entries), (", poisoned", poisoned(case, entries, seen))):
-        got = _as_found(case, run(*_stacked(case, calls)))
-        for key, x in _named(got).items():
+    for what, calls in (("", entries), (", poisoned", poisoned(case, entries, visible))):
+        actual = _as_results(case, run(*_stacked(case, calls)))
+        for key, x in _named(actual).items():
             expected, same, by_chance = (_named(y)[key] for y in (goal, unfused, noise))
             size = np.abs(np.where(np.isinf(expected), 0, expected)).max(initial=0.0)
             twice = 0.0 if key == "lse" else FACTOR * deviation(same, expected)

@@ -98,8 +98,8 @@ def simpler(case: Decoding) -> list[Decoding]:
         if field.name not in ("seed", "layer")
     ]
     changes += [{"mask": m} for m in ([] if case.mask is None else masks.parts(case.mask))]
-    made = [dataclasses.replace(case, **change) for change in changes]
-    return [c for c in made if repr(c) != repr(case)]
+    variants = [dataclasses.replace(case, **change) for change in changes]
+    return [c for c in variants if repr(c) != repr(case)]
 
 
 def check(case: Decoding) -> None:
@@ -111,18 +111,18 @@ def check(case: Decoding) -> None:
     x = rng.standard_normal((case.batch, case.length, 12)).astype(np.float32)
 
     def mask(start: int, end: int) -> Any:
-        return None if case.mask is None else case.mask.ours(case.mask.cut(data, start, end))
+        return None if case.mask is None else case.mask.ours(case.mask.slice_data(data, start, end))
 
     def score(start: int, end: int) -> tuple:
         pairs = zip(case.scores, data_of_scores, strict=True)
-        return tuple(s.ours(s.cut(d, start, end)) for s, d in pairs)
+        return tuple(s.ours(s.slice_data(d, start, end)) for s, d in pairs)
 
     run = _linen if "linen" in case.layer else _nnx
     whole, steps = run(case, x, mask, score)
     largest = max(1.0, float(np.abs(whole).max()))
     start = 0
-    for size, got in zip(case.pieces, steps, strict=True):
-        off = float(np.abs(got - whole[:, start : start + size]).max())
+    for size, actual in zip(case.pieces, steps, strict=True):
+        off = float(np.abs(actual - whole[:, start : start + size]).max())
         assert off <= TOLERANCE * largest, (  # NaN is not
             f"tokens {start} to {start + size} of the {case.layer} layer: off by {off:.3g}"
         )
@@ -132,43 +132,47 @@ def check(case: Decoding) -> None:
 def _linen(case: Decoding, x: np.ndarray, mask: Any, score: Any) -> tuple[np.ndarray, list]:
     options = {"num_heads": case.heads, "qkv_features": case.heads * case.head_dim}
     if case.layer == "linen":
-        made = functools.partial(
+        make_layer = functools.partial(
             fa.linen.MultiHeadAttention,
             num_kv_heads=case.kv_heads,
             causal=True,
             implementation=case.implementation,
             **options,
         )
-        whole = made()
+        whole = make_layer()
         whole_mask = mask(0, case.length)
     else:
         attend = functools.partial(
             fa.linen.attention_fn, score=score(0, 1), implementation=case.implementation
         )
-        made = functools.partial(nn.MultiHeadDotProductAttention, attention_fn=attend, **options)
-        whole, whole_mask = made(), fa.Causal()
+        make_layer = functools.partial(
+            nn.MultiHeadDotProductAttention, attention_fn=attend, **options
+        )
+        whole, whole_mask = make_layer(), fa.Causal()
     by_call = {"score": score(0, case.length)} if case.layer == "linen" else {}
     init = jax.jit(whole.init, compiler_options=QUICKLY)
     params = init(jax.random.key(case.seed), x)
     out = jax.jit(functools.partial(whole.apply, **by_call), compiler_options=QUICKLY)(
         params, x, mask=whole_mask
     )
-    decode = made(decode=True)
+    decode = make_layer(decode=True)
     state = decode.init(jax.random.key(0), x)["cache"]
 
     @functools.partial(jax.jit, compiler_options=QUICKLY)
     def step(state: Any, x: Any, mask: Any, score: Any) -> Any:
-        given = {"score": score} if case.layer == "linen" else {}
-        return decode.apply({**params, "cache": state}, x, mask=mask, mutable=["cache"], **given)
+        score_options = {"score": score} if case.layer == "linen" else {}
+        return decode.apply(
+            {**params, "cache": state}, x, mask=mask, mutable=["cache"], **score_options
+        )
 
-    found, start = [], 0
+    results, start = [], 0
     for size in case.pieces:
         end = start + size
-        given = score(start, end) if case.layer == "linen" else ()
-        piece, changed = step(state, x[:, start:end], mask(start, end), given)
+        score_options = score(start, end) if case.layer == "linen" else ()
+        piece, changed = step(state, x[:, start:end], mask(start, end), score_options)
         state, start = changed["cache"], end
-        found.append(np.asarray(piece))
-    return np.asarray(out), found
+        results.append(np.asarray(piece))
+    return np.asarray(out), results
 
 
 def _nnx(case: Decoding, x: np.ndarray, mask: Any, score: Any) -> tuple[np.ndarray, list]:
@@ -192,5 +196,5 @@ def _nnx(case: Decoding, x: np.ndarray, mask: Any, score: Any) -> tuple[np.ndarr
     decode.init_cache(x.shape)
     step = nnx.jit(lambda decode, x, mask: decode(x, mask=mask))
     tokens = range(case.length)
-    found = [np.asarray(step(decode, x[:, i : i + 1], mask(i, i + 1))) for i in tokens]
-    return np.asarray(out), found
+    results = [np.asarray(step(decode, x[:, i : i + 1], mask(i, i + 1))) for i in tokens]
+    return np.asarray(out), results

@@ -27,13 +27,13 @@ class Inputs(NamedTuple):
     dlse: Any
     i: Any  # positions, [B | 1, 1, T, 1]
     j: Any
-    seen: Any  # bool, broadcasts to [B, N, T, S]
-    kept: Any  # what dropout does to each probability
+    visible: Any  # bool, broadcasts to [B, N, T, S]
+    dropout_factor: Any  # what dropout does to each probability
     scores: tuple  # each with its data
     sinks: Any  # [N] or None
 
 
-class Found(NamedTuple):
+class Results(NamedTuple):
     out: Any
     lse: Any
     dq: Any
@@ -44,7 +44,7 @@ class Found(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What lies between inputs and outputs, `[B, N, T, S]`: for the estimate of rounding errors."""
+    """The intermediate arrays `[B, N, T, S]`, for the estimate of rounding errors."""
 
     raw: Any
     s: Any
@@ -68,7 +68,7 @@ def _over_group(x: Any, heads: int) -> Any:
 
 def attention(
     a: Inputs, shape: Shape, scale: float, work: Any, rounded: Callable
-) -> tuple[Found, Steps]:
+) -> tuple[Results, Steps]:
     """Values and gradients in `work`; `rounded` is applied wherever dense attention would round."""
     kv_heads = a.k.shape[2]
     q, k, v, dout = (np.asarray(x, work) for x in a[:4])
@@ -82,7 +82,7 @@ def attention(
         s, by_s, by = score.dense(s, a.i, a.j, placed)
         slope = slope * by_s
         by_data = [{n: x * by_s for n, x in older.items()} for older in by_data] + [by]
-    s = np.where(a.seen, s, -np.inf)
+    s = np.where(a.visible, s, -np.inf)
     sink = np.full((1, 1, 1, 1), -np.inf, work)
     if a.sinks is not None:
         sink = a.sinks.astype(work).reshape(1, -1, 1, 1)
@@ -91,14 +91,14 @@ def attention(
     e, e_sink = (np.exp(x - np.where(empty, 0, top)) for x in (s, sink))
     total = np.where(empty, 1, e.sum(-1, keepdims=True) + e_sink)
     p, p_sink = e / total, e_sink / total
-    out = rounded(np.einsum("bnts,bsnh->btnh", rounded(p * a.kept), v, optimize=True))
+    out = rounded(np.einsum("bnts,bsnh->btnh", rounded(p * a.dropout_factor), v, optimize=True))
     lse = np.where(empty, -np.inf, np.log(total) + np.where(empty, 0, top))[..., 0]
 
-    dp = rounded(np.einsum("btnh,bsnh->bnts", dout, v, optimize=True)) * a.kept
+    dp = rounded(np.einsum("btnh,bsnh->bnts", dout, v, optimize=True)) * a.dropout_factor
     of_row = dlse[..., None] - (p * dp).sum(-1, keepdims=True)
     ds, ds_sink = p * (dp + of_row), p_sink * of_row
     draw = rounded(rounded(ds * slope) * work(scale))
-    dv = np.einsum("bnts,btnh->bsnh", rounded(p * a.kept), dout, optimize=True)
+    dv = np.einsum("bnts,btnh->bsnh", rounded(p * a.dropout_factor), dout, optimize=True)
     dk = np.einsum("bnts,btnh->bsnh", draw, q, optimize=True)
     dq = rounded(np.einsum("bnts,bsnh->btnh", draw, k, optimize=True))
     dk, dv = (rounded(_over_group(rounded(x), kv_heads)) for x in (dk, dv))
@@ -107,28 +107,30 @@ def attention(
         for (score, data), by in zip(a.scores, by_data, strict=True)
     )
     dsinks = None if a.sinks is None else ds_sink.sum((0, 2, 3))
-    found = Found(out, lse, dq, dk, dv, dscores, dsinks)
-    return found, Steps(raw, s, p, ds, slope, by_data, between, p_sink, ds_sink)
+    results = Results(out, lse, dq, dk, dv, dscores, dsinks)
+    return results, Steps(raw, s, p, ds, slope, by_data, between, p_sink, ds_sink)
 
 
-def truth(a: Inputs, shape: Shape, scale: float) -> tuple[Found, Steps]:
+def truth(a: Inputs, shape: Shape, scale: float) -> tuple[Results, Steps]:
     return attention(a, shape, scale, np.float64, lambda x: x)
 
 
-def same_dtype(a: Inputs, shape: Shape, scale: float) -> Found:
+def same_dtype(a: Inputs, shape: Shape, scale: float) -> Results:
     dtype = a.q.dtype
-    found, _ = attention(a, shape, scale, np.float32, lambda x: x.astype(dtype).astype(np.float32))
+    results, _ = attention(
+        a, shape, scale, np.float32, lambda x: x.astype(dtype).astype(np.float32)
+    )
     scores = tuple(
         {n: x.astype(data[n].dtype).astype(np.float64) for n, x in by.items()}
-        for (_, data), by in zip(a.scores, found.dscores, strict=True)
+        for (_, data), by in zip(a.scores, results.dscores, strict=True)
     )
     if a.sinks is None:
-        return found._replace(dscores=scores)
-    dsinks = found.dsinks.astype(a.sinks.dtype).astype(np.float64)
-    return found._replace(dscores=scores, dsinks=dsinks)
+        return results._replace(dscores=scores)
+    dsinks = results.dsinks.astype(a.sinks.dtype).astype(np.float64)
+    return results._replace(dscores=scores, dsinks=dsinks)
 
 
-def noise(a: Inputs, shape: Shape, scale: float, goal: Found, steps: Steps) -> Found:
+def noise(a: Inputs, shape: Shape, scale: float, goal: Results, steps: Steps) -> Results:
     """How far rounding may carry each number, where few numbers make twice an error a game of dice.
 
     First order: q·k, the scores, the output within delta, probabilities and dS are each rounded,
@@ -140,19 +142,19 @@ def noise(a: Inputs, shape: Shape, scale: float, goal: Found, steps: Steps) -> F
     kv_heads = k.shape[2]
     k, v = _heads(k, shape.q_heads), _heads(v, shape.q_heads)
     q2, k2, v2, dout2 = (x**2 for x in (q, k, v, dout))
-    p, ds, seen = steps.p, steps.ds, a.seen
+    p, ds, visible = steps.p, steps.ds, a.visible
 
     def product(letters: str, x: Any, y: Any) -> Any:
         return np.einsum(letters, x, y, optimize=True)
 
     raw = tiny**2 * (scale**2 * product("btnh,bsnh->bnts", q2, k2) + 4 * steps.raw**2)
-    s = raw * steps.slope**2 + tiny**2 * 16 * (1 + np.where(seen, steps.s, 0) ** 2)
+    s = raw * steps.slope**2 + tiny**2 * 16 * (1 + np.where(visible, steps.s, 0) ** 2)
     s = s + (p * s).sum(-1, keepdims=True)  # relative, of p; the second is that of the row's sum
     out2 = np.asarray(goal.out, np.float64) ** 2
-    out = product("bnts,bsnh->btnh", (s + eps**2) * (p * a.kept) ** 2, v2) + eps**2 * out2
+    out = product("bnts,bsnh->btnh", (s + eps**2) * (p * a.dropout_factor) ** 2, v2) + eps**2 * out2
     # With sinks, dout is rounded once more: when it has been multiplied by the keys' share.
-    of_dout = tiny if a.sinks is None else eps
-    dp = of_dout**2 * product("btnh,bsnh->bnts", dout2, v2) * a.kept**2
+    dout_deviation = tiny if a.sinks is None else eps
+    dp = dout_deviation**2 * product("btnh,bsnh->bnts", dout2, v2) * a.dropout_factor**2
     delta = eps**2 * np.moveaxis((dout2 * out2).sum(-1), 1, 2)[..., None]
     delta = delta + np.moveaxis((dout2 * out).sum(-1), 1, 2)[..., None]
     delta = delta + tiny**2 * np.asarray(a.dlse, np.float64)[..., None] ** 2
@@ -164,7 +166,7 @@ def noise(a: Inputs, shape: Shape, scale: float, goal: Found, steps: Steps) -> F
     dq = product("bnts,bsnh->btnh", own, k2)
     dq = dq + product("bnts,bsnh->btnh", row, k) ** 2 * np.moveaxis(delta, 1, 2)
     dk = _over_group(product("bnts,btnh->bsnh", own + delta * row**2, q2), kv_heads)
-    dv = product("bnts,btnh->bsnh", (s + eps**2) * (p * a.kept) ** 2, dout2)
+    dv = product("bnts,btnh->bsnh", (s + eps**2) * (p * a.dropout_factor) ** 2, dout2)
     dv = _over_group(dv, kv_heads)
     lse = (p**2 * s).sum(-1) + tiny**2 * np.where(np.isinf(goal.lse), 1, goal.lse) ** 2
 
@@ -176,11 +178,11 @@ def noise(a: Inputs, shape: Shape, scale: float, goal: Found, steps: Steps) -> F
         row = delta * row**2 / (p.shape[-1] if whole_row else 1)  # gather adds a row up again
         own = (of_ds + EPS[str(x.dtype)] ** 2 * ds**2) * by**2
         # what it is a difference of: a score, before or after what other functions make of it
-        scores = sum((x**2 for x in steps.between), np.where(seen, steps.s, 0) ** 2)
+        scores = sum((x**2 for x in steps.between), np.where(visible, steps.s, 0) ** 2)
         own = own + 16 * tiny**2 * ds**2 * (by**2 + scores)
         return shape.gather(kind, own + row, x, np.sum)
 
-    def of_sinks() -> Any:
+    def sink_variance() -> Any:
         of_row = tiny**2 * (16 + np.where(np.isinf(a.sinks), 0, a.sinks).astype(np.float64) ** 2)
         relative = of_row.reshape(1, -1, 1, 1) + (p**2 * s).sum(-1, keepdims=True)
         each = steps.p_sink**2 * delta + relative * steps.ds_sink**2
@@ -190,12 +192,14 @@ def noise(a: Inputs, shape: Shape, scale: float, goal: Found, steps: Steps) -> F
         {n: of_data(score.kinds[n], data[n], x) for n, x in by.items()}
         for (score, data), by in zip(a.scores, steps.by_data, strict=True)
     ]
-    found = [
+    results = [
         DEVIATIONS * np.sqrt(x + eps**2 * g**2)
         for x, g in zip((out, lse, dq, dk, dv), (goal.out, 0, *goal[2:5]), strict=True)
     ]
     scores = tuple({n: DEVIATIONS * np.sqrt(x) for n, x in by.items()} for by in per_score)
-    return Found(*found, scores, None if a.sinks is None else DEVIATIONS * np.sqrt(of_sinks()))
+    return Results(
+        *results, scores, None if a.sinks is None else DEVIATIONS * np.sqrt(sink_variance())
+    )
 
 
 def default_scale(head_dim: int) -> float:

@@ -30,7 +30,7 @@ class Node:
     def ours(self, data: Any) -> Any:
         raise NotImplementedError
 
-    def cut(self, data: Any, start: int, end: int) -> Any:
+    def slice_data(self, data: Any, start: int, end: int) -> Any:
         """The data where queries are the tokens from `start` to `end` alone, and keys are all."""
         return data
 
@@ -65,9 +65,9 @@ class Window(Node):
 
     def dense(self, shape: Shape, data: Any, i: Any, j: Any) -> Any:
         left, right = data.get("left", self.left), data.get("right", self.right)
-        seen = np.ones(np.broadcast_shapes(i.shape, j.shape), bool)
-        seen &= True if left in (None, -1) else j >= i - left
-        return seen & (True if right in (None, -1) else j <= i + right)
+        visible = np.ones(np.broadcast_shapes(i.shape, j.shape), bool)
+        visible &= True if left in (None, -1) else j >= i - left
+        return visible & (True if right in (None, -1) else j <= i + right)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Segments(Node):
             return {"q": ids}
         return {"q": ids, "k": rng.integers(0, self.ids, (*lead, shape.kv_len), np.int32)}
 
-    def cut(self, data: Any, start: int, end: int) -> Any:
+    def slice_data(self, data: Any, start: int, end: int) -> Any:
         return {"q": data["q"][..., start:end], "k": data.get("k", data["q"])}
 
     def ours(self, data: Any) -> Any:
@@ -123,13 +123,13 @@ class Documents(Node):
     def dense(self, shape: Shape, data: Any, i: Any, j: Any) -> Any:
         same = shape.q_len == shape.kv_len
         start = shape.spread("q", data["start"])
-        seen = j >= (np.minimum(start, i) if same else start)
+        visible = j >= (np.minimum(start, i) if same else start)
         if self.longest is not None and same:
-            seen = seen & (abs(i - j) < self.longest)
+            visible = visible & (abs(i - j) < self.longest)
         if "end" not in data:
-            return seen
+            return visible
         last = shape.spread("q", data["end"]) - 1
-        return seen & (j <= (np.maximum(last, i) if same else last))
+        return visible & (j <= (np.maximum(last, i) if same else last))
 
 
 EACH = -1  # a length for each batch entry, as an array
@@ -149,13 +149,13 @@ class Lengths(Node):
         return fa.Lengths(data.get("q", self.q), data.get("k", self.k))
 
     def dense(self, shape: Shape, data: Any, i: Any, j: Any) -> Any:
-        seen = np.ones((1, 1, 1, 1), bool)
+        visible = np.ones((1, 1, 1, 1), bool)
         for side, index in (("q", i), ("k", j)):
             n = getattr(self, side)
             if side in data:
                 n = shape.spread(side, data[side][..., None])
-            seen = seen if n is None else seen & (index < n)
-        return seen
+            visible = visible if n is None else visible & (index < n)
+        return visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Dense(Node):
     def data(self, shape: Shape, rng: np.random.Generator) -> Any:
         return {"array": rng.random(shape.of_pairs(self.axes)) < self.share}
 
-    def cut(self, data: Any, start: int, end: int) -> Any:
+    def slice_data(self, data: Any, start: int, end: int) -> Any:
         return {"array": of_queries(data["array"], start, end)}
 
     def ours(self, data: Any) -> Any:
@@ -267,7 +267,7 @@ class Function(Node):
     def data(self, shape: Shape, rng: np.random.Generator) -> Any:
         return FUNCTIONS[self.name][1](shape, rng)
 
-    def cut(self, data: Any, start: int, end: int) -> Any:
+    def slice_data(self, data: Any, start: int, end: int) -> Any:
         cuts = {
             "q_tokens": lambda x: x[..., start:end],
             "pairs": lambda x: of_queries(x, start, end),
@@ -396,8 +396,8 @@ class And(Node):
     def data(self, shape: Shape, rng: np.random.Generator) -> Any:
         return self.left.data(shape, rng), self.right.data(shape, rng)
 
-    def cut(self, data: Any, start: int, end: int) -> Any:
-        return self.left.cut(data[0], start, end), self.right.cut(data[1], start, end)
+    def slice_data(self, data: Any, start: int, end: int) -> Any:
+        return self.left.slice_data(data[0], start, end), self.right.slice_data(data[1], start, end)
 
     def ours(self, data: Any) -> Any:
         return self.left.ours(data[0]) & self.right.ours(data[1])
@@ -422,8 +422,8 @@ class Not(Node):
     def data(self, shape: Shape, rng: np.random.Generator) -> Any:
         return self.mask.data(shape, rng)
 
-    def cut(self, data: Any, start: int, end: int) -> Any:
-        return self.mask.cut(data, start, end)
+    def slice_data(self, data: Any, start: int, end: int) -> Any:
+        return self.mask.slice_data(data, start, end)
 
     def ours(self, data: Any) -> Any:
         return ~self.mask.ours(data)

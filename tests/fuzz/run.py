@@ -30,7 +30,7 @@ ATTEMPTS = 60  # to shrink a case: each compiles a program or two
 
 
 def _prepare(gpu: bool) -> None:
-    """As in tests/conftest.py, for a process without pytest."""
+    """Configure JAX as tests/conftest.py does, in a process without pytest."""
     if not gpu:
         jax.config.update("jax_platforms", "cpu")
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -91,9 +91,9 @@ def shrink(wrong: Wrong, gpu: bool) -> Wrong:
         candidate = next(smaller, None)
         if candidate is None:
             break
-        found = fault(candidate, gpu)
-        if found is not None:
-            wrong, smaller = found, iter(simpler(found.case))
+        failure = fault(candidate, gpu)
+        if failure is not None:
+            wrong, smaller = failure, iter(simpler(failure.case))
     return wrong
 
 
@@ -142,6 +142,6 @@ def main() -> int:
     if options.what.isdigit():
         count = int(options.what)
         return fuzz(count, options.seed, options.start, options.jobs, options.gpu) > 0
-    found = fault(parse(options.what), options.gpu)
-    print("passed" if found is None else found)
-    return found is not None
+    failure = fault(parse(options.what), options.gpu)
+    print("passed" if failure is None else failure)
+    return failure is not None

@@ -22,7 +22,7 @@ class Score:
     def data(self, shape: Shape, rng: np.random.Generator) -> dict:
         return {}
 
-    def cut(self, data: dict, start: int, end: int) -> dict:
+    def slice_data(self, data: dict, start: int, end: int) -> dict:
         """The data where queries are the tokens from `start` to `end` alone, and keys are all."""
         cuts = {
             "q": lambda x: x[..., start:end],

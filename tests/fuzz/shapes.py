@@ -62,8 +62,8 @@ class Shape(NamedTuple):
 def shown(case: Any) -> str:
     """A dataclass as the line that makes it again, without what is as by default."""
     fields = ((f, getattr(case, f.name)) for f in dataclasses.fields(case))
-    given = (f"{f.name}={_literal(x)}" for f, x in fields if repr(x) != repr(f.default))
-    return f"{type(case).__name__}({', '.join(given)})"
+    fields_text = (f"{f.name}={_literal(x)}" for f, x in fields if repr(x) != repr(f.default))
+    return f"{type(case).__name__}({', '.join(fields_text)})"
 
 
 def _literal(x: Any) -> str:

@@ -35,7 +35,7 @@ from jax._src import cache_key, compiler
 from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import core as mosaic_core
 
-from tests.support import h200
+from tests.support import gpus
 
 _WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
@@ -207,8 +207,8 @@ def assert_clean(report: KernelReport) -> None:
         faults.append(f"has {count} branches of one thread that does not meet its warp behind them")
     if report.spill_stores or report.spill_loads:
         faults.append(f"spills {report.spill_stores} B (reloads {report.spill_loads} B)")
-    if report.smem_bytes > h200.MAX_SHARED_MEMORY_BYTES:
-        limit = h200.MAX_SHARED_MEMORY_BYTES
+    if report.smem_bytes > gpus.MAX_SHARED_MEMORY_BYTES:
+        limit = gpus.MAX_SHARED_MEMORY_BYTES
         faults.append(f"needs {report.smem_bytes} B of shared memory, of which there are {limit}")
     faults += [line for line in report.warnings if _SERIALIZED.search(line)]
     assert not faults, f"kernel {report.name}: " + "; ".join(faults)
@@ -227,7 +227,7 @@ def h200s(count: int) -> Sequence[jax.Device]:
         )
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=h200.TARGET_CONFIG, topology=f"1x1x{count}"
+            platform="cuda", target_config=gpus.target_config(), topology=f"1x1x{count}"
         )
     except NotImplementedError as error:
         raise RuntimeError(

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.sm90 import configs, mask_bits, scheduler
+from pallas_fa2.backends.common import mask_bits, scheduler
+from pallas_fa2.backends.common.primitives.launch import build_kernel
+from pallas_fa2.backends.sm90 import configs
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.primitives.launch import build_kernel
 from pallas_fa2.backends.xla import tile
 from pallas_fa2.device import Device
 from pallas_fa2.parse_call import parse_call
@@ -22,18 +23,33 @@ from tests.contract.cases import Case
 Two = tuple[int, int]
 
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
+A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0", 108)
 
 
 @contextlib.contextmanager
-def planned_for_h200(cores: int = H200.num_sms) -> Iterator[None]:
+def planned_for(device: Device) -> Iterator[None]:
     """What is traced inside may be interpreted or compiled, not run."""
-    device = H200._replace(num_sms=cores)
     with contextlib.ExitStack() as patches:
         for module in ("api", "explanation"):
             patches.enter_context(
                 mock.patch(f"pallas_fa2.{module}.device_of", lambda array: device)
             )
         yield
+
+
+def planned_for_h200(cores: int = H200.num_sms) -> contextlib.AbstractContextManager[None]:
+    """What is traced inside may be interpreted or compiled, not run."""
+    return planned_for(H200._replace(num_sms=cores))
+
+
+def runs_on_ampere(case: Case) -> bool:
+    """Return whether the mma.sync kernels take a case."""
+    values = case.value_dim or case.head_dim
+    return (
+        jnp.dtype(case.dtype).itemsize == 2
+        and all(dim % 8 == 0 and dim <= 256 for dim in (case.head_dim, values))
+        and (case.scale is None or case.scale > 0)
+    )
 
 
 @contextlib.contextmanager

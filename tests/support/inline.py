@@ -1,5 +1,4 @@
-"""What the library's inline code means, by its name: that of `sm90.primitives`, `block_mask_kernel`, `scheduler`,
-`module_name`."""
+"""What inline operations compute, by their names and parameters (`InlineOp`), with NumPy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from pallas_fa2.backends.common import dropout
-from pallas_fa2.backends.sm90.primitives import thread_ops, tma
+from pallas_fa2.backends.common.primitives import layouts
 from tests.support import programs
 
 
@@ -20,54 +19,48 @@ def to_fragments(tile: Any) -> Any:
     return tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5).reshape(-1)
 
 
-def _pairs(parameters, _):
-    orientation, queries, keys, start, count, dtype = parameters
-    columns = slice(int(start), int(start) + int(count))
-
-    def convert(tile):
-        tile = tile.T if orientation == "transposed" else tile
-        return tile[:, columns].astype(dtype)
-
-    return (int(queries), int(keys)), convert
-
-
-def _booleans(parameters, shape):
-    transposed = parameters == ["transposed"]
-    return shape, lambda square: (square.T if transposed else square).astype("int32")
-
-
-def from_fragments(numbers: Any) -> Any:
-    tile = numbers.reshape(-1, 4, 8, 4, 2, 2).transpose(1, 4, 2, 0, 3, 5)
+def from_fragments(values: Any) -> Any:
+    tile = values.reshape(-1, 4, 8, 4, 2, 2).transpose(1, 4, 2, 0, 3, 5)
     return tile.reshape(64, -1)
 
 
-def _loaded_fragments(_, shape):
-    return (shape[0] * shape[1],), from_fragments
+def _load_pairwise(tile, *, shape, transposed, columns, dtype):
+    assert tile.shape == shape, (tile.shape, shape)
+    return (tile.T if transposed else tile)[:, columns].astype(dtype)
 
 
-# What is loaded: of the operation's parameters and the result's shape, the shape of what lies in memory
-# and what becomes of it.
-LOADED: dict[str, Callable] = {
-    "load_pairs": _pairs,
-    "load_booleans": _booleans,
-    "load_fragments": _loaded_fragments,
+def _load_packed_bools(tile, *, transposed):
+    return (tile.T if transposed else tile).astype("int32")
+
+
+# What becomes of an array in memory that is loaded into registers.
+LOADED: dict[str, Callable[..., np.ndarray]] = {
+    "load_fragment_words": lambda values: from_fragments(
+        values.reshape(-1, 2, 2, 128).transpose(0, 3, 1, 2)
+    ),
+    "load_fragments": from_fragments,
+    "load_packed_bools": _load_packed_bools,
+    "load_pairwise": _load_pairwise,
 }
 
-# What is stored there from registers.
-STORED: dict[str, Callable[[np.ndarray], np.ndarray]] = {"_store_fragments": to_fragments}
+# What is stored in memory from registers.
+STORED: dict[str, Callable[[np.ndarray], np.ndarray]] = {"store_fragments": to_fragments}
 
 # What is added to device memory from registers.
 ADDED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "add_fragment_words": lambda tile: (
+        to_fragments(tile).reshape(-1, 128, 2, 2).transpose(0, 2, 3, 1).reshape(-1)
+    ),
+    "add_column_sums": lambda tile: tile.sum(0),
     "add_fragments": to_fragments,
-    "_add_row_sums": lambda tile: tile.sum(1),
-    "_add_column_sums": lambda tile: tile.sum(0),
+    "add_row_sums": lambda tile: tile.sum(1),
 }
 
 
-def _negate_dropped(p, first, second, columns, key_axis, threshold, _):
+def _negate_dropped(p, first, second, columns, *, key_axis, threshold):
     keys = dropout.RowKeys(*(x.astype("uint32")[:, None] for x in (first, second)))
     bits = programs.evaluate(dropout.bits, keys, columns[None])
-    return np.where((bits if key_axis == "1" else bits.T) < int(threshold), -p, p)
+    return np.where((bits if key_axis == 1 else bits.T) < threshold, -p, p)
 
 
 def _own_values(tile):
@@ -76,70 +69,68 @@ def _own_values(tile):
     return tile.reshape(4, 2, 8, count, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(-1, 4 * count)
 
 
-def _places():
+def _bit_positions():
     """Of a thread's values, in its word."""
     return 31 - np.arange(32, dtype="int32")[None]
 
 
-def _hidden_bits(seen, start):
-    values = _own_values(~seen).astype("uint32")
-    places = _places()[:, int(start) // 2 :][:, : values.shape[1]]
-    bits = values << places.astype("uint32")
+def _pack_bits(visible, *, start):
+    values = _own_values(~visible).astype("uint32")
+    positions = _bit_positions()[:, start // 2 :][:, : values.shape[1]]
+    bits = values << positions.astype("uint32")
     return bits.sum(1, dtype="uint32").view("int32")
 
 
-def _hide_signed(s, *words_and_start):
-    *words, start = words_and_start
-
+def _apply_bits(s, *words, start):
     def hidden(word):
-        bits = word[:, None] >> _places() & 1
+        bits = word[:, None] >> _bit_positions() & 1
         return bits.reshape(4, 8, 4, 8, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(64, 64)
 
-    columns = slice(int(start), int(start) + s.shape[1])
-    found = np.concatenate([hidden(word) for word in words], 1)[:, columns]
-    return np.where(found != 0, -np.inf, s)
+    columns = slice(start, start + s.shape[1])
+    bits = np.concatenate([hidden(word) for word in words], 1)[:, columns]
+    return np.where(bits != 0, -np.inf, s)
 
 
-def _hide_outside(s, *bounds_and_names):
-    count = len(bounds_and_names) // 2
-    bounds = dict(zip(bounds_and_names[count:], bounds_and_names[:count], strict=True))
-    first, last = bounds.get("first", np.int32([-1])), bounds.get("last", np.int32([s.shape[1]]))
+def _mask_outside(s, *arrays, bounds):
+    given = dict(zip(bounds, arrays, strict=True))
+    first, last = given.get("first", np.int32([-1])), given.get("last", np.int32([s.shape[1]]))
     inside = (_columns(s) >= first[:, None]) & (_columns(s) <= last[:, None])
     return np.where(inside, s, -np.inf)
 
 
 def _by_warps(x):
-    return x.reshape(-1, thread_ops.LANES)
+    return x.reshape(-1, layouts.LANES)
 
 
-def _sum_of_lanes_before(x):
+def _warp_exclusive_count(x):
     warps = _by_warps(x)
     return (np.cumsum(warps, 1, x.dtype) - warps).reshape(-1)
 
 
-# A warpgroup is one thread here: its four warps share their answers.
+# What is computed in registers. A warpgroup is one thread here: its four warps share their votes.
 INLINE: dict[str, Callable[..., Any]] = {
-    "any_above": lambda tile, limit: np.any(tile > float(limit)).astype("int32"),
-    "_any_from_two": lambda tile: np.any(~(np.abs(tile) < 2)).astype("int32"),
-    "_any_infinite": lambda rows, _: np.any(~(rows < np.inf)).astype("int32"),
-    "_pin": lambda _: None,
-    "_name_module": lambda: None,
-    "_open_mail": lambda *_: None,
-    "_expect_mail": lambda *_: None,
-    "reciprocal": np.reciprocal,
-    "unfused": lambda x: x,
-    "zeros": lambda *shape: np.zeros(tuple(map(int, shape)), "float32"),
-    "_meet_warps": lambda: None,
-    "_turn_sync": lambda _: None,
-    "_turn_arrive": lambda _: None,
-    "column_numbers": lambda start, count: start + np.arange(int(count), dtype="int32"),
-    "_thread_numbers": lambda: np.arange(tma.THREADS, dtype="int32"),
-    "_sum_of_lanes": lambda x: np.repeat(_by_warps(x).sum(1, x.dtype), thread_ops.LANES),
-    "_sum_of_lanes_before": _sum_of_lanes_before,
+    "apply_bits": _apply_bits,
+    "as_left": lambda tile: tile,
+    "cluster_expect_tx": lambda *_: None,
+    "cluster_init": lambda *_: None,
+    "column_iota": lambda start, *, count: start + np.arange(count, dtype="int32"),
+    "defeat_minmax_fusion": lambda x: x,
+    "fence_before_wgmma_wait": lambda _: None,
+    "mask_after": lambda s, last: np.where(_columns(s) <= last[:, None], s, -np.inf),
+    "mask_before": lambda s, first: np.where(_columns(s) >= first[:, None], s, -np.inf),
+    "mask_outside": _mask_outside,
+    "name_module": lambda: None,
+    "named_barrier_arrive": lambda _: None,
+    "named_barrier_sync": lambda _: None,
     "negate_dropped": _negate_dropped,
-    "hidden_bits": _hidden_bits,
-    "hide_signed": _hide_signed,
-    "hide_after": lambda s, last: np.where(_columns(s) <= last[:, None], s, -np.inf),
-    "hide_before": lambda s, first: np.where(_columns(s) >= first[:, None], s, -np.inf),
-    "hide_outside": _hide_outside,
+    "pack_bits": _pack_bits,
+    "reciprocal": np.reciprocal,
+    "sync_producer_warps": lambda: None,
+    "thread_indices": lambda: np.arange(layouts.THREADS, dtype="int32"),
+    "warp_any_abs_ge_2": lambda tile: np.any(~(np.abs(tile) < 2)).astype("int32"),
+    "warp_any_gt": lambda tile, *, limit: np.any(tile > limit).astype("int32"),
+    "warp_exclusive_count": _warp_exclusive_count,
+    "warp_sum": lambda x: np.repeat(_by_warps(x).sum(1, x.dtype), layouts.LANES),
+    "warpgroup_any_nonfinite": lambda rows, _: np.any(~(rows < np.inf)).astype("int32"),
+    "zero_accumulator": lambda *, shape: np.zeros(shape, "float32"),
 }

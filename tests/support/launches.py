@@ -1,6 +1,7 @@
 """What is outside of kernels, and how one is launched: its blocks one after another, a block's warpgroups as threads."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret,
 from jax._src.state import discharge
 from jax._src.state import primitives as references
 
-from tests.support import programs, shared
+from tests.support import bulk, programs, shared
 from tests.support.views import View
 from tests.support.warpgroups import RULES, TOKEN, Warpgroup, uninitialized
 
@@ -47,6 +48,7 @@ class _Kernel:
             raise NotImplementedError("an argument of a kernel that is no array of its own")
         self._compiler_params = eqn.params["compiler_params"]
         self._programs = programs.Programs(RULES)
+        self._only_meetings_order = bulk.only_meetings_order(self._jaxpr)
 
     def __call__(self, host: Host, *values: Any) -> list:
         arrays = [x.array if isinstance(x, Reference) else x for x in values]
@@ -70,6 +72,10 @@ class _Kernel:
             interpret_params=params,
         )
         memory, device = shared.the_memory(), shared_memory.Device(0)
+        if self._only_meetings_order:
+            timeout = shared.current.barrier_timeout
+            memory.make_bulk = functools.partial(bulk.Accesses, threads, timeout)
+            memory.bulk = memory.make_bulk()
         keys = [_allocate(device, threads, array) for array in arrays]
         memory.update_clocks_for_device_barrier(device)
         common = {

@@ -1,7 +1,7 @@
-"""What inline code means by which CTAs wait for each other: turns, tickets, claims and mail.
+"""Inline operations by which CTAs wait for each other: turns, tickets, claims, and copies within a cluster.
 
-Operations are called with the thread, the operands, references as where they lie, and the source's place. They
-return the results, if there are any.
+Operations are called with the thread, the operands (references as the location of what they refer to) and the source's
+line. They return the results, if there are any.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from tests.support.shared import row_of, the_memory
 
 
 def _fetch_and_add(place, amount, thread):
-    """What there was before; within `Turns.tell`, as one operation."""
+    """Add to an integer in memory, and return what it was; within `Turns.tell`, this is one operation."""
     memory = the_memory()
     old, _, _ = memory.get_buffer_content(*place, thread)
     memory.store_buffer_content(*place, old + np.int32(amount), thread)
@@ -24,7 +24,7 @@ def _fetch_and_add(place, amount, thread):
 
 
 def _counter(place, thread):
-    """What an integer in memory is, whenever it is asked."""
+    """Return a function that reads an integer in memory."""
     return lambda: np.int32(the_memory().get_buffer_content(*place, thread)[0])
 
 
@@ -34,7 +34,7 @@ def _await_turn(thread, place, ordinal, **_):
 
 
 def _take_turn(thread, place, ordinal, **_):
-    """By who adds: nothing else depends on the thread then."""
+    """Wait for a turn in the thread that adds; nothing else depends on it then."""
     told = _counter(place, thread)
     the_memory().turns.wait_for(lambda: told() >= ordinal)
     shared.current.added.append((row_of(place), int(ordinal), told()))
@@ -44,14 +44,14 @@ def _end_turn(thread, place, *, warps=1, **_):
     the_memory().turns.tell(lambda: _fetch_and_add(place, warps, thread))
 
 
-def _draw(thread, place, **_):
-    """A ticket: how many there were before, and who of the others has stored."""
-    found = []
-    the_memory().turns.tell(lambda: found.append(np.int32(_fetch_and_add(place, 1, thread))))
-    return found
+def _take_ticket(thread, place, **_):
+    """Return a ticket: how many there were before, and how many warps have stored."""
+    ticket = []
+    the_memory().turns.tell(lambda: ticket.append(np.int32(_fetch_and_add(place, 1, thread))))
+    return ticket
 
 
-def _show(thread, place, ticket, *, source_info):
+def _share_ticket(thread, place, ticket, *, source_info):
     memory = the_memory()
     memory.store_buffer_content(*place, np.int32(ticket), thread)
     if memory.detect_races:
@@ -59,7 +59,7 @@ def _show(thread, place, ticket, *, source_info):
         gpu_callbacks.get_races().check_write(thread, clock, *place, source_info)
 
 
-def _use(thread, row, slot, *, source_info):
+def _resolve_ticket(thread, row, slot, *, source_info):
     memory = the_memory()
     told, ticket = _counter(row, thread), _counter(slot, thread)()
     if memory.detect_races:
@@ -76,7 +76,7 @@ def _use(thread, row, slot, *, source_info):
     return [np.int32(0)]
 
 
-def _tell(thread, place, first, **_):
+def _signal_stored(thread, place, first, **_):
     memory = the_memory()
 
     def add() -> None:
@@ -89,49 +89,50 @@ def _tell(thread, place, first, **_):
         memory.turns.tell(add)
 
 
-def _claim_tile(thread, last, entries, place, already, count, number, together, **_):
+def _claim_tile(thread, last_claim, entries, slot, first_claim, num_claims, phase, tiles, **_):
     memory = the_memory()
 
     def read(place: tuple) -> np.ndarray:
         return memory.get_buffer_content(*place, thread)[0]
 
     def claim() -> None:
-        claims = read(last)[0]
-        memory.store_buffer_content(*last, read(last) + np.array([1, 0], np.int32), thread)
+        claims = read(last_claim)[0]
+        count = read(last_claim) + np.array([1, 0], np.int32)
+        memory.store_buffer_content(*last_claim, count, thread)
         key, first = entries
-        claimed = min(int(claims + already), int(count)) * int(together)
+        claimed = min(int(claims + first_claim), int(num_claims)) * int(tiles)
         at = (row_of(entries) + claimed, *first.range[1:])
         entry = read((key, dataclasses.replace(first, range=at))).copy()
-        entry[0] |= np.int32(-1 << 31) if number & 1 else 0
-        memory.store_buffer_content(*place, entry, thread)
+        entry[0] |= np.int32(-1 << 31) if phase & 1 else 0
+        memory.store_buffer_content(*slot, entry, thread)
 
     memory.turns.tell(claim)
 
 
-def _look(thread, place, **_):
-    """What is claimed there, or was a round ago."""
+def _prefetch_entry(thread, place, **_):
+    """Return what is claimed there, or was a phase ago."""
     return tuple(the_memory().get_buffer_content(*place, thread)[0])
 
 
-def _settle(thread, place, number, counts, turn, **_):
-    """An entry, or what is claimed there if it is of another round, by its last bit."""
+def _resolve_entry(thread, place, tile_id, counts, phase, **_):
+    """Return an entry, or what is claimed there once it is of this phase, by its last bit."""
     memory = the_memory()
-    found = np.array([number, counts])
+    entry = np.array([tile_id, counts])
 
-    def is_of_the_round() -> bool:
-        return (found[0] < 0) == (turn & 1 == 1)
+    def is_current() -> bool:
+        return (entry[0] < 0) == (phase & 1 == 1)
 
-    def look_again() -> bool:
-        found[:] = memory.get_buffer_content(*place, thread)[0]
-        return is_of_the_round()
+    def read_again() -> bool:
+        entry[:] = memory.get_buffer_content(*place, thread)[0]
+        return is_current()
 
-    if not is_of_the_round():
-        memory.turns.wait_for(look_again)
-    return found[0] & np.int32(2**31 - 1), found[1]
+    if not is_current():
+        memory.turns.wait_for(read_again)
+    return entry[0] & np.int32(2**31 - 1), entry[1]
 
 
-def _send_mail(thread, source, target, arrived, block, *, source_info):
-    """Copies to the same place in another block of the cluster, which finds mail there."""
+def _cluster_send(thread, source, target, arrived, block, *, source_info):
+    """Copy to the same buffer of another block of the cluster, which waits for it."""
     memory, (letterbox, at) = the_memory(), arrived
     value, _, _ = memory.get_buffer_content(*source, thread)
     block = thread.block_id // 2 * 2 + int(block)  # of a cluster that may hold several pairs
@@ -147,7 +148,7 @@ def _send_mail(thread, source, target, arrived, block, *, source_info):
     memory.mail.deliver((letterbox, str(at.range)), clock)
 
 
-def _wait_for_mail(thread, arrived, _turn, **_):
+def _cluster_wait(thread, arrived, _turn, **_):
     memory, (letterbox, at) = the_memory(), arrived
     clock = memory.mail.wait(thread, (letterbox, str(at.range)))
     if clock is not None:
@@ -155,19 +156,19 @@ def _wait_for_mail(thread, arrived, _turn, **_):
             memory.clocks[thread].update(clock)
 
 
-# By its name.
+# By the names of inline operations.
 OPERATIONS = {
-    "_await_turn": _await_turn,
-    "_claim_tile": _claim_tile,
-    "_draw": _draw,
-    "_end_turn": _end_turn,
-    "_give_turn": functools.partial(_end_turn, warps=4),
-    "_look": _look,
-    "_show": _show,
-    "_send_mail": _send_mail,
-    "_settle": _settle,
-    "_take_turn": _take_turn,
-    "_tell": _tell,
-    "_use": _use,
-    "_wait_for_mail": _wait_for_mail,
+    "claim_tile": _claim_tile,
+    "cluster_send": _cluster_send,
+    "cluster_wait": _cluster_wait,
+    "end_dq_turn": _end_turn,
+    "give_dq_turn": functools.partial(_end_turn, warps=4),
+    "prefetch_entry": _prefetch_entry,
+    "resolve_dq_ticket": _resolve_ticket,
+    "resolve_entry": _resolve_entry,
+    "share_dq_ticket": _share_ticket,
+    "signal_dq_stored": _signal_stored,
+    "take_dq_ticket": _take_ticket,
+    "take_dq_turn": _take_turn,
+    "wait_dq_turn": _await_turn,
 }

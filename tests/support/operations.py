@@ -1,6 +1,6 @@
-"""What the interpreter's equations do to memory, one at a time, on the host.
+"""The effects of the interpreter's equations on memory, one at a time, on the host.
 
-Operations are called with the thread and with what `meetings` says.
+Operations are called as those of `meetings`.
 """
 
 import math
@@ -13,8 +13,8 @@ import numpy as np
 from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from pallas_fa2.backends.sm90.primitives import swizzle
-from tests.support import inline, meetings, shared
+from pallas_fa2.backends.common.primitives import swizzle
+from tests.support import bulk, inline, meetings, shared
 from tests.support.shared import row_of, the_memory
 
 
@@ -35,7 +35,7 @@ class LoadTask(gpu_callbacks.AsyncCopyGmemToSmemTask):
 
 
 class _LoadRowsTask(LoadTask):
-    """One of `tma.Rows`: the thread's next arrival at a barrier brings it, with those before."""
+    """A load of `tma.HeadRows`: the thread's next arrival at a barrier brings it, with those before."""
 
     def __init__(self, *where: Any, clock: Any):
         gpu_callbacks.AsyncCopyTask.__init__(self, *where)
@@ -53,7 +53,7 @@ _ATOMIC = threading.Lock()
 
 
 def _update(thread: Any, place: tuple, change: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Stores change(what is there), as one operation."""
+    """Store change(what is there), as one operation."""
     memory = the_memory()
     with _ATOMIC:
         old, _, _ = memory.get_buffer_content(*place, thread)
@@ -112,12 +112,12 @@ def copy_to_gmem(thread, mesh_location, source, target, reduction, *, source_inf
 
 
 def _end(size: int, unit: int) -> float:
-    """Where what a view in whole units shows is not all that there is; of one unit, it is."""
+    """Return where a view in whole units ends before the array does; a view of one unit does not."""
     return size // unit * unit if size > unit and size % unit else math.inf
 
 
-def copy_rows(thread, mesh_location, buffer, *operands, way, view, panel, source_info):
-    """`tma.Rows` by inline code. TMA clips at the end of an array, but a view of whole units before."""
+def copy_rows(thread, mesh_location, buffer, *operands, direction, view, panel, source_info):
+    """Copy `tma.HeadRows` by inline code. TMA clips at the end of an array, but a view of whole units before."""
     memory, arrays = the_memory(), [x for x in operands if isinstance(x, tuple)]
     _, batch, first, head, column, *which = map(int, operands[len(arrays) :])
     array = arrays[which[0] if which else 0]
@@ -136,7 +136,7 @@ def copy_rows(thread, mesh_location, buffer, *operands, way, view, panel, source
     outside = array, interpret_utils.Access(window)
     clock = memory.incr_clock(thread) if memory.detect_races else None
     common = mesh_location, thread
-    if way == "load":
+    if direction == "load":
         task = _LoadRowsTask(*common, *outside, *buffer, source_info, clock=clock)
     else:
         task = gpu_callbacks.AsyncCopySmemToGmemTask(
@@ -146,7 +146,7 @@ def copy_rows(thread, mesh_location, buffer, *operands, way, view, panel, source
 
 
 def add_to_gmem(thread, place, value, *, source_info):
-    """Adds from registers, atomically per element."""
+    """Add from registers, atomically per element."""
     memory = the_memory()
     memory.turns.wait(thread, row_of(place))
     _update(thread, place, lambda old: old + value)
@@ -155,24 +155,24 @@ def add_to_gmem(thread, place, value, *, source_info):
         gpu_callbacks.get_races().check_add(thread, clock, *place, source_info)
 
 
-def _put_fragments(thread, place, tile, anew, *, source_info):
-    """Stores, or adds atomically."""
+def _put_fragments(thread, place, tile, overwrite, *, source_info):
+    """Store, or add atomically."""
     memory, numbers = the_memory(), inline.to_fragments(tile)
-    _update(thread, place, lambda old: numbers if int(anew) else old + numbers)
+    _update(thread, place, lambda old: numbers if int(overwrite) else old + numbers)
     if memory.detect_races:
         clock, races = memory.incr_clock(thread).generic_clock, gpu_callbacks.get_races()
-        if int(anew):
+        if int(overwrite):
             races.check_write(thread, clock, *place, source_info)
         else:
             told = shared.current.told.get(row_of(place))
             races.check_add(thread, clock, *place, source_info, follows=told)
 
 
-def _take_fragments(thread, place, there, *, source_info):
-    """Zeros if nothing is `there`."""
+def _take_fragments(thread, place, exists, *, source_info):
+    """Load, or return zeros if the tile does not exist."""
     memory = the_memory()
     found, _, _ = memory.get_buffer_content(*place, thread)
-    if not int(there):
+    if not int(exists):
         return [inline.from_fragments(np.zeros_like(found))]
     if memory.detect_races:
         clock = memory.incr_clock(thread).generic_clock
@@ -181,7 +181,7 @@ def _take_fragments(thread, place, there, *, source_info):
 
 
 def _store_rows(thread, target, tile, first_column, rows, *, source_info):
-    """Those rows and columns that there are."""
+    """Store the rows and columns that exist."""
     memory, (key, access) = the_memory(), target
     (axis,) = (i for i, x in enumerate(access.range[:-1]) if isinstance(x, slice))
     first, rows = access.range[axis].start, min(int(rows), len(tile))
@@ -199,7 +199,7 @@ def _store_rows(thread, target, tile, first_column, rows, *, source_info):
 
 
 def _gather(thread, source, places, *, source_info):
-    """For each thread the number at its place of a row; 0 where there is no such place."""
+    """Return for each thread the element at its index of a row; 0 where there is none."""
     memory, (key, row) = the_memory(), source
     found, _, _ = memory.get_buffer_content(key, row, thread)
     if memory.detect_races:
@@ -210,7 +210,7 @@ def _gather(thread, source, places, *, source_info):
 
 
 def _scatter(thread, target, places, *values, source_info):
-    """Each thread's values side by side, to its place of a row; what has no place there is dropped."""
+    """Store each thread's values side by side at its index of a row; an index beyond it is dropped."""
     key, row = target
     *outer, inside = row.range
     there = (places[:, None] * len(values) + np.arange(len(values))).reshape(-1)
@@ -227,20 +227,20 @@ def _scatter(thread, target, places, *values, source_info):
         gpu_callbacks.get_races().check_scatter(thread, key, written, source_info)
 
 
-# Of inline code, by its name.
+# By the names of inline operations.
 OPERATIONS = {
+    **bulk.OPERATIONS,
     **meetings.OPERATIONS,
-    "_gather": _gather,
-    "_scatter": _scatter,
-    "_scatter_pairs": _scatter,
-    "_put_fragments": _put_fragments,
-    "_store_rows": _store_rows,
+    "gather": _gather,
+    "scatter": _scatter,
+    "put_fragments": _put_fragments,
+    "store_rows": _store_rows,
     "take_fragments": _take_fragments,
 }
 
 
 def multiply(thread, accumulator, a, b, *, source_info):
-    """What an operand is, if it is no place, comes from registers."""
+    """Add a product to an accumulator. An operand that is an array comes from registers."""
     memory = the_memory()
     factors = [
         x if isinstance(x, np.ndarray) else memory.get_buffer_content(*x, thread)[0] for x in (a, b)

@@ -6,7 +6,7 @@ The classes take the places of those of JAX's interpreter (`interpreter.install`
 import collections
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -236,6 +236,10 @@ def _inside(window: Sequence[slice | int], shape: Sequence[int]) -> bool:
 class Memory(shared_memory.GPUSharedMemory):
     """Knows, for each thread, its wgmmas in flight and its TMA stores by commit group."""
 
+    # Makes a CTA's `bulk.Accesses` where only meetings order its warps.
+    make_bulk: Callable[[], Any] | None = None
+    bulk: Any = None
+
     # JAX's own ways of access are for what may lie outside of an array in part, as hardly anything does.
 
     def _buffer(self, key: Key):
@@ -277,6 +281,12 @@ class Memory(shared_memory.GPUSharedMemory):
             return None
         return self.incr_clock(thread, take_lock=False)
 
+    def clock_of_access(self, thread: Thread, key: Key, clock: Any) -> Any:
+        """The clock by which an access is judged: the thread's own, but in shared memory where meetings order warps."""
+        if not self.bulk or key.memory_space_id in (REGISTERS, GLOBAL):
+            return clock
+        return self.bulk.clock(thread)
+
     def reset_per_cluster_state(self) -> None:
         super().reset_per_cluster_state()
         # (clock, accumulator) of every wgmma not waited for, oldest first
@@ -285,6 +295,7 @@ class Memory(shared_memory.GPUSharedMemory):
         self.uncommitted_stores = collections.defaultdict(list)
         self.mail = turns.Letterboxes(current.barrier_timeout)
         self.turns = turns.Turns(current.barrier_timeout, current.added)
+        self.bulk = self.make_bulk() if self.make_bulk else None
         gpu_callbacks.get_races().next_cluster()
 
     def set_failed(self, exception: Exception, *args: Any, **kwargs: Any) -> None:
@@ -292,6 +303,8 @@ class Memory(shared_memory.GPUSharedMemory):
         super().set_failed(exception, *args, **kwargs)
         self.mail.abort()
         self.turns.abort()
+        if self.bulk:
+            self.bulk.abort()
 
     def start_wgmma(self, thread: Thread, accumulator: Key) -> Clock:
         """Returns the clock with which the tensor core reads shared memory."""

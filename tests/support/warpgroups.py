@@ -53,14 +53,15 @@ class Warpgroup(jaxpr_interpret.JaxprInterpreter):
                 found, access.shape, shape, dtype, key, access, memory, source_info, *[None] * 3
             )
         if clock is not None:
-            generic = clock.generic_clock
+            generic = memory.clock_of_access(self.thread, key, clock).generic_clock
             gpu_callbacks.get_races().check_read(self.thread, generic, key, access, source_info)
         return found
 
     def write(self, place: Any, value: np.ndarray, source_info: Any) -> None:
-        _, _, clock = shared.the_memory().store_buffer_content(*place, value, self.thread)
+        memory = shared.the_memory()
+        _, _, clock = memory.store_buffer_content(*place, value, self.thread)
         if clock is not None:
-            generic = clock.generic_clock
+            generic = memory.clock_of_access(self.thread, place[0], clock).generic_clock
             gpu_callbacks.get_races().check_write(self.thread, generic, *place, source_info)
 
     def allocate_registers(self, value: Any, source_info: Any) -> Any:
@@ -168,6 +169,13 @@ def _wgmma(eqn: Any) -> Callable:
     return run
 
 
+def _mma(_: Any) -> Callable:
+    def run(_: Warpgroup, acc: np.ndarray, left: np.ndarray, right: np.ndarray) -> Sequence:
+        return [acc + left.astype(acc.dtype) @ right.astype(acc.dtype)]
+
+    return run
+
+
 def _load_accumulator(eqn: Any) -> Callable:
     view, in_flight = View(eqn.invars[0].aval), eqn.params["wait_n"]
 
@@ -260,33 +268,35 @@ def _copy_to_gmem(eqn: Any) -> Callable:
 
 
 def _inline(eqn: Any) -> Callable:
-    """What the library's inline code means, by its name and the parameters after it."""
-    name, *parameters = eqn.params["mgpu_fn"].__name__.split()
+    """Run what the library's inline code stands for, by the name and the parameters of its `InlineOp`."""
+    op = eqn.params["mgpu_fn"].op
     locate, where = operands(eqn), eqn.source_info
 
     def load(warpgroup: Warpgroup, place: Any, *_: Any) -> Sequence:
-        shape, convert = inline.LOADED[name](parameters, eqn.outvars[0].aval.shape)
         found = warpgroup.read(place, where)
-        assert found.shape == shape, (found.shape, shape)
-        return [convert(found)]
+        out = inline.LOADED[op.name](found, **op.params)
+        aval = eqn.outvars[0].aval
+        assert (out.shape, out.dtype) == (aval.shape, aval.dtype), (out.shape, out.dtype, aval)
+        return [out]
 
     def store(warpgroup: Warpgroup, place: Any, tile: Any) -> None:
-        warpgroup.write(place, inline.STORED[name](tile), where)
+        warpgroup.write(place, inline.STORED[op.name](tile), where)
 
     def add(warpgroup: Warpgroup, place: Any, tile: Any) -> None:
-        value = inline.ADDED[name](tile)
+        value = inline.ADDED[op.name](tile)
         operations.add_to_gmem(warpgroup.thread, place, value, source_info=where)
 
     def copy(warpgroup: Warpgroup, *operands: Any) -> None:
-        view, panel = parameters
-        how = {"way": name, "view": view, "panel": int(panel), "source_info": where}
-        operations.copy_rows(warpgroup.thread, warpgroup.mesh_location, *operands, **how)
+        threads = warpgroup.thread, warpgroup.mesh_location
+        operations.copy_rows(*threads, *operands, **op.params, source_info=where)
 
     def operate(warpgroup: Warpgroup, *operands: Any) -> Sequence | None:
-        return operations.OPERATIONS[name](warpgroup.thread, *operands, source_info=where)
+        return operations.OPERATIONS[op.name](
+            warpgroup.thread, *operands, **op.params, source_info=where
+        )
 
     def compute(_: Warpgroup, *values: Any) -> Sequence | None:
-        out = inline.INLINE[name](*values, *parameters)
+        out = inline.INLINE[op.name](*values, **op.params)
         return None if out is None else [out]
 
     kinds = (
@@ -294,10 +304,12 @@ def _inline(eqn: Any) -> Callable:
         (inline.STORED, store),
         (inline.ADDED, add),
         (operations.OPERATIONS, operate),
-        (("load", "store"), copy),
+        (("copy_rows",), copy),
         (inline.INLINE, compute),
     )
-    meaning = next(meaning for names, meaning in kinds if name in names)
+    meaning = next((meaning for names, meaning in kinds if op.name in names), None)
+    if meaning is None:
+        raise KeyError(op.name)
     return lambda warpgroup, *values: meaning(warpgroup, *locate(values)) or ()
 
 
@@ -311,6 +323,7 @@ RULES: dict[Any, programs.Rule] = {
     gpu.copy_smem_to_gmem_p: _copy_to_gmem,
     gpu.inline_mgpu_p: _inline,
     gpu.load_p: _get,
+    gpu.mma_p: _mma,
     gpu.set_max_registers_p: _of_thread(lambda *_: None),
     gpu.wait_smem_to_gmem_p: _of_thread(
         lambda memory, thread, params: memory.wait_smem_to_gmem(

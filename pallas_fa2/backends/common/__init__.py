@@ -1,1 +1,1 @@
-"""What GPU backends share."""
+"""Modules that all GPU backends share."""

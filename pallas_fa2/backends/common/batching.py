@@ -1,4 +1,4 @@
-"""A kernel for any batch size, under `vmap`."""
+"""Kernels of a bounded batch size, for any batch size and under `vmap`."""
 
 import functools
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from pallas_fa2.distributed.sharding import Axes
 
 
 def batched(kernel: Callable, limit: int, axes: Axes | None = None) -> Callable:
-    """A kernel for any batch, the first axis of every array, and under vmap, which adds to it.
+    """Return the kernel for any batch, which is the first axis of every array; vmap adds to it.
 
     A launch takes up to `limit` batch entries. An array that they share has a first axis of 1, and so may its
-    gradient have. With `axes`, each device takes a part.
+    gradient have. With `axes`, each device runs its batch entries and heads (`sharding.sharded`).
     """
 
     def launches(*args: Any) -> Any:
@@ -24,8 +24,8 @@ def batched(kernel: Callable, limit: int, axes: Axes | None = None) -> Callable:
         if batch <= limit:
             return kernel(*args)
 
-        def launch(part: slice) -> Any:
-            return kernel(*jax.tree.map(lambda x: x if len(x) == 1 else x[part], args))
+        def launch(entries: slice) -> Any:
+            return kernel(*jax.tree.map(lambda x: x if len(x) == 1 else x[entries], args))
 
         def join(*x: jax.Array) -> jax.Array:
             if sum(map(len, x)) == batch:
@@ -33,8 +33,8 @@ def batched(kernel: Callable, limit: int, axes: Axes | None = None) -> Callable:
             totals = [y.sum(0, dtype=jnp.float32, keepdims=True) for y in x]
             return functools.reduce(jnp.add, totals)
 
-        parts = [slice(i, i + limit) for i in range(0, batch, limit)]
-        return jax.tree.map(join, *map(launch, parts))
+        chunks = [slice(i, i + limit) for i in range(0, batch, limit)]
+        return jax.tree.map(join, *map(launch, chunks))
 
     call = custom_vmap(launches if axes is None else sharding.sharded(launches, axes))
 
@@ -44,24 +44,24 @@ def batched(kernel: Callable, limit: int, axes: Axes | None = None) -> Callable:
         entries = jax.tree.leaves(jax.tree.map(lambda x, mapped: x.shape[mapped], args, batched))
         batch = entries[0]
 
-        def join(x: jax.Array, mapped: bool) -> jax.Array:
+        def merge_axes(x: jax.Array, mapped: bool) -> jax.Array:
             x = x if mapped else x[None]
             x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
             return x.reshape(size * batch, *x.shape[2:])
 
-        def singly(*args: Any) -> Any:
+        def without_vmap(*args: Any) -> Any:
             return launches(*jax.tree.map(lambda x, mapped: x[0] if mapped else x, args, batched))
 
-        def add_up(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        def sum_copies(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
             if x.shape[1] == like.shape[0]:
                 return x
             return x.sum(1, dtype=jnp.float32, keepdims=True).astype(like.dtype)
 
-        out = call(*jax.tree.map(join, args, batched))
+        out = call(*jax.tree.map(merge_axes, args, batched))
         out = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), out)
         if min(entries) < batch:
-            # Of what a batch shares each entry has a copy here, and a gradient.
-            out = jax.tree.map(add_up, out, jax.eval_shape(singly, *args))
+            # What the batch entries shared was copied for each of them, and has as many gradients.
+            out = jax.tree.map(sum_copies, out, jax.eval_shape(without_vmap, *args))
         return out, jax.tree.map(lambda _: True, out)
 
     return call

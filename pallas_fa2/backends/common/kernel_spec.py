@@ -7,11 +7,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class KernelSpec:
-    """What a kernel must know of a call; one kernel is compiled for each.
+    """The static description of one launch; one kernel is compiled for each.
 
-    A query row sees the keys that `mask` lets it see, or those up to its own index + `offset`, or all of
-    them if both are None. Without a mask every row sees a key: rows and keys that take part in nothing
-    are cut off before. `q_len` and `kv_len` are the lengths of the arrays.
+    A query sees the keys that `mask` lets it see, or those up to its own index + `causal_offset`, or all of
+    them if both are None. Without a mask every query sees a key: queries and keys without a partner are
+    trimmed before (`CausalTrim`). `q_len` and `kv_len` are the lengths of the arrays.
     """
 
     batch: int
@@ -21,12 +21,10 @@ class KernelSpec:
     kv_heads: int
     scale: float
     causal_offset: int | None
-    mask: Any = None  # tile_code.TileMask
-    uses_mask_bits: bool = False  # its answers are in memory (`mask_bits`)
-    # How many a block of keys has that are listed each for itself: see `block_mask.BlockMask`.
-    kv_subblocks: int = 1
-    score: Any = None  # tile_code.TileScore
-    dropout: Any = None  # tile_code.TileDropout
+    mask: Any = None  # tile_functions.TileMask
+    uses_mask_bits: bool = False  # whether the mask is precomputed as a bitmap (`mask_bits`)
+    score: Any = None  # tile_functions.TileScore
+    dropout: Any = None  # tile_functions.TileDropout
     q_index_offset: int = 0  # the index of the first row
 
     @property
@@ -39,17 +37,17 @@ class KernelSpec:
 
     @property
     def has_no_mods(self) -> bool:
-        """No mask but a causal one, and no score function."""
+        """Whether there is no mask but a causal one, and no score function."""
         return self.mask is None and self.score is None
 
     @property
     def guards_nonfinite(self) -> bool:
-        """Whether tokens that take part in nothing may be among those that do: they may hold NaN (`nonfinite`)."""
+        """Whether some token may have no partner, and so hold NaN or infinity that must not spread (`nonfinite`)."""
         return self.mask is not None and not self.mask.covers_every_token
 
     @property
     def dropout_scale(self) -> float:
-        """Of probabilities that dropout has left."""
+        """The factor of probabilities that are not dropped."""
         return 1.0 if self.dropout is None else self.dropout.scale
 
     @property
@@ -62,31 +60,32 @@ class KernelSpec:
         return [*functions, self.mask.visible] if masked and self.evaluates_mask else functions
 
     def token_inputs(self, side: str, masked: bool) -> set[Any]:
-        """What masks and scores read of q's or k's tokens, but for their index; and dropout of k's."""
-        found = {source for f in self._functions(masked) for source in f.token_inputs(side)}
+        """Return the per-token inputs, on the side "q" or "k", of scores, of the mask if `masked`, and of dropout."""
+        sources = {source for f in self._functions(masked) for source in f.token_inputs(side)}
         if side == "k" and self.dropout is not None and self.dropout.explicit_positions:
-            found.add(self.dropout.key_positions)
-        return found
+            sources.add(self.dropout.key_positions)
+        return sources
 
     def pairwise_inputs(self, masked: bool = True) -> list[Any]:
-        """What they read of pairs of tokens."""
-        found = {source for f in self._functions(masked) for source in f.pairwise_inputs}
-        return sorted(found, key=operator.attrgetter("position"))
+        """Return the pairwise inputs of scores and, if `masked`, of the mask, in the order of their arrays."""
+        sources = {source for f in self._functions(masked) for source in f.pairwise_inputs}
+        return sorted(sources, key=operator.attrgetter("position"))
 
     def head_inputs(self, masked: bool) -> set[Any]:
-        """What they read of what a head's tokens share."""
+        """Return the inputs that have one value a head, of scores and, if `masked`, of the mask."""
         return {source for f in self._functions(masked) for source in f.head_inputs}
 
     def reads_index(self, side: str, masked: bool) -> bool:
+        """Return whether scores, dropout, or the mask if `masked`, read the index of tokens."""
         if side == "k" and self.dropout is not None and not self.dropout.explicit_positions:
             return True
         return any(f.reads_index(side) for f in self._functions(masked))
 
     def loads_key_aux(self, masked: bool = True) -> bool:
-        """Whether the forward reads data of keys: for a mask, mostly their index as well."""
-        indexed = masked and self.evaluates_mask and not self.mask.is_key_interval
-        return indexed or bool(self.token_inputs("k", masked))
+        """Return whether the forward loads per-key inputs. Most masks read the keys' index so as well."""
+        loads_index = masked and self.evaluates_mask and not self.mask.is_key_interval
+        return loads_index or bool(self.token_inputs("k", masked))
 
     def loads_kv_aux(self, masked: bool = True) -> bool:
-        """Whether the forward reads data that come with a block of keys."""
+        """Return whether the forward loads aux inputs with a block of keys: per-key or pairwise ones."""
         return self.loads_key_aux(masked) or bool(self.pairwise_inputs(masked))

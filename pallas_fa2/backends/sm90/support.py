@@ -1,24 +1,24 @@
-"""Which calls the sm90 kernels take."""
+"""The calls that the sm90 kernels support."""
 
-from pallas_fa2.backends.sm90 import block_mask_kernel, compile_mods
+from pallas_fa2.backends.common import block_mask_kernel, compile_mods
+from pallas_fa2.backends.common.primitives import swizzle
 from pallas_fa2.backends.sm90.backward import config
-from pallas_fa2.backends.sm90.primitives import swizzle
 from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
 
-# Of queries and keys, and of values: what the kernels are made for. Of smaller ones, TMA fills the missing
-# columns with zeros.
+# The (H, Hv) that kernels are built for. TMA fills the missing columns of smaller arrays with zeros.
 KERNEL_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 MAX_HEAD_DIM = KERNEL_DIMS[-1][0]
 # TMA coordinates are 32-bit, and no launch on larger arrays has been tested.
 MAX_ELEMENTS = 2**31 - 1
-# Nor with more heads, batch entries times key heads, or blocks of 64 tokens.
+# No launch with more heads, batch entries times key heads, or blocks of 64 tokens has been tested either.
 MAX_COUNT = 65_535
-# Of data of one side's tokens: in every kernel shared memory has room for so many beside the rest.
+# Per-token inputs of queries, or of keys: in every kernel shared memory has room for so many beside the rest.
 MAX_TOKEN_ROWS = 12
 
 
 def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
+    """Return why the kernels do not support a call on this device, or None."""
     if not device.is_sm90:
         return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
     if not isinstance(spec.batch, int):
@@ -62,29 +62,29 @@ def _unsupported_aux(spec: CallSpec) -> str | None:
 
 
 def _max_listed_blocks(spec: CallSpec) -> int:
-    """The most that a tile of a kernel may visit: 64 keys each, or 64 queries of each head of a group."""
+    """Return the most blocks that a tile may visit: of 64 keys, or of 64 queries of each head of a group."""
     return max(-(-spec.kv_len // 64), spec.group * -(-spec.q_len // 64))
 
 
 def kernel_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
-    """Those of the smallest kernels that take these, of panels that TMA is not slow with."""
+    """Return the (H, Hv) of the smallest kernel that takes these, with panels that TMA is not slow with."""
     dims = head_dim, value_dim
 
-    def take(sizes: tuple[int, int]) -> bool:
+    def takes_dims(sizes: tuple[int, int]) -> bool:
         return all(
             n >= dim and not swizzle.has_narrow_partial_panel(n, dim)
             for n, dim in zip(sizes, dims, strict=True)
         )
 
-    return next(filter(take, KERNEL_DIMS))
+    return next(filter(takes_dims, KERNEL_DIMS))
 
 
 def _entry_elements(spec: CallSpec) -> int:
-    """The size of the largest array that the kernels see, for one batch entry."""
+    """Return the elements of the largest array of one batch entry."""
     head_dim, _ = kernel_dims(spec.head_dim, spec.value_dim)
     return max(spec.q_len * spec.q_heads, spec.kv_len * spec.kv_heads) * head_dim
 
 
 def batch_limit(spec: CallSpec) -> int:
-    """How many batch entries one launch takes."""
+    """Return how many batch entries one launch takes."""
     return max(1, min(MAX_COUNT // spec.kv_heads, MAX_ELEMENTS // max(_entry_elements(spec), 1)))

@@ -1,1 +1,1 @@
-"""FlashAttention-2's tiles in XLA operations, for every device."""
+"""FlashAttention-2 in XLA operations, for every device."""

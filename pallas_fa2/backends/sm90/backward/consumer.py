@@ -1,8 +1,13 @@
-"""The consumer warpgroups of the backward up to H = 128."""
+"""A consumer warpgroup of the backward, up to H = 128: Algorithm 2 of FlashAttention-2 (arXiv:2307.08691).
 
+The products are transposed, so that P^T and dS^T, keys x queries, are register operands of dV and dK. dS^T also passes
+through shared memory, for dQ. Line numbers are those of Algorithm 2; docs/design/backward.md explains the whole.
+"""
+
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,181 +16,139 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.primitives import thread_values
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Scratch
 from pallas_fa2.backends.sm90.backward.config import DQ_TILE, QUERY_PANEL
-from pallas_fa2.backends.sm90.backward.dq.first_store import DqTickets
-from pallas_fa2.backends.sm90.backward.dq.head_per_cta import DqVisit, HeadPerCtaSchedule
-from pallas_fa2.backends.sm90.backward.dq.ordered import DqSemaphore
-from pallas_fa2.backends.sm90.backward.roles import TransposedConsumer
-from pallas_fa2.backends.sm90.backward.schedule import KvTile, Step
-from pallas_fa2.backends.sm90.primitives import register_io, thread_values
-from pallas_fa2.control_flow import cond, when
+from pallas_fa2.backends.sm90.backward.dq.strategy import DqConsumer
+from pallas_fa2.backends.sm90.backward.epilogue import Gradient, scaled, store_gradients
+from pallas_fa2.backends.sm90.backward.kv_tile import KvTile, Step
+from pallas_fa2.backends.sm90.backward.transposed_consumer import TransposedConsumer
+from pallas_fa2.control_flow import when
 
 
+class PendingDq(NamedTuple):
+    """dQ of the step before, which is still to be formed."""
+
+    t: Scalar  # that step, and so its stage of dS
+    k: Scalar  # the tile of the CTA that it belongs to, and so its stage of K
+    destination: Any  # that of `DqConsumer`
+
+
+@dataclasses.dataclass(frozen=True)
 class Consumer(TransposedConsumer):
-    """All the gradients of 64 keys, up to H = 128; and half of the block's dQ.
+    """A warpgroup that owns dK and dV of 64 keys, and forms half of each step's dQ.
 
-    dQ of a step is formed in the next, with dV and dK of that one: by then the other warpgroup's dS is
-    there. Nothing is in flight when P and dS become operands, as ptxas serializes all products if
-    registers that one reads change while another is in flight.
+    dQ lags by one step: that of step t is formed in step t + 1, beside dV and dK, also where that one is of the next
+    tile. By then dS of the other warpgroup is there. Loops carry the destination of the pending dQ.
+
+    Nothing is in flight when P and dS become operands, as ptxas serializes all products if registers that one reads
+    change while another is in flight.
     """
 
-    def open(self) -> None:
-        super().open()
+    dq: DqConsumer
+
+    def open(self) -> Any:
+        self.dq.init()
+        for pipeline in self.memory.pipelines:
+            pipeline.consumer_prime()
         plgpu.barrier_arrive(self.memory.ds_ready)  # as if there were a step before the first
+        return self.dq.open()
 
-    def visit(self, tile: KvTile, dq_row: Any, look: Callable) -> Any:
-        def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array, Any]:
-            last = tile.each_step(functools.partial(self.step, dk_acc, dv_acc), dq_row, apart=True)
-            return dk_acc[...], dv_acc[...], last
+    def visit(self, tile: KvTile, state: Any, prefetch: Callable) -> tuple[Any, Any]:
+        """Run lines 6 to 18 for a tile. The state is the destination of the pending dQ."""
 
-        self.wait_for_keys(tile)
-        wide = (self.accumulator(dim) for dim in (self.config.head_dim, self.config.value_dim))
-        dk, dv, last = pl.run_scoped(accumulate, *wide)
+        def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array, Any]:
+            step = functools.partial(self.step, dk_acc, dv_acc)
+            pending = tile.each_step(step, state, by_class=True)  # lines 8 to 17
+            return dk_acc[...], dv_acc[...], pending
+
+        self.wait_for_kv(tile)  # line 6
+        dims = self.config.head_dim, self.config.value_dim
+        dk, dv, state = pl.run_scoped(accumulate, *(self.accumulator(dim) for dim in dims))
         self.memory.v_pipeline.consumer_release(tile.k)
-        seen = look()
-        self.store(tile, (self.outputs.dv, self.scaled(dv)), (self.outputs.dk, dk * self.scale))
-        return last, seen
+        entry = prefetch()
+        spec, outputs = self.cta.schedule.spec, self.cta.outputs
+        dv = Gradient(outputs.dv, scaled(dv, spec.dropout_scale))
+        store_gradients(self, tile, dv, Gradient(outputs.dk, dk * spec.scale))  # line 18
+        return state, entry
 
-    def step(self, dk_acc: Any, dv_acc: Any, step: Step, dq_row: Any) -> Any:
-        """dV and dK of a step, and dQ of the step before."""
+    def step(self, dk_acc: Ref, dv_acc: Ref, step: Step, destination: Any) -> Any:
+        """Run lines 9 to 16 for a query block, of which line 15, dQ, for the step before.
+
+        `destination` is that of the step before. Return this step's.
+        """
         memory, t, k = self.memory, step.global_step, step.tile.k
-        ticket = self.draw(step)
-        panels = list(zip(self.panels, self.p_and_ds(step), strict=True))
+        begun = self.dq.begin(step)
+        panels = list(zip(self.config.panels, self.compute_p_and_ds(step), strict=True))
         (q, _), (dout, _) = memory.q_pipeline.buffers_at(t), memory.dout_pipeline.buffers_at(t)
-        plgpu.barrier_wait(memory.ds_ready)
+        plgpu.barrier_wait(memory.ds_ready)  # of step t - 1
         for i, (_, (_, ds)) in enumerate(panels):
-            self.ds_of(t).at[i, self.keys][...] = ds
+            self.compute_ds_stage(t).at[i, self.keys][...] = ds
 
-        def products(dq_acc: Any) -> None:
-            self.multiply_dq_of(dq_acc, t - 1, jnp.where(step.first, k - 1, k))
-            for panel, (p, ds) in panels:
-                plgpu.wgmma(dv_acc, p, dout.at[panel])
-                plgpu.wgmma(dk_acc, ds, q.at[panel])
+        def multiply(dq_acc: Ref) -> None:
+            pending = PendingDq(t - 1, jnp.where(step.is_first(), k - 1, k), destination)
+            self.multiply_dq(dq_acc, pending)  # line 15 of step t - 1
+            for queries, (p, ds) in panels:
+                plgpu.wgmma(dv_acc, p, dout.at[queries])  # line 12
+                plgpu.wgmma(dk_acc, ds, q.at[queries])  # line 16
             plgpu.commit_smem()
-            self.show(t, ticket)
-            plgpu.barrier_arrive(memory.ds_ready)
-            self.collect_dq(t - 1, dq_acc, dq_row, in_flight=2 * len(panels))
+            self.dq.publish(t, begun)
+            plgpu.barrier_arrive(memory.ds_ready)  # of step t
+            self.add_dq(dq_acc, pending, in_flight=2 * len(panels))
             plgpu.wgmma_wait(0)
 
-        pl.run_scoped(products, self.dq_accumulator)
-        when(step.first & (t > 0))(lambda: memory.k_pipeline.consumer_release(k - 1))
+        pl.run_scoped(multiply, self.dq_accumulator())
+        when(step.is_first() & (t > 0))(lambda: memory.k_pipeline.consumer_release(k - 1))
         self.release_rows(1 - self.warpgroup, t)
         self.release_own_rows(step)
-        return self.dq_row(step)
+        return self.dq.compute_destination(step)
 
-    def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
-        """dQ of the last step."""
+    def compute_p_and_ds(self, step: Step) -> list[tuple[jax.Array, jax.Array]]:
+        """Return P^T and dS^T of a step, `[64, 64]` in the input dtype of each panel of queries: lines 9 to 14."""
+        tile = self.load_tile(step)
+        q, _ = self.memory.q_pipeline.consumer_wait(step.global_step)
+        dout, _ = self.memory.dout_pipeline.consumer_wait(step.global_step)
+
+        def multiply(s_acc: Ref, dp_acc: Ref) -> list[tuple[jax.Array, jax.Array]]:
+            self.multiply_s(s_acc, q, step.tile)  # line 10
+            self.multiply_dp(dp_acc, dout)  # line 13
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            # lines 11 and 14
+            panels = [tile.compute_p_and_ds(x, s, dp_acc, dout.dtype) for x in self.config.panels]
+            return lax.optimization_barrier(panels)
+
+        scores = self.accumulator(self.config.block_q)
+        return pl.run_scoped(multiply, scores, scores)
+
+    def close(self, steps: Scalar, tiles: Scalar, state: Any) -> None:
+        """Run line 15 for the last step."""
         plgpu.barrier_wait(self.memory.ds_ready)
 
-        def product(dq_acc: Any) -> None:
-            self.multiply_dq_of(dq_acc, steps - 1, tiles - 1)
-            self.collect_dq(steps - 1, dq_acc, dq_row, in_flight=0)
+        def multiply(dq_acc: Ref) -> None:
+            pending = PendingDq(steps - 1, tiles - 1, state)
+            self.multiply_dq(dq_acc, pending)
+            self.add_dq(dq_acc, pending, in_flight=0)
 
-        pl.run_scoped(product, self.dq_accumulator)
+        pl.run_scoped(multiply, self.dq_accumulator())
         when(tiles > 0)(lambda: self.memory.k_pipeline.consumer_release(tiles - 1))
 
-    def ds_of(self, t: Any) -> Any:
-        """dS of a step; there is one before the first, whose dQ goes nowhere."""
+    def compute_ds_stage(self, t: Scalar) -> Ref:
+        """Compute where dS of step t is; there is one before the first, whose dQ is no gradient."""
         stages = self.config.ds_stages
         return self.memory.ds.at[lax.rem(t + stages, I32(stages))]
 
-    @property
-    def dq_accumulator(self) -> Any:
-        return self.accumulator(self.config.dq_part_slices(self.warpgroup)[1].size)
+    def dq_accumulator(self) -> Scratch:
+        return self.accumulator(self.dq.compute_tile().num_columns)
 
-    def draw(self, step: Step) -> Any:
-        """What tells how dQ of the step will be added."""
+    def multiply_dq(self, dq_acc: Ref, pending: PendingDq) -> None:
+        """Issue this warpgroup's tile of dQ = dS K, line 15."""
+        tile = self.dq.compute_tile()
+        ds = self.compute_ds_stage(pending.t).at[tile.rows.start // QUERY_PANEL]
+        dq_acc[...] = thread_values.zero_accumulator((DQ_TILE, tile.num_columns))
+        k = self.compute_k(jnp.maximum(pending.k, 0)).at[:, tile.columns]
+        plgpu.wgmma(dq_acc, ds.transpose((1, 0)), k)
 
-    def show(self, t: Any, ticket: Any) -> None:
-        """To the other warpgroup, what this one has drawn."""
-
-    def dq_row(self, step: Step) -> Any:
-        """Where dQ of a step goes."""
-        return step.dq_block
-
-    def multiply_dq_of(self, dq_acc: Any, t: Any, k: Any) -> None:
-        """This warpgroup's part of dQ of step t, of the CTA's k-th tile."""
-        rows, columns = self.config.dq_part_slices(self.warpgroup)
-        ds = self.ds_of(t).at[rows.start // QUERY_PANEL]
-        dq_acc[...] = thread_values.zero_accumulator((DQ_TILE, columns.size))
-        plgpu.wgmma(dq_acc, ds.transpose((1, 0)), self.keys_of(jnp.maximum(k, 0)).at[:, columns])
-
-    def collect_dq(self, t: Any, dq_acc: Any, row: Any, in_flight: int) -> None:
-        """Of step t, with so many products behind it."""
-        self.add_dq(t, plgpu.wgmma_accumulator_load(dq_acc, wait_n=in_flight), row)
-
-    def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
-        numbers = self.config.dq_part_range(*self.config.dq_part_slices(self.warpgroup))
-        register_io.add_fragments(
-            self.outputs.dq.at[row, numbers], dq, self.config.defer_dq_address
-        )
-
-
-class OrderedConsumer(Consumer):
-    def open(self) -> None:
-        super().open()
-        DqSemaphore.of(self.memory).prime()
-
-    def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
-        turns = DqSemaphore.of(self.memory)
-        turns.acquire(t)
-        super().add_dq(t, dq, row)
-        turns.release(t)
-
-
-class FirstStoreConsumer(Consumer):
-    """Stores its part of dQ where that is the row's first."""
-
-    @property
-    def tickets(self) -> DqTickets:
-        return DqTickets(self.outputs.turns, self.memory.tickets)
-
-    def open(self) -> None:
-        if self.warpgroup == 0:
-            self.tickets.init()
-        super().open()
-
-    def draw(self, step: Step) -> Any:
-        return self.tickets.take(step.dq_block) if self.warpgroup == 0 else None
-
-    def show(self, t: Any, ticket: Any) -> None:
-        if self.warpgroup == 0:
-            self.tickets.share(t, ticket)
-
-    def add_dq(self, t: Any, dq: jax.Array, row: Any) -> None:
-        numbers = self.config.dq_part_range(*self.config.dq_part_slices(self.warpgroup))
-        first = self.tickets.resolve(t, row)
-        register_io.put_fragments(self.outputs.dq.at[row, numbers], dq, first)
-        self.tickets.signal(row, first)
-
-
-class HeadPerCtaConsumer(Consumer):
-    """Adds up its part of dQ of a whole head, each thread what it finds where it left it."""
-
-    schedule: HeadPerCtaSchedule
-
-    def start(self, row: Any) -> Any:
-        return DqVisit.none().encoded
-
-    def dq_row(self, step: Step) -> Any:
-        return self.schedule.visit(step).encoded
-
-    def collect_dq(self, t: Any, dq_acc: Any, row: Any, in_flight: int) -> None:
-        """What was added before is loaded while products are in flight."""
-        visit, (rows, columns) = DqVisit.decode(row), self.config.dq_part_slices(self.warpgroup)
-        numbers = self.config.dq_part_range(rows, columns)
-        partial = self.outputs.partial.at[self.schedule.partial_row(visit.row), numbers]
-        before = register_io.take_fragments(partial, columns.size, visit.last & ~visit.first)
-        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=in_flight)
-
-        def finish() -> None:
-            (batch, head, first), target = self.schedule.queries(visit.row), self.outputs.dq
-            first += rows.start
-            register_io.store_rows(
-                target.at[batch, pl.ds(first, rows.size), head],
-                ((before + dq) * self.scale).astype(target.dtype),
-                columns.start,
-                self.schedule.spec.q_len - first,
-            )
-
-        cond(visit.last, finish, lambda: register_io.put_fragments(partial, dq, visit.first))
+    def add_dq(self, dq_acc: Ref, pending: PendingDq, in_flight: int) -> None:
+        """Add the tile of dQ, once its product is done but so many behind it may be in flight."""
+        load = functools.partial(plgpu.wgmma_accumulator_load, dq_acc, wait_n=in_flight)
+        self.dq.add(pending.t, pending.destination, load)

@@ -1,49 +1,59 @@
-"""What a CTA of the Hopper backward has in memory: arrays outside, and its shared memory and barriers."""
+"""The arrays of a backward launch, and the shared memory and barriers of a CTA."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
-from pallas_fa2.backends.sm90.aux_grads import AuxGrads
+from pallas_fa2.backends.common.aux_grads import AuxGrads
+from pallas_fa2.backends.common.primitives import swizzle
+from pallas_fa2.backends.common.primitives.types import Barrier, Ref, Scalar, Scratch
 from pallas_fa2.backends.sm90.backward.config import CLUSTER_AXIS, QUERY_PANEL, BackwardConfig
-from pallas_fa2.backends.sm90.primitives import cluster, pipeline, swizzle
-from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
-from pallas_fa2.backends.sm90.tile_functions import PIECE_COLUMNS
+from pallas_fa2.backends.sm90.primitives import cluster, pipeline
+from pallas_fa2.backends.sm90.primitives.pipeline import Barriers, Pipeline
+from pallas_fa2.ir.tile_functions import PIECE_COLUMNS
 
 
 class Inputs(NamedTuple):
-    """In device memory."""
+    """Arrays in device memory that the backward reads."""
 
-    q: Any
-    k: Any
-    v: Any
-    dout: Any
-    lse: Any  # [B, N, T'], or with the data of queries [B, N, 1 + rows, T']
-    delta: Any
-    # under a mask, what the schedule's tiles read of the blocks that they visit
-    block_indices: Any = None
-    run_lengths: Any = None
-    flags: Any = None
-    aux: Any = None  # of masks and scores
-    mask_bits: Any = None  # of a mask that has been asked (`mask_bits`)
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, Hv]
+    dout: Any  # [B, T, N, Hv]
+    lse: Any  # -lse in base 2, [B, N, T'], or with the queries' aux inputs [B, N, 1 + rows, T']
+    delta: Any  # -delta, [B, N, T']
+    block_mask: Any = None  # under a mask: the lists of the query blocks that each tile visits
+    aux: Any = None  # `aux_inputs.AuxInputs` of masks and scores
+    mask_bits: Any = None  # of a mask that is precomputed (`mask_bits`)
 
 
 class Outputs(NamedTuple):
-    dq: Any  # [blocks of queries, parts one after another, each in the order of registers]
-    dk: list[Any]  # an array for each number that a gradient is made of
+    """Arrays in device memory that the backward writes."""
+
+    dq: Any  # float32 [query blocks, tiles of dQ in the order of registers], or [B, T, N, H]
+    dk: list[Any]  # the terms of dK, [B, S, heads, H] each
     dv: list[Any]
-    scores: AuxGrads | None = None
-    # Where dQ is added in one order, of each block of queries, how many tiles have added to it; where the first is
-    # stored, its tickets.
-    turns: Any = None
-    # Where CTAs take whole heads, dQ as it is added up.
-    partial: Any = None
+    aux_grads: AuxGrads | None = None
+    dq_workspace: Any = None  # of the strategy of dQ: turns, tickets, or the sums of each CTA
+
+
+class TwoCtaStorage(NamedTuple):
+    """Shared memory and barriers that a CTA of a pair has in addition."""
+
+    p: Ref  # as ds
+    peer_ds: Ref  # dS of the other CTA, [stages, kv_rows, block_q]
+    peer_k: Ref  # K of the other CTA, [1, kv_rows, H / 2]
+    dsmem_arrived: Ref  # uint32 [stages, 2]: see `ClusterCopy`
+    single_arrival: Barriers  # all that complete by one arrival
+    cluster_free: Barrier  # of the stages of P and dS, by arrivals of both CTAs
 
 
 class SharedStorage(NamedTuple):
@@ -52,181 +62,189 @@ class SharedStorage(NamedTuple):
     Operands of products come first: with another order ptxas spills (144 bytes and more).
     """
 
-    k: Any  # [stages, kv_rows, H]
-    v: Any  # [stages, kv_rows, Hv]
-    q: Any  # [stages, block_q, H]
-    dout: Any  # [stages, block_q, Hv]
-    lse: Any  # [stages, block_q]
-    delta: Any
-    ds: Any  # [stages, panels, kv_rows, PANEL]
-    full: Any
-    empty: Any
-    exit_barriers: list[Any]
-    # of pairs of CTAs
-    p: Any = None  # as dS
-    peer_ds: Any = None
-    peer_k: Any = None  # [1, kv_rows, H / 2]
-    dsmem_arrived: Any = None
-    single_arrival: Any = None
-    cluster_free: Any = None
-    tickets: Any = None  # of `first_store`
-    # [stages, 2, 16, 64] of each array of pairs: a piece of the queries, and half of the keys each
-    pairwise: tuple[Any, ...] = ()
+    k: Ref  # [stages, kv_rows, H]
+    v: Ref  # [stages, kv_rows, Hv]
+    q: Ref  # [stages, block_q, H]
+    dout: Ref  # [stages, block_q, Hv]
+    lse: Ref  # [stages, block_q], or with the queries' aux inputs [stages, 1 + rows, block_q]
+    delta: Ref | None  # [stages, block_q]; behind lse in a pair of CTAs
+    ds: Ref  # [stages, panels, kv_rows, QUERY_PANEL]
+    full: Barriers  # all that complete by two arrivals but `empty`
+    empty: Barriers
+    exit_barriers: list[Barrier]
+    two_cta: TwoCtaStorage | None = None
+    dq: Ref | None = None  # of the strategy of dQ
+    # [stages, 2, 16, 64] of each pairwise input: a piece of the queries against each half of the keys
+    pairwise: tuple[Ref, ...] = ()
+
+    @classmethod
+    def allocate(
+        cls,
+        config: BackwardConfig,
+        q: Any,
+        v: Any,
+        lse: jax.Array,
+        pairwise: list[DTypeLike],
+        dq: Scratch | None,
+        dq_barriers: Mapping[str, int],
+    ) -> "SharedStorage":
+        """Lay out shared memory for inputs like q, v and lse, and for pairwise inputs of these dtypes.
+
+        `dq` and `dq_barriers`, which complete by two arrivals, are the strategy's.
+        """
+        block_q, kv_rows, two_cta = config.block_q, config.kv_rows, config.two_cta
+        operand = functools.partial(swizzle.swizzled_smem, dtype=q.dtype)
+        # P is multiplied by dO, and dS by Q and K: WGMMA takes one swizzle for both.
+        panel = swizzle.panel_width(config.head_dim, q.shape[3], q.dtype, whole=two_cta)
+        v_panel = swizzle.panel_width(config.value_dim, v.shape[3], q.dtype, whole=two_cta)
+        (q_stages, do_stages), (k_stages, v_stages) = config.stages, config.kv_stages
+        p_shape = config.ds_stages, block_q // QUERY_PANEL, kv_rows, QUERY_PANEL
+        row_data = lse.shape[2:-1]
+        pairwise_buffers = _allocate_pairwise(config, pairwise, math.prod(row_data) - 1)
+        pairwise_stages = sum(buffer.shape[0] for buffer in pairwise_buffers)
+        stages = {"q": q_stages, "dout": do_stages, "k": k_stages, "v": v_stages}
+        stages["pairwise"] = pairwise_stages
+        memory = cls(
+            k=operand(k_stages, kv_rows, config.head_dim, panel=panel),
+            v=operand(v_stages, kv_rows, config.value_dim, panel=v_panel),
+            q=operand(q_stages, block_q, config.head_dim, panel=panel),
+            dout=operand(do_stages, block_q, config.value_dim, panel=v_panel),
+            lse=plgpu.SMEM((q_stages, *row_data, block_q), jnp.float32),
+            delta=plgpu.SMEM((do_stages, block_q), jnp.float32),
+            ds=operand(*p_shape, panel=panel),
+            # One array: each costs a register for its phases, and at H = 128 those make the difference to spilling.
+            full=Barriers.allocate(2, **stages, tile_end=1, ds_ready=1, **dq_barriers),
+            empty=Barriers.allocate(2, **stages),
+            exit_barriers=[pipeline.barriers(1, len(config.registers)) for _ in config.registers],
+            pairwise=pairwise_buffers,
+            dq=dq,
+        )
+        if not two_cta:
+            return memory
+        return memory._replace(
+            # in one array, as each begins at a multiple of 1024 bytes
+            lse=plgpu.SMEM((q_stages + do_stages, block_q), jnp.float32),
+            delta=None,
+            two_cta=TwoCtaStorage(
+                p=operand(*p_shape, panel=v_panel),
+                peer_ds=operand(config.ds_stages, kv_rows, block_q, panel=panel),
+                peer_k=operand(k_stages, kv_rows, config.head_dim // 2, panel=panel),
+                dsmem_arrived=plgpu.SMEM((config.ds_stages, 2), jnp.uint32),
+                single_arrival=Barriers.allocate(
+                    q=q_stages, dout=do_stages, p=config.ds_stages, ds=config.ds_stages
+                ),
+                cluster_free=plgpu.ClusterBarrier(
+                    collective_axes=(CLUSTER_AXIS,), num_barriers=config.ds_stages, num_arrivals=2
+                ),
+            ),
+        )
+
+    def _pipeline(
+        self, name: str, *buffers: Ref, empty: Barriers | None = None, first: int = 0
+    ) -> Pipeline:
+        """Return the pipeline of some buffers, whose barriers begin at the `first` of this name."""
+        empty = empty or self.empty
+        offsets = (barriers.offset(name) + first for barriers in (self.full, empty))
+        return Pipeline(buffers, self.full.array, empty.array, *offsets)
+
+    @property
+    def _rows_empty(self) -> Barriers:
+        """Return the barriers by which Q and dO are released: with two CTAs, one warpgroup alone uses each last."""
+        return self.empty if self.two_cta is None else self.two_cta.single_arrival
 
     @property
     def q_pipeline(self) -> Pipeline:
-        return Pipeline((self.q, self.lse), self.full, self._rows_free)
+        return self._pipeline("q", self.q, self.lse, empty=self._rows_empty)
 
     @property
     def dout_pipeline(self) -> Pipeline:
-        first = self.q_pipeline.stages
-        delta = self.lse.at[pl.ds(first, self.dout.shape[0])] if self.delta is None else self.delta
-        return Pipeline((self.dout, delta), self.full, self._rows_free, first, first)
+        delta = self.delta
+        if delta is None:
+            delta = self.lse.at[pl.ds(self.q.shape[0], self.dout.shape[0])]
+        return self._pipeline("dout", self.dout, delta, empty=self._rows_empty)
 
     @property
     def row_pipelines(self) -> tuple[Pipeline, Pipeline]:
-        """Of queries: Q, and dO."""
+        """Return the pipelines of rows of queries: Q and dO."""
         return self.q_pipeline, self.dout_pipeline
 
-    def row_pipeline_to_release(self, which: Any) -> Pipeline:
-        """To be released: the first ring of rows, or the second. Where `which` is not known when traced, both have
-        as many stages, and barriers side by side."""
-        if isinstance(which, int):
-            return self.row_pipelines[which]
-        queries = self.q_pipeline
-        return dataclasses.replace(queries, empty_offset=which * queries.stages)
-
-    @property
-    def _rows_free(self) -> Any:
-        """In pairs one warpgroup alone uses Q last, and one dO."""
-        return self.empty if self.single_arrival is None else self.single_arrival
+    def row_pipeline_to_release(self, index: Scalar) -> Pipeline:
+        """Return the pipeline of Q or of dO, for its barriers alone if the index is traced. Then both have as many
+        stages, and barriers side by side."""
+        if isinstance(index, int):
+            return self.row_pipelines[index]
+        first = self.q_pipeline
+        return dataclasses.replace(first, empty_offset=index * first.stages)
 
     @property
     def k_pipeline(self) -> Pipeline:
-        first = self.q_pipeline.stages + self.dout_pipeline.stages
-        buffers = _halves(self.k) if self.peer_k is None else (self.k, self.peer_k)
-        return Pipeline(buffers, self.full, self.empty, first, first)
+        """Return the pipeline of K: one step a tile. With two CTAs, the other one's K that meets this one's dQ comes
+        too."""
+        buffers = _halves(self.k) if self.two_cta is None else (self.k, self.two_cta.peer_k)
+        return self._pipeline("k", *buffers)
 
     @property
     def v_pipeline(self) -> Pipeline:
-        first = self.q_pipeline.stages + self.dout_pipeline.stages + self.k_pipeline.stages
-        return Pipeline(_halves(self.v), self.full, self.empty, first, first)
+        return self._pipeline("v", *_halves(self.v))
 
     @property
     def pairwise_pipelines(self) -> list[Pipeline]:
-        """Of each array of pairs, for some queries after another."""
-        first = sum(ring.stages for ring in self._of_operands)
-        starts = [first + i * array.shape[0] for i, array in enumerate(self.pairwise)]
+        """Return the pipeline of each pairwise input: one step a piece of queries."""
+        stages = 0 if not self.pairwise else self.pairwise[0].shape[0]
         return [
-            Pipeline((array.at[:, 0], array.at[:, 1]), self.full, self.empty, start, start)
-            for array, start in zip(self.pairwise, starts, strict=True)
+            self._pipeline("pairwise", array.at[:, 0], array.at[:, 1], first=i * stages)
+            for i, array in enumerate(self.pairwise)
         ]
 
     @property
-    def _of_operands(self) -> list[Pipeline]:
-        return [self.q_pipeline, self.dout_pipeline, self.k_pipeline, self.v_pipeline]
+    def pipelines(self) -> list[Pipeline]:
+        """Return all pipelines that TMA fills."""
+        return [*self.row_pipelines, self.k_pipeline, self.v_pipeline, *self.pairwise_pipelines]
 
     @property
-    def pipelines(self) -> list[Pipeline]:
-        return [*self._of_operands, *self.pairwise_pipelines]
+    def tile_end(self) -> Barrier:
+        """Return the barrier at which the two consumer warpgroups wait for each other at the end of a tile."""
+        return self.full.at("tile_end")
+
+    @property
+    def ds_ready(self) -> Barrier:
+        """Return the barrier that completes when both halves of a step's dS are in shared memory."""
+        return self.full.at("ds_ready")
 
     @property
     def p_pipeline(self) -> Pipeline:
-        """P^T. A stage is free when four warpgroups have used it: here, and in the other CTA."""
-        first = self.q_pipeline.stages + self.dout_pipeline.stages
-        return Pipeline((self.p,), self.single_arrival, self.cluster_free, first)
+        """Return the pipeline of P^T. A stage is free when four warpgroups have used it: here, and in the other CTA."""
+        return self._pipeline_2cta("p")
 
     @property
     def ds_pipeline(self) -> Pipeline:
-        """dS^T, of the same stages: free when those of P are."""
-        first = self.q_pipeline.stages + self.dout_pipeline.stages + self.p_pipeline.stages
-        return Pipeline((self.ds,), self.single_arrival, self.cluster_free, first)
+        """Return the pipeline of dS^T, whose stages are free when those of P^T are."""
+        return self._pipeline_2cta("ds")
+
+    def _pipeline_2cta(self, name: str) -> Pipeline:
+        assert self.two_cta is not None
+        buffer, full = self.two_cta.p if name == "p" else self.ds, self.two_cta.single_arrival
+        return Pipeline((buffer,), full.array, self.two_cta.cluster_free, full.offset(name))
 
     @property
     def peer_copy(self) -> cluster.ClusterCopy:
-        """The other CTA's dS^T, in the same stage."""
-        return cluster.ClusterCopy(self.peer_ds, self.dsmem_arrived, self.ds.dtype)
-
-    def barrier(self, i: int) -> Any:
-        return self.full.at[sum(ring.stages for ring in self.pipelines) + i]
-
-    @property
-    def tile_barrier(self) -> Any:
-        """Where the two multiplying warpgroups wait for each other at the end of a tile."""
-        return self.barrier(0)
-
-    @property
-    def ds_ready(self) -> Any:
-        """Completed when the dS of a step is there."""
-        return self.barrier(1)
+        """Return the copy of dS^T to the other CTA, in the same stage."""
+        assert self.two_cta is not None
+        return cluster.ClusterCopy(self.two_cta.peer_ds, self.two_cta.dsmem_arrived, self.ds.dtype)
 
 
-# Of a step whose dQ may be added, and of one whose has been: for two steps each.
-TURN_BARRIERS = 4
+def _allocate_pairwise(
+    config: BackwardConfig, dtypes: list[DTypeLike], query_rows: int
+) -> tuple[Scratch, ...]:
+    """Lay out the buffers of pairwise inputs, beside so many rows of the queries' aux inputs."""
+    if not dtypes:
+        return ()
+    stages = config.pairwise_stages(sum(jnp.dtype(x).itemsize for x in dtypes), query_rows)
+    shape = stages, 2, PIECE_COLUMNS, config.kv_rows // 2
+    return tuple(swizzle.swizzled_smem(*shape, dtype=x) for x in dtypes)
 
 
-def shared_storage(
-    config: BackwardConfig,
-    dims: tuple[int, int],
-    dtype: Any,
-    row_data: tuple[int, ...] = (),
-    pairs: Sequence[Any] = (),
-    tickets: int = 0,
-) -> SharedStorage:
-    """`dims` are those of the arrays, H and Hv. `row_data` is how many rows lie with lse: what masks and
-    scores read of queries. `pairs` are the dtypes of what they read of pairs. So many steps have `tickets`."""
-    block_q, kv_rows = config.block_q, config.kv_rows
-    operand = functools.partial(pipeline.swizzled_smem, dtype=dtype)
-    # P is multiplied by dO, and dS by Q and K: WGMMA takes one swizzle for both.
-    panel = swizzle.panel_width(config.head_dim, dims[0], dtype, whole=config.two_cta)
-    v_panel = swizzle.panel_width(config.value_dim, dims[1], dtype, whole=config.two_cta)
-    (q_stages, do_stages), (k_stages, v_stages) = config.stages, config.kv_stages
-    rings, warpgroups = q_stages + do_stages + k_stages + v_stages, len(config.registers)
-
-    scores = config.ds_stages, block_q // QUERY_PANEL, kv_rows, QUERY_PANEL
-    pieces = ()
-    if pairs:
-        extra = math.prod(row_data) - 1
-        stages = config.pairwise_stages(sum(kind.itemsize for kind in pairs), extra)
-        shape = stages, 2, PIECE_COLUMNS, kv_rows // 2
-        pieces = tuple(pipeline.swizzled_smem(*shape, dtype=kind) for kind in pairs)
-        rings += stages * len(pairs)
-    memory = SharedStorage(
-        k=operand(k_stages, kv_rows, config.head_dim, panel=panel),
-        v=operand(v_stages, kv_rows, config.value_dim, panel=v_panel),
-        q=operand(q_stages, block_q, config.head_dim, panel=panel),
-        dout=operand(do_stages, block_q, config.value_dim, panel=v_panel),
-        lse=plgpu.SMEM((q_stages, *row_data, block_q), jnp.float32),
-        delta=plgpu.SMEM((do_stages, block_q), jnp.float32),
-        ds=operand(*scores, panel=panel),
-        # All that complete by two arrivals in one array: each array costs a register for its phases,
-        # and at H = 128 those make the difference to spilling.
-        full=pipeline.barriers(
-            rings + 2 + (TURN_BARRIERS if config.deterministic and not config.two_cta else 0), 2
-        ),
-        empty=pipeline.barriers(rings, 2),
-        exit_barriers=[pipeline.barriers(1, warpgroups) for _ in range(warpgroups)],
-        pairwise=pieces,
-        tickets=plgpu.SMEM((tickets,), jnp.int32) if tickets else None,
-    )
-    if not config.two_cta:
-        return memory
-    return memory._replace(
-        # in one array, as each begins at a multiple of 1024 bytes
-        lse=plgpu.SMEM((q_stages + do_stages, block_q), jnp.float32),
-        delta=None,
-        p=operand(*scores, panel=v_panel),
-        peer_ds=operand(config.ds_stages, kv_rows, block_q, panel=panel),
-        dsmem_arrived=plgpu.SMEM((config.ds_stages, 2), jnp.uint32),
-        peer_k=operand(k_stages, kv_rows, config.head_dim // 2, panel=panel),
-        single_arrival=pipeline.barriers(q_stages + do_stages + 2 * config.ds_stages),
-        cluster_free=plgpu.ClusterBarrier(
-            collective_axes=(CLUSTER_AXIS,), num_barriers=config.ds_stages, num_arrivals=2
-        ),
-    )
-
-
-def _halves(ref: Any) -> tuple[Any, Any]:
-    """Two copies, and so two arrivals, as for all that is loaded."""
+def _halves(ref: Ref) -> tuple[Ref, Ref]:
+    """Divide the rows of a buffer, as all that is loaded comes as two copies, and so two arrivals."""
     half = ref.shape[1] // 2
     return ref.at[:, pl.ds(0, half)], ref.at[:, pl.ds(half, half)]

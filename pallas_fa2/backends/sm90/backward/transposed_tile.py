@@ -1,264 +1,264 @@
-"""P^T and dS^T of some queries of a step, in registers: masks, scores and their gradients."""
+"""P^T and dS^T of a step, in registers: lines 11 and 14 of Algorithm 2, with scores, masks and dropout."""
 
 import dataclasses
-import functools
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import LOG2E
+from pallas_fa2.backends.common import mask_bits
 from pallas_fa2.backends.common.dropout import RowKeys
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90.aux_grads import AuxGrads
-from pallas_fa2.backends.sm90.backward.config import QUERY_PANEL
-from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule, Step
-from pallas_fa2.backends.sm90.primitives import layouts, masking, register_io, thread_values
-from pallas_fa2.backends.sm90.primitives.pairwise import PairwiseTile
-from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
-from pallas_fa2.backends.sm90.tile_functions import (
-    PIECE_COLUMNS,
-    TARGET_OPS,
-    ArgSource,
-    AxisInputs,
-    TileInputs,
-)
+from pallas_fa2.backends.common.primitives import layouts, masking, thread_values
+from pallas_fa2.backends.common.primitives.pairwise import PairwiseTile
+from pallas_fa2.backends.common.primitives.tile_ops import TARGET_OPS, TILE_OPS
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
+from pallas_fa2.backends.common.tile_mods import load_axis_inputs
+from pallas_fa2.backends.sm90.backward.config import CLUSTER_AXIS, QUERY_PANEL
+from pallas_fa2.backends.sm90.backward.cta import Cta, WarpgroupIndex
+from pallas_fa2.backends.sm90.backward.kv_tile import Step
+from pallas_fa2.backends.sm90.backward.step_aux_grads import RowSums, StepAuxGrads
+from pallas_fa2.control_flow import rematerialize
+from pallas_fa2.ir.tile_functions import PIECE_COLUMNS, ArgSource, AxisInputs, TileInputs
 from pallas_fa2.ir.tile_values import TileValue, broadcast_to_tile
 
 
 @dataclasses.dataclass(frozen=True)
 class TransposedTile:
-    """Queries (columns) against a warpgroup's 64 keys (rows)."""
+    """A warpgroup's 64 keys (rows) against some queries of a step (columns), and what scores, masks and dropout read
+    of these."""
 
-    schedule: BackwardSchedule
-    aux: Any  # token_data.TokenData, of masks and scores
-    aux_grads: AuxGrads | None  # of the gradients of the data of scores
+    cta: Cta
     step: Step
-    first_key: Any
+    warpgroup: WarpgroupIndex
+    first_key: Scalar
     keys: AxisInputs
     head_scalars: Mapping[ArgSource, jax.Array]
-    lse: Any  # [block_q], or [1 + rows, block_q] with what masks and scores read of queries
-    delta: Any
-    pairwise_pipelines: list[Pipeline]  # of the data of pairs
-    warpgroup: int  # the warpgroup
-    mask_bits: Sequence[jax.Array] = ()  # of a mask that has been asked, of each panel of queries
-    columns: Any = None  # in the step's block of queries
+    lse: Ref  # -lse, [block_q], or with the queries' aux inputs [1 + rows, block_q]
+    delta: Ref  # -delta, [block_q]
+    mask_bits: Sequence[jax.Array]  # of each panel of queries, if the mask is precomputed
+    columns: Slice  # in the step's queries
     pairwise: Mapping[ArgSource, jax.Array] = types.MappingProxyType({})
 
-    def at_columns(self, place: Any) -> "TransposedTile":
-        return dataclasses.replace(self, columns=place)
-
-    def column_pieces(self, panel: Any) -> list["TransposedTile"]:
-        """Of a panel, as many columns at a time as a score function takes."""
-        size = (
-            PIECE_COLUMNS
-            if self.problem.score is not None or self.pairwise_pipelines
-            else QUERY_PANEL
+    @classmethod
+    def load(
+        cls, cta: Cta, warpgroup: WarpgroupIndex, first_row: Scalar, step: Step
+    ) -> "TransposedTile":
+        """Load what is read of the keys, which begin at a row of the CTA's, a while before it is needed."""
+        spec, aux, t = cta.schedule.spec, cta.inputs.aux, step.global_step
+        lse, delta = (x.buffers_at(t)[1] for x in cta.memory.row_pipelines)
+        first_key = cta.compute_first_key(step.tile) + first_row
+        keys, head_scalars = AxisInputs(0), {}
+        sources, indexed = (
+            spec.token_inputs("k", step.masked),
+            spec.reads_index("k", step.masked),
         )
-        return [
-            self.at_columns(pl.ds(panel.start + start, size))
-            for start in range(0, QUERY_PANEL, size)
-        ]
+        if sources or indexed:
+            first = rematerialize(first_key)
+            rows = aux.k.at[step.compute_head()[0], :, pl.ds(first, 64)]
+            index = layouts.index((64, QUERY_PANEL), 0, first) if indexed else None
+            keys = load_axis_inputs(TILE_OPS, 0, index, rows, sources)
+        if scalar_sources := spec.head_inputs(step.masked):
+            head_scalars = aux.head_scalars.load(*step.compute_head(), scalar_sources)
+        bits, columns = _load_mask_bits(cta, warpgroup, step), pl.ds(0, cta.config.block_q)
+        return cls(cta, step, warpgroup, first_key, keys, head_scalars, lse, delta, bits, columns)
 
     @property
-    def problem(self) -> KernelSpec:
-        return self.schedule.spec
+    def spec(self) -> KernelSpec:
+        return self.cta.schedule.spec
+
+    def split_panel(self, panel: Slice) -> list["TransposedTile"]:
+        """Divide a panel of queries into as many columns as a score function takes at once."""
+        in_pieces = self.spec.score is not None or self.cta.memory.pairwise
+        size = PIECE_COLUMNS if in_pieces else QUERY_PANEL
+        starts = range(panel.start, panel.start + QUERY_PANEL, size)
+        return [dataclasses.replace(self, columns=pl.ds(start, size)) for start in starts]
 
     def slice(self, tile: jax.Array) -> jax.Array:
-        """Of a tile of the whole block."""
-        return tile[:, self.columns.start : self.columns.start + self.columns.size]
+        """Return the columns of a tile of all the step's queries."""
+        return layouts.slice_columns(tile, self.columns)
 
-    def row(self, row_data: Any) -> jax.Array:
-        """A value of each query."""
-        return layouts.load_row(1, row_data.at[self._every(row_data)], jnp.float32)
+    def compute_p_and_ds(
+        self, panel: Slice, s: jax.Array, dp_acc: Ref, dtype: DTypeLike
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return P^T and dS^T of a panel, from S^T and the accumulator of dP^T, which may be in flight till then."""
+        all_p, all_ds, row_sums = [], [], []
+        for piece in self.split_panel(panel):
+            piece_s, piece = piece.slice(s), piece.wait_for_pairwise()
+            p = piece.compute_p(piece_s)
+            piece.release_pairwise(p)
+            p = piece.apply_dropout(p)
+            ds, sums = piece.compute_ds(p, piece_s, piece.slice(dp_acc[...]))
+            all_p.append(piece.zero_dropped(p).astype(dtype))
+            all_ds.append(ds.astype(dtype))
+            row_sums.append(sums)
+        self.aux_grads.add_row_sums(row_sums)
+        return concat_columns(all_p), concat_columns(all_ds)
 
-    def _every(self, row_data: Any) -> Any:
-        return self.columns if len(row_data.shape) == 1 else (0, self.columns)
+    def _load_row(self, row_data: Ref) -> jax.Array:
+        """Load a float32 value of each query."""
+        columns = self.columns if len(row_data.shape) == 1 else (0, self.columns)
+        return layouts.load_row(1, row_data.at[columns], jnp.float32)
 
-    def with_pairwise(self) -> "TransposedTile":
-        """With the data of pairs, once they have landed."""
-        problem, found = self.problem, {}
-        for ring, source in zip(self.pairwise_pipelines, problem.pairwise_inputs(), strict=True):
-            tile = PairwiseTile(
-                ring.consumer_wait(self.pairwise_step)[self.warpgroup], transposed=True
-            )
-            if source in problem.pairwise_inputs(self.step.masked):
-                found[source] = tile.load(0, PIECE_COLUMNS, source.dtype)
-        return dataclasses.replace(self, pairwise=found)
+    def wait_for_pairwise(self) -> "TransposedTile":
+        """Return this with its pairwise inputs, once they have landed."""
+        spec, loaded = self.spec, {}
+        pipelines = self.cta.memory.pairwise_pipelines
+        for pipeline, source in zip(pipelines, spec.pairwise_inputs(), strict=True):
+            assert isinstance(self.warpgroup, int)
+            half = pipeline.consumer_wait(self._compute_pairwise_step())[self.warpgroup]
+            if source in spec.pairwise_inputs(self.step.masked):
+                tile = PairwiseTile(half, transposed=True)
+                loaded[source] = tile.load(0, PIECE_COLUMNS, source.dtype)
+        return dataclasses.replace(self, pairwise=loaded)
 
-    @property
-    def pairwise_step(self) -> Any:
-        """In the rings of pairs."""
-        return (
-            self.step.global_step * self.schedule.config.column_pieces
-            + self.columns.start // PIECE_COLUMNS
-        )
+    def _compute_pairwise_step(self) -> Scalar:
+        """Compute the step of the pairwise pipelines."""
+        first = self.step.global_step * self.cta.config.column_pieces
+        return first + self.columns.start // PIECE_COLUMNS
 
     def release_pairwise(self, p: jax.Array) -> None:
-        """Once P is known: an arrival may overtake reads (as in `RowBlock.release_aux`)."""
-        if self.pairwise_pipelines:
+        """Release pairwise inputs once P is known: an arrival may overtake reads
+        (docs/decisions/0045-aux-buffer-race.md)."""
+        if self.cta.memory.pairwise:
             thread_values.fence_before_wgmma_wait(p)
-        for ring in self.pairwise_pipelines:
-            ring.consumer_release(self.pairwise_step)
+        for pipeline in self.cta.memory.pairwise_pipelines:
+            pipeline.consumer_release(self._compute_pairwise_step())
 
-    def inputs_for_columns(self, columns: Any) -> TileInputs:
-        """What masks and scores read, of some columns of these; of pairs, of all."""
-        q = self.query_side(pl.ds(self.columns.start + columns.start, columns.size))
+    def load_inputs(self, columns: Slice) -> TileInputs:
+        """Load what masks and scores read, of some columns of these; pairwise inputs of all."""
+        q = self._load_queries(pl.ds(self.columns.start + columns.start, columns.size))
         return TileInputs(q, self.keys, self.head_scalars, self.pairwise)
 
-    def query_side(self, place: Any) -> AxisInputs:
-        problem, step, query_data = self.problem, self.step, self.lse
-        sources, index = problem.token_inputs("q", step.masked), None
-        if problem.reads_index("q", step.masked):
-            first = problem.q_index_offset + step.first_query + place.start
-            index = thread_values.column_iota(place.size, first)
+    def _load_queries(self, columns: Slice) -> AxisInputs:
+        spec, step, aux, rows = self.spec, self.step, self.cta.inputs.aux, self.lse
+        sources, index = spec.token_inputs("q", step.masked), None
+        if spec.reads_index("q", step.masked):
+            first = spec.q_index_offset + step.compute_first_query() + columns.start
+            index = thread_values.column_iota(cast(int, columns.size), first)
         if not sources:
             return AxisInputs(1, index)
-        if self.aux.q is not None:
-            block = pl.ds(step.first_query, self.schedule.config.block_q)
-            query_data = self.aux.q.at[step.head[0], :, block]
-        return AxisInputs.load(1, index, query_data.at[:, place], sources)
+        if aux.q is not None:
+            block = pl.ds(step.compute_first_query(), self.cta.config.block_q)
+            rows = aux.q.at[step.compute_head()[0], :, block]
+        return load_axis_inputs(TILE_OPS, 1, index, rows.at[:, columns], sources)
 
-    @property
-    def inputs(self) -> TileInputs:
-        return self.inputs_for_columns(pl.ds(0, self.columns.size))
-
-    def probabilities(self, s: jax.Array) -> jax.Array:
-        """P^T in float32, from S^T."""
-        problem, lse = self.problem, self.row(self.lse)
-        of_rows = layouts.broadcast_columns(lse, s.shape)
-        if problem.score is None:
-            exponent = s * (problem.scale * LOG2E) + of_rows
+    def compute_p(self, s: jax.Array) -> jax.Array:
+        """Return P^T = 2^(S^T - lse) in float32, line 11."""
+        spec, neg_lse = self.spec, self._load_row(self.lse)
+        neg_lse_tile = layouts.broadcast_columns(neg_lse, s.shape)
+        if spec.score is None:
+            exponent = s * (spec.scale * LOG2E) + neg_lse_tile
         else:
-            exponent = problem.score.evaluate(s, problem.scale, self.inputs) + of_rows
-            exponent = self.mask_tails(exponent, lse)
+            inputs = self.load_inputs(pl.ds(0, self.columns.size))
+            exponent = spec.score.evaluate(s, spec.scale, inputs) + neg_lse_tile
+            exponent = self._mask_tails(exponent, neg_lse)
         if self.step.masked:
-            exponent = self.apply_mask(exponent)
-        if problem.score is None and self.kv_tail_visible:
-            # Keys past the end are zeros. Their part of dQ is 0 and their dK and dV are cut off, as
-            # long as p stays finite; a true p is at most 1.
+            exponent = self._apply_mask(exponent)
+        if spec.score is None and self._kv_tail_visible:
+            # Keys past the end are zeros: they add 0 to dQ, and their dK and dV are not stored. So P need only be
+            # finite; a true p is at most 1.
             exponent = jnp.minimum(exponent, 0.0)
         return jnp.exp2(exponent)
 
     def apply_dropout(self, p: jax.Array) -> jax.Array:
-        """-P^T where it is dropped."""
-        dropped = self.problem.dropout
-        if dropped is None:
+        """Return P^T, negative where it is dropped."""
+        dropout = self.spec.dropout
+        if dropout is None:
             return p
-        query_data, (batch, head), first = self.lse, self.step.head, self.lse.shape[0] - 2
-        if self.aux.row_keys is not None:
-            block = pl.ds(self.step.first_query, self.schedule.config.block_q)
-            query_data, first = self.aux.row_keys.at[batch, head, :, block], 0
-        words = (query_data.at[first + i, self.columns] for i in range(2))
+        aux, rows, (batch, head) = self.cta.inputs.aux, self.lse, self.step.compute_head()
+        first = self.lse.shape[0] - 2
+        if aux.row_keys is not None:
+            block = pl.ds(self.step.compute_first_query(), self.cta.config.block_q)
+            rows, first = aux.row_keys.at[batch, head, :, block], 0
+        words = (rows.at[first + i, self.columns] for i in range(2))
         row_keys = RowKeys(*(layouts.load_row(1, x, jnp.int32) for x in words))
-        positions = (
-            self.keys.arrays[dropped.key_positions]
-            if dropped.explicit_positions
-            else self.keys.index
-        )
-        return dropped.mark_dropped(p, row_keys, positions, 0)
+        explicit = dropout.explicit_positions
+        positions = self.keys.arrays[dropout.key_positions] if explicit else self.keys.index
+        return dropout.mark_dropped(p, row_keys, positions, 0)
 
-    def undropped(self, p: jax.Array) -> jax.Array:
-        """P^T with 0 where it is dropped."""
-        return p if self.problem.dropout is None else jnp.maximum(p, 0.0)
+    def zero_dropped(self, p: jax.Array) -> jax.Array:
+        """Return P^T with 0 where it is dropped."""
+        return p if self.spec.dropout is None else jnp.maximum(p, 0.0)
 
     @property
-    def kv_tail_visible(self) -> bool:
-        return self.step.masked and self.schedule.kv_tail_visible
+    def _kv_tail_visible(self) -> bool:
+        return self.step.masked and self.cta.schedule.kv_tail_visible
 
-    def mask_tails(self, exponent: jax.Array, lse: jax.Array) -> jax.Array:
-        """-inf for keys and queries past the end, where a score may be anything."""
-        problem, config, shape = self.problem, self.schedule.config, exponent.shape
-        if self.kv_tail_visible:
-            number = layouts.index(shape, 0, self.first_key)
-            there = layouts.broadcast_rows(number < problem.kv_len, shape)
-            exponent = jnp.where(there, exponent, -jnp.inf)
-        if problem.q_len % config.block_q:
-            there = layouts.broadcast_columns(lse != -jnp.inf, shape)
-            exponent = jnp.where(there, exponent, -jnp.inf)
+    def _mask_tails(self, exponent: jax.Array, neg_lse: jax.Array) -> jax.Array:
+        """Return the exponent with -inf for keys and queries past the end, where a score may be anything."""
+        shape = exponent.shape
+        if self._kv_tail_visible:
+            key = layouts.index(shape, 0, self.first_key)
+            exists = layouts.broadcast_rows(key < self.spec.kv_len, shape)
+            exponent = jnp.where(exists, exponent, -jnp.inf)
+        if self.spec.q_len % self.cta.config.block_q:
+            exists = layouts.broadcast_columns(neg_lse != -jnp.inf, shape)
+            exponent = jnp.where(exists, exponent, -jnp.inf)
         return exponent
 
-    def apply_mask(self, exponent: jax.Array) -> jax.Array:
-        """-inf where a query does not see a key."""
-        problem, step = self.problem, self.step
+    def _apply_mask(self, exponent: jax.Array) -> jax.Array:
+        """Return the exponent with -inf where a query does not see a key."""
+        spec = self.spec
         if self.mask_bits:
-            panel, start = divmod(self.columns.start, QUERY_PANEL)
+            panel, start = divmod(cast(int, self.columns.start), QUERY_PANEL)
             return masking.apply_bits(exponent, [self.mask_bits[panel]], start)
-        if problem.mask is not None:
-            return problem.mask.apply(exponent, self.inputs_for_columns)
-        if not problem.causal:
+        if spec.mask is not None:
+            return spec.mask.apply(exponent, self.load_inputs)
+        if spec.causal_offset is None:
             return exponent
-        # where a query comes before the first that sees a key
-        shift = self.first_key - step.first_query - self.columns.start - problem.causal_offset
+        # the first query that sees each key, relative to these
+        first_query = self.first_key - self.step.compute_first_query() - self.columns.start
+        shift = first_query - spec.causal_offset
         return masking.mask_before(exponent, layouts.index(exponent.shape, 0, shift))
 
-    def ds(
-        self, p: jax.Array, s: jax.Array, dp: jax.Array
-    ) -> tuple[jax.Array, dict[ArgSource, jax.Array]]:
-        """dS^T, and the gradients of what scores read of keys and heads, to be added up.
+    def compute_ds(self, p: jax.Array, s: jax.Array, dp: jax.Array) -> tuple[jax.Array, RowSums]:
+        """Return dS^T = P^T ∘ (dP^T - delta), line 14, and what `StepAuxGrads.add_row_sums` adds up.
 
-        P^T is negative where it is dropped."""
-        if self.problem.dropout is not None:
-            dp = jnp.where(p > 0, dp * self.problem.dropout_scale, 0.0)
+        P^T is negative where it is dropped.
+        """
+        spec = self.spec
+        if spec.dropout is not None:
+            dp = jnp.where(p > 0, dp * spec.dropout_scale, 0.0)
             p = abs(p)
-        ds = p * (dp + layouts.broadcast_columns(self.row(self.delta), p.shape))
-        score = self.problem.score
-        if score is None:
-            if self.step.masked and self.problem.guards_nonfinite:
-                ds = jnp.where(p == 0, 0.0, ds)  # of a hidden pair, dP may be NaN
+        ds = p * (dp + layouts.broadcast_columns(self._load_row(self.delta), p.shape))
+        if spec.score is None:
+            if self.step.masked and spec.guards_nonfinite:
+                ds = jnp.where(p == 0, 0.0, ds)  # dP of a masked pair may be NaN
             return ds, {}
-        slope, others = score.derivatives(s, self.problem.scale, self.inputs)
-        alive = p != 0  # and slopes infinite
+        inputs = self.load_inputs(pl.ds(0, self.columns.size))
+        slope, aux_slopes = spec.score.derivatives(s, spec.scale, inputs)
+        positive = p != 0  # elsewhere slopes may be infinite
 
         def times(slope: TileValue) -> jax.Array:
             slopes = broadcast_to_tile(slope, (0, 1), ds.shape, TARGET_OPS)
-            return jnp.where(alive, ds * slopes, 0.0)
+            return jnp.where(positive, ds * slopes, 0.0)
 
-        gathered = {}
-        for source, slope_of_it in others.items():
-            if source.side == "q":
-                self._add_to_queries(source, times(slope_of_it))
-            elif source.side == "pair":
-                self._add_to_pairs(source, times(slope_of_it))
-            else:
-                gathered[source] = layouts.fold_octets(jnp.add, times(slope_of_it))
-        return times(slope), gathered
+        row_sums = self.aux_grads.add(aux_slopes, times, self.columns)
+        return times(slope), row_sums
 
-    def _add_to_queries(self, source: ArgSource, gradient: jax.Array) -> None:
-        assert self.aux_grads is not None
-        queries = pl.ds(self.step.first_query + self.columns.start, self.columns.size)
-        array, field = self.aux_grads.field_of(self.problem.score, source)
-        register_io.add_column_sums(array.at[self.step.head[0], field, queries], gradient)
-
-    def _add_to_pairs(self, source: ArgSource, gradient: jax.Array) -> None:
-        assert self.aux_grads is not None
-        query = self.step.first_query + self.columns.start
-        place = arithmetic.div(query, PIECE_COLUMNS), arithmetic.div(self.first_key, 64)
-        array = self.aux_grads.pairwise_of(self.problem.score, source)
-        target = layouts.index_broadcast(array, *self.step.head, *place)
-        if array.dtype == jnp.float32:
-            register_io.add_fragments(target, gradient)
-        else:
-            register_io.store_fragments(target, gradient.astype(array.dtype))
-
-    def accumulate_aux_grads(self, gathered: list[dict[ArgSource, jax.Array]]) -> None:
-        """The gradients of some pieces."""
-        batch, head = self.step.head
-        for source in gathered[0]:
-            assert self.aux_grads is not None
-            array, field = self.aux_grads.field_of(self.problem.score, source)
-            rows = pl.ds(self.first_key, 64) if source.side == "k" else head
-            register_io.add_row_sums(
-                array.at[batch, field, rows],
-                functools.reduce(jnp.add, (x[source] for x in gathered)),
-            )
+    @property
+    def aux_grads(self) -> StepAuxGrads:
+        return StepAuxGrads(self.cta, self.step, self.first_key)
 
 
-def concat_columns(pieces: list[jax.Array]) -> jax.Array:
-    """Side by side."""
-    return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, 1)
+def _load_mask_bits(cta: Cta, warpgroup: WarpgroupIndex, step: Step) -> list[jax.Array]:
+    """Load the bits of a precomputed mask, of each panel of queries."""
+    if not (step.masked and cta.schedule.spec.uses_mask_bits):
+        return []
+    batch, _, kv_tile = step.tile.compute_coordinates()
+    q_block = arithmetic.div(step.compute_first_query(), cta.config.block_q)
+    half = lax.axis_index(CLUSTER_AXIS) if cta.config.two_cta else warpgroup
+    return mask_bits.load_bits(cta.inputs.mask_bits, batch, kv_tile, q_block, half)
+
+
+def concat_columns(tiles: list[jax.Array]) -> jax.Array:
+    """Put tiles side by side."""
+    return tiles[0] if len(tiles) == 1 else lax.concatenate(tiles, 1)

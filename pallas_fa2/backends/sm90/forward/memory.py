@@ -1,122 +1,154 @@
-"""What the warpgroups of the Hopper forward share."""
+"""Shared memory, barriers and arrays of the forward."""
 
 from typing import Any, NamedTuple
 
-from pallas_fa2.backends.sm90 import block_mask
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa2.backends.common import block_mask
+from pallas_fa2.backends.common.compile_mods import storage_dtype
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import layouts, swizzle
+from pallas_fa2.backends.common.primitives.types import Barrier, Ref, Scalar
+from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
+from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.schedule import QueryTile
-from pallas_fa2.backends.sm90.primitives import layouts
-from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
-from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
+from pallas_fa2.backends.sm90.primitives import pipeline
+from pallas_fa2.backends.sm90.primitives.pipeline import Barriers, Pipeline
 
 
 class SharedStorage(NamedTuple):
-    """Shared memory and barriers of a CTA."""
+    """Shared memory and barriers of a CTA. Another order of the fields may make ptxas spill."""
 
-    q: Any  # [warpgroups, q_buffers, 64, H]
-    k: Any  # [stages, block_kv, H]
-    v: Any  # [stages, block_kv, Hv]
-    out: Any  # [warpgroups, 64, columns of a piece]
-    key_aux: Any  # [stages, rows, block_kv], if masks or scores read any
-    full: Any  # all that complete by one arrival: each array costs a register for its phases
-    q_empty: Any
-    kv_empty: Any
-    exit_barriers: list[Any]
-    pairwise: list[Any]  # [warpgroups, pair_stages, 64, block_kv] of each array of pairs
+    q: Ref  # [warpgroups, q_stages, 64, H]
+    k: Ref  # [stages, block_kv, H]
+    v: Ref  # [stages, block_kv, Hv]
+    out: Ref  # [warpgroups, 64, columns of an epilogue tile]
+    key_aux: Ref | None  # int32 [stages, rows, block_kv], if masks or scores read any
+    full: Barriers  # all that complete by one arrival
+    q_empty: Barriers
+    kv_empty: Barriers
+    exit_barriers: list[Barrier]
+    pairwise: list[Ref]  # [warpgroups, stages, 64, block_kv] of each pairwise input
 
-    @property
-    def warpgroups(self) -> int:
-        return self.q.shape[0]
+    @classmethod
+    def allocate(
+        cls, spec: KernelSpec, config: ForwardConfig, q: jax.Array, v: jax.Array, key_rows: int
+    ) -> "SharedStorage":
+        """Lay out shared memory for inputs like q and v, with so many rows of aux inputs of keys."""
+        groups, rows, stages = config.warpgroups, config.rows_per_warpgroup, config.stages
+        panel = swizzle.panel_width(config.head_dim, q.shape[3], q.dtype)
+        v_panel = swizzle.panel_width(config.value_dim, v.shape[3], q.dtype)
 
-    @property
-    def stages(self) -> int:
-        return self.k.shape[0]
+        def smem(*shape: int, panel: int | None = panel) -> Any:
+            return swizzle.swizzled_smem(*shape, dtype=q.dtype, panel=panel)
 
-    @property
-    def q_slots(self) -> int:
-        return self.warpgroups * self.q.shape[1]
+        pairwise = _allocate_pairwise(spec, config, key_rows)
+        pairwise_slots = sum(buffer.shape[1] for buffer in pairwise) * groups
+        rings = {"k": stages, "v": stages} | ({"key_aux": stages} if key_rows else {})
+        q_slots = config.q_stages * groups
+        return cls(
+            q=smem(groups, config.q_stages, rows, config.head_dim),
+            k=smem(stages, config.block_kv, config.head_dim),
+            v=smem(stages, config.block_kv, config.value_dim, panel=v_panel),
+            # In panels as Q: keys of a retried tile are loaded here.
+            out=smem(groups, rows, config.out_columns),
+            key_aux=plgpu.SMEM((stages, key_rows, config.block_kv), jnp.int32)
+            if key_rows
+            else None,
+            full=Barriers.allocate(
+                q=q_slots, **rings, pairwise=pairwise_slots, retry_loaded=groups, retry_sync=groups
+            ),
+            q_empty=Barriers.allocate(q=q_slots, pairwise=pairwise_slots),
+            kv_empty=Barriers.allocate(arrivals=groups, **rings),
+            exit_barriers=[pipeline.barriers(1, groups + 1) for _ in range(2)],
+            pairwise=pairwise,
+        )
+
+    def _pipeline(self, name: str, buffer: Ref, empty: Barriers, first: Scalar = 0) -> Pipeline:
+        """Return the pipeline of a buffer, whose barriers begin at the `first` of this name."""
+        offsets = (barriers.offset(name) + first for barriers in (self.full, empty))
+        return Pipeline((buffer,), self.full.array, empty.array, *offsets)
+
+    def q_pipeline(self, warpgroup: Scalar) -> Pipeline:
+        """Return the pipeline of a warpgroup's queries: one step a tile."""
+        first = warpgroup * self.q.shape[1]
+        return self._pipeline("q", self.q.at[warpgroup], self.q_empty, first)
 
     @property
     def k_pipeline(self) -> Pipeline:
-        return Pipeline((self.k,), self.full, self.kv_empty, self.q_slots)
+        return self._pipeline("k", self.k, self.kv_empty)
 
     @property
     def v_pipeline(self) -> Pipeline:
-        first = self.q_slots + self.stages
-        return Pipeline((self.v,), self.full, self.kv_empty, first, self.stages)
+        return self._pipeline("v", self.v, self.kv_empty)
 
     @property
     def key_aux_pipeline(self) -> Pipeline:
-        """Of those blocks whose data somebody reads."""
-        first = self.q_slots + 2 * self.stages
-        return Pipeline((self.key_aux,), self.full, self.kv_empty, first, 2 * self.stages)
+        """The pipeline of the keys' aux inputs: one step for each block that comes with some."""
+        return self._pipeline("key_aux", self.key_aux, self.kv_empty)
 
     @property
     def kv_pipelines(self) -> list[Pipeline]:
-        """Of the keys and what belongs to them."""
+        """The pipelines that all warpgroups read."""
+        key_aux = [] if self.key_aux is None else [self.key_aux_pipeline]
+        return [self.k_pipeline, self.v_pipeline, *key_aux]
+
+    def pairwise_pipelines(self, warpgroup: Scalar) -> list[Pipeline]:
+        """Return the pipelines of pairwise inputs of a warpgroup's rows, with steps like the keys' aux inputs."""
+        groups = self.q.shape[0]
         return [
-            self.k_pipeline,
-            self.v_pipeline,
-            *([] if self.key_aux is None else [self.key_aux_pipeline]),
+            self._pipeline(
+                "pairwise",
+                array.at[warpgroup],
+                self.q_empty,
+                (i * groups + warpgroup) * array.shape[1],
+            )
+            for i, array in enumerate(self.pairwise)
         ]
 
-    def pairwise_pipelines(self, warpgroup: Any) -> list[Pipeline]:
-        """Of the blocks that come with data: those of this warpgroup's rows."""
 
-        def ring(i: int, array: Any) -> Pipeline:
-            stages = array.shape[1]
-            place = (i * self.warpgroups + warpgroup) * stages
-            first = self.q_slots + len(self.kv_pipelines) * self.stages
-            free = self.q_slots + place
-            return Pipeline((array.at[warpgroup],), self.full, self.q_empty, first + place, free)
-
-        return [ring(i, array) for i, array in enumerate(self.pairwise)]
-
-    def retry_full(self, warpgroup: Any) -> Any:
-        """Where in `full`."""
-        return self.full.shape[0] - 2 * self.warpgroups + warpgroup
-
-    def retry_sync(self, warpgroup: Any) -> Any:
-        """Where the warps of one warpgroup wait for each other."""
-        return self.full.at[self.full.shape[0] - self.warpgroups + warpgroup]
-
-    def q_pipeline(self, warpgroup: Any) -> Pipeline:
-        first = warpgroup * self.q.shape[1]
-        return Pipeline((self.q.at[warpgroup],), self.full, self.q_empty, first, first)
+def _allocate_pairwise(spec: KernelSpec, config: ForwardConfig, key_rows: int) -> list[Any]:
+    """Lay out the buffers of each pairwise input: a warpgroup's rows against a block of keys."""
+    dtypes = [storage_dtype(source.dtype) for source in spec.pairwise_inputs()]
+    if not dtypes:
+        return []
+    stages = config.pairwise_stages(sum(dtype.itemsize for dtype in dtypes), key_rows)
+    shape = config.warpgroups, stages, config.rows_per_warpgroup, config.block_kv
+    return [swizzle.swizzled_smem(*shape, dtype=dtype) for dtype in dtypes]
 
 
 class Inputs(NamedTuple):
-    """In device memory."""
+    """Arrays in device memory that the forward reads."""
 
     q: Any
     k: Any
     v: Any
-    block_indices: Any = None  # under a mask
-    aux: Any = None  # of masks and scores
-    mask_bits: Any = None  # of a mask that has been asked (`mask_bits`)
+    block_indices: Any = None  # under a mask: `block_mask.BlockMask`
+    aux: Any = None  # `aux_inputs.AuxInputs` of masks and scores
+    mask_bits: Any = None  # of a mask that is precomputed (`mask_bits`)
 
 
 class Outputs(NamedTuple):
+    """Arrays in device memory that the forward writes."""
+
     out: Any
     lse: Any
 
 
 class Arrays(NamedTuple):
-    """In device memory."""
+    """The tile scheduler and the arrays in device memory of a launch."""
 
     scheduler: StaticTileScheduler | DynamicTileScheduler
     inputs: Inputs
     outputs: Outputs
 
-    def kv_subblock(self, tile: QueryTile, t: Any, i: Any) -> Any:
-        """Which keys the tile visits as the i-th part of its t-th block."""
-        place = tile.list_index(t)
+    def load_kv_block_index(self, tile: QueryTile, t: Scalar) -> Scalar:
+        """Load the index of the key block that the tile visits as its t-th."""
+        index = tile.compute_list_index(t)
         if self.inputs.block_indices is None:
-            return place
-        place = place * tile.schedule.spec.kv_subblocks + i
+            return index
         return block_mask.block_id(
-            layouts.index_broadcast(self.inputs.block_indices, *tile.coordinates)[place]
+            layouts.index_broadcast(self.inputs.block_indices, *tile.compute_coordinates())[index]
         )
-
-    def kv_block(self, tile: QueryTile, t: Any) -> list[Any]:
-        """All parts of a block, mostly one."""
-        return [self.kv_subblock(tile, t, i) for i in range(tile.schedule.spec.kv_subblocks)]

@@ -1,6 +1,7 @@
-"""The producer warpgroup of the forward."""
+"""The producer warpgroup of the forward: it loads Q, K, V and aux inputs by TMA."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,94 +9,125 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.primitives import layouts
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
+from pallas_fa2.backends.common.scheduler import for_each_tile
 from pallas_fa2.backends.sm90.forward.memory import Arrays, SharedStorage
-from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule, QueryTile
-from pallas_fa2.backends.sm90.primitives import layouts, roles
-from pallas_fa2.backends.sm90.primitives.tma import GatheredRows, HeadRows
-from pallas_fa2.backends.sm90.scheduler import for_each_tile
+from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule, PipelinePosition, QueryTile
+from pallas_fa2.backends.sm90.primitives import roles
+from pallas_fa2.backends.sm90.primitives.tma import HeadRows
 from pallas_fa2.control_flow import when
 
-# In how many blocks a claim is answered (2500 clocks), where a block of keys takes 600 or more.
+# Key blocks before a tile's end at which the next tile is claimed: a claim is answered in about as many (2500
+# clocks), where a block takes 600 or more.
 CLAIM_AHEAD = 4
 
 
+@dataclasses.dataclass(frozen=True)
+class TileLoads:
+    """The loads of one query tile."""
+
+    tile: QueryTile
+    arrays: Arrays
+    memory: SharedStorage
+    batch: Scalar
+    head: Scalar
+    position: PipelinePosition
+
+    def q(self, n: Scalar) -> None:
+        """Load Q of the CTA's n-th tile."""
+        for g in range(self.tile.schedule.config.warpgroups):
+            rows = HeadRows(self.arrays.inputs.q, self.batch, self._row_range(g), self.head)
+            self.memory.q_pipeline(g).tma_load(n, rows)
+
+    def k(self, t: Scalar) -> None:
+        """Load K of the t-th block."""
+        rows = self._kv_rows(self.arrays.inputs.k, t)
+        self.memory.k_pipeline.tma_load(self.position.kv_step + t, rows)
+
+    def v(self, t: Scalar) -> None:
+        rows = self._kv_rows(self.arrays.inputs.v, t)
+        self.memory.v_pipeline.tma_load(self.position.kv_step + t, rows)
+
+    def key_aux(self, t: Scalar) -> None:
+        """Load the keys' aux inputs of the t-th block, if some come with it."""
+        if self.memory.key_aux is None:
+            return
+        source = self.arrays.inputs.aux.k.at[self.batch, :, self._key_range(t)]
+        step = self.position.aux_step + self.tile.compute_aux_index(t)
+        when(self.tile.has_aux(t))(lambda: self.memory.key_aux_pipeline.tma_load(step, source))
+
+    def pairwise(self, t: Scalar) -> None:
+        """Load the pairwise inputs of the t-th block, if some come with it."""
+        if not self.memory.pairwise:
+            return
+
+        def load() -> None:
+            sources = self.tile.schedule.spec.pairwise_inputs()
+            for g in range(self.tile.schedule.config.warpgroups):
+                for pipeline, source in zip(
+                    self.memory.pairwise_pipelines(g), sources, strict=True
+                ):
+                    array = self.arrays.inputs.aux.pairwise[source.position]
+                    ranges = self._row_range(g), self._key_range(t)
+                    step = self.position.aux_step + self.tile.compute_aux_index(t)
+                    rows = layouts.index_broadcast(array, self.batch, self.head, *ranges)
+                    pipeline.tma_load(step, rows)
+
+        when(self.tile.has_aux(t))(load)
+
+    def _row_range(self, warpgroup: int) -> Slice:
+        size = layouts.ROWS_PER_WARPGROUP
+        return pl.ds(self.tile.compute_first_row() + warpgroup * size, size)
+
+    def _key_range(self, t: Scalar) -> Slice:
+        block_kv = self.tile.schedule.config.block_kv
+        return pl.ds(self.arrays.load_kv_block_index(self.tile, t) * block_kv, block_kv)
+
+    def _kv_rows(self, source: Ref, t: Scalar) -> HeadRows:
+        return HeadRows(source, self.batch, self._key_range(t), self.tile.compute_kv_head())
+
+
 def produce(schedule: ForwardSchedule, arrays: Arrays, memory: SharedStorage) -> None:
-    """The loading warpgroup: queries, keys and values of one tile after another."""
-    problem, config, inputs = schedule.spec, schedule.config, arrays.inputs
+    """Run the producer warpgroup: the loads of one tile after another."""
+    config = schedule.config
     roles.set_max_registers(config.registers_per_warpgroup, -1)
     arrays.scheduler.prime()
 
-    def visit(n: Any, entry: list[Any], before: tuple[Any, Any], look: Callable) -> tuple:
-        tile = QueryTile(schedule, *entry)
-        (batch, head, _), (first_step, first_data) = tile.coordinates, before
+    def produce_tile(
+        n: Scalar, work: Sequence[Scalar], position: PipelinePosition, prefetch: Callable
+    ) -> tuple[PipelinePosition, Any]:
+        """Load what the CTA's n-th tile needs; return the pipelines' position after it, and what is known of the
+        next tile."""
+        tile = QueryTile(schedule, *work)
+        batch, head, _ = tile.compute_coordinates()
+        load = TileLoads(tile, arrays, memory, batch, head, position)
 
-        def parts(t: Any) -> list[Any]:
-            size = schedule.kv_entry_size
-            return [pl.ds(part * size, size) for part in arrays.kv_block(tile, t)]
-
-        def keys(t: Any) -> Any:
-            (whole,) = parts(t)  # blocks have parts only where nothing else comes with their keys
-            return whole
-
-        def rows_of(source: Any, t: Any) -> GatheredRows:
-            return GatheredRows([HeadRows(source, batch, part, tile.kv_head) for part in parts(t)])
-
-        def load_keys(t: Any) -> None:
-            memory.k_pipeline.tma_load(first_step + t, rows_of(inputs.k, t))
-
-        def load_values(t: Any) -> None:
-            memory.v_pipeline.tma_load(first_step + t, rows_of(inputs.v, t))
-
-        def rows(g: int) -> Any:
-            return pl.ds(tile.first_row + g * config.rows_per_warpgroup, config.rows_per_warpgroup)
-
-        def load_key_data(t: Any) -> None:
-            if memory.key_aux is None:
-                return
-            source, step = inputs.aux.k.at[batch, :, keys(t)], first_data + tile.aux_index(t)
-            when(tile.has_aux(t))(lambda: memory.key_aux_pipeline.tma_load(step, source))
-
-        def load_pairs(t: Any) -> None:
-            if not memory.pairwise:
-                return
-
-            def fill() -> None:
-                for g in range(config.warpgroups):
-                    for ring, source in zip(
-                        memory.pairwise_pipelines(g), problem.pairwise_inputs(), strict=True
-                    ):
-                        array, place = inputs.aux.pairwise[source.position], (rows(g), keys(t))
-                        step = first_data + tile.aux_index(t)
-                        ring.tma_load(step, layouts.index_broadcast(array, batch, head, *place))
-
-            when(tile.has_aux(t))(fill)
-
-        def claim(t: Any) -> None:
-            in_time = t == jnp.maximum(tile.num_kv_blocks - CLAIM_AHEAD, 0)
+        def claim_next(t: Scalar) -> None:
+            in_time = t == jnp.maximum(tile.compute_num_kv_blocks() - CLAIM_AHEAD, 0)
             arrays.scheduler.request_next(n + 1, in_time)
 
-        def load(t: Any, _: Any) -> None:
-            claim(t)
-            load_keys(t)
-            load_key_data(t)
-            load_values(t - 1)
-            load_pairs(t)  # which have fewer buffers: values do not wait for them
+        def load_block(t: Scalar, _: Any) -> None:
+            claim_next(t)
+            load.k(t)
+            load.key_aux(t)
+            load.v(t - 1)
+            load.pairwise(t)  # of which there are fewer buffers: V does not wait for them
 
-        claim(I32(0))
-        load_keys(I32(0))
-        for g in range(config.warpgroups):
-            memory.q_pipeline(g).tma_load(n, HeadRows(inputs.q, batch, rows(g), head))
-        load_key_data(I32(0))
-        load_pairs(I32(0))
-        lax.fori_loop(I32(1), tile.num_kv_blocks, load, None)
-        seen = look()  # the next tile's first keys wait for it
-        load_values(tile.num_kv_blocks - 1)
-        return tile.advance(before), seen
+        claim_next(I32(0))
+        load.k(I32(0))
+        load.q(n)
+        load.key_aux(I32(0))
+        load.pairwise(I32(0))
+        lax.fori_loop(I32(1), tile.compute_num_kv_blocks(), load_block, None)
+        next_work = prefetch()  # the next tile's first keys wait for it
+        load.v(tile.compute_num_kv_blocks() - 1)
+        return tile.advance(position), next_work
 
-    for_each_tile(arrays.scheduler, visit, (I32(0), I32(0)), early=True)
-    for ring in memory.kv_pipelines:
-        ring.producer_tail()
+    for_each_tile(arrays.scheduler, produce_tile, PipelinePosition(I32(0), I32(0)), early=True)
+    for kv_pipeline in memory.kv_pipelines:
+        kv_pipeline.producer_tail()
     for g in range(config.warpgroups):
-        for ring in (memory.q_pipeline(g), *memory.pairwise_pipelines(g)):
-            ring.producer_tail()
+        for pipeline in (memory.q_pipeline(g), *memory.pairwise_pipelines(g)):
+            pipeline.producer_tail()
     roles.sync_before_exit(memory.exit_barriers, 1)

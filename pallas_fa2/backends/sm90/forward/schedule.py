@@ -1,31 +1,27 @@
-"""Tile sizes of a Hopper forward kernel, and which blocks a CTA takes in which order."""
+"""The query tiles that each CTA of the forward takes, and the key blocks that a tile visits."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa2 import arithmetic
+from pallas_fa2.backends.common import block_mask
+from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import block_mask
-from pallas_fa2.backends.sm90.block_mask import BlockMask
+from pallas_fa2.backends.common.primitives.types import Scalar
+from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
-from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.schedule import raster
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardSchedule:
-    """Which query tiles a CTA takes, and which key blocks a tile visits."""
+    """The order of query tiles, and the key blocks of each where no mask lists them."""
 
     spec: KernelSpec
     config: ForwardConfig
-
-    @property
-    def kv_entry_size(self) -> int:
-        """Keys of an entry in lists."""
-        return self.config.block_kv // self.spec.kv_subblocks
 
     @property
     def q_tiles(self) -> int:
@@ -36,145 +32,158 @@ class ForwardSchedule:
         return -(-self.spec.kv_len // self.config.block_kv)
 
     @property
+    def has_partial_blocks(self) -> bool:
+        """Whether a tile may visit blocks of which a query sees some keys only."""
+        ragged = self.spec.kv_len % self.config.block_kv != 0
+        return self.spec.causal or ragged or self.spec.mask is not None
+
+    @property
     def _l2_head_group(self) -> int:
-        p = self.spec
-        kv_bytes = 2 * p.kv_len * (self.config.head_dim + self.config.value_dim)
-        return raster.heads_per_l2_group(p.kv_heads, kv_bytes, self.config.l2_budget) * p.group
+        spec = self.spec
+        kv_bytes = 2 * spec.kv_len * (self.config.head_dim + self.config.value_dim)
+        return (
+            raster.heads_per_l2_group(spec.kv_heads, kv_bytes, self.config.l2_budget) * spec.group
+        )
 
     @property
     def order(self) -> raster.RasterOrder:
-        p = self.spec
-        return raster.RasterOrder(p.batch, p.q_heads, self.q_tiles, self._l2_head_group, p.causal)
+        spec = self.spec
+        return raster.RasterOrder(
+            spec.batch, spec.q_heads, self.q_tiles, self._l2_head_group, spec.causal
+        )
 
-    def tile_scheduler(self, seen: BlockMask | None) -> StaticTileScheduler | DynamicTileScheduler:
-        """Which each CTA takes."""
-        p = self.spec
-        if seen is not None:
-            # Elsewhere the 24 registers of the loader hold no claims beside what it knows of a tile.
-            if self.config.head_dim == 128 and not p.pairwise_inputs():
-                return seen.dynamic_schedule(p.batch, p.q_heads, self.config.num_ctas)
-            return seen.static_schedule(
-                p.batch, p.q_heads, self._l2_head_group, self.config.num_ctas
+    def tile_scheduler(
+        self, block_mask: BlockMask | None
+    ) -> StaticTileScheduler | DynamicTileScheduler:
+        """Return the scheduler that gives each CTA its tiles."""
+        spec, num_ctas = self.spec, self.config.num_ctas
+        if block_mask is not None:
+            # Elsewhere the 24 registers of the producer hold no claims beside what it knows of a tile.
+            if self.config.head_dim == 128 and not spec.pairwise_inputs():
+                return block_mask.dynamic_schedule(spec.batch, spec.q_heads, num_ctas)
+            return block_mask.static_schedule(
+                spec.batch, spec.q_heads, self._l2_head_group, num_ctas
             )
-        numbers = np.arange(self.order.count, dtype=np.int32)
-        _, _, tile = self.order.coordinates(numbers)
-        # A tile's beginning and end cost about as much as a block.
-        costs, ctas = self.blocks(tile)[0] + 1.0, min(self.config.num_ctas, self.order.count)
-        return StaticTileScheduler.deal(numbers[:, None], costs, ctas)
+        tile_ids = np.arange(self.order.count, dtype=np.int32)
+        _, _, q_tile = self.order.coordinates(tile_ids)
+        # A tile's prologue and epilogue cost about as much as a block.
+        costs = self.count_kv_blocks(q_tile)[0] + 1.0
+        return StaticTileScheduler.deal(tile_ids[:, None], costs, min(num_ctas, self.order.count))
 
-    def blocks(self, q_tile: Any) -> tuple[Any, Any]:
-        """How many key blocks a tile visits, and how many of them, the last ones, are cut."""
-        p, c = self.spec, self.config
-        whole = p.kv_len // c.block_kv
-        if p.causal_offset is None:
+    def count_kv_blocks(self, q_tile: Any) -> tuple[Any, Any]:
+        """Return how many key blocks a tile visits without a mask, and how many of them, the last ones, are partial."""
+        spec, config = self.spec, self.config
+        whole = spec.kv_len // config.block_kv
+        if spec.causal_offset is None:
             return 0 * q_tile + self.kv_blocks, 0 * q_tile + (self.kv_blocks - whole)
-        first_row = q_tile * c.block_q
-        end = first_row + (c.block_q + p.causal_offset + c.block_kv - 1)
-        visited = arithmetic.minimum(arithmetic.div(end, c.block_kv), self.kv_blocks)
+        first_row = q_tile * config.block_q
+        end = first_row + (config.block_q + spec.causal_offset + config.block_kv - 1)
+        visited = arithmetic.minimum(arithmetic.div(end, config.block_kv), self.kv_blocks)
         full = arithmetic.minimum(
-            arithmetic.div(first_row + (p.causal_offset + 1), c.block_kv), whole
+            arithmetic.div(first_row + (spec.causal_offset + 1), config.block_kv), whole
         )
         return visited, visited - full
 
 
+class PipelinePosition(NamedTuple):
+    """How many steps the pipelines of a CTA have made before a tile."""
+
+    kv_step: Scalar  # those of K and V: one a key block
+    aux_step: Scalar  # those of aux inputs: one for each block that comes with some
+
+
 @dataclasses.dataclass(frozen=True)
 class QueryTile:
-    """A block of query rows of one head."""
+    """A block of query rows of one head, and the key blocks that it visits.
+
+    Methods `compute_...` emit instructions at each call: what they return, kept through the loops, would hold
+    registers (docs/decisions/0064-register-rules.md).
+    """
 
     schedule: ForwardSchedule
-    tile_id: Any
-    counts: Any = None  # under a mask
-
-    @property
-    def coordinates(self) -> tuple[Any, Any, Any]:
-        """Batch entry, head and block of rows."""
-        return self.schedule.order.coordinates(self.tile_id)
-
-    @property
-    def kv_head(self) -> Any:
-        return arithmetic.div(self.coordinates[1], self.schedule.spec.group)
-
-    @property
-    def first_row(self) -> Any:
-        return self.coordinates[2] * self.schedule.config.block_q
-
-    @property
-    def num_kv_blocks(self) -> Any:
-        """How many blocks of keys it sees."""
-        return self._blocks[0]
-
-    @property
-    def num_full(self) -> Any:
-        """How many of them it sees all of."""
-        return self.num_kv_blocks - self.num_partial
+    tile_id: Scalar
+    counts: Scalar | None = None  # under a mask: `block_mask.unpack_counts`
 
     @property
     def reverse_kv(self) -> bool:
-        """Whether it visits the last block of keys first, and so those that are cut.
+        """Whether the tile visits its last key block first, and so its partial blocks.
 
-        The first blocks give the references of the softmax, and score functions mostly favour near keys:
-        after the farthest ones, `alibi` would have exponentials overflow.
+        The first block gives the softmax its references, and score functions mostly favor near keys: after the
+        farthest ones, the exponentials of `alibi` would overflow.
         """
         return self.schedule.spec.score is not None
 
-    @property
-    def loops(self) -> list[tuple[bool, Any]]:
-        """Whether blocks pass through the mask, and where those end that do or do not."""
-        if self.reverse_kv:
-            return [(True, self.num_partial), (False, self.num_kv_blocks)]
-        return [(False, self.num_full), (True, self.num_kv_blocks)]
+    def compute_coordinates(self) -> tuple[Scalar, Scalar, Scalar]:
+        """Compute the batch entry, the query head and the index of the tile in its head."""
+        return self.schedule.order.coordinates(self.tile_id)
 
-    def is_partial(self, t: Any) -> Any:
-        """Whether the t-th block visited passes through the mask."""
-        return t < self.num_partial if self.reverse_kv else t >= self.num_full
+    def compute_kv_head(self) -> Scalar:
+        return arithmetic.div(self.compute_coordinates()[1], self.schedule.spec.group)
 
-    def list_index(self, t: Any) -> Any:
-        """Among the blocks of the tile, full ones before those that are cut, the t-th that it visits."""
-        return self.num_kv_blocks - 1 - t if self.reverse_kv else t
+    def compute_first_row(self) -> Scalar:
+        return self.compute_coordinates()[2] * self.schedule.config.block_q
 
-    @property
-    def _blocks(self) -> tuple[Any, Any]:
+    def _count_kv_blocks(self) -> tuple[Any, Any]:
         if self.counts is None:
-            return self.schedule.blocks(self.coordinates[2])
+            return self.schedule.count_kv_blocks(self.compute_coordinates()[2])
         return block_mask.unpack_counts(self.counts)
 
-    @property
-    def num_partial(self) -> Any:
-        """How many pass through the mask: those of which it sees a part. Backwards, a full one follows
+    def compute_num_kv_blocks(self) -> Any:
+        return self._count_kv_blocks()[0]
+
+    def compute_num_partial(self) -> Any:
+        """Compute how many blocks pass through the mask: the partial ones. In reverse order a full one follows
         them, where rows that have seen no key yet find their reference."""
-        visited, cut = self._blocks
-        return jnp.where(cut > 0, jnp.minimum(cut + 1, visited), 0) if self.reverse_kv else cut
+        visited, partial = self._count_kv_blocks()
+        if self.reverse_kv:
+            return jnp.where(partial > 0, jnp.minimum(partial + 1, visited), 0)
+        return partial
 
-    @property
-    def next_partial(self) -> Any:
-        """Of the blocks visited after the first, the first that is cut; if none is, one of them or the first."""
-        first = jnp.int32(1) if self.reverse_kv else jnp.maximum(self.num_full, 1)
-        return jnp.minimum(first, self.num_kv_blocks - 1)
+    def compute_num_full(self) -> Any:
+        """Compute how many blocks do not pass through the mask."""
+        return self.compute_num_kv_blocks() - self.compute_num_partial()
 
-    @property
-    def num_without_aux(self) -> Any:
-        """How many blocks come without data: full ones, unless scores read some."""
-        return 0 if self.schedule.spec.loads_kv_aux(masked=False) else self.num_full
+    def compute_loop_ends(self) -> list[tuple[bool, Any]]:
+        """Compute, for the blocks that pass through the mask and for those that do not, where they end."""
+        if self.reverse_kv:
+            return [(True, self.compute_num_partial()), (False, self.compute_num_kv_blocks())]
+        return [(False, self.compute_num_full()), (True, self.compute_num_kv_blocks())]
 
-    def has_aux(self, t: Any) -> Any:
-        """Whether data come with the t-th block visited."""
-        return (
-            t < self.num_kv_blocks - self.num_without_aux
-            if self.reverse_kv
-            else t >= self.num_without_aux
-        )
+    def is_partial(self, t: Scalar) -> Any:
+        """Compute whether the t-th block visited passes through the mask."""
+        return t < self.compute_num_partial() if self.reverse_kv else t >= self.compute_num_full()
 
-    def aux_index(self, t: Any) -> Any:
-        """With how many of the blocks visited before, data have come."""
-        return t if self.reverse_kv else t - self.num_without_aux
+    def compute_list_index(self, t: Scalar) -> Any:
+        """Compute the index of the t-th block visited in the tile's list, which has full blocks first."""
+        return self.compute_num_kv_blocks() - 1 - t if self.reverse_kv else t
 
-    def advance(self, before: tuple[Any, Any]) -> tuple[Any, Any]:
-        """With which the next tile begins: of the rings, and of those of data."""
-        step, data = before
+    def compute_next_partial(self) -> Any:
+        """Compute which block after the first is the first partial one; if none is, some block of the tile."""
+        first = jnp.int32(1) if self.reverse_kv else jnp.maximum(self.compute_num_full(), 1)
+        return jnp.minimum(first, self.compute_num_kv_blocks() - 1)
+
+    def compute_num_without_aux(self) -> Any:
+        """Compute how many blocks come without aux inputs: full ones, unless scores read some."""
+        return 0 if self.schedule.spec.loads_kv_aux(masked=False) else self.compute_num_full()
+
+    def has_aux(self, t: Scalar) -> Any:
+        """Compute whether aux inputs come with the t-th block visited."""
+        if self.reverse_kv:
+            return t < self.compute_num_kv_blocks() - self.compute_num_without_aux()
+        return t >= self.compute_num_without_aux()
+
+    def compute_aux_index(self, t: Scalar) -> Any:
+        """Compute with how many of the blocks visited before the t-th aux inputs have come."""
+        return t if self.reverse_kv else t - self.compute_num_without_aux()
+
+    def advance(self, position: PipelinePosition) -> PipelinePosition:
+        """Compute the position of the pipelines after this tile."""
+        kv_step, aux_step = position
         if self.schedule.spec.loads_kv_aux():
-            data = data + self.num_kv_blocks - self.num_without_aux
-        return step + self.num_kv_blocks, data
+            aux_step = aux_step + self.compute_num_kv_blocks() - self.compute_num_without_aux()
+        return PipelinePosition(kv_step + self.compute_num_kv_blocks(), aux_step)
 
-    def rematerialized(self, zero: Any) -> "QueryTile":
+    def rematerialized(self, zero: Scalar) -> "QueryTile":
+        """Return the same tile; see `WarpgroupRows.rematerialized`."""
         counts = None if self.counts is None else self.counts + zero
         return dataclasses.replace(self, tile_id=self.tile_id + zero, counts=counts)

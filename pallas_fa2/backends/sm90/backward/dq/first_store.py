@@ -1,145 +1,187 @@
-"""A Hopper backward that stores the first of what makes up a row of dQ, and adds the others: no kernel
-writes zeros before it.
+"""dQ whose first tile is stored and whose others are added: no kernel writes zeros before.
 
-Where few tiles visit a row (a block of queries), as under a short window, zeros take as long as dQ does.
-For each step a CTA draws a ticket: who has a row's first one stores, and tells when it is done; who has
-another adds, and waits for the first if need be. That is soon: tickets are drawn in the order of steps,
-and the one who drew the first of all that anyone waits for waits for nobody.
+Where few tiles visit a row of dQ (a query block), as under a short window, writing zeros takes as long as dQ does
+(docs/decisions/0029-dq-first-store.md). For each step a CTA takes a ticket of its row. The holder of a row's first
+ticket stores, and signals when it is done; the others add, and wait for the first one if need be. There is no deadlock:
+each CTA takes tickets in the order of its steps, so the holder of the earliest first ticket that anyone waits for waits
+for nobody.
 
-A ticket comes from device memory, which takes most of a step. So it is drawn when a step begins, shown to
-the other warpgroup when its dS is, and used with its dQ, in the next step.
+A ticket comes from device memory, which takes most of a step. So it is taken when a step begins, shared with the other
+warpgroup when dS of the step is, and resolved with its dQ, in the next step.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
-from pallas_fa2.backends.sm90.primitives import thread_values
+from pallas_fa2.backends.common.inline import asm, inline_op
+from pallas_fa2.backends.common.primitives import register_io, thread_values
+from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers, Scalar, Scratch
+from pallas_fa2.backends.sm90.backward.cta import Cta, WarpgroupIndex
+from pallas_fa2.backends.sm90.backward.dq.strategy import DqConsumer, DqRequest, DqStrategy
+from pallas_fa2.backends.sm90.backward.kv_tile import Step
+from pallas_fa2.backends.sm90.backward.postprocess import convert_dq
+from pallas_fa2.backends.sm90.nonfinite import SanitizedArray
 from pallas_fa2.ir.block_classes import EMPTY
 
-# In a row's word, from this bit on, how many warps have stored their part; how many tickets there were, below.
+# The word of a row counts its tickets below this bit, and from it on the warps that have stored their share.
 STORED_BIT = 16
 ALL_STORED = 8 << STORED_BIT
-# Of steps whose tickets are kept: one warpgroup draws the next when the other has yet to use the last.
+# Steps whose tickets are kept: one warpgroup takes the next when the other has yet to use the last one.
 SLOTS = 4
-# How many tiles may visit a row, on average: who stores waits until all can see it, for half a step. Where some
-# of those that may visit it do not, by the mask's data, one more; at H = 64 that takes 1.006 of the time.
-FEW, FEW_THAT_MAY = 4, 5
+# How many tiles may visit a row, on average: the holder of the first ticket waits until all can see what it has stored,
+# for half a step. Where some of those that may visit a row do not, by the mask's data, one more may; at H = 64 that
+# takes 1.006 of the time.
+MAX_VISITS, MAX_POSSIBLE_VISITS = 4, 5
 
 
-class FirstStoreSchedule(BackwardSchedule):
-    """The tiles of any order."""
+class FirstStoreDq(DqStrategy):
+    """The strategy in which the holder of a row's first ticket stores, and the others add in any order."""
 
-    NEEDS_ZEROS = False
-    DQ_ACCUMULATION = (
-        "float32 dQ, stored by the first tile of a row, then atomic additions in any order"
-    )
-
-    @property
-    def turns_shape(self) -> tuple[int, ...]:
-        """Of the rows' words."""
-        return self.dq_shape[:1]
+    summary = "float32 dQ, stored by the first tile of a row, then atomic additions in any order"
+    needs_zeros = False
 
     @classmethod
-    def suits(
-        cls,
-        problem: KernelSpec,
-        config: BackwardConfig,
-        classes: Any,
-        possible: Callable[[], np.ndarray],
-    ) -> bool:
-        """Whether few tiles visit each row: by their classes, or if only the device has them, by which are
-        `possible`."""
-        if (
-            config.two_cta
-            or config.deterministic
-            or problem.mask is None
-            or problem.pairwise_inputs()
-        ):
+    def suits(cls, request: DqRequest) -> bool:
+        """Return whether few tiles visit each row: by their classes, or if only the device knows these, by which are
+        possible."""
+        spec, config, classes = request.spec, request.config, request.classes
+        unsupported = config.two_cta or config.deterministic or spec.mask is None
+        if unsupported or spec.pairwise_inputs():
             return False
         if config.first_store is not None:
             return config.first_store
         known = isinstance(classes, np.ndarray)
-        visits = np.sum((classes if known else possible()) != EMPTY, -1).mean()
-        return bool(visits <= (FEW if known or config.head_dim == 64 else FEW_THAT_MAY))
+        if not known:
+            assert request.possible_classes is not None
+            classes = request.possible_classes()
+        visits = np.sum(classes != EMPTY, -1).mean()
+        exact = known or config.head_dim == 64
+        return bool(visits <= (MAX_VISITS if exact else MAX_POSSIBLE_VISITS))
+
+    @property
+    def smem(self) -> Scratch:
+        return plgpu.SMEM((SLOTS,), jnp.int32)
+
+    def consumer(self, cta: Cta, warpgroup: WarpgroupIndex) -> DqConsumer:
+        return FirstStoreConsumer(cta, warpgroup)
+
+    def allocate(
+        self, q: jax.Array | SanitizedArray, zeros: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return dQ, and the word of each row."""
+        shape = self.schedule.dq_shape
+        return lax.empty(shape, jnp.float32), jnp.zeros(shape[:1], I32)
+
+    def finish(
+        self, dq: jax.Array, workspace: jax.Array | None, q: jax.Array | SanitizedArray
+    ) -> jax.Array:
+        return convert_dq(self.schedule, dq, q, visits=workspace)
+
+
+class FirstStoreConsumer(DqConsumer):
+    """A consumer that stores or adds its tiles of dQ by tickets, which the first warpgroup takes for both."""
+
+    @property
+    def tickets(self) -> "DqTickets":
+        return DqTickets(self.cta.outputs.dq_workspace, self.cta.memory.dq)
+
+    def init(self) -> None:
+        if self.warpgroup == 0:
+            self.tickets.init()
+
+    def begin(self, step: Step) -> jax.Array | None:
+        return self.tickets.take(step.dq_block) if self.warpgroup == 0 else None
+
+    def publish(self, t: Scalar, begun: jax.Array | None) -> None:
+        if begun is not None:
+            self.tickets.share(t, begun)
+
+    def add(self, t: Scalar, destination: Scalar, dq: Callable[[], jax.Array]) -> None:
+        value, tile = dq(), self.compute_tile()
+        is_first = self.tickets.resolve(t, destination)
+        register_io.put_fragments(self.compute_target(destination, tile), value, is_first)
+        self.tickets.signal(destination, is_first)
 
 
 class DqTickets(NamedTuple):
-    """Those of the steps of a CTA."""
+    """The tickets of a CTA's steps."""
 
-    rows: Any  # int32 [blocks of queries + 1], zeros at first
-    slots: Any  # int32 [SLOTS], in shared memory
+    words: Ref  # int32 [query blocks + 1], zeros at first
+    slots: Ref  # int32 [SLOTS], in shared memory
 
     def init(self) -> None:
-        """By the first warpgroup: before the first step there is one whose dQ is added to nothing."""
+        """Share a ticket for the step before the first one, whose dQ is added to nothing. By the first warpgroup."""
         self.share(I32(-1), I32(ALL_STORED))
 
-    def take(self, row: Any) -> Any:
-        """By the first warpgroup."""
-        return _draw(self.rows.at[row])  # pyright: ignore[reportCallIssue]
+    def take(self, row: Scalar) -> jax.Array:
+        """Return the next ticket of a row, 0 if it is the first. By the first warpgroup."""
+        return _take(self.words.at[row])
 
-    def share(self, t: Any, ticket: Any) -> None:
-        """By the first warpgroup, before it tells that its dS of step t is there."""
-        _show(self._slot(t), ticket)  # pyright: ignore[reportCallIssue]
+    def share(self, t: Scalar, ticket: Scalar) -> None:
+        """Store the ticket of step t. By the first warpgroup, before it arrives with its dS of the step."""
+        _share(self._slot(t), ticket)
 
-    def resolve(self, t: Any, row: Any) -> Any:
-        """1 if a step has its row's first, else 0, when that has been stored."""
-        return _use(self.rows.at[row], self._slot(t))  # pyright: ignore[reportCallIssue]
+    def resolve(self, t: Scalar, row: Scalar) -> jax.Array:
+        """Return 1 if step t has its row's first ticket; else 0, once the holder of that one has stored."""
+        return _resolve(self.words.at[row], self._slot(t))
 
-    def signal(self, row: Any, first: Any) -> None:
-        """By all who have stored, if it was the first."""
-        _tell(self.rows.at[row], first)  # pyright: ignore[reportCallIssue]
+    def signal(self, row: Scalar, is_first: jax.Array) -> None:
+        """Tell the others that this warpgroup has stored, if its ticket was the first."""
+        _signal(self.words.at[row], is_first)
 
-    def _slot(self, t: Any) -> Any:
+    def _slot(self, t: Scalar) -> Ref:
         return self.slots.at[t + I32(SLOTS) & I32(SLOTS - 1)]
 
 
 _REF, _SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT
 
 
-@plgpu.inline_mgpu(arg_types=(_REF,), return_type=thread_values.SCALAR_I32)
-def _draw(_: Any, row: Any) -> Any:
-    """By one thread, which need not wait for it."""
-    thread = arith.andi(thread_values.thread_number(), thread_values.i32(127))
+@inline_op("take_dq_ticket", _REF, result=thread_values.SCALAR_I32)
+def _take(_, word: Ref) -> Registers:
+    """Emit the addition of 1 by one thread, which need not wait for what it returns."""
+    thread = thread_values.warpgroup_thread_index()
     code = "setp.eq.s32 p, $1, 0; @p atom.relaxed.gpu.global.add.s32 $0, [$2], 1;"
-    return thread_values.splat(_number(code, "r,l", thread, thread_values.address(row)))
+    return thread_values.splat(_word(code, "r,l", thread, thread_values.address(word)))
 
 
-@plgpu.inline_mgpu(arg_types=(_REF, _SCALAR))
-def _show(_: Any, slot: Any, ticket: Any) -> None:
+@inline_op("share_dq_ticket", _REF, _SCALAR)
+def _share(_, slot: Ref, ticket: Registers) -> None:
     thread_values.elect_one(
         "@p st.shared.b32 [$1], $2;", thread_values.address(slot, 32), ticket.registers[()]
     )
 
 
-@plgpu.inline_mgpu(arg_types=(_REF, _REF), return_type=thread_values.SCALAR_I32)
-def _use(_: Any, row: Any, slot: Any) -> Any:
-    """What is stored is in L2 when its count is, and what is added after that goes there: the count need not be
-    acquired, for which L1 would be emptied at every step."""
+@inline_op("resolve_dq_ticket", _REF, _REF, result=thread_values.SCALAR_I32)
+def _resolve(_, word: Ref, slot: Ref) -> Registers:
+    """Emit a loop that reads the word until all warps of the first ticket have stored.
+
+    What is stored is in L2 when its count is, and what is added after that goes there: the count need not be acquired,
+    for which L1 would be emptied at every step.
+    """
     code = (
-        ".reg .b32 v; ld.shared.b32 v, [$2]; setp.eq.s32 p, v, 0; selp.b32 $0, 1, 0, p; @p bra seen; "
-        f"look: setp.ge.s32 p, v, {ALL_STORED}; @p bra seen; "
-        "ld.relaxed.gpu.global.b32 v, [$1]; bra look; seen:"
+        ".reg .b32 v; ld.shared.b32 v, [$2]; setp.eq.s32 p, v, 0; selp.b32 $0, 1, 0, p; @p bra done; "
+        f"poll: setp.ge.s32 p, v, {ALL_STORED}; @p bra done; "
+        "ld.relaxed.gpu.global.b32 v, [$1]; bra poll; done:"
     )
     return thread_values.splat(
-        _number(code, "l,r", thread_values.address(row), thread_values.address(slot, 32))
+        _word(code, "l,r", thread_values.address(word), thread_values.address(slot, 32))
     )
 
 
-@plgpu.inline_mgpu(arg_types=(_REF, _SCALAR))
-def _tell(_: Any, row: Any, first: Any) -> None:
-    thread_values.warp_release_add(row, 1 << STORED_BIT, first.registers[()])
+@inline_op("signal_dq_stored", _REF, _SCALAR)
+def _signal(_, word: Ref, is_first: Registers) -> None:
+    thread_values.warp_release_add(word, 1 << STORED_BIT, is_first.registers[()])
 
 
-def _number(code: str, constraints: str, *operands: Any) -> Any:
-    """What `code` leaves in $0, with a predicate p."""
+def _word(code: str, constraints: str, *operands: MlirValue) -> MlirValue:
+    """Emit code with a predicate p, and return $0."""
     word, code = ir.IntegerType.get_signless(32), f"{{ .reg .pred p; {code} }}"
-    return llvm.inline_asm(word, operands, code, f"=&r,{constraints}", has_side_effects=True)
+    return asm(code, f"=&r,{constraints}", *operands, result=word)

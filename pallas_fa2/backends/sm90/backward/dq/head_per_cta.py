@@ -1,130 +1,203 @@
-"""A Hopper backward whose CTAs take whole heads, for short sequences: dQ needs no passes before and after.
+"""dQ of whole heads, for short sequences: no pass before or after the kernel (docs/decisions/0027-head-per-cta.md).
 
-A CTA takes all blocks of keys of a head, from the first to the last. So the same thread always adds up the same
-numbers of dQ: the first visit to a block of queries replaces what lies there, and the last one stores dQ. No other
-kernel writes zeros, none waits for what is complete, the order of additions is the same in every run, and what is
-added up lies in L2, in an array that CTAs use again for each head.
+A CTA takes all key blocks of a head, from the first to the last. So the same thread always sums the same elements of
+dQ: the first visit to a query block overwrites what is there, and the last one stores dQ. No other kernel writes zeros,
+no CTA waits for another one, the order of additions is the same in every run, and the sums lie in L2, in an array that
+CTAs use again for each head.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_fa2 import arithmetic
-from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import tile_order_kernel
-from pallas_fa2.backends.sm90.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule, KvTile, Step
-from pallas_fa2.backends.sm90.block_mask import BlockMask, reversed_classes
-from pallas_fa2.backends.sm90.primitives import layouts
-from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler, StaticTileScheduler
+from pallas_fa2.arithmetic import I32, IntOrArray
+from pallas_fa2.backends.common.block_mask import BlockMask, reversed_classes
+from pallas_fa2.backends.common.primitives import layouts, register_io
+from pallas_fa2.backends.common.primitives.types import Scalar
+from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
+from pallas_fa2.backends.common.tile_order_kernel import array_namespace
+from pallas_fa2.backends.sm90.backward.cta import Cta, WarpgroupIndex
+from pallas_fa2.backends.sm90.backward.dq.strategy import DqConsumer, DqRequest, DqStrategy
+from pallas_fa2.backends.sm90.backward.kv_tile import Step
+from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
+from pallas_fa2.backends.sm90.nonfinite import SanitizedArray
+from pallas_fa2.control_flow import cond, rematerialize
 from pallas_fa2.ir.block_classes import EMPTY, PARTIAL
 from pallas_fa2.schedule import raster
 
-# Of 60 MB of L2: Q, dO and float32 dQ of the heads that run at the same time. From there on each step waits for
-# L2 or for device memory (docs/decisions/0027-head-per-cta.md).
+# Bytes of Q, dO and float32 dQ of the heads that run at the same time, of 60 MB of L2. From there on each step waits
+# for L2 or for device memory.
 L2_LIMIT = 50 << 20
 # How much later the last CTA may be done than with tiles dealt one by one, full and causal: less than what is
 # saved otherwise.
 MAX_SLOWDOWN = 1.05, 1.15
-# Under a mask, how many heads a CTA has at least: some are longer.
+# Heads of a CTA, at least, under a mask: some heads are longer.
 MIN_HEADS_PER_CTA = 3
 
 
-class DqVisit(NamedTuple):
-    """Of a block of queries by a block of keys."""
+class HeadPerCtaDq(DqStrategy):
+    """The strategy in which a CTA has a head to itself, and sums its dQ in an array of its own."""
 
-    row: Any  # of all blocks of queries
-    first: Any  # whether no other comes before, or after
-    last: Any
-
-    @classmethod
-    def none(cls) -> "DqVisit":
-        """One before all others leaves what the first one replaces."""
-        return cls(I32(0), jnp.bool_(True), jnp.bool_(False))
+    summary = "a CTA has all keys of a head, and adds up its dQ in L2, in one order"
+    needs_zeros = False
 
     @classmethod
-    def of(cls, row: Any, flags: Any) -> "DqVisit":
-        return cls(row, flags & I32(1) != 0, flags & I32(2) != 0)
-
-    @property
-    def encoded(self) -> Any:
-        """As one number, which loops carry."""
-        flags = self.last.astype(I32) << I32(1) | self.first.astype(I32)
-        return self.row << I32(2) | flags
-
-    @classmethod
-    def decode(cls, number: Any) -> "DqVisit":
-        return cls.of(number >> I32(2), number)
-
-
-class HeadBlockMask(NamedTuple):
-    """`Visits`, and which of them are the first or the last to their block. Each block has one: its dQ is 0 if nobody
-    sees it."""
-
-    num_blocks: Any
-    block_indices: Any
-    flags: Any  # int32 [B | 1, heads | 1, tiles, blocks], of a `Visit`
-
-    @classmethod
-    def of(cls, classes: Any) -> "HeadBlockMask":
-        """From the classes of tiles, `[B | 1, heads | 1, tiles, blocks]`."""
-        xp = tile_order_kernel.array_namespace(classes)
-        tiles, blocks = classes.shape[2:]
-        first_tile = (np.arange(tiles) == 0).reshape(1, 1, -1, 1)
-        last_block = (np.arange(blocks) == blocks - 1).reshape(1, 1, 1, -1)
-        nobody = xp.all(classes == EMPTY, 2, keepdims=True) & first_tile
-        nothing = xp.all(classes == EMPTY, 3, keepdims=True) & last_block
-        classes = xp.where(nobody | nothing, np.int32(PARTIAL), classes)
-        there = (classes != EMPTY).astype(np.int32)
-        before = xp.cumsum(there, 2, dtype=np.int32) - there
-        after = xp.sum(there, 2, keepdims=True, dtype=np.int32) - there - before
-        flags = (before == 0).astype(np.int32) + 2 * (after == 0).astype(np.int32)
-        return cls(*BlockMask.from_classes(reversed_classes(classes)), flags)
-
-
-class HeadPerCtaSchedule(BackwardSchedule):
-    """Tiles are numbered head by head, from the first keys to the last; a head is one of keys, or a part of its
-    group of queries' heads."""
-
-    ARRAYS = "block_indices", "flags"
-    NEEDS_ZEROS = False
-    DQ_ACCUMULATION = "a CTA has all keys of a head, and adds up its dQ in L2, in one order"
-
-    @classmethod
-    def suits(cls, problem: KernelSpec, config: BackwardConfig) -> bool:
-        """Whether L2 has room for whole heads, and they keep CTAs busy."""
-        if config.two_cta:
+    def suits(cls, request: DqRequest) -> bool:
+        """Return whether L2 has room for whole heads, and they keep CTAs busy."""
+        spec, config = request.spec, request.config
+        if config.two_cta or not request.visits_empty_blocks:
             return False
         if config.head_per_cta is not None:
             return config.head_per_cta
-        heads = cls.choose(problem, config)
+        heads = HeadSchedule.choose(spec, config)
         if heads.kv_tiles == 1:
             return True
         if heads.bytes_in_l2 > L2_LIMIT:
             return False
-        if problem.mask is not None:
+        if spec.mask is not None:
             return heads.heads_in_all >= MIN_HEADS_PER_CTA * heads.num_workers
-        tiles = BackwardSchedule.choose(problem, config)
         dealt = heads.tile_scheduler(None)
         assert isinstance(dealt, StaticTileScheduler)
-        return max(dealt.worker_costs) <= MAX_SLOWDOWN[problem.causal] * max(tiles.worker_costs)
+        one_by_one = BackwardSchedule.choose(spec, config).worker_costs()
+        return max(dealt.worker_costs) <= MAX_SLOWDOWN[spec.causal] * max(one_by_one)
+
+    @classmethod
+    def choose(cls, request: DqRequest) -> "HeadPerCtaDq":
+        return cls(HeadSchedule.choose(request.spec, request.config))
+
+    def consumer(self, cta: Cta, warpgroup: WarpgroupIndex) -> DqConsumer:
+        return HeadPerCtaConsumer(cta, warpgroup)
+
+    @property
+    def accumulator_shape(self) -> tuple[int, int]:
+        schedule = cast(HeadSchedule, self.schedule)
+        return schedule.num_workers * schedule.accumulator_rows, schedule.dq_shape[1]
+
+    def allocate(
+        self, q: jax.Array | SanitizedArray, zeros: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return dQ like q, and the sums of each CTA."""
+        return lax.empty(q.shape, q.dtype), lax.empty(self.accumulator_shape, jnp.float32)
+
+    def finish(
+        self, dq: jax.Array, workspace: jax.Array | None, q: jax.Array | SanitizedArray
+    ) -> jax.Array:
+        return dq
+
+
+class HeadPerCtaConsumer(DqConsumer):
+    """A consumer that sums its tiles of dQ, and stores dQ at the last visit to a query block."""
+
+    def open(self) -> Scalar:
+        return DqVisit.none().encode()
+
+    def compute_destination(self, step: Step) -> Scalar:
+        return cast(HeadSchedule, self.cta.schedule).load_visit(step).encode()
+
+    def add(self, t: Scalar, destination: Scalar, dq: Callable[[], jax.Array]) -> None:
+        """Add the tile of dQ, of which the sum before is loaded while products are in flight."""
+        schedule = cast(HeadSchedule, self.cta.schedule)
+        visit, tile = DqVisit.decode(destination), self.compute_tile()
+        columns = self.cta.config.dq_range(tile)
+        row = schedule.compute_accumulator_row(visit.dq_block)
+        accumulator = self.cta.outputs.dq_workspace.at[row, columns]
+        summed = visit.is_last & ~visit.is_first
+        before = register_io.take_fragments(accumulator, tile.num_columns, summed)
+        value = dq()
+
+        def store() -> None:
+            target = self.cta.outputs.dq
+            batch, head, first = schedule.locate_q_block(visit.dq_block)
+            first += tile.rows.start
+            register_io.store_rows(
+                target.at[batch, pl.ds(first, tile.rows.size), head],
+                ((before + value) * schedule.spec.scale).astype(target.dtype),
+                tile.columns.start,
+                schedule.spec.q_len - first,
+            )
+
+        cond(
+            visit.is_last,
+            store,
+            lambda: register_io.put_fragments(accumulator, value, visit.is_first),
+        )
+
+
+class DqVisit(NamedTuple):
+    """A visit of a tile to a query block."""
+
+    dq_block: Scalar
+    is_first: jax.Array  # of all visits to the block
+    is_last: jax.Array
+
+    @classmethod
+    def none(cls) -> "DqVisit":
+        """Return a visit before all others: what it leaves is overwritten by the first one."""
+        return cls(I32(0), jnp.bool_(True), jnp.bool_(False))
+
+    @classmethod
+    def from_flags(cls, dq_block: Scalar, flags: Scalar) -> "DqVisit":
+        return cls(dq_block, flags & I32(1) != 0, flags & I32(2) != 0)
+
+    def encode(self) -> jax.Array:
+        """Return the visit as one int32, which loops carry."""
+        flags = self.is_last.astype(I32) << I32(1) | self.is_first.astype(I32)
+        return self.dq_block << I32(2) | flags
+
+    @classmethod
+    def decode(cls, code: Scalar) -> "DqVisit":
+        return cls.from_flags(code >> I32(2), code)
+
+
+class HeadBlockMask(NamedTuple):
+    """A `BlockMask`, with flags of the first and the last visit to each query block.
+
+    A block that nobody sees is visited once, for its dQ of 0.
+    """
+
+    num_blocks: Any
+    block_indices: Any
+    flags: Any  # int32 [B | 1, heads | 1, tiles, blocks], of a `DqVisit`
+
+    @classmethod
+    def from_classes(cls, classes: Any) -> "HeadBlockMask":
+        """Return the lists of classes of tiles, `[B | 1, heads | 1, tiles, blocks]`."""
+        xp, (tiles, blocks) = array_namespace(classes), classes.shape[2:]
+        first_tile = (np.arange(tiles) == 0).reshape(1, 1, -1, 1)
+        last_block = (np.arange(blocks) == blocks - 1).reshape(1, 1, 1, -1)
+        never_seen = xp.all(classes == EMPTY, 2, keepdims=True) & first_tile
+        sees_nothing = xp.all(classes == EMPTY, 3, keepdims=True) & last_block
+        classes = xp.where(never_seen | sees_nothing, np.int32(PARTIAL), classes)
+        visited = (classes != EMPTY).astype(np.int32)
+        before = xp.cumsum(visited, 2, dtype=np.int32) - visited
+        after = xp.sum(visited, 2, keepdims=True, dtype=np.int32) - visited - before
+        flags = (before == 0).astype(np.int32) + 2 * (after == 0).astype(np.int32)
+        return cls(*BlockMask.from_classes(reversed_classes(classes)), flags)
+
+
+class HeadSchedule(BackwardSchedule):
+    """The order of tiles head by head, from the first keys to the last. A head is a key head, or a split of its
+    group."""
 
     @property
     def bytes_in_l2(self) -> float:
-        """On the average: under a causal mask, the first queries are done before the last."""
+        """Return the bytes of all heads that run at the same time, on the average: under a causal mask, the first
+        queries are done before the last."""
         config, tiles = self.config, self.kv_tiles
         row_bytes = 2 * (config.head_dim + config.value_dim) + 4 * config.head_dim
-        part = (tiles + 1) / (2 * tiles) if self.spec.causal else 1.0
-        return self.num_workers * self.rows_of_head * config.block_q * row_bytes * part
+        share = (tiles + 1) / (2 * tiles) if self.spec.causal else 1.0
+        return self.num_workers * self.rows_of_head * config.block_q * row_bytes * share
 
     @property
     def heads_in_all(self) -> int:
-        return self.order.batch * self.order.heads
+        return self.spec.batch * self.heads
 
     @property
     def num_workers(self) -> int:
@@ -134,65 +207,48 @@ class HeadPerCtaSchedule(BackwardSchedule):
     def order(self) -> raster.RasterOrder:
         return dataclasses.replace(super().order, longest_first=False)
 
-    def coordinates(self, number: Any) -> tuple[Any, Any, Any]:
-        return self.order.coordinates(number)
+    def coordinates(self, tile_id: IntOrArray) -> tuple[IntOrArray, IntOrArray, IntOrArray]:
+        return self.order.coordinates(tile_id)
 
-    def tile(self, k: Any, first_step: Any, entry: list[Any], **arrays: Any) -> "HeadTile":
-        return HeadTile(self, k, first_step, *self.known(entry), **arrays)
+    def block_mask(self, classes: Any) -> HeadBlockMask:
+        return HeadBlockMask.from_classes(self.classes_by_kv_tile(classes))
 
-    def block_mask(self, classes: Any) -> HeadBlockMask:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return HeadBlockMask.of(self.classes_by_kv_tile(classes))
-
-    def tile_scheduler(self, seen: Any) -> StaticTileScheduler | DynamicTileScheduler:
-        """Dealt, or claimed head by head where masks make some longer."""
-        order = self.order
-        numbers = np.arange(order.count, dtype=np.int32)
-        if seen is not None:
-            shape = order.batch, order.heads, order.tiles
-            counts = (
-                tile_order_kernel.array_namespace(seen.num_blocks)
-                .broadcast_to(seen.num_blocks, shape)
-                .reshape(-1)
-            )
-            return DynamicTileScheduler.build(
-                numbers, counts, self.num_workers, together=order.tiles
-            )
-        cost = float(np.sum(self.num_steps(np.arange(order.tiles)) + 0.5))
+    def tile_scheduler(
+        self, block_mask: HeadBlockMask | None
+    ) -> StaticTileScheduler | DynamicTileScheduler:
+        """Return the scheduler that deals heads, or from which CTAs claim them where a mask makes some longer."""
+        order, workers = self.order, self.num_workers
+        tile_ids = np.arange(order.count, dtype=np.int32)
+        if block_mask is not None:
+            counts, shape = block_mask.num_blocks, (order.batch, order.heads, order.tiles)
+            counts = array_namespace(counts).broadcast_to(counts, shape).reshape(-1)
+            return DynamicTileScheduler.build(tile_ids, counts, workers, together=order.tiles)
+        cost = float(np.sum(self.count_steps(np.arange(order.tiles)) + 0.5))
         costs = [cost] * self.heads_in_all
-        return StaticTileScheduler.deal(
-            numbers[:, None], costs, self.num_workers, together=order.tiles
-        )
+        return StaticTileScheduler.deal(tile_ids[:, None], costs, workers, together=order.tiles)
 
     @property
     def rows_of_head(self) -> int:
-        """Blocks of queries that a head's keys meet."""
+        """Return the number of query blocks that the keys of a head meet."""
         return self.group * self.q_blocks
 
     @property
-    def _partial_rows(self) -> int:
-        """What has one visit alone is not added up; before the first tile, a row is written all the same."""
+    def accumulator_rows(self) -> int:
+        """Return how many rows of dQ a CTA sums: with one tile a head, only what the step before the first one
+        writes."""
         return self.rows_of_head if self.kv_tiles > 1 else 1
 
-    @property
-    def accumulator_shape(self) -> tuple[int, int]:
-        """Of what CTAs add up, of a head each."""
-        return self.num_workers * self._partial_rows, self.dq_shape[1]
-
-    def partial_row(self, row: Any) -> Any:
+    def compute_accumulator_row(self, dq_block: Scalar) -> Scalar:
         # computed anew each time: it would hold registers
-        cta = lax.optimization_barrier(lax.axis_index("cta"))
-        return cta * self._partial_rows + arithmetic.rem(row, self._partial_rows)
+        cta = rematerialize(lax.axis_index("cta"))
+        return cta * self.accumulator_rows + arithmetic.rem(dq_block, self.accumulator_rows)
 
-    def visit(self, step: Step) -> DqVisit:
-        if isinstance(step.tile, HeadTile) and step.tile.flags is not None:
-            flags = layouts.index_broadcast(step.tile.flags, *step.tile.coordinates)
-            return DqVisit.of(
-                step.dq_block, flags[arithmetic.rem(step.dq_block, self.rows_of_head)]
-            )
-        tile = step.tile.coordinates[2]
-        return DqVisit(step.dq_block, tile == 0, tile == self.last_kv_tile(step.first_query))
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadTile(KvTile):
-    flags: Any = None
+    def load_visit(self, step: Step) -> DqVisit:
+        """Compute the visit of a step, under a mask from its flags."""
+        tile, dq_block = step.tile, step.dq_block
+        if tile.block_mask is not None:
+            flags = layouts.index_broadcast(tile.block_mask.flags, *tile.compute_coordinates())
+            return DqVisit.from_flags(dq_block, flags[arithmetic.rem(dq_block, self.rows_of_head)])
+        kv_tile = tile.compute_coordinates()[2]
+        is_first = cast(jax.Array, kv_tile == 0)
+        return DqVisit(dq_block, is_first, kv_tile == self.last_kv_tile(step.compute_first_query()))

@@ -1,314 +1,170 @@
-"""A Hopper backward that adds dQ in one order: who may add when, and the tiles in that order.
+"""dQ that is added in one order, the same in every run (docs/decisions/0031-deterministic-dq.md).
 
-A tile adds to a row of dQ (a block of queries) when every tile of later keys that visits the row has.
-Tiles visit rows from the first to the last, and start from the last keys: under a causal mask a tile
-begins at its diagonal, so that the tile before it in this order is some steps ahead wherever they meet,
-and nobody waits. For other masks the order is as good as any.
+A tile adds to a row of dQ (a query block) when every tile of later keys that visits the row has. Tiles visit rows from
+the first to the last, and start from the last keys: under a causal mask a tile begins at its diagonal, so that the tile
+before it in this order is some steps ahead wherever they meet, and nobody waits. For other masks the order is as good
+as any.
 
-CTAs take tiles in one global order, each the next one when it is free, and a tile waits for earlier ones
-alone: so the earliest that is not done can always go on, whatever the number of CTAs, and however few of
-them a GPU has room for at a time.
+There is no deadlock: CTAs claim tiles in one global order, each the next one when it is free, and a tile waits for
+earlier ones alone. So the earliest tile that is not done can always go on, whatever the number of CTAs, and however few
+of them a GPU has room for at a time.
 
-A turn is passed on through device memory, which takes about as long as a step. So no warpgroup that
-multiplies takes part: of the one that loads, a warp looks whether a step may add, and another tells the
-next tile that it has. Those who add see barriers in shared memory alone.
+A turn is passed on through device memory, which takes about as long as a step. So no consumer warpgroup takes part up
+to H = 128: of the producer, one warp waits for the turn of a step, and another passes it on to the next tile. Consumers
+see barriers in shared memory alone.
 """
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, cast
 
-import numpy as np
+import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
-from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm90 import tile_order_kernel
-from pallas_fa2.backends.sm90.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.backward.memory import TURN_BARRIERS, SharedStorage
-from pallas_fa2.backends.sm90.backward.producer import Producer
-from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule, KvTile, Step
-from pallas_fa2.backends.sm90.primitives import layouts, named_barriers, thread_values
-from pallas_fa2.backends.sm90.scheduler import DynamicTileScheduler
-from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
-from pallas_fa2.schedule import raster
-
-# An entry of a list: whether the block is seen in full, how many tiles add to its row before, which
-# block it is, and whether it is visited at all.
-ORDINAL_BIT, BLOCK_BIT, EMPTY_BIT = 1, 15, 30
-MOST_TILES = 1 << (BLOCK_BIT - ORDINAL_BIT)
-# The entry of a run: how many blocks that the mask cuts, and how many full ones after them.
-FULL_BIT = 16
+from pallas_fa2.backends.common.primitives.types import Barrier, Ref, Scalar
+from pallas_fa2.backends.sm90.backward.config import CLUSTER_AXIS
+from pallas_fa2.backends.sm90.backward.cta import Cta, WarpgroupIndex
+from pallas_fa2.backends.sm90.backward.dq import turns
+from pallas_fa2.backends.sm90.backward.dq.atomic import AtomicConsumer
+from pallas_fa2.backends.sm90.backward.dq.ordered_schedule import OrderedSchedule, OrderedTile
+from pallas_fa2.backends.sm90.backward.dq.strategy import (
+    DqConsumer,
+    DqProducer,
+    DqRequest,
+    DqStrategy,
+)
+from pallas_fa2.backends.sm90.backward.kv_tile import Step
+from pallas_fa2.backends.sm90.nonfinite import SanitizedArray
+from pallas_fa2.backends.sm90.primitives.pipeline import Barriers
 
 
-class OrderedBlockMask(NamedTuple):
-    """The blocks that each tile visits, from the first to the last, in runs of cut and then full ones.
+class OrderedDq(DqStrategy):
+    """The strategy in which one tile after another adds to a row."""
 
-    A tile that sees nothing visits the last block nevertheless, as one that is cut: as in the lists by
-    which a mask is asked.
+    summary = "float32 dQ, additions in one order"
+    schedule_type = OrderedSchedule
+    tile_type = OrderedTile
+
+    @classmethod
+    def suits(cls, request: DqRequest) -> bool:
+        """Return whether the call wants deterministic gradients."""
+        return request.config.deterministic
+
+    @property
+    def barriers(self) -> Mapping[str, int]:
+        return {} if self.schedule.config.two_cta else {"dq_granted": 2, "dq_added": 2}
+
+    def consumer(self, cta: Cta, warpgroup: WarpgroupIndex) -> DqConsumer:
+        two_cta = self.schedule.config.two_cta
+        return (OrderedConsumer2Cta if two_cta else OrderedConsumer)(cta, warpgroup)
+
+    def producer(self, cta: Cta) -> DqProducer:
+        return OrderedProducer(cta)
+
+    def allocate(
+        self, q: jax.Array | SanitizedArray, zeros: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return dQ, and a word of turns for each row; with two CTAs one for each tile of a row."""
+        assert zeros is not None
+        rows, config = self.schedule.dq_shape[0], self.schedule.config
+        shape = (rows, config.num_dq_tiles) if config.two_cta else (rows,)
+        return zeros, jnp.zeros(shape, I32)
+
+
+class DqSemaphore(NamedTuple):
+    """The barriers through which the producer grants steps to the consumers of its CTA: two of each, for two steps."""
+
+    barriers: Barriers
+
+    def granted(self, t: Scalar) -> Barrier:
+        """Return the barrier that completes when dQ of step t may be added, by two arrivals of the producer."""
+        return self.barriers.at("dq_granted", t & I32(1))
+
+    def added(self, t: Scalar) -> Barrier:
+        """Return the barrier that completes when both consumers have added dQ of step t."""
+        return self.barriers.at("dq_added", t & I32(1))
+
+
+class OrderedConsumer(AtomicConsumer):
+    """A consumer that adds its tiles of dQ when the producer grants it."""
+
+    @property
+    def semaphore(self) -> DqSemaphore:
+        return DqSemaphore(self.cta.memory.full)
+
+    def open(self) -> Scalar:
+        # as if there were a step before the one before the first
+        plgpu.barrier_arrive(self.semaphore.added(I32(0)))
+        return super().open()
+
+    def add(self, t: Scalar, destination: Scalar, dq: Callable[[], jax.Array]) -> None:
+        value = dq()
+        plgpu.barrier_wait(self.semaphore.granted(t))
+        super().add(t, destination, lambda: value)
+        plgpu.barrier_arrive(self.semaphore.added(t))
+
+
+class OrderedConsumer2Cta(AtomicConsumer):
+    """A consumer that adds its tiles of dQ in turns of its own.
+
+    All warpgroups multiply here. But the owners of gradients wait for scores longer than a turn takes, and tiles of dQ
+    are disjoint: each has a turn of its own, which the warps that add it pass on themselves.
     """
 
-    num_blocks: Any  # int32 [B | 1, heads | 1, tiles]: blocks
-    block_indices: Any  # int32 [B | 1, heads | 1, tiles, blocks]
-    run_lengths: Any  # int32, of the same shape: from a place in the list on, a run
+    def _compute_word(self, dq_block: Scalar) -> Ref:
+        index = 2 * lax.axis_index(CLUSTER_AXIS) + self.warpgroup
+        return self.cta.outputs.dq_workspace.at[dq_block, index]
 
-    @classmethod
-    def of(cls, classes: Any) -> "OrderedBlockMask":
-        """From the classes of tiles, `[B | 1, heads | 1, tiles, blocks]`."""
-        xp, blocks = tile_order_kernel.array_namespace(classes), classes.shape[-1]
-        block = np.arange(blocks, dtype=np.int32).reshape(1, 1, 1, -1)
-        nothing = xp.all(classes == EMPTY, -1, keepdims=True) & (block == blocks - 1)
-        classes = xp.where(nothing, np.int32(PARTIAL), classes)
-        there = (classes != EMPTY).astype(np.int32)
-        later = xp.flip(xp.cumsum(xp.flip(there, -2), -2, dtype=np.int32), -2) - there
-        entries = (1 - there) << np.int32(EMPTY_BIT) | block << np.int32(BLOCK_BIT)
-        entries |= later << np.int32(ORDINAL_BIT) | (classes == FULL).astype(np.int32)
-        lists = xp.sort(entries, -1)
-        listed = lists < np.int32(1 << EMPTY_BIT)
-        full = listed & (lists & 1 == 1)
-        cut = listed & ~full
-        cut_end = _next(~cut, xp)
-        full_end = xp.take_along_axis(_next(~full, xp), xp.minimum(cut_end, blocks - 1), -1)
-        full_end = xp.where(cut_end < blocks, full_end, blocks)
-        runs = (full_end - cut_end) << np.int32(FULL_BIT) | (cut_end - block)
-        return cls(xp.sum(listed, -1, dtype=np.int32), lists, runs)
+    def begin(self, step: Step) -> None:
+        schedule = cast(OrderedSchedule, self.cta.schedule)
+        turns.take_dq_turn(self._compute_word(step.dq_block), schedule.compute_dq_rank(step))
+
+    def add(self, t: Scalar, destination: Scalar, dq: Callable[[], jax.Array]) -> None:
+        super().add(t, destination, dq)
+        turns.give_dq_turn(self._compute_word(destination))
 
 
-def _next(x: Any, xp: Any) -> Any:
-    """From each place on, the first where x holds, or one after the last."""
-    size = x.shape[-1]
-    places = xp.where(x, np.arange(size, dtype=np.int32).reshape(1, 1, 1, -1), np.int32(size))
-    if xp is np:
-        return np.flip(np.minimum.accumulate(np.flip(places, -1), -1), -1)
-    return lax.cummin(places, places.ndim - 1, reverse=True)
+class _Turns(NamedTuple):
+    """The turns of the two steps before the next one."""
+
+    dq_block: Scalar  # of the step before
+    rank: Scalar  # of the step before
+    dq_block_before: Scalar  # of the step before that
 
 
-class DeterministicSchedule(BackwardSchedule):
-    """Tiles are numbered in the order in which they are taken: all heads of a section, from the last
-    keys to the first."""
+class OrderedProducer(DqProducer):
+    """A producer that, one step behind its loads, waits until dQ may be added, and two behind passes the turn on.
 
-    ARRAYS = "block_indices", "run_lengths"
-    DQ_ACCUMULATION = "float32 dQ, additions in one order"
-
-    @classmethod
-    def choose(cls, problem: KernelSpec, config: BackwardConfig, classes: Any = None) -> Self:
-        """Under a mask with a tile for each head of a group, as the longest may come last."""
-        if problem.mask is not None:
-            return cls(problem, config, problem.group)
-        return super().choose(problem, config)
-
-    @property
-    def order(self) -> raster.RasterOrder:
-        # from the last tile of a head to the first, whichever is the longest
-        return dataclasses.replace(super().order, longest_first=True)
-
-    @property
-    def turns_shape(self) -> tuple[int, ...]:
-        """Of the blocks of queries; in pairs of CTAs of the parts of each."""
-        rows, _ = self.dq_shape
-        return (rows, self.config.num_dq_parts) if self.config.two_cta else (rows,)
-
-    def coordinates(self, number: Any) -> tuple[Any, Any, Any]:
-        return self.order.coordinates(number)
-
-    def block_mask(self, classes: Any) -> OrderedBlockMask:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return OrderedBlockMask.of(self.classes_by_kv_tile(classes))
-
-    def tile_scheduler(self, seen: Any) -> DynamicTileScheduler:
-        """With how many blocks each visits under a mask."""
-        numbers = np.arange(self.order.count, dtype=np.int32)
-        counts = 0 * numbers
-        if seen is not None:
-            shape = self.order.batch, self.order.heads, self.kv_tiles
-            counts = tile_order_kernel.array_namespace(seen.num_blocks).broadcast_to(
-                seen.num_blocks, shape
-            )
-            counts = counts[self.coordinates(numbers)]
-        return DynamicTileScheduler.build(numbers, counts, self.num_workers, reserved=False)
-
-    def tile(self, k: Any, first_step: Any, entry: list[Any], **arrays: Any) -> "DeterministicTile":
-        return DeterministicTile(self, k, first_step, *self.known(entry), **arrays)
-
-    def block(self, listed: Any) -> Any:
-        return listed >> I32(BLOCK_BIT) & I32((1 << (EMPTY_BIT - BLOCK_BIT)) - 1)
-
-    def dq_rank(self, step: Step) -> Any:
-        """How many tiles add to the step's row of dQ before."""
-        tile = step.tile
-        if tile.block_indices is not None:
-            return tile.kv_list(step.global_step) >> I32(ORDINAL_BIT) & I32(MOST_TILES - 1)
-        first_query = arithmetic.rem(step.dq_block, self.q_blocks) * self.config.block_q
-        return self.last_kv_tile(first_query) - tile.coordinates[2]
-
-
-@dataclasses.dataclass(frozen=True)
-class DeterministicTile(KvTile):
-    run_lengths: Any = None
-
-    @property
-    def next_step(self) -> Any:
-        return super().next_step if self.counts is None else self.first_step + self.counts
-
-    def each_step(self, body: Any, carry: Any = None, apart: bool = False) -> Any:
-        if self.block_indices is None or not apart:
-            return super().each_step(body, carry)
-
-        def hidden(step: Step, carry: Any) -> Any:
-            """LLVM would keep what follows from the number in registers, of both loops in both."""
-            names = "tile_id", "counts", "first_step", "k"
-            values = lax.optimization_barrier([getattr(self, name) for name in names])
-            tile = dataclasses.replace(self, **dict(zip(names, values, strict=True)))
-            return body(step._replace(tile=tile), carry)
-
-        def run(state: tuple) -> tuple:
-            t, *carried = state
-            counts = layouts.index_broadcast(self.run_lengths, *self.coordinates)[
-                t - self.first_step
-            ]
-            first_full = t + (counts & I32((1 << FULL_BIT) - 1))
-            end = first_full + (counts >> I32(FULL_BIT))
-            found = self.loop(hidden, t, first_full, True, tuple(carried))
-            return end, *self.loop(hidden, first_full, end, False, found)
-
-        state = self.first_step, self.first_row, carry
-        return lax.while_loop(lambda state: state[0] < self.next_step, run, state)[2]
-
-
-@dataclasses.dataclass(frozen=True)
-class DqSemaphore:
-    """The barriers by which the warpgroups of a CTA take their turns."""
-
-    full: Any
-    first: int
-
-    @classmethod
-    def of(cls, memory: SharedStorage) -> "DqSemaphore":
-        return cls(memory.full, memory.full.shape[0] - TURN_BARRIERS)
-
-    def granted(self, t: Any) -> Any:
-        """Completed when a step's dQ may be added, by two arrivals of the loader."""
-        return self.full.at[self.first + (t & I32(1))]
-
-    def added(self, t: Any) -> Any:
-        """Completed when it has been."""
-        return self.full.at[self.first + 2 + (t & I32(1))]
-
-    def prime(self) -> None:
-        """By those who add: as if there were a step before the one before the first."""
-        plgpu.barrier_arrive(self.added(I32(0)))
-
-    def acquire(self, t: Any) -> None:
-        plgpu.barrier_wait(self.granted(t))
-
-    def release(self, t: Any) -> None:
-        plgpu.barrier_arrive(self.added(t))
-
-
-class DeterministicProducer(Producer):
-    """Looks one step behind its loads whether dQ may be added, and two behind tells that it has been.
-
-    Its warps do not wait for each other: while one looks and another's addition becomes visible, the first
-    loads. But those who add wait for an arrival of all four, which follows their waits for the next step's
-    buffers; so none of them is ever two phases of a barrier behind, and takes one for the other.
+    The four warps run unsynchronized: while one polls and another's signal becomes visible, the first one loads. But
+    the consumers wait for arrivals of all four, which follow their waits for the next step's buffers. So none of them
+    is ever two phases of a barrier behind, and takes one for the other.
     """
 
-    def start(self, row: Any) -> tuple[Any, Any, Any]:
-        return row, I32(0), row
+    def open(self) -> _Turns:
+        return _Turns(self.cta.no_dq_block(), I32(0), self.cta.no_dq_block())
 
-    def visit(self, tile: KvTile, dq_row: Any, look: Callable) -> Any:
-        def load(step: Step, before: tuple) -> tuple:
-            self.load(step)
-            self.pass_turns(step.global_step, *before)
-            if (
-                self.memory.pairwise
-            ):  # several pieces a step: the bound above does not hold for theirs
-                _meet_warps()  # pyright: ignore[reportCallIssue]
-            return step.dq_block, self.schedule.dq_rank(step), before[0]  # pyright: ignore[reportAttributeAccessIssue]
+    def step(self, step: Step, state: _Turns) -> _Turns:
+        self._pass_turns(step.global_step, state)
+        if self.cta.memory.pairwise:
+            # Their pipelines make several steps in one, for which the bound above does not hold.
+            turns.sync_producer_warps()
+        rank = cast(OrderedSchedule, self.cta.schedule).compute_dq_rank(step)
+        return _Turns(step.dq_block, rank, state.dq_block)
 
-        return tile.each_step(load, dq_row), look()
+    def close(self, steps: Scalar, state: _Turns) -> None:
+        self._pass_turns(steps, state)
+        self._end_turn(steps - 1, state.dq_block)
 
-    def pass_turns(self, t: Any, row: Any, ordinal: Any, row_before: Any) -> None:
-        """Of the step before t, and of the one before that."""
-        turns = DqSemaphore.of(self.memory)
-        wait_dq_turn(self.outputs.turns, row, ordinal)
+    def _pass_turns(self, t: Scalar, state: _Turns) -> None:
+        """Wait for the turn of step t - 1, and pass on that of step t - 2."""
+        turns.wait_dq_turn(self.cta.outputs.dq_workspace.at[state.dq_block], state.rank)
         for _ in range(2):
-            plgpu.barrier_arrive(turns.granted(t - 1))
-        self.tell(t - 2, row_before)
+            plgpu.barrier_arrive(DqSemaphore(self.cta.memory.full).granted(t - 1))
+        self._end_turn(t - 2, state.dq_block_before)
 
-    def tell(self, t: Any, row: Any) -> None:
-        plgpu.barrier_wait(DqSemaphore.of(self.memory).added(t))
-        end_dq_turn(self.outputs.turns, row)
-
-    def close(self, steps: Any, tiles: Any, dq_row: Any) -> None:
-        self.pass_turns(steps, *dq_row)
-        self.tell(steps - 1, dq_row[0])
-        super().close(steps, tiles, dq_row)
-
-
-WARPS = 4
-# Which warp of the four; the first one issues copies, and the last claims tiles.
-POLL_WARP, SIGNAL_WARP = 1, 2
-
-
-def wait_dq_turn(turns: Any, row: Any, ordinal: Any) -> None:
-    """One warp waits until so many tiles have added to a row; to the others it is nothing."""
-    _await_turn(turns.at[row], ordinal)  # pyright: ignore[reportCallIssue]
-
-
-def end_dq_turn(turns: Any, row: Any) -> None:
-    """One warp tells that a tile has added to a row: its CTA's additions come before.
-
-    What orders them is the release of the one and the acquire of the other, through the barriers that
-    either has passed.
-    """
-    _end_turn(turns.at[row])  # pyright: ignore[reportCallIssue]
-
-
-def take_dq_turn(turn: Any, ordinal: Any) -> None:
-    """Each warp of a warpgroup waits until so many tiles have added what it will add to."""
-    _take_turn(turn, ordinal * WARPS)  # pyright: ignore[reportCallIssue]
-
-
-def give_dq_turn(turn: Any) -> None:
-    """Each warp tells that it has added."""
-    _give_turn(turn)  # pyright: ignore[reportCallIssue]
-
-
-@plgpu.inline_mgpu(arg_types=())
-def _meet_warps(_: Any) -> None:
-    """The warps of the warpgroup that loads wait for each other."""
-    void, code = ir.Type.parse("!llvm.void"), f"bar.sync {named_barriers.FIRST_TURN}, 128;"
-    llvm.inline_asm(void, [], code, "", has_side_effects=True)
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-def _await_turn(_: Any, turn: Any, ordinal: Any) -> None:
-    code = "look: ld.acquire.gpu.global.b32 v, [$1]; setp.lt.s32 p, v, $2; @p bra look;"
-    thread_values.on_warp(
-        POLL_WARP, code, "l,r", thread_values.address(turn), ordinal.registers[()]
-    )
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-def _end_turn(_: Any, turn: Any) -> None:
-    code = "@leader red.release.gpu.global.add.s32 [$1], 1;"
-    thread_values.on_warp(SIGNAL_WARP, code, "l", thread_values.address(turn))
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-def _take_turn(_: Any, turn: Any, ordinal: Any) -> None:
-    code = (
-        "{ .reg .pred p; .reg .b32 v; look: ld.acquire.gpu.global.b32 v, [$0]; "
-        "setp.lt.s32 p, v, $1; @p bra look; }"
-    )
-    operands = [thread_values.address(turn), ordinal.registers[()]]
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, "l,r", has_side_effects=True)
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-def _give_turn(_: Any, turn: Any) -> None:
-    thread_values.warp_release_add(turn, 1)
+    def _end_turn(self, t: Scalar, dq_block: Scalar) -> None:
+        """Pass the turn of step t on, once its dQ is added."""
+        plgpu.barrier_wait(DqSemaphore(self.cta.memory.full).added(t))
+        turns.end_dq_turn(self.cta.outputs.dq_workspace.at[dq_block])

@@ -1,0 +1,1 @@
+"""Layouts, inline PTX and operations on register tiles of every GPU backend."""

@@ -1,0 +1,68 @@
+"""Mosaic GPU kernels, and how XLA calls them."""
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa2.backends.common.module_name import fix_module_name
+from pallas_fa2.backends.common.primitives.types import Ref, Scratch
+
+
+def isolate_from_fusion(kernel: Callable) -> Callable:
+    """Return the kernel on arrays that have memory of their own.
+
+    XLA would fuse it with slices around it, as in a scan, and has it read and write in the middle of
+    larger arrays. Mosaic wants arrays aligned to 256 bytes, and what a kernel adds to (`pl.run_state`) is
+    no longer what it was before.
+    """
+    barrier = lax.optimization_barrier
+    return lambda *arrays: barrier(kernel(*barrier(arrays)))
+
+
+def build_kernel(
+    name: str,
+    run: Callable,
+    memory: Scratch,
+    out_type: Any,
+    grid: dict[str, int],
+    warpgroups: int,
+    cluster: Mapping[str, int] = types.MappingProxyType({}),
+) -> Callable[..., Any]:
+    """Return a kernel: run(arrays in device memory, memory) in every warpgroup of every CTA.
+
+    Profiles show its name. `memory` is a pytree of what a CTA allocates; `grid` counts clusters. Without `out_type` the
+    kernel writes to references, and the caller has to isolate from fusion what makes these (`isolate_from_fusion`).
+    """
+    flat, tree = jax.tree.flatten(memory)
+
+    def body(*refs: Ref) -> None:
+        fix_module_name()
+        num_arrays = len(refs) - len(flat)
+        run(refs[:num_arrays], jax.tree.unflatten(tree, refs[num_arrays:]))
+
+    body.__name__ = name
+    params = plgpu.CompilerParams(
+        approx_math=True,
+        unsafe_no_auto_barriers=True,
+        reduction_scratch_bytes=0,
+        # The kernels name their layouts. Pallas's default infers them, for longer than all else takes.
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+    )
+    kernel = plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=flat,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        cluster=tuple(cluster.values()),
+        cluster_names=tuple(cluster),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=params,
+    )
+    writes_references = not jax.tree.leaves(out_type)
+    return kernel if writes_references else isolate_from_fusion(kernel)

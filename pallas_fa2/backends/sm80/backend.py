@@ -1,0 +1,168 @@
+"""The mma.sync kernels as a backend: lengths, shards and values that are not finite are dealt with outside of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.arithmetic import LOG2E, round_up
+from pallas_fa2.backends.common.aux_gradients import aux_gradients
+from pallas_fa2.backends.common.aux_grads import AuxGrads, pairwise_from_fragments
+from pallas_fa2.backends.common.batching import batched
+from pallas_fa2.backends.common.causal_trim import causal_trim
+from pallas_fa2.backends.common.compiled_mods import CompiledMods, RuntimeAux
+from pallas_fa2.backends.common.second_order import forbid_second_order
+from pallas_fa2.backends.protocol import Backend, KernelDescription
+from pallas_fa2.backends.sm80 import configs, first_use, support
+from pallas_fa2.backends.sm80.backward.config import BackwardConfig
+from pallas_fa2.backends.sm80.backward.kernel import gradients
+from pallas_fa2.backends.sm80.backward.schedule import block_mask_by_keys
+from pallas_fa2.backends.sm80.forward.config import ForwardConfig
+from pallas_fa2.backends.sm80.forward.kernel import attention
+from pallas_fa2.device import Device
+from pallas_fa2.ir.call_spec import CallSpec, Operands, split_floats
+
+
+def forward(
+    spec: CallSpec,
+    config: ForwardConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    operands: Operands,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
+    trim = causal_trim(spec)
+    mods = CompiledMods.compile(spec, trim, trim.operands(operands), *config.tile)
+
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, runtime: RuntimeAux) -> tuple:
+        kernel_spec = mods.make_kernel_spec(q.shape[0], q.shape[2], k.shape[2])
+        plan = mods.plan_mask(kernel_spec, runtime, config.tile, q_axis=0)
+        if kernel_spec.guards_nonfinite:
+            k, v = _sanitize_keys(k, v)
+        masks = plan.block_mask, plan.aux, plan.mask_bits
+        return attention(plan.kernel_spec, config, q, k, v, *masks)
+
+    axes = mods.sharded_axes(("b.n.", "b.k.", "b.k."), ("b.n.", "bn."))
+    out, lse = batched(kernel, support.batch_limit(spec), axes)(
+        trim.queries(q), trim.keys(k), trim.keys(v), mods.runtime
+    )
+    return trim.untrim_queries(out), trim.untrim_queries(lse, -jnp.inf, axis=2)
+
+
+def backward(
+    spec: CallSpec,
+    config: BackwardConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    operands: Operands,
+    needs_grad: tuple[bool, ...],
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
+    """Return the gradients of q, k, v and of the floating-point inputs of scores; 0 for those that need none."""
+    trim = causal_trim(spec)
+    trimmed_operands = trim.operands(operands)
+    mods = CompiledMods.compile(spec, trim, trimmed_operands, *config.tile, needs_grad)
+    q, k, v, out, lse, dout, dlse = forbid_second_order((q, k, v, out, lse, dout, dlse))
+
+    def kernel(*args: Any) -> tuple:
+        q, k, v, out, dout, lse, dlse, runtime = args
+        kernel_spec = mods.make_kernel_spec(q.shape[0], q.shape[2], k.shape[2])
+        plan = mods.plan_mask(kernel_spec, runtime, config.tile, q_axis=1)
+        block_mask = None if plan.classes is None else block_mask_by_keys(plan.classes)
+        delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+        delta = -delta if dlse is None else dlse - delta
+        if kernel_spec.guards_nonfinite:
+            q, k, dout, lse = _sanitize_for_backward(q, k, dout, lse)
+        extra = -kernel_spec.q_len % config.block_q
+        lse, delta = (
+            jnp.pad(x, ((0, 0), (0, 0), (0, extra)), constant_values=fill)
+            for x, fill in ((lse, -jnp.inf), (delta, 0.0))
+        )
+        masks = block_mask, plan.aux, plan.mask_bits
+        return gradients(plan.kernel_spec, config, q, k, v, dout, lse, delta, *masks)
+
+    arguments = ("b.n.", "b.k.", "b.k.", "b.n.", "b.n.", "bn.", None if dlse is None else "bn.")
+    axes = mods.sharded_axes(arguments, ("b.n.", "b.k.", "b.k.", AuxGrads.axes(mods.score)))
+    dq, dk, dv, aux_grads = batched(kernel, support.batch_limit(spec), axes)(
+        trim.queries(q),
+        trim.keys(k),
+        trim.keys(v),
+        trim.queries(out),
+        trim.queries(dout),
+        trim.queries(jnp.where(lse == -jnp.inf, -jnp.inf, lse * -LOG2E), 2),
+        None if dlse is None else trim.queries(dlse, 2),
+        mods.runtime,
+    )
+    dq = trim.untrim_queries(dq)
+    dk, dv = (trim.untrim_keys(x, spec.kv_len) for x in (dk, dv))
+    floats, trimmed = (split_floats(x.scores)[0] for x in (operands, trimmed_operands))
+    dscores = aux_gradients(mods.spec, mods.score, aux_grads, trimmed, pairwise_from_fragments)
+    dscores = [trim.untrim_aux(dx, x) for dx, x in zip(dscores, floats, strict=True)]
+    return dq, dk, dv, tuple(dscores)
+
+
+def _sanitize_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return values that are finite, and keys that are NaN where their values were not.
+
+    P V multiplies hidden values by 0, and 0 times infinity is NaN. The scores of such a key are NaN, and with them the
+    output, unless the mask hides them.
+    """
+    finite = jnp.isfinite(v).all(-1, keepdims=True)
+    return jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
+
+
+def _sanitize_for_backward(
+    q: jax.Array, k: jax.Array, dout: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return q, k and dout that are finite, and an lse that is NaN in rows where q or dout was not.
+
+    P and dS are 0 where a mask hides a pair, and multiply these. Elsewhere, lse or delta is NaN where one of them was not
+    finite, and with it P or dS.
+    """
+    q_finite, k_finite, dout_finite = (jnp.isfinite(x).all(-1, keepdims=True) for x in (q, k, dout))
+    rows = (q_finite & dout_finite)[..., 0].swapaxes(1, 2)
+    q, k, dout = (
+        jnp.where(finite, x, 0) for finite, x in ((q_finite, q), (k_finite, k), (dout_finite, dout))
+    )
+    return q, k, dout, jnp.where(rows, lse, jnp.nan)
+
+
+def describe(
+    spec: CallSpec, forward: ForwardConfig, backward: BackwardConfig, operands: Operands
+) -> KernelDescription:
+    """Describe the kernels of a call, of which nothing runs."""
+    blocks = ", blocks from lists" if spec.has_general_mask else ""
+    rows = spec.batch * spec.q_heads * round_up(spec.q_len, backward.block_q)
+    keys = spec.batch * spec.q_heads * round_up(spec.kv_len, backward.block_kv)
+    shares = 0 if spec.group == 1 else keys * (backward.head_dim + backward.value_dim)
+    return KernelDescription(
+        forward.tile,
+        f"mma.sync, a CTA of {4 * forward.warpgroups} warps for {forward.block_q} queries, {forward.block_kv} keys at a "
+        f"time{blocks}",
+        f"mma.sync, a CTA of {4 * backward.warpgroups} warps for {backward.block_kv} keys, {backward.block_q} queries at "
+        f"a time{blocks}; float32 dQ, atomic additions in any order",
+        4 * (rows * (backward.head_dim + 2) + shares),
+    )
+
+
+def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
+    """Return why the kernels cannot run a call on a device, or must not, or None."""
+    reason = support.unsupported_reason(spec, device)
+    return first_use.failure((forward, backward), device) if reason is None else reason
+
+
+BACKEND = Backend(
+    name="ampere",
+    unsupported_reason=unsupported_reason,
+    configure=configs.configure,
+    forward=forward,
+    backward=backward,
+    describe=describe,
+    config_type=ForwardConfig,
+    is_fused=True,
+)

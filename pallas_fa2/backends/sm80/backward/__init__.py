@@ -1,0 +1,1 @@
+"""The backward: FlashAttention-2, Algorithm 2."""

@@ -1,0 +1,66 @@
+"""The configuration of a backward kernel."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from jax.experimental import pallas as pl
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Tile sizes of one backward kernel. A CTA computes dK and dV of `block_kv` keys of one head."""
+
+    head_dim: int  # of queries and keys: a multiple of 32 up to 256; arrays may have less
+    value_dim: int
+    warpgroups: int = 2
+    # Tiles of 64 keys a warpgroup: 16 or 32 keys a warp. Two share each fragment of Q and dO, which halves most of the
+    # traffic of shared memory.
+    key_tiles: int = 1
+    stages: int = 1  # buffers of Q and of dO
+    # Queries of a block whose scores are formed at once, where warpgroups divide the keys.
+    score_queries: int = 64
+    # Whether warpgroups divide the columns of dK and dV, and not the keys: at H = 128 a warp then has 32 keys, and beyond, the
+    # gradients of 64 keys would take more registers than a warpgroup has.
+    split_columns: bool = False
+    # Whether fragments of K (for S alone) and of V are loaded once: 32 registers for 128 columns of 64 keys.
+    k_in_registers: bool = False
+    v_in_registers: bool = False
+    # Whether dQ is added 16 bytes at a time: from compute capability 9.0 on.
+    vector_atomics: bool = False
+    block_q: ClassVar[int] = 64
+
+    @property
+    def block_kv(self) -> int:
+        return 64 * self.key_tiles * (1 if self.split_columns else self.warpgroups)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.block_q, self.block_kv
+
+    @property
+    def score_columns(self) -> int:
+        """Return of how many queries a warpgroup forms scores at once."""
+        return self.block_q // self.warpgroups if self.split_columns else self.score_queries
+
+    def panel(self, dim: int, shared: bool) -> int:
+        """Return the columns of a swizzled panel of rows of this length; if they are `shared`, a warpgroup's columns are
+        whole panels."""
+        return 64 if (dim // self.warpgroups if shared else dim) % 64 == 0 else 32
+
+    def share(self, dim: int, warpgroup: Any) -> Any:
+        """Return a warpgroup's columns of dQ, and where columns are divided, of dK or dV."""
+        size = dim // self.warpgroups
+        return pl.ds(warpgroup * size, size)
+
+    @property
+    def column_shares(self) -> int:
+        """Return into how many parts warpgroups divide the columns of dK and dV."""
+        return self.warpgroups if self.split_columns else 1
+
+    @property
+    def smem_bytes(self) -> int:
+        """Return the bytes of shared memory that a CTA takes."""
+        dims = self.head_dim + self.value_dim
+        operands = (self.block_kv + self.stages * self.block_q) * dims
+        tiles = (2 if self.split_columns else 1) * self.block_kv * self.block_q
+        return 2 * (operands + tiles) + 8 * self.stages * self.block_q

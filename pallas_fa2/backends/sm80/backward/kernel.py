@@ -1,0 +1,130 @@
+"""FlashAttention-2, Algorithm 2, by mma.sync: a CTA for each block of keys of a head.
+
+The products are transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T leave registers as left operands of dV and
+dK. dS goes through shared memory once, for dQ, which is added up in float32 in device memory. Heads of a group have dK and
+dV of their own, which are added up afterwards: with all heads in one CTA, Q and dO of more heads than L2 holds are in use at
+a time (a call with gradients took 1.19 of the time, llama8b_8k).
+
+From H = 128 on (`split_columns`) the warpgroups divide the columns of dK, dV and dQ, each forms the scores of half of the
+queries, and P goes through shared memory as dS does.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_fa2 import arithmetic
+from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.aux_grads import AuxGrads
+from pallas_fa2.backends.common.aux_inputs import AuxInputs
+from pallas_fa2.backends.common.block_mask import BlockMask
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import (
+    launch,
+    swizzle,
+)
+from pallas_fa2.backends.sm80.backward.config import BackwardConfig
+from pallas_fa2.backends.sm80.backward.key_block import KeyBlock
+from pallas_fa2.backends.sm80.backward.memory import Inputs, Outputs, SharedStorage, shared_storage
+from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
+from pallas_fa2.backends.sm80.primitives import accumulate, async_copy
+
+
+def gradients(
+    spec: KernelSpec,
+    config: BackwardConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    block_mask: BlockMask | None = None,
+    aux: AuxInputs | None = None,
+    mask_bits: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, AuxGrads | None]:
+    """Return dq, dk and dv, like q `[B, T, N, H]`, k `[B, S, K, H]` and v `[B, S, K, Hv]`, and gradients of aux inputs.
+
+    `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of 64, both negated: -lse in base 2, -inf where a row does not
+    exist, so that its probabilities are 0; and -rowsum(dO O). Under a mask, `block_mask` lists the blocks of queries of every
+    block of keys; `aux` is what masks, scores and dropout read, and `mask_bits` are those of a mask that is precomputed.
+    """
+    schedule = BackwardSchedule(spec, config)
+    sums = jnp.zeros(
+        tiles_shape(spec, schedule.q_blocks, config.head_dim, config.warpgroups), jnp.float32
+    )
+    dk, dv = lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype)
+    if spec.group > 1:
+        blocks = schedule.kv_tiles * (config.block_kv // 64)
+        dk, dv = (
+            lax.empty(tiles_shape(spec, blocks, dim, config.column_shares), jnp.float32)
+            for dim in (config.head_dim, config.value_dim)
+        )
+    aux_grads = None
+    if aux is not None:
+        aux = aux.with_index_row(*config.tile)
+        if spec.score is not None:
+            lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
+            aux_grads = AuxGrads.zeros(spec, q.dtype, lengths, aux)
+    block_mask = jax.tree.map(jnp.asarray, block_mask)
+    inputs = Inputs(q, k, v, dout, lse, delta, block_mask, aux, mask_bits)
+    outputs = Outputs(sums, dk, dv, aux_grads)
+    read, read_tree = jax.tree.flatten(inputs)
+    written, written_tree = jax.tree.flatten(outputs)
+
+    def run(refs: tuple, memory: SharedStorage) -> None:
+        inputs = jax.tree.unflatten(read_tree, refs[: len(read)])
+        outputs = jax.tree.unflatten(written_tree, refs[len(read) :])
+        KeyBlock.start(schedule, inputs, outputs, memory).differentiate()
+
+    grid, memory = {"cta": schedule.raster_order.count}, shared_storage(config, q.dtype)
+    kernel = launch.build_kernel("attention_gradients", run, memory, (), grid, config.warpgroups)
+
+    @launch.isolate_from_fusion
+    def add_up(read: list, written: tuple) -> tuple:
+        return pl.run_state(lambda refs: kernel(*read, *refs))(written)
+
+    outputs = jax.tree.unflatten(written_tree, add_up(read, tuple(written)))
+    dq, dk, dv, aux_grads = outputs
+    dq = convert_tiles(dq, q, spec.scale, config.vector_atomics)
+    if spec.group > 1:
+        dk = convert_tiles(dk, k, spec.scale, vectors=True)
+        dv = convert_tiles(dv, v, spec.dropout_scale, vectors=True)
+    return dq, dk, dv, aux_grads
+
+
+def tiles_shape(spec: KernelSpec, blocks: int, dim: int, shares: int) -> tuple[int, ...]:
+    """Return the shape of float32 tiles of all heads, `[B, N, blocks of 64 rows, shares of columns, a share's tile]`."""
+    return spec.batch, spec.q_heads, blocks, shares, 64 * dim // shares
+
+
+def convert_tiles(tiles: jax.Array, like: jax.Array, scale: float, vectors: bool) -> jax.Array:
+    """Return dQ, dK or dV like q, k or v `[B, T, K, H]` from float32 tiles, `[B, N, blocks, shares, a share's tile]`, of which
+    those of a group's heads are added up."""
+    batch, length, heads, _ = like.shape
+    _, q_heads, blocks, shares, size = tiles.shape
+    columns, group = size // 64, q_heads // heads
+
+    def run(refs: tuple, memory: list[Any]) -> None:
+        (tiles, target), (buffer,) = refs, memory
+        entry, head, block = arithmetic.unravel(lax.axis_index("cta"), (batch, heads, blocks))
+        share = lax.axis_index("warpgroup") if shares > 1 else I32(0)
+        each = (tiles.at[entry, head * group + i, block, share] for i in range(group))
+        loaded = (accumulate.load_tile(x, columns, vectors) for x in each)
+        total = functools.reduce(jnp.add, loaded) * scale
+        buffer.at[:, pl.ds(share * columns, columns)][...] = total.astype(like.dtype)
+        async_copy.sync_cta(shares)
+        rows = target.at[entry, pl.ds(block * 64, 64), head]
+        async_copy.store_rows(buffer, rows, shares, length - block * 64)
+
+    panel = 64 if columns % 64 == 0 else 32
+    memory = [swizzle.swizzled_smem(64, shares * columns, dtype=like.dtype, panel=panel)]
+    out_type = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    kernel = launch.build_kernel(
+        "convert", run, memory, out_type, {"cta": batch * heads * blocks}, shares
+    )
+    return kernel(tiles)

@@ -1,0 +1,126 @@
+"""Checks the kernels on a GPU of a kind on which nobody has run them, when they are first used there.
+
+A small case of each family of kernels is compared with the definition, in about a second and the time that its compilation
+takes. The result is kept in a file for that GPU and the versions of its driver, of JAX and of this package.
+"""
+
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_fa2.backends import reference
+from pallas_fa2.backends.sm80 import configs
+from pallas_fa2.device import Device
+from pallas_fa2.masks import Causal, SlidingWindow
+from pallas_fa2.parse_call import parse_call
+
+# Compute capabilities on which the tests of the kernels have run.
+RUN_ON = ("9.0",)
+# Head dims of kernels that differ in their code.
+FAMILIES = (64, 96, 128, 256)
+# Relative error, in the 2-norm, of what is computed from bfloat16: 0.002 to 0.003 on an H200.
+MAX_ERROR = 0.01
+
+type Kernels = tuple[Callable, Callable]  # a backend's forward and backward
+
+
+def cache_file() -> pathlib.Path:
+    """Return where results are kept: in PALLAS_FA2_CACHE, or in the user's cache directory."""
+    default = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    directory = os.environ.get("PALLAS_FA2_CACHE") or default / "pallas_fa2"
+    return pathlib.Path(directory) / "first_use.json"
+
+
+def failure(kernels: Kernels, device: Device) -> str | None:
+    """Return why the kernels must not be used on a device, or None: they are right, were run on such a GPU by others, or
+    this process has none."""
+    if device.capability in RUN_ON:
+        return None
+    gpus = [d for d in jax.local_devices() if d.platform == "gpu" and d.device_kind == device.kind]
+    if not gpus:  # a program is compiled for a device that is elsewhere
+        return None
+    return _remembered(kernels, device, gpus[0])
+
+
+@functools.lru_cache
+def _remembered(kernels: Kernels, device: Device, gpu: Any) -> str | None:
+    file = cache_file()
+    versions = gpu.client.platform_version.replace("\n", " ")
+    key = f"{device.kind}, {device.capability}, {versions}, jax {jax.__version__}, {_version()}"
+    try:
+        results = json.loads(file.read_text())
+    except (OSError, ValueError):
+        results = {}
+    if key not in results:
+        # In a thread of its own: a caller may be tracing.
+        with ThreadPoolExecutor(1) as pool:
+            results[key] = pool.submit(check, kernels, device, gpu).result()
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(results, indent=1))
+        except OSError:
+            pass  # it is checked again in the next process
+    if not results[key]:
+        return None
+    return (
+        f"its kernels were wrong on this {device.kind} when they were checked ({results[key]}; {file}): please report it, "
+        "with what `python -m pallas_fa2` prints"
+    )
+
+
+def check(kernels: Kernels, device: Device, gpu: Any) -> str:
+    """Run each family of kernels on a GPU; return what is wrong, or nothing."""
+    with jax.default_device(gpu):
+        return "; ".join(filter(None, (_error(kernels, device, dim) for dim in FAMILIES)))
+
+
+def _error(kernels: Kernels, device: Device, dim: int) -> str | None:
+    """Compare a call with the definition: its lengths are no multiples of a tile's, and two heads share one of keys."""
+    rng = np.random.default_rng(dim)
+    shapes = ((1, 200, 2, dim), (1, 200, 1, dim), (1, 200, 1, dim), (1, 200, 2, dim))
+    q, k, v, dout = (jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in shapes)
+    mask = SlidingWindow(70) if dim % 128 == 0 else Causal()
+    spec, operands = parse_call(q, k, v, mask=mask)
+    if configs.unsupported_reason(spec, device) is not None:
+        return None
+    configuration = configs.configure(spec, device)
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any, dout: Any) -> tuple:
+        forward, backward = kernels
+        out, lse = forward(spec, configuration.forward, q, k, v, operands)
+        saved = out, lse, dout, None, operands, ()
+        return out, *backward(spec, configuration.backward, q, k, v, *saved)[:3]
+
+    @jax.jit
+    def define(q: Any, k: Any, v: Any, dout: Any) -> tuple:
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return reference.forward(spec, None, q, k, v, operands)[0]
+
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(dout.astype(out.dtype))
+
+    with jax.default_matmul_precision("highest"):
+        found, expected = run(q, k, v, dout), define(q, k, v, dout)
+    for name, x, y in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        x, y = (np.asarray(array.astype(jnp.float32)) for array in (x, y))
+        error = np.linalg.norm(x - y) / np.linalg.norm(y)
+        if not error <= MAX_ERROR:
+            return f"{name} at H = {dim}: relative error {error:.2g}"
+    return None
+
+
+def _version() -> str:
+    try:
+        return f"pallas_fa2 {importlib.metadata.version('pallas_fa2')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "pallas_fa2"

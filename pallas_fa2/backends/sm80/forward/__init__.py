@@ -1,0 +1,1 @@
+"""The forward: FlashAttention-2, Algorithm 1."""

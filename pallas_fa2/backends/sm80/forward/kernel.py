@@ -1,0 +1,64 @@
+"""FlashAttention-2, Algorithm 1, by mma.sync: a CTA for each block of query rows of a head.
+
+One source for every GPU from Ampere on: mma.sync, ldmatrix and cp.async exist on all of them. 4 or 8 warps own 16 or 32
+query rows each and share the blocks of K and V. With one buffer of each, K and V are loaded in turns, V_j behind S_j =
+Q K_j^T and K_j+1 behind O += P_j V_j, as in FlashAttention-2's own kernels; two CTAs on a multiprocessor then hide each
+other's softmax.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.backends.common.aux_inputs import AuxInputs
+from pallas_fa2.backends.common.block_mask import BlockMask
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import launch, swizzle
+from pallas_fa2.backends.sm80.forward.config import ForwardConfig
+from pallas_fa2.backends.sm80.forward.memory import Inputs, SharedStorage
+from pallas_fa2.backends.sm80.forward.row_block import RowBlock
+from pallas_fa2.backends.sm80.forward.schedule import ForwardSchedule
+
+
+def attention(
+    spec: KernelSpec,
+    config: ForwardConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    block_mask: BlockMask | None = None,
+    aux: AuxInputs | None = None,
+    mask_bits: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `out [B, T, N, Hv]` in q's dtype and natural `lse [B, N, T]` in float32.
+
+    q is `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, Hv]`, bfloat16 or float16; head dims are the config's or less.
+    Under a mask, `block_mask` lists the blocks of keys of every tile; `aux` is what masks, scores and dropout read, and
+    `mask_bits` are those of a mask that is precomputed.
+    """
+    schedule = ForwardSchedule(spec, config)
+    operand = functools.partial(swizzle.swizzled_smem, dtype=q.dtype)
+    panel, v_panel = (64 if dim % 64 == 0 else 32 for dim in (config.head_dim, config.value_dim))
+    memory = SharedStorage(
+        q=operand(config.block_q, config.head_dim, panel=panel),
+        k=operand(config.stages, config.block_kv, config.head_dim, panel=panel),
+        v=operand(config.stages, config.block_kv, config.value_dim, panel=v_panel),
+    )
+    out_type = (
+        jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
+        jax.ShapeDtypeStruct((spec.batch, spec.q_heads, spec.q_len), jnp.float32),
+    )
+
+    if aux is not None:
+        aux = aux.with_index_row(*config.tile)
+    inputs = Inputs(q, k, v, jax.tree.map(jnp.asarray, block_mask), aux, mask_bits)
+    leaves, tree = jax.tree.flatten(inputs)
+
+    def run(refs: tuple, memory: SharedStorage) -> None:
+        *inputs, out, lse = refs
+        RowBlock.start(schedule, jax.tree.unflatten(tree, inputs), out, lse, memory).attend()
+
+    grid = {"cta": schedule.raster_order.count}
+    kernel = launch.build_kernel("attention", run, memory, out_type, grid, config.warpgroups)
+    return kernel(*leaves)

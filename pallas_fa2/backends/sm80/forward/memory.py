@@ -1,0 +1,25 @@
+"""What a CTA of the forward has in memory: arrays outside, and its shared memory."""
+
+from typing import Any, NamedTuple
+
+from pallas_fa2.backends.common.aux_inputs import AuxInputs
+from pallas_fa2.backends.common.block_mask import BlockMask
+
+
+class SharedStorage(NamedTuple):
+    """Shared memory of a CTA."""
+
+    q: Any  # [block_q, H]: the output leaves through it, as Hv <= H
+    k: Any  # [stages, block_kv, H]
+    v: Any  # [stages, block_kv, Hv]
+
+
+class Inputs(NamedTuple):
+    """Arrays in device memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    block_mask: BlockMask | None  # under a mask
+    aux: AuxInputs | None  # what masks, scores and dropout read
+    mask_bits: Any  # of a mask that is precomputed

@@ -1,0 +1,297 @@
+"""Algorithm 1 for a block of query rows, line by line."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa2 import arithmetic
+from pallas_fa2.arithmetic import I32, LOG2E
+from pallas_fa2.backends.common.block_mask import block_id, unpack_counts
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.mask_bits import load_bits
+from pallas_fa2.backends.common.primitives import layouts, thread_values
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
+from pallas_fa2.backends.common.row_mods import KeyBlockInputs, RowInputs, RowMods
+from pallas_fa2.backends.sm80.forward.config import ForwardConfig
+from pallas_fa2.backends.sm80.forward.memory import Inputs, SharedStorage
+from pallas_fa2.backends.sm80.forward.schedule import ForwardSchedule
+from pallas_fa2.backends.sm80.primitives import async_copy, mma
+from pallas_fa2.control_flow import cond, when
+from pallas_fa2.ir.call_spec import MASKED_SCORE_THRESHOLD
+from pallas_fa2.ir.tile_functions import AxisInputs
+
+# Below any score, but finite: a row that has seen no key yet gives p = 0 rather than NaN.
+NO_MAXIMUM = -1e30
+
+
+class Softmax(NamedTuple):
+    """Algorithm 1's statistics of 64 rows, in base 2, and their unnormalized output."""
+
+    maximum: jax.Array  # m, [64]
+    row_sum: jax.Array  # l, [64, 8]: a thread's share of each row
+    out: jax.Array  # O, [64, Hv]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBlock:
+    """A block of query rows of one head, and the blocks of keys that it visits."""
+
+    schedule: ForwardSchedule
+    inputs: Inputs
+    out: Any  # in device memory
+    lse: Any
+    memory: SharedStorage
+    coordinates: tuple[Any, Any, Any]  # batch entry, head and tile
+    num_blocks: Any
+    num_full: Any  # of them, the first ones
+    warpgroup: Any
+
+    @classmethod
+    def start(
+        cls, schedule: ForwardSchedule, inputs: Inputs, out: Any, lse: Any, memory: SharedStorage
+    ) -> "RowBlock":
+        coordinates = schedule.raster_order.coordinates(lax.axis_index("cta"))
+        warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
+        if inputs.block_mask is None:
+            num_blocks, num_full = schedule.block_counts(coordinates[2])
+        else:
+            batch, head, tile = coordinates
+            counts = layouts.index_broadcast(inputs.block_mask.num_blocks, batch, head)[tile]
+            num_blocks, num_partial = unpack_counts(counts)
+            num_full = num_blocks - num_partial
+        return cls(schedule, inputs, out, lse, memory, coordinates, num_blocks, num_full, warpgroup)
+
+    @property
+    def head(self) -> tuple[Any, Any]:
+        """Batch entry and head."""
+        return self.coordinates[:2]
+
+    @property
+    def kv_head(self) -> Any:
+        return arithmetic.div(self.coordinates[1], self.spec.group)
+
+    @property
+    def first_row(self) -> Any:
+        return self.coordinates[2] * self.config.block_q
+
+    @property
+    def spec(self) -> KernelSpec:
+        return self.schedule.spec
+
+    @property
+    def config(self) -> ForwardConfig:
+        return self.schedule.config
+
+    def attend(self) -> None:
+        """Compute the block's output and lse: Algorithm 1, lines 4-15."""
+        k, v, first = self.memory.k, self.memory.v, self.load_block_index(I32(0))
+        self.load_queries()
+        self.load_block(self.inputs.k, k, I32(0), first)
+        if self.config.stages > 1:
+            self.load_block(self.inputs.v, v, I32(0), first)
+        queries = self.query_fragments()
+        states = [self.initial_state() for _ in range(self.config.row_tiles)]  # line 5
+        body = functools.partial(self.kv_block, queries)
+        _, states = lax.fori_loop(I32(0), self.num_blocks, body, (first, states))
+        self.store(states)
+
+    def kv_block(self, queries: list | None, t: Any, carry: tuple) -> tuple:
+        """Add the t-th block of keys that is visited, j, to the statistics and the output: lines 7-10."""
+        (j, states), (k, v) = carry, (self.memory.k, self.memory.v)
+        next_j = self.load_block_index(t + 1)
+        one_stage = self.config.stages == 1
+        self.wait_for_copies(
+            0 if one_stage else 1
+        )  # K_j is there, and everyone has read the block before
+        if one_stage:
+            self.load_block(self.inputs.v, v, t, j)
+        else:
+            self.load_block(self.inputs.k, k, t + 1, next_j)
+        scores = self.scores(queries, t)  # line 8
+        if one_stage:
+            self.wait_for_copies(0)  # V_j is there, and everyone has read K_j
+            self.load_block(self.inputs.k, k, t + 1, next_j)
+        scaled = self.apply_mods(scores, t, j)
+        updates = [
+            self.update(*x, state) for x, state in zip(scaled, states, strict=True)
+        ]  # lines 9 and 10
+        updates = self.apply_dropout(updates, j)
+        if not one_stage:
+            self.wait_for_copies(1)  # V_j is there
+            self.load_block(self.inputs.v, v, t + 1, next_j)
+        return next_j, self.accumulate(updates, t)  # line 10: O += P V_j
+
+    def scores(self, queries: list | None, t: Any) -> list[jax.Array]:
+        """Return S = Q K_j^T of each tile of rows, `[64, block_kv]`, not scaled."""
+        tiles = range(self.config.row_tiles)
+        scores = [thread_values.zero_accumulator((64, self.config.block_kv)) for _ in tiles]
+        k = self.memory.k.at[self.stage(t)]
+        for i, columns in enumerate(mma.panel_slices(k)):
+            left = queries[i] if queries else [self.load_query_fragment(n, columns) for n in tiles]
+            right = mma.load_right(k.at[:, columns], transposed=True)
+            scores = [plgpu.mma(s, q, right) for s, q in zip(scores, left, strict=True)]
+        return scores
+
+    def apply_mods(self, scores: list[jax.Array], t: Any, j: Any) -> list[tuple[jax.Array, float]]:
+        """Return the scores of each tile of rows after the score functions and the mask, and their factor to base 2."""
+        scored = [self.mods(n, j, masked=False).apply_score(s) for n, s in enumerate(scores)]
+        values = [s for s, _ in scored]
+        if self.schedule.has_partial_blocks:
+
+            def mask() -> list[jax.Array]:
+                return [self.mask(n, s, j) for n, s in enumerate(values)]
+
+            values = cond(t >= self.num_full, mask, lambda: values)
+        return [(s, scale) for s, (_, scale) in zip(values, scored, strict=True)]
+
+    def mask(self, n: int, s: jax.Array, j: Any) -> jax.Array:
+        """Set to -inf the scores of keys that the n-th tile's rows do not see, or that do not exist."""
+        bits = ()
+        if self.spec.uses_mask_bits:
+            batch, _, tile = self.coordinates
+            fragment = self.warpgroup * self.config.row_tiles + n
+            bits = load_bits(self.inputs.mask_bits, batch, tile, j, fragment)
+        return self.mods(n, j, masked=True).apply_mask(s, bits)
+
+    def apply_dropout(self, updates: list[tuple[jax.Array, Softmax]], j: Any) -> list[tuple]:
+        """Return P of each tile of rows as a left operand, with 0 where it is dropped, and its statistics."""
+        dropped = []
+        for n, (p, state) in enumerate(updates):
+            if self.spec.dropout is not None:
+                keys = pl.ds(0, self.config.block_kv)
+                p = self.mods(n, j, masked=False).apply_dropout(p, keys)
+            dropped.append((mma.as_left(p.astype(self.inputs.q.dtype)), state))
+        return dropped
+
+    def mods(self, n: int, j: Any, masked: bool) -> RowMods:
+        """Load what scores and dropout, and the mask if `masked`, read of the n-th tile of rows."""
+        spec, aux, block_kv = self.spec, self.inputs.aux, self.config.block_kv
+        first_row, first_key = self.tile_row(n), j * block_kv
+        row_inputs, key_inputs = RowInputs(AxisInputs(0), {}, None), None
+        if aux is not None:
+            row_inputs = RowInputs.load(spec, aux, self.head, first_row, masked)
+            keys = pl.ds(first_key, block_kv)
+            key_inputs = KeyBlockInputs.in_gmem(spec, aux, self.head, first_row, keys)
+        return RowMods(spec, block_kv, lambda: first_row, first_key, row_inputs, key_inputs)
+
+    def update(self, s: jax.Array, scale: float, state: Softmax) -> tuple[jax.Array, Softmax]:
+        """Return P, line 9, and m, l and O rescaled to the new maximum, as line 10 begins."""
+        highest = layouts.fold_octets(jnp.maximum, s).max(axis=1) * scale
+        maximum = jnp.maximum(state.maximum, highest)
+        factor = jnp.exp2(state.maximum - maximum)
+        p = jnp.exp2(s * scale - layouts.broadcast_rows(maximum, s.shape))
+        row_sum = state.row_sum * layouts.broadcast_rows(factor, state.row_sum.shape)
+        row_sum += layouts.fold_octets(jnp.add, p)
+        out = state.out * layouts.broadcast_rows(factor, state.out.shape)
+        return p, Softmax(maximum, row_sum, out)
+
+    def accumulate(self, updates: list[tuple[jax.Array, Softmax]], t: Any) -> list[Softmax]:
+        """Add P V_j to the output of each tile of rows, which share the fragments of V."""
+        v, states = self.memory.v.at[self.stage(t)], [state for _, state in updates]
+        for start in range(0, self.config.block_kv, mma.K_STEP):
+            right = mma.load_right(v.at[pl.ds(start, mma.K_STEP)])
+            states = [
+                state._replace(out=plgpu.mma(state.out, p[:, start : start + mma.K_STEP], right))
+                for (p, _), state in zip(updates, states, strict=True)
+            ]
+        return states
+
+    def store(self, states: list[Softmax]) -> None:
+        """Store O = diag(l)^-1 O and lse = m + log l: Algorithm 1, lines 12-15."""
+        # Everyone has read Q: its buffer takes the output.
+        limit = self.spec.q_len - self.first_row
+        for n, state in enumerate(states):
+            total = plgpu.layout_cast(state.row_sum.sum(axis=1), ROW_LAYOUT)
+            empty = total == 0
+            if self.spec.score is not None:
+                empty |= state.maximum == self.no_key_threshold
+            share = jnp.where(empty, 0.0, self.spec.dropout_scale / total)
+            lse = state.maximum * (1 / LOG2E) + jnp.log(total)
+            out = state.out * layouts.broadcast_rows(share, state.out.shape)
+            own = self.own_rows(self.memory.q, n).at[:, pl.ds(0, self.config.value_dim)]
+            own[...] = out.astype(self.out.dtype)
+            row = self.tile_row(n)
+            async_copy.store_row_values(
+                jnp.where(empty, -jnp.inf, lse),
+                self.lse.at[(*self.head, pl.ds(row, 64))],
+                self.spec.q_len - row,
+            )
+        async_copy.sync_cta(self.config.warpgroups)
+        rows = pl.ds(self.first_row, self.config.block_q)
+        target = self.out.at[self.coordinates[0], rows, self.coordinates[1]]
+        async_copy.store_rows(self.memory.q, target, self.config.warpgroups, limit)
+
+    @property
+    def no_key_threshold(self) -> float:
+        """A row whose scores in base 2 are all below it sees no key."""
+        return NO_MAXIMUM if self.spec.score is None else MASKED_SCORE_THRESHOLD * LOG2E
+
+    def initial_state(self) -> Softmax:
+        return Softmax(
+            layouts.splat_constant(self.no_key_threshold, (64,), ROW_LAYOUT),
+            layouts.splat_constant(0.0, (64, 8), ACC_LAYOUT),
+            thread_values.zero_accumulator((64, self.config.value_dim)),
+        )
+
+    def load_queries(self) -> None:
+        rows = pl.ds(self.first_row, self.config.block_q)
+        limit = (
+            None if self.spec.q_len % self.config.block_q == 0 else self.spec.q_len - self.first_row
+        )
+        source = self.inputs.q.at[self.coordinates[0], rows, self.coordinates[1]]
+        async_copy.load_rows(source, self.memory.q, self.config.warpgroups, limit)
+
+    def load_block_index(self, t: Any) -> Any:
+        """Return the block of keys that is visited as the t-th; of the one after the last, whatever follows there."""
+        if self.inputs.block_mask is None:
+            return t
+        indices = self.inputs.block_mask.block_indices
+        t = jnp.minimum(t, indices.shape[-1] - 1)
+        return block_id(layouts.index_broadcast(indices, *self.coordinates)[t])
+
+    def load_block(self, source: Any, buffers: Any, t: Any, j: Any) -> None:
+        """Begin to copy block j of keys or values, the t-th, if there is one, and make a group of the copies so far."""
+        block_kv = self.config.block_kv
+
+        def load() -> None:
+            limit = None if self.spec.kv_len % block_kv == 0 else self.spec.kv_len - j * block_kv
+            rows = source.at[self.coordinates[0], pl.ds(j * block_kv, block_kv), self.kv_head]
+            async_copy.load_rows(rows, buffers.at[self.stage(t)], self.config.warpgroups, limit)
+
+        when(t < self.num_blocks)(load)
+        async_copy.commit_group()
+
+    def wait_for_copies(self, pending: int) -> None:
+        """Wait until all but the last `pending` groups have landed, and for all threads of the CTA."""
+        async_copy.wait_groups(pending)
+        async_copy.sync_cta(self.config.warpgroups)
+
+    def query_fragments(self) -> list[list[jax.Array]] | None:
+        """Return Q's fragments of each panel of columns and tile of rows, if they are kept in registers."""
+        if not self.config.q_in_registers:
+            return None
+        self.wait_for_copies(self.config.stages - 1)
+        tiles = range(self.config.row_tiles)
+        panels = mma.panel_slices(self.memory.q)
+        return [[self.load_query_fragment(n, columns) for n in tiles] for columns in panels]
+
+    def load_query_fragment(self, n: int, columns: Any) -> jax.Array:
+        return mma.load_left(self.own_rows(self.memory.q, n).at[:, columns])
+
+    def own_rows(self, buffer: Any, n: int) -> Any:
+        """Return the rows of the warpgroup's n-th tile."""
+        start = self.warpgroup * self.config.rows_per_warpgroup + 64 * n
+        return buffer.at[pl.ds(start, 64)]
+
+    def tile_row(self, n: int) -> Any:
+        """Return the first row of the warpgroup's n-th tile, in the sequence."""
+        return self.first_row + self.warpgroup * self.config.rows_per_warpgroup + 64 * n
+
+    def stage(self, t: Any) -> Any:
+        return arithmetic.rem(t, self.config.stages) if self.config.stages > 1 else 0

@@ -1,0 +1,1 @@
+"""Asynchronous copies and operands of the mma.sync kernels."""

@@ -1,0 +1,97 @@
+"""Compiles the mma.sync kernels for a compute capability and prints a line of JSON for each kernel.
+
+PALLAS_FA2_GATE=8.0 python -m tests.support.portable_gate [call ...]
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_fa2 as fa
+from tests.support import compile_gate, gpus
+from tests.support.hopper import planned_for
+
+LENGTH = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    dims: tuple[int, int]
+    options: Callable[[Any], dict[str, Any]]  # of int32 [1, LENGTH]
+
+
+def _documents(ids: Any) -> dict[str, Any]:
+    return {"mask": fa.Causal() & fa.Segments(ids)}
+
+
+def _causal(_: Any) -> dict[str, Any]:
+    return {"is_causal": True}
+
+
+def _scored(_: Any) -> dict[str, Any]:
+    return {"mask": fa.Causal(), "score": fa.alibi(4)}
+
+
+def _biased(ids: Any) -> dict[str, Any]:
+    bias = (ids[:, None, :, None] - ids[:, None, None, :]).astype(jnp.bfloat16)
+    return {"score": fa.bias(bias)}
+
+
+def _dropped(_: Any) -> dict[str, Any]:
+    return {"is_causal": True, "dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
+
+
+CALLS = {
+    **{f"h{h}_{hv}": Call((h, hv), _causal) for h, hv in ((64, 64), (96, 96), (128, 128))},
+    **{f"h{h}_{hv}": Call((h, hv), _causal) for h, hv in ((192, 128), (256, 256))},
+    "full": Call((64, 64), lambda _: {}),
+    "full_128": Call((128, 128), lambda _: {}),
+    "window": Call((128, 128), lambda _: {"mask": fa.SlidingWindow(512)}),
+    "documents": Call((128, 128), _documents),
+    "documents_256": Call((256, 256), _documents),
+    "scored": Call((64, 64), _scored),
+    "biased": Call((64, 64), _biased),
+    "dropped": Call((64, 64), _dropped),
+}
+
+
+def compile_call(name: str) -> list[dict[str, Any]]:
+    """Compile the kernels of a call and of its gradients; return what ptxas says of each that multiplies."""
+    call = CALLS[name]
+    h, hv = call.dims
+
+    def run(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return fa.flash_attention(q, k, v, implementation="ampere", **call.options(ids))
+
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(dout)
+
+    shapes = [(1, LENGTH, 4, size) for size in (h, h, hv, hv)]
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    ids = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
+    with planned_for(gpus.device()):
+        reports = compile_gate.compile_for_h200(run, *args, ids)
+    return [
+        {
+            "call": name,
+            "kernel": report.name,
+            "registers": report.registers,
+            "spill_bytes": report.spill_stores + report.spill_loads,
+            "smem_bytes": report.smem_bytes,
+            **{op: report.count(op) for op in ("HMMA", "LDSM", "LDGSTS", "MUFU", "LDL", "STL")},
+        }
+        for report in reports
+        if report.count("HMMA")
+    ]
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CALLS:
+        for line in compile_call(name):
+            print(json.dumps(line), flush=True)

@@ -1,0 +1,89 @@
+"""The check of the mma.sync kernels on a GPU of a kind that nobody has run them on."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import pytest
+
+from pallas_fa2.backends.sm80 import backend, first_use
+from pallas_fa2.device import Device, device_of
+
+A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0", 108)
+KERNELS = backend.forward, backend.backward
+
+
+class _Gpu:
+    platform = "gpu"
+    device_kind = A100.kind
+
+    class client:
+        platform_version = "CUDA 13"
+
+
+@pytest.fixture
+def checks(monkeypatch: Any, tmp_path: pathlib.Path) -> list:
+    """A machine with an A100 whose checks find what the list begins with; the devices that were checked are appended."""
+    found: list = [""]
+    monkeypatch.setenv("PALLAS_FA2_CACHE", str(tmp_path))
+    monkeypatch.setattr(jax, "local_devices", lambda: [_Gpu])
+
+    def check(kernels: Any, device: Device, gpu: Any) -> str:
+        found.append(device)
+        return found[0]
+
+    monkeypatch.setattr(first_use, "check", check)
+    first_use._remembered.cache_clear()
+    yield found
+    first_use._remembered.cache_clear()
+
+
+def test_a_kind_is_checked_once_and_remembered(checks: list) -> None:
+    for _ in range(2):
+        assert first_use.failure(KERNELS, A100) is None
+    assert checks[1:] == [A100]
+    first_use._remembered.cache_clear()  # as in another process
+    assert first_use.failure(KERNELS, A100) is None
+    assert checks[1:] == [A100]
+    (key,) = json.loads(first_use.cache_file().read_text())
+    assert all(x in key for x in (A100.kind, "8.0", "CUDA 13", jax.__version__))
+
+
+def test_wrong_kernels_are_not_used_and_it_says_so(checks: list) -> None:
+    checks[0] = "dq at H = 64: relative error 0.5"
+    reason = first_use.failure(KERNELS, A100)
+    assert reason is not None
+    assert "dq at H = 64: relative error 0.5" in reason
+    assert "report" in reason
+
+
+def test_what_has_been_run_and_what_is_elsewhere_is_not_checked(
+    checks: list, monkeypatch: Any
+) -> None:
+    assert first_use.failure(KERNELS, A100._replace(capability="9.0")) is None
+    monkeypatch.setattr(jax, "local_devices", list)
+    assert first_use.failure(KERNELS, A100) is None
+    assert checks[1:] == []
+
+
+def test_a_directory_that_cannot_be_written_is_no_error(checks: list, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PALLAS_FA2_CACHE", "/proc/nothing")
+    assert first_use.failure(KERNELS, A100) is None
+
+
+@pytest.mark.gpu
+def test_kernels_are_right_here() -> None:
+    (gpu, *_) = jax.local_devices()
+    assert first_use.check(KERNELS, device_of(jax.numpy.zeros(())), gpu) == ""
+
+
+@pytest.mark.gpu
+def test_a_mistake_is_found_here() -> None:
+    def forward(*args: Any) -> Any:
+        out, lse = backend.forward(*args)
+        return out * 1.05, lse
+
+    (gpu, *_) = jax.local_devices()
+    found = first_use.check((forward, backend.backward), device_of(jax.numpy.zeros(())), gpu)
+    assert "out at H = 64: relative error" in found

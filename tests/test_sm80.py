@@ -1,0 +1,175 @@
+"""The mma.sync kernels, interpreted: values, and the order of their accesses to memory."""
+
+import functools
+import itertools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.sm80.backward.config import BackwardConfig
+from pallas_fa2.backends.sm80.backward.kernel import gradients
+from pallas_fa2.backends.sm80.forward.config import ForwardConfig
+from pallas_fa2.backends.sm80.forward.kernel import attention
+from pallas_fa2.backends.sm80.primitives import async_copy
+from tests.contract import suite
+from tests.contract.cases import GENERAL, MASKED, PLAIN, Case
+from tests.support import interpreter
+from tests.support.hopper import A100, planned_for, runs_on_ampere
+from tests.support.shared import RaceDetected
+from tests.support.tiers import slow_but
+
+LOG2E = float(np.log2(np.e))
+
+
+def _arrays(spec: KernelSpec, dims: tuple[int, int]) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    (dim, value_dim), shapes = dims, []
+    for length, heads, size in (
+        (spec.q_len, spec.q_heads, dim),
+        (spec.kv_len, spec.kv_heads, dim),
+        (spec.kv_len, spec.kv_heads, value_dim),
+        (spec.q_len, spec.q_heads, value_dim),
+    ):
+        shapes.append((spec.batch, length, heads, size))
+    return [np.asarray(jnp.asarray(rng.standard_normal(s), jnp.bfloat16)) for s in shapes]
+
+
+def _dense(spec: KernelSpec, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    k, v = (jnp.repeat(x, spec.group, 2) for x in (k, v))
+    s = jnp.einsum("bthd,bshd->bhts", q, k) * spec.scale
+    if spec.causal_offset is not None:
+        shape = spec.q_len, spec.kv_len
+        seen = np.arange(shape[1])[None] <= np.arange(shape[0])[:, None] + spec.causal_offset
+        s = jnp.where(seen[None, None], s, -jnp.inf)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s, -1), v), jax.nn.logsumexp(s, -1)
+
+
+FORWARDS = {
+    "4_warps": (ForwardConfig(64, 64), KernelSpec(1, 200, 330, 2, 1, 0.125, 130), (64, 64)),
+    "8_warps": (
+        ForwardConfig(64, 64, warpgroups=2, row_tiles=1, q_in_registers=True),
+        KernelSpec(1, 130, 70, 1, 1, 0.125, None),
+        (56, 64),
+    ),
+    "2_stages": (
+        ForwardConfig(96, 64, row_tiles=1, stages=2),
+        KernelSpec(1, 100, 200, 1, 1, 0.125, None),
+        (80, 64),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forward(name: str) -> None:
+    config, spec, dims = FORWARDS[name]
+    q, k, v, _ = _arrays(spec, dims)
+    out, lse = interpreter.run(functools.partial(attention, spec, config), q, k, v)
+    expected, expected_lse = _dense(spec, *(x.astype("float32") for x in (q, k, v)))
+    np.testing.assert_allclose(out.astype("float32"), expected, atol=1e-2)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+
+
+BACKWARDS = {
+    "1_stage": (BackwardConfig(64, 64), KernelSpec(1, 100, 150, 2, 1, 0.125, 50), (64, 56)),
+    "2_stages": (
+        BackwardConfig(64, 64, stages=2, vector_atomics=True, v_in_registers=True),
+        KernelSpec(1, 200, 130, 1, 1, 0.125, None),
+        (64, 64),
+    ),
+    "4_warps": (
+        BackwardConfig(96, 96, warpgroups=1),
+        KernelSpec(1, 70, 130, 1, 1, 0.125, None),
+        (80, 96),
+    ),
+    "32_keys_a_warp": (
+        BackwardConfig(64, 64, warpgroups=1, key_tiles=2, score_queries=32, k_in_registers=True),
+        KernelSpec(1, 100, 200, 1, 1, 0.125, 100),
+        (64, 64),
+    ),
+    "split_columns": (
+        BackwardConfig(256, 128, split_columns=True),
+        KernelSpec(1, 130, 100, 1, 1, 0.0625, 0),
+        (256, 128),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_backward(name: str) -> None:
+    config, spec, dims = BACKWARDS[name]
+    q, k, v, dout = _arrays(spec, dims)
+    in_float32 = [x.astype("float32") for x in (q, k, v)]
+    (out, lse), pull = jax.vjp(functools.partial(_dense, spec), *in_float32)
+    expected = pull((dout.astype("float32"), jnp.zeros_like(lse)))
+    extra = ((0, 0), (0, 0), (0, -spec.q_len % config.block_q))
+    delta = np.pad(-np.einsum("bthd,bthd->bht", dout.astype("float32"), out), extra)
+    lse = np.pad(-np.asarray(lse) * np.float32(LOG2E), extra, constant_values=-np.inf)
+    found = interpreter.run(
+        functools.partial(gradients, spec, config), q, k, v, dout, lse, delta.astype("float32")
+    )
+    for actual, gradient in zip(found[:3], expected, strict=True):
+        np.testing.assert_allclose(actual.astype("float32"), gradient, atol=3e-2)
+
+
+def _run(kind: str, name: str) -> None:
+    test_forward(name) if kind == "forward" else test_backward(name)
+
+
+# (kernel, case, how many meetings and waits its program has)
+MEETINGS = [
+    ("forward", "4_warps", 3, 2),
+    ("forward", "2_stages", 3, 2),
+    ("backward", "1_stage", 5, 1),
+]
+
+
+@pytest.mark.parametrize(
+    "kernel, case, meeting",
+    [(kernel, case, i) for kernel, case, count, _ in MEETINGS for i in range(count)],
+)
+def test_each_meeting_is_missed(kernel: str, case: str, meeting: int, monkeypatch: Any) -> None:
+    """Without one of the meetings of a CTA's threads, accesses are not ordered, in a CTA of one warpgroup as well."""
+    sync, calls = async_copy.sync_cta, itertools.count()
+    monkeypatch.setattr(
+        async_copy, "sync_cta", lambda n: None if next(calls) == meeting else sync(n)
+    )
+    with pytest.raises(RaceDetected):
+        _run(kernel, case)
+    assert next(calls) > meeting
+
+
+@pytest.mark.parametrize(
+    "kernel, case, wait",
+    [(kernel, case, i) for kernel, case, _, count in MEETINGS for i in range(count)],
+)
+def test_each_wait_is_missed(kernel: str, case: str, wait: int, monkeypatch: Any) -> None:
+    """With one wait for one group of copies less, what they bring is read before it is there."""
+    original, calls = async_copy.wait_groups, itertools.count()
+    monkeypatch.setattr(async_copy, "wait_groups", lambda n: original(n + (next(calls) == wait)))
+    with pytest.raises(RaceDetected):
+        _run(kernel, case)
+
+
+# One for each branch of the kernels, head dims included; the others take a second each.
+QUICK = re.compile(
+    r"full_111|causal_(1|more_keys|end_more_queries)|h(96|128|192|256)(_causal.*)?|grouped|hv_.*|packed_h136"
+    r"|window_h96|documents_h64|holes_h.*|capped_h.*|additive_causal_h64|biased.*|dropout.*|rising_7_h64"
+)
+CASES = [
+    case
+    for case in PLAIN + MASKED + GENERAL
+    if runs_on_ampere(case) and max(case.q_len, case.kv_len) < 700
+]
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(lambda case: bool(QUICK.fullmatch(case.name)), CASES), ids=str
+)
+def test_contract_interpreted(case: Case) -> None:
+    with planned_for(A100):
+        suite.check(case, "ampere", jit=interpreter.jit)

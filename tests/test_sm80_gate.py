@@ -1,0 +1,44 @@
+"""The mma.sync kernels, compiled for GPUs from Ampere to Blackwell without one.
+
+Mosaic keeps the first architecture of a process, so each has one of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import gpus
+from tests.support.portable_gate import CALLS
+from tests.support.tiers import slow
+
+# Bytes that a thread stores and loads: of constants of a loop most of all, a few times in a step of hundreds of
+# instructions. ptxas 13.0 wastes registers on 12.0.
+MAX_SPILL_BYTES = {"8.0": 450, "8.6": 450, "8.9": 450, "9.0": 450, "10.0": 600, "12.0": 900}
+# For `make test`: both kinds of shared memory, all branches of a step.
+QUICK = {"8.0": ("h128_128", "scored", "documents")}
+
+
+@pytest.mark.parametrize(
+    "capability, calls",
+    [*QUICK.items(), *(slow(capability, tuple(CALLS)) for capability in gpus.GPUS)],
+    ids=str,
+)
+def test_kernels_compile(capability: str, calls: tuple[str, ...]) -> None:
+    environment = {**os.environ, "PALLAS_FA2_GATE": capability, "JAX_PLATFORMS": "cpu"}
+    if gpus.GPUS[capability].smem_per_block < 160_000:  # which the backward at (256, 256) takes
+        calls = tuple(name for name in calls if max(CALLS[name].dims) < 256)
+    command = [sys.executable, "-m", "tests.support.portable_gate", *calls]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {(x["call"], x["kernel"]) for x in kernels} == {
+        (name, kernel) for name in calls for kernel in ("attention", "attention_gradients")
+    }
+    for kernel in kernels:
+        assert kernel["smem_bytes"] <= gpus.GPUS[capability].smem_per_block, kernel
+        assert kernel["spill_bytes"] <= MAX_SPILL_BYTES[capability], kernel

@@ -1,0 +1,116 @@
+"""The order of tiles: what the kernel counts is what the host sorts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_fa2.backends.common import block_mask, block_mask_kernel, tile_order_kernel
+from pallas_fa2.backends.common.block_mask import BlockMask
+from tests.support import arithmetic, compile_gate, interpreter
+from tests.support.tiers import slow_but
+
+# The shape of counts; batch, heads, CTAs, rows before.
+ORDERS = [
+    ((1, 1, 1), (1, 1, 1, 0)),
+    ((1, 1, 7), (2, 4, 3, 5)),
+    ((2, 1, 9), (2, 4, 8, 0)),
+    ((1, 4, 9), (2, 4, 9, 600)),
+    ((2, 4, 40), (2, 4, 30, 3)),
+    ((2, 4, 40), (2, 4, 132, 3)),
+    ((2, 3, 5), (2, 3, 5, 1)),
+    ((3, 1, 16), (3, 4, 12, 0)),
+    ((1, 1, 3), (6, 20, 100, 0)),
+    ((1, 1, 600), (1, 2, 132, 0)),  # more tiles than a loop's turn compares
+]
+
+
+def random_counts(shape):
+    """As many tiles are as long as others, for shorter ones have more full blocks."""
+    visited = np.random.default_rng(0).integers(1, 6, shape).astype(np.int32)
+    return visited + ((6 - visited) << block_mask_kernel.FULL_BIT)
+
+
+@pytest.mark.parametrize("shape, where", ORDERS)
+def test_tiles_are_ordered_as_on_the_host(shape, where):
+    *of_what, before = where
+    counts = random_counts(shape)
+    got = interpreter.run(lambda x: tile_order_kernel.order_tiles(x, *where), counts)
+    entries = block_mask.order_tiles_host(counts, *of_what)
+    rows = [np.full((before, 2), -1), entries, [(len(entries), 0)]]
+    np.testing.assert_array_equal(got, np.concatenate(rows))
+
+
+@pytest.mark.parametrize(
+    "shape, where", [((1, 1, 16), (1, 16, 132, 5)), ((1, 16, 16), (1, 16, 132, 0)),
+                     ((2, 4, 40), (2, 4, 30, 3))]
+)  # fmt: skip
+def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
+    """Mosaic compares without a sign what `where` takes of two constants, so no number may be negative."""
+    compared = []
+
+    def unsigned(name):
+        signed = arithmetic.PLAIN[name]
+
+        def compare(x, y):
+            if x.dtype != np.int32 or x.ndim == y.ndim == 0:
+                return signed(x, y)
+            compared.append(name)
+            found = signed(x.astype(np.uint32), y.astype(np.uint32))
+            return found if found.dtype == bool else found.astype(np.int32)
+
+        return lambda: compare
+
+    for name in ("lt", "le", "gt", "ge", "max", "min"):
+        monkeypatch.setitem(arithmetic.FUNCTIONS, name, unsigned(name))
+    counts = np.random.default_rng(1).integers(1, 60, shape).astype(np.int32)
+    counts[..., 3] = 500
+    got = interpreter.run(lambda x: tile_order_kernel.order_tiles(x, *where), counts)
+    np.testing.assert_array_equal(
+        got[where[-1] : -1], block_mask.order_tiles_host(counts, *where[:-1])
+    )
+    assert compared
+
+
+# Of three heads: what the tiles of each visit, and the numbers of tiles in the order in which two CTAs take them.
+@pytest.mark.parametrize(
+    "counts, numbers",
+    [
+        # Of 30, each has 15: no tile is taken earlier than its head but those of the last head, the longest first.
+        ([[1, 2, 3, 4]], [0, 1, 2, 3, 4, 5, 6, 7, 11, 10, 9, 8]),
+        # A tile of 8 of 18 waits for the first head alone, of three that last equally long: 1.5 times 8 before 18.
+        ([[1, 8, 1, 2]], [0, 1, 2, 3, 5, 9, 4, 6, 7, 11, 8, 10]),
+        # Where each head has its own, tiles of more than a quarter of 9 come first.
+        ([[1, 2], [1, 5], [4, 5]], [3, 5, 4, 0, 1, 2]),
+    ],
+)
+def test_tiles_come_with_their_heads_or_as_early_as_they_must(counts, numbers):
+    counts = np.array([counts], np.int32)
+    found = interpreter.run(lambda x: tile_order_kernel.order_tiles(x, 1, 3, 2, 0), counts)
+    assert found[:, 0].tolist() == [*numbers, len(numbers)]
+
+
+# A few documents, 131072 tokens, the heads of a group as one row, and the longest there can be.
+SHAPES = (
+    (1, 1, 128, 128),
+    (1, 1, 512, 1024),
+    (2, 4, 64, 8192),
+    (1, 1, 1, block_mask_kernel.MAX_BLOCKS),
+)
+
+
+@pytest.mark.parametrize("shape", slow_but(lambda shape: shape == SHAPES[0], SHAPES))
+def test_two_kernels_and_nothing_else(shape):
+    def plan(classes):
+        seen = BlockMask.from_classes(classes)
+        return seen.block_indices, tile_order_kernel.order_tiles(seen.num_blocks, 2, 16, 132, 1000)
+
+    classes = jax.ShapeDtypeStruct(shape, jnp.int32)
+    reports = compile_gate.compile_for_h200(plan, classes)
+    assert {report.name for report in reports} == {"list_blocks", "order_tiles"}
+    for report in reports:
+        compile_gate.assert_clean(report)
+        # 8 CTAs of a multiprocessor, which hide each other's loads; of those that order, all there can be.
+        assert report.registers <= (64 if report.name == "list_blocks" else 128)
+    hlo = compile_gate.hlo_for_h200(plan, classes)
+    assert " sort(" not in hlo and " fusion(" not in hlo
