@@ -101,7 +101,7 @@ def dot_product_attention(
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     if implementation == "cudnn":
         raise ValueError(
-            "implementation must be reference, blockwise, hopper, xla or None, but it is 'cudnn'; "
+            "implementation must be reference, blockwise, hopper, ampere, xla or None, but it is 'cudnn'; "
             "for cuDNN call jax.nn.dot_product_attention"
         )
     unbatched = query.ndim == 3  # then a batch of one: masks, biases and lengths may have its axis

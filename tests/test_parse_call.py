@@ -214,7 +214,7 @@ VALUES = {
     ),
     "unknown implementation": (
         plain(implementation="cudnn"),
-        r"implementation must be one of hopper, blockwise, reference, fused or None, but it is 'cudnn'",
+        r"implementation must be one of hopper, ampere, blockwise, reference, fused or None, but it is 'cudnn'",
     ),
     "an implementation that cannot run": (
         plain(implementation="hopper"),
