@@ -15,8 +15,8 @@ from tests.support.portable_gate import CALLS
 from tests.support.tiers import slow
 
 # Bytes that a thread stores and loads: of constants of a loop most of all, a few times in a step of hundreds of
-# instructions. ptxas 13.0 wastes registers on 12.0.
-MAX_SPILL_BYTES = {"8.0": 450, "8.6": 450, "8.9": 450, "9.0": 450, "10.0": 600, "12.0": 900}
+# instructions. ptxas 13.0 needs more registers for Blackwell.
+MAX_SPILL_BYTES = {"8.0": 450, "8.6": 450, "8.9": 450, "9.0": 450, "10.0": 900, "12.0": 900}
 # For `make test`: both kinds of shared memory, all branches of a step.
 QUICK = {"8.0": ("h128_128", "scored", "documents")}
 

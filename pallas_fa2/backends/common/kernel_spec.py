@@ -21,10 +21,10 @@ class KernelSpec:
     kv_heads: int
     scale: float
     causal_offset: int | None
-    mask: Any = None  # tile_functions.TileMask
+    mask: Any = None  # tile_mods.TileMask
     uses_mask_bits: bool = False  # whether the mask is precomputed as a bitmap (`mask_bits`)
-    score: Any = None  # tile_functions.TileScore
-    dropout: Any = None  # tile_functions.TileDropout
+    score: Any = None  # tile_mods.TileScore
+    dropout: Any = None  # tile_mods.TileDropout
     q_index_offset: int = 0  # the index of the first row
 
     @property

@@ -34,7 +34,7 @@ MIN_OPS_SAVED = 2.5e8
 PRECOMPUTE_COST_IN_HEADS = 2
 # In the backward, a mask of fewer operations is evaluated again while its bits would be loaded.
 MIN_OPS_BACKWARD = 10
-# Of a mask that is not known when traced, one tile in so many is taken to be partial.
+# Of a mask that is not known when traced, one tile in so many is taken to be partial: a guess, not measured.
 ASSUMED_PARTIAL_1_IN = 8
 
 

@@ -36,8 +36,9 @@ def forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
         short &= float(device.capability) < 10.0
         return ForwardConfig(*dims, block_kv=128 if short else 64, q_in_registers=not short)
     config = ForwardConfig(*dims)
-    # Two CTAs on a multiprocessor hide each other's softmax; where only one fits, it has 8 warps.
-    if 2 * config.smem_bytes > smem_bytes(device):
+    # Two CTAs on a multiprocessor hide each other's softmax; where only one fits, it has 8 warps. So it has where ptxas
+    # compiles for Blackwell, and 32 rows a warp spill 1040 bytes.
+    if 2 * config.smem_bytes > smem_bytes(device) or float(device.capability) >= 10.0:
         return ForwardConfig(*dims, warpgroups=2, row_tiles=1, q_in_registers=True)
     return config
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-# How much later than by an even division the last CTA may be done, before groups are split further.
+# How much later than by an even division the last CTA may be done, before groups are split further. Other values were
+# not measured: a split costs a second 16-bit array of dK and dV, and their sum.
 MAX_IMBALANCE = 1.05
 
 

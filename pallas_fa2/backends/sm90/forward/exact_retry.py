@@ -1,6 +1,6 @@
 """The forward of 64 rows once more, with true maxima and without values that are not finite.
 
-It runs next to never: for scores that rise by 127 in base 2 within a block, and where V has infinities or NaN
+It seldom runs: for scores that rise by 120 or more in base 2 within a block, and where V has infinities or NaN
 (docs/decisions/0004-lagging-reference.md, 0060-nonfinite-forward.md).
 """
 

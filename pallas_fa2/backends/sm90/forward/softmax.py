@@ -24,7 +24,7 @@ from pallas_fa2.ir.call_spec import MASKED_SCORE_THRESHOLD
 # Below any score, but finite: a row that has seen no key yet gives P = 0 rather than NaN.
 NO_MAXIMUM = -1e30
 
-# References rise when a thread's share of a row's sum exceeds this: probabilities stay within float16
+# References rise when one of a row's eight partial sums exceeds this: probabilities stay within float16
 # (65504), and rows of 100,000 keys with like scores raise nothing.
 RESCALE_ABOVE = 2.0**14
 
@@ -82,8 +82,10 @@ class SoftmaxState(NamedTuple):
         return self._replace(reference=cond(missing, init, lambda: self.reference))
 
     def close_references(self, spec: KernelSpec) -> "SoftmaxState":
-        """Give rows a reference that no partial block has given one: should a full block have scores for them (a
-        score function may mask keys), these overflow, and the tile is retried."""
+        """Give rows that have seen no key yet a finite reference, after the partial blocks.
+
+        It is so low that P overflows, and the tile is retried, if a full block has scores for such a row after all (a
+        score function may mask keys)."""
         reference = self.reference
         reference = jnp.where(reference == jnp.inf, no_key_threshold(spec), reference)
         return self._replace(reference=reference)

@@ -37,8 +37,8 @@ ALL_STORED = 8 << STORED_BIT
 # Steps whose tickets are kept: one warpgroup takes the next when the other has yet to use the last one.
 SLOTS = 4
 # How many tiles may visit a row, on average: the holder of the first ticket waits until all can see what it has stored,
-# for half a step. Where some of those that may visit a row do not, by the mask's data, one more may; at H = 64 that
-# takes 1.006 of the time.
+# for half a step. Where classes depend on data, visits that are possible overstate those that happen, so one more is
+# allowed; not at H = 64, where that takes 1.006 of the time.
 MAX_VISITS, MAX_POSSIBLE_VISITS = 4, 5
 
 

@@ -33,7 +33,7 @@ from pallas_fa2.ir.block_classes import EMPTY, PARTIAL
 from pallas_fa2.schedule import raster
 
 # Bytes of Q, dO and float32 dQ of the heads that run at the same time, of 60 MB of L2. From there on each step waits
-# for L2 or for device memory.
+# for L2 or for device memory. (`BackwardConfig.l2_budget` is what the raster order leaves room for.)
 L2_LIMIT = 50 << 20
 # How much later the last CTA may be done than with tiles dealt one by one, full and causal: less than what is
 # saved otherwise.
