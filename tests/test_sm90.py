@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.common import batching, causal_trim
+from pallas_fa2.backends.common import batching, causal_trim, limits
 from pallas_fa2.backends.sm90 import support
 from pallas_fa2.backends.sm90.configs import FORWARD_CONFIGS, ConfigRule
 from pallas_fa2.parse_call import parse_call
@@ -153,7 +153,7 @@ def assert_clean(forward: KernelReport, backward: KernelReport) -> None:
 
 
 @pytest.mark.parametrize("mask, length", [slow("full", 4000), ("start", 4096), slow("end", 4000)])
-@pytest.mark.parametrize("dims", slow_but(lambda dims: dims == (128, 128), support.KERNEL_DIMS))
+@pytest.mark.parametrize("dims", slow_but(lambda dims: dims == (128, 128), limits.KERNEL_DIMS))
 def test_every_backward_compiles_clean(dims: Any, mask: str, length: int) -> None:
     args = arrays(2048 if mask == "end" else length, length, dims)
     assert_clean(*compile_both(attend_and_differentiate(MASKS[mask]), *args))
@@ -175,7 +175,7 @@ def test_odd_lengths_compile_clean(tuned: ConfigRule, mask: str, length: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask, length", [("start", 4097), ("full", 1001)])
-@pytest.mark.parametrize("dims", support.KERNEL_DIMS)
+@pytest.mark.parametrize("dims", limits.KERNEL_DIMS)
 def test_odd_lengths_compile_clean_backward(dims: Any, mask: str, length: int) -> None:
     args = arrays(length, length, dims)
     forward, backward = compile_both(attend_and_differentiate(MASKS[mask]), *args)

@@ -9,8 +9,8 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.backends.common import scheduler
+from pallas_fa2.backends.common.limits import KERNEL_DIMS
 from pallas_fa2.backends.common.primitives import launch
-from pallas_fa2.backends.sm90.support import KERNEL_DIMS
 from tests.support import compile_gate
 from tests.support.hopper import (
     arrays,

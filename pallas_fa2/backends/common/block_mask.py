@@ -18,7 +18,7 @@ from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 
 def unpack_counts(counts: Any) -> tuple[Any, Any]:
     """Return how many blocks a tile visits, and how many of them are partial."""
-    visited, full = block_mask_kernel.unpack_counts(counts)
+    visited, full = block_mask_kernel.unpack_word(counts)
     return visited, visited - full
 
 
@@ -107,7 +107,7 @@ class BlockMask(NamedTuple):
     def _entries_by_head_group(self, batch: int, heads: int, l2_head_group: int) -> np.ndarray:
         """Return the ids and counts of all tiles in the order of groups, int32 `[all tiles, 2]`."""
         tiles = self.num_blocks.shape[-1]
-        visited, _ = block_mask_kernel.unpack_counts(self.num_blocks)
+        visited, _ = block_mask_kernel.unpack_word(self.num_blocks)
         order = np.argsort(-visited, -1, kind="stable").astype(np.int32)
         head = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads, 1)
         ids, counts = head * np.int32(tiles) + order, np.take_along_axis(self.num_blocks, order, -1)
@@ -125,7 +125,7 @@ def order_tiles_host(counts: np.ndarray, batch: int, heads: int, num_workers: in
     shape = batch, heads, order.tiles
     row = np.broadcast_to(np.arange(counts.size).reshape(counts.shape), shape).reshape(-1)
     tile_ids, counts = np.arange(row.size), counts.reshape(-1)
-    visited, _ = block_mask_kernel.unpack_counts(counts)
+    visited, _ = block_mask_kernel.unpack_word(counts)
     heads_before = order.heads_before(visited, np.float32(visited.sum()))[row]
     head = tile_ids // order.tiles
     early = heads_before <= head

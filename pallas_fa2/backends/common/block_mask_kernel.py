@@ -29,7 +29,7 @@ FULL_BIT = 16
 MAX_BLOCKS = (1 << (FULL_BIT - 1)) - 1
 
 
-def unpack_counts(word: Any) -> tuple[Any, Any]:
+def unpack_word(word: Any) -> tuple[Any, Any]:
     """Return the counts below `FULL_BIT` and from it on."""
     return word & np.int32(MAX_BLOCKS), word >> np.int32(FULL_BIT)
 
@@ -64,7 +64,7 @@ def build_block_lists(classes: jax.Array) -> tuple[jax.Array, jax.Array]:
 
         def store(columns: list[Any], before: Any) -> Any:
             for column, x in zip(columns, load(columns), strict=True):
-                partial, full = unpack_counts(before + warp_exclusive_count(x))
+                partial, full = unpack_word(before + warp_exclusive_count(x))
                 empty = all_full + all_partial + column - full - partial
                 index = jnp.where(x == 1, all_full + partial, empty)
                 index = jnp.where(x > 1, full, index)
@@ -74,7 +74,7 @@ def build_block_lists(classes: jax.Array) -> tuple[jax.Array, jax.Array]:
 
         sums = thread_ops.strided_loop(blocks, lane, LANES, count, (0 * thread, 0 * thread))
         total, before = map(thread_ops.warp_sum, sums)
-        all_partial, all_full = unpack_counts(total)
+        all_partial, all_full = unpack_word(total)
         thread_ops.strided_loop(quarter, first + lane, LANES, store, before)
         row_counts = jnp.maximum(all_full + all_partial, 1) + (all_full << FULL_BIT)
         thread_ops.scatter(counts, jnp.where(thread == 0, row, rows), row_counts)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from pallas_fa2.arithmetic import I32, div, rem
-from pallas_fa2.backends.common.block_mask_kernel import MAX_BLOCKS, unpack_counts
+from pallas_fa2.backends.common.block_mask_kernel import MAX_BLOCKS, unpack_word
 from pallas_fa2.backends.common.primitives import launch, thread_ops
 from pallas_fa2.backends.common.primitives.layouts import LANES, THREADS, WARPS
 
@@ -167,7 +167,7 @@ class _Warp(NamedTuple):
 
     @property
     def lengths(self) -> list[Any]:
-        return [unpack_counts(x)[0] for x in self.counts]
+        return [unpack_word(x)[0] for x in self.counts]
 
     @property
     def waits(self) -> list[Any]:
@@ -185,7 +185,7 @@ class _Warp(NamedTuple):
         """Of all tiles, `many` numbers each: terms(place, length)."""
 
         def add(places: list[Any], sums: list[Any]) -> list[Any]:
-            lengths = [unpack_counts(thread_ops.gather(self.of_all, place))[0] for place in places]
+            lengths = [unpack_word(thread_ops.gather(self.of_all, place))[0] for place in places]
             found = map(terms, places, lengths)
             return [functools.reduce(jnp.add, x) for x in zip(sums, *found, strict=True)]
 

@@ -2,14 +2,13 @@
 
 import dataclasses
 
+from pallas_fa2.backends.common import limits
 from pallas_fa2.backends.protocol import Configuration
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
 
-# Of queries and keys, and of values: what the kernels are made for. Missing columns are filled with zeros.
-KERNEL_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Bytes of shared memory that a CTA may have (CUDA C++ Programming Guide, table of technical specifications per compute
 # capability); `MIN_SMEM_BYTES` on all other GPUs.
 SMEM_BYTES = {"8.0": 166_912, "8.7": 166_912, "9.0": 232_448, "10.0": 232_448, "10.3": 232_448}
@@ -18,7 +17,7 @@ MIN_SMEM_BYTES = 101_376
 
 def kernel_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
     """Return the dims of the smallest kernels that take these."""
-    return next(dims for dims in KERNEL_DIMS if dims[0] >= head_dim and dims[1] >= value_dim)
+    return next(dims for dims in limits.KERNEL_DIMS if dims[0] >= head_dim and dims[1] >= value_dim)
 
 
 def smem_bytes(device: Device) -> int:

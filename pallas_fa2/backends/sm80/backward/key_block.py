@@ -124,7 +124,7 @@ class KeyBlock:
             tiles = zip(mods, p, s, dp, strict=True)
             ds = [
                 m.ds(p_, s_, dp_, column_delta).astype(q.dtype) for m, p_, s_, dp_ in tiles
-            ]  # line 15
+            ]  # line 14
             p = [m.zero_dropped(x).astype(q.dtype) for m, x in zip(mods, p, strict=True)]
             self.store_tiles(self.memory.ds, columns, ds)
             if self.config.split_columns:
