@@ -48,3 +48,8 @@ def unravel(index: IntOrArray, shape: tuple[int, ...]) -> list[IntOrArray]:
         index, coordinate = div(index, size), rem(index, size)
         coordinates.append(coordinate)
     return coordinates[::-1]
+
+
+def array_namespace(x: Any) -> Any:
+    """Return the module of an array's functions: NumPy, or jax.numpy."""
+    return np if isinstance(x, np.ndarray) else jnp

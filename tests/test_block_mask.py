@@ -43,7 +43,7 @@ def test_every_tile_is_taken_once_with_its_counts(
     each, heads, hands, on_device, compares, monkeypatch
 ):
     if not compares:
-        monkeypatch.setattr(tile_order_kernel, "MOST_COMPARED", 0)
+        monkeypatch.setattr(tile_order_kernel, "MAX_TILES", 0)
     batch, tiles = 2, 7
     classes = random_classes(batch, each, tiles, 4)
 

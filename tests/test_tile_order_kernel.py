@@ -1,4 +1,4 @@
-"""The order of tiles: what the kernel counts is what the host sorts."""
+"""The order of tiles: the kernel's counts agree with the host's sort."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from pallas_fa2.backends.common.block_mask import BlockMask
 from tests.support import arithmetic, compile_gate, interpreter
 from tests.support.tiers import slow_but
 
-# The shape of counts; batch, heads, CTAs, rows before.
+# The shape of the counts; batch, heads, CTAs, header rows.
 ORDERS = [
     ((1, 1, 1), (1, 1, 1, 0)),
     ((1, 1, 7), (2, 4, 3, 5)),
@@ -21,23 +21,23 @@ ORDERS = [
     ((2, 3, 5), (2, 3, 5, 1)),
     ((3, 1, 16), (3, 4, 12, 0)),
     ((1, 1, 3), (6, 20, 100, 0)),
-    ((1, 1, 600), (1, 2, 132, 0)),  # more tiles than a loop's turn compares
+    ((1, 1, 600), (1, 2, 132, 0)),  # more tiles than one iteration compares
 ]
 
 
 def random_counts(shape):
-    """As many tiles are as long as others, for shorter ones have more full blocks."""
+    """Return counts with many tiles of equal length; shorter ones have more full blocks."""
     visited = np.random.default_rng(0).integers(1, 6, shape).astype(np.int32)
     return visited + ((6 - visited) << block_mask_kernel.FULL_BIT)
 
 
 @pytest.mark.parametrize("shape, where", ORDERS)
 def test_tiles_are_ordered_as_on_the_host(shape, where):
-    *of_what, before = where
+    *dims, header_rows = where
     counts = random_counts(shape)
     got = interpreter.run(lambda x: tile_order_kernel.order_tiles(x, *where), counts)
-    entries = block_mask.order_tiles_host(counts, *of_what)
-    rows = [np.full((before, 2), -1), entries, [(len(entries), 0)]]
+    entries = block_mask.order_tiles_host(counts, *dims)
+    rows = [np.full((header_rows, 2), -1), entries, [(len(entries), 0)]]
     np.testing.assert_array_equal(got, np.concatenate(rows))
 
 
@@ -72,22 +72,22 @@ def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
     assert compared
 
 
-# Of three heads: what the tiles of each visit, and the numbers of tiles in the order in which two CTAs take them.
+# For three heads: the blocks that the tiles of each visit, and the ids of tiles in the order in which two CTAs claim them.
 @pytest.mark.parametrize(
-    "counts, numbers",
+    "counts, tile_ids",
     [
-        # Of 30, each has 15: no tile is taken earlier than its head but those of the last head, the longest first.
+        # A CTA visits 15 of 30 blocks: no tile is hoisted but those of the last head, the longest first.
         ([[1, 2, 3, 4]], [0, 1, 2, 3, 4, 5, 6, 7, 11, 10, 9, 8]),
-        # A tile of 8 of 18 waits for the first head alone, of three that last equally long: 1.5 times 8 before 18.
+        # A tile of 8 of a CTA's 18 blocks starts 12 blocks before the end: after the first of three equal heads.
         ([[1, 8, 1, 2]], [0, 1, 2, 3, 5, 9, 4, 6, 7, 11, 8, 10]),
-        # Where each head has its own, tiles of more than a quarter of 9 come first.
+        # Where each head has its own mask, tiles of more than a quarter of a CTA's 9 blocks come first.
         ([[1, 2], [1, 5], [4, 5]], [3, 5, 4, 0, 1, 2]),
     ],
 )
-def test_tiles_come_with_their_heads_or_as_early_as_they_must(counts, numbers):
+def test_tiles_come_with_their_heads_or_are_hoisted(counts, tile_ids):
     counts = np.array([counts], np.int32)
-    found = interpreter.run(lambda x: tile_order_kernel.order_tiles(x, 1, 3, 2, 0), counts)
-    assert found[:, 0].tolist() == [*numbers, len(numbers)]
+    table = interpreter.run(lambda x: tile_order_kernel.order_tiles(x, 1, 3, 2, 0), counts)
+    assert table[:, 0].tolist() == [*tile_ids, len(tile_ids)]
 
 
 # A few documents, 131072 tokens, the heads of a group as one row, and the longest there can be.
@@ -110,7 +110,7 @@ def test_two_kernels_and_nothing_else(shape):
     assert {report.name for report in reports} == {"list_blocks", "order_tiles"}
     for report in reports:
         compile_gate.assert_clean(report)
-        # 8 CTAs of a multiprocessor, which hide each other's loads; of those that order, all there can be.
+        # 8 CTAs on an SM hide each other's loads; 4 of those that order tiles are enough.
         assert report.registers <= (64 if report.name == "list_blocks" else 128)
     hlo = compile_gate.hlo_for_h200(plan, classes)
     assert " sort(" not in hlo and " fusion(" not in hlo

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_fa2.arithmetic import array_namespace
 from pallas_fa2.backends.common import block_mask_kernel, tile_order_kernel
 from pallas_fa2.backends.common.block_mask_kernel import FULL_BIT, MAX_BLOCKS
 from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
-from pallas_fa2.backends.common.tile_order_kernel import LONG, array_namespace
+from pallas_fa2.backends.common.tile_order_kernel import LONG
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 
 
@@ -69,15 +70,15 @@ class BlockMask(NamedTuple):
 
         Heads follow each other, and their tiles, as neighbors share data; but long tiles and those of the last
         heads come sooner, so that all CTAs end together: see `tile_order_kernel.TileOrder`. (On the device, more
-        than `MOST_COMPARED` tiles stay in the order of their ids.)
+        than `MAX_TILES` tiles stay in the order of their ids.)
         """
         tiles = self.num_blocks.shape[-1]
         num_workers = min(num_workers, batch * heads * tiles)
         if isinstance(self.num_blocks, np.ndarray):
             entries = order_tiles_host(self.num_blocks, batch, heads, num_workers)
             return DynamicTileScheduler.build(entries[:, 0], entries[:, 1], num_workers)
-        counts = tile_order_kernel.of_entries(self.num_blocks, batch)
-        if counts.size > tile_order_kernel.MOST_COMPARED:
+        counts = tile_order_kernel.counts_per_row(self.num_blocks, batch)
+        if counts.size > tile_order_kernel.MAX_TILES:
             tile_ids = np.arange(batch * heads * tiles, dtype=np.int32)
             counts = jnp.broadcast_to(self.num_blocks, (batch, heads, tiles))
             return DynamicTileScheduler.build(tile_ids, counts.reshape(-1), num_workers)
@@ -120,17 +121,17 @@ class BlockMask(NamedTuple):
 
 def order_tiles_host(counts: np.ndarray, batch: int, heads: int, num_workers: int) -> np.ndarray:
     """Return the entries of `tile_order_kernel.order_tiles`, computed on the host."""
-    counts = tile_order_kernel.of_entries(counts, batch)
-    order = tile_order_kernel.TileOrder.of(counts, batch, heads, num_workers)
+    counts = tile_order_kernel.counts_per_row(counts, batch)
+    order = tile_order_kernel.TileOrder.build(counts, batch, heads, num_workers)
     shape = batch, heads, order.tiles
     row = np.broadcast_to(np.arange(counts.size).reshape(counts.shape), shape).reshape(-1)
     tile_ids, counts = np.arange(row.size), counts.reshape(-1)
     visited, _ = block_mask_kernel.unpack_word(counts)
-    heads_before = order.heads_before(visited, np.float32(visited.sum()))[row]
+    hoist_head = order.hoist_head(visited, np.float32(visited.sum()))[row]
     head = tile_ids // order.tiles
-    early = heads_before <= head
-    by_length = np.where(early, row, 0), np.where(early, -visited[row], 0)
-    sorted_ids = np.lexsort((tile_ids, *by_length, ~early, np.minimum(heads_before, head)))
+    hoisted = hoist_head <= head
+    by_length = np.where(hoisted, row, 0), np.where(hoisted, -visited[row], 0)
+    sorted_ids = np.lexsort((tile_ids, *by_length, ~hoisted, np.minimum(hoist_head, head)))
     return np.stack([sorted_ids, counts[row[sorted_ids]]], -1).astype(np.int32)
 
 

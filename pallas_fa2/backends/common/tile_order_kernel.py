@@ -1,8 +1,10 @@
-"""In which order CTAs take the tiles of a mask that only the device knows: a small kernel, which counts places
-as `block_mask_kernel` does."""
+"""The order in which CTAs claim the tiles of a mask that only the device knows, by a small kernel.
 
-import functools
-from collections.abc import Callable
+XLA would sort, in several kernels, most of which take little longer than their launch. Here each warp counts how many
+tiles come before its own (an enumeration sort), so that no warps synchronize. `block_mask.order_tiles_host` is the
+same order as a lexicographic sort.
+"""
+
 from typing import Any, NamedTuple
 
 import jax
@@ -10,249 +12,214 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa2.arithmetic import I32, div, rem
+from pallas_fa2.arithmetic import I32, array_namespace, div, rem
 from pallas_fa2.backends.common.block_mask_kernel import MAX_BLOCKS, unpack_word
 from pallas_fa2.backends.common.primitives import launch, thread_ops
 from pallas_fa2.backends.common.primitives.layouts import LANES, THREADS, WARPS
 
-# How long before all are done a tile begins at the latest, of the time that it takes, if heads share what they visit.
-# (With less, CTAs end apart; with more, more heads run side by side, of which L2 holds few: docs/decisions/0058-tile-hoisting.md.)
+# The least time between the start of a tile and the end of the kernel, as a multiple of the tile's own duration, where
+# heads share a mask. With less, CTAs end apart; with more, more heads run side by side, of which L2 holds few
+# (docs/decisions/0058-tile-hoisting.md).
 SLACK = 1.5
-# How many tiles of each CTA are sorted, those of the last heads: where heads share what they visit, and where each has
-# its own.
-SORTED_ALIKE, SORTED = 1, 2
-# Of all that a CTA does, the part from which a tile comes before all others, if each head has its own or tiles are dealt;
-# and how many times what a CTA has of the heads that are sorted, on average.
+# How many tiles for each CTA are sorted by length at the end: where heads share a mask, and where each has its own. With
+# more, L2 misses cost more than the balance gains (docs/decisions/0057-long-tiles-first.md).
+TAIL_TILES_SHARED_MASK, TAIL_TILES = 1, 2
+# A tile is long, and comes before all heads, from this fraction of the blocks that a CTA visits on average; or from so
+# many times the blocks that a CTA visits of the sorted heads (docs/decisions/0057-long-tiles-first.md).
 LONG = 0.25
-LONG_AT_END = 1.5
-# With how many tiles a warp compares its own, in 8 turns of `AT_ONCE`. Of more, each CTA has 30 at
-# least, whose order matters little.
-MOST_COMPARED = 4096
-# All ranks of tiles, by their lengths and numbers, are below it; two bits above are free (`_Warp.urgency`).
-RANKS = 1 << 28
-# How many tiles a warp has, which follow each other in a row; of heads that are alike so many CTAs write a share each, if there
-# are no more of them.
-TILES_PER_WARP, MAX_CTAS = 4, 512
+LONG_IN_TAIL = 1.5
+# The most tiles with counts of their own that the kernel orders. Of more, each CTA has 30 at least, whose order
+# matters little.
+MAX_TILES = 4096
+# Consecutive tiles that a warp ranks together, which share what is computed of each count. (Four take 181 registers.)
+TILES_PER_WARP = 2
 
 
-def array_namespace(x: Any) -> Any:
-    return np if isinstance(x, np.ndarray) else jnp
-
-
-def of_entries(counts: Any, batch: int) -> Any:
-    """Where each head has its own, those of each batch entry."""
+def counts_per_row(counts: Any, batch: int) -> Any:
+    """Return block counts `[rows, heads | 1, tiles]`: one row for each batch entry if heads have masks of their own."""
     if counts.shape[1] == 1:
         return counts
     return array_namespace(counts).broadcast_to(counts, (batch, *counts.shape[1:]))
 
 
 class TileOrder(NamedTuple):
-    """When a tile is taken: with its head, one head after another, or sooner, where CTAs would not be done together
-    otherwise."""
+    """The order of tiles: head by head, but some are hoisted, so that CTAs end together.
+
+    A hoisted tile comes before the tiles of an earlier head (`hoist_head`). Those that come before the same head go
+    from the longest to the shortest, equally long ones by row and tile, and then by head.
+    """
 
     heads: int  # of all batch entries
     tiles: int  # of a head
     num_workers: int
-    heads_sharing_mask: int  # heads that follow each other and share what their tiles visit; or 1
+    heads_per_mask: int  # consecutive heads whose tiles visit the same blocks
 
     @classmethod
-    def of(cls, counts: Any, batch: int, heads: int, hands: int) -> "TileOrder":
-        """Of `[B | 1, heads | 1, tiles]`, those `of_entries`."""
-        alike = batch * heads // len(counts) if counts.shape[1] == 1 else 1
-        return cls(batch * heads, counts.shape[-1], hands, alike)
+    def build(cls, counts: Any, batch: int, heads: int, num_workers: int) -> "TileOrder":
+        """Return the order for the counts that `counts_per_row` returns."""
+        heads_per_mask = batch * heads // len(counts) if counts.shape[1] == 1 else 1
+        return cls(batch * heads, counts.shape[-1], num_workers, heads_per_mask)
 
     @property
     def num_tail_heads(self) -> int:
-        """Heads whose tiles are all sorted."""
-        each = SORTED_ALIKE if self.heads_sharing_mask > 1 else SORTED
-        return min(-(-each * self.num_workers // self.tiles), self.heads)
+        """Return the number of last heads whose tiles are all sorted by length."""
+        tiles_per_worker = TAIL_TILES_SHARED_MASK if self.heads_per_mask > 1 else TAIL_TILES
+        return min(-(-tiles_per_worker * self.num_workers // self.tiles), self.heads)
 
-    def heads_before(self, visited: Any, total: Any) -> Any:
-        """Of a tile that visits so many blocks, the heads that it lets begin before, if they come before its own.
-        `total` is what all visit, of heads that are alike counted once, in float32.
+    def hoist_head(self, visited: Any, total: Any) -> Any:
+        """Return the head before whose tiles a tile of `visited` blocks comes, if that is before its own head.
 
-        (Every warp must find the same: so no sum of a product is rounded, which may become one operation with it
-        or not. And nothing is negative: Mosaic compares without a sign what `where` takes of two constants.)
+        `total` is the sum over all tiles with counts of their own, in float32. All warps compute the same head: no sum
+        of a product is rounded, which may be one operation with it or not. And no number is negative, as Mosaic
+        compares without a sign what `where` takes of two constants.
         """
-        unsorted = np.int32(self.heads - self.num_tail_heads)
-        part = total * np.float32(self.heads_sharing_mask / self.num_workers)  # of each CTA
+        tail = np.int32(self.heads - self.num_tail_heads)
+        blocks_per_worker = total * np.float32(self.heads_per_mask / self.num_workers)
         xp, visited = array_namespace(visited), visited.astype(np.float32)
-        if self.heads_sharing_mask == 1:
-            long = part * np.float32(min(LONG, LONG_AT_END * self.num_tail_heads / self.heads))
-            return xp.where(visited > long, np.int32(0), unsorted)
-        to_end = (visited * (np.float32(SLACK * self.heads) / part)).astype(np.int32)
-        return xp.minimum(np.int32(self.heads) - xp.minimum(to_end, np.int32(self.heads)), unsorted)
+        if self.heads_per_mask == 1:
+            fraction = min(LONG, LONG_IN_TAIL * self.num_tail_heads / self.heads)
+            long = blocks_per_worker * np.float32(fraction)
+            return xp.where(visited > long, np.int32(0), tail)
+        heads_to_end = (visited * (np.float32(SLACK * self.heads) / blocks_per_worker)).astype(
+            np.int32
+        )
+        head = np.int32(self.heads) - xp.minimum(heads_to_end, np.int32(self.heads))
+        return xp.minimum(head, tail)
 
 
-def order_tiles(counts: jax.Array, batch: int, heads: int, hands: int, before: int) -> jax.Array:
-    """int32 `[before + n + 1, 2]`: rows of -1, n tiles with what they visit, and (n, 0).
+def order_tiles(
+    counts: jax.Array, batch: int, heads: int, num_workers: int, header_rows: int
+) -> jax.Array:
+    """Return the table of a `DynamicTileScheduler`: int32 `[header_rows + n + 1, 2]`.
 
-    `counts` is that of `block_mask.BlockMask`. Tile t of head h of batch entry b has the number
-    (b heads + h) tiles + t. They are in this order; but tiles that do not wait for all heads before their own
-    (`Order.waits_for`) follow the last one that they wait for, from the longest to the shortest.
-
-    A warp compares some tiles with all others, and writes the entries of all heads that share their counts.
+    Its rows are `header_rows` times -1, the ids and counts of n tiles in their `TileOrder`, and (n, 0). Tile t of head h
+    of batch entry b has the id (b heads + h) tiles + t; `counts` is `BlockMask.num_blocks`.
     """
-    counts = of_entries(counts, batch)
-    order = TileOrder.of(counts, batch, heads, hands)
-    count, size = order.heads * order.tiles, before + order.heads * order.tiles + 1
-    assert counts.size <= MOST_COMPARED and (MAX_BLOCKS + 1) * 2 * MOST_COMPARED <= RANKS
-    together = TILES_PER_WARP if order.tiles % TILES_PER_WARP == 0 else 1
-    ctas = -(-counts.size // (WARPS * together))
-    shares = min(order.heads_sharing_mask, max(1, MAX_CTAS // ctas))
+    counts = counts_per_row(counts, batch)
+    assert counts.size <= MAX_TILES
+    order = TileOrder.build(counts, batch, heads, num_workers)
+    num_tiles = order.heads * order.tiles
+    size = header_rows + num_tiles + 1
+    tiles_per_warp = TILES_PER_WARP if order.tiles % TILES_PER_WARP == 0 else 1
+    ctas = -(-num_tiles // (WARPS * tiles_per_warp))
 
     def run(refs: tuple, _: Any) -> None:
-        counts, entries = refs
-        cta, share = lax.axis_index("cta"), lax.axis_index("share")
-        warp = _Warp.of(order, counts, cta, together)
+        counts, table = refs
+        cta, thread = lax.axis_index("cta"), thread_ops.thread_indices()
+        lane, warp = rem(thread, LANES), cta * WARPS + div(thread, LANES)
+        ranking = _Ranking.build(order, counts, lane)
+        tiles = [ranking.load(warp * tiles_per_warp + i) for i in range(tiles_per_warp)]
+        for tile, rank in zip(tiles, ranking.compute_ranks(tiles), strict=True):
+            stored = (lane == 0) & (tile.id < num_tiles)
+            row = jnp.where(stored, header_rows + rank, size)
+            thread_ops.scatter(table, row, tile.id, tile.count)
 
-        def write(places: list[Any], numbers: list[Any]) -> None:
-            for i, (place, number) in enumerate(zip(places, numbers, strict=True)):
-                there = (warp.lane == 0) & (warp.first + i < warp.known)
-                place = jnp.where(there, before + place, size)
-                thread_ops.scatter(entries, place, number, warp.counts[i])
+        def fill(rows: list[Any], _: Any) -> None:
+            """Write the header and the last row, which is index `header_rows` of this loop."""
+            for index in rows:
+                row = jnp.where(index == header_rows, I32(size - 1), index)
+                row = jnp.where(index > header_rows, I32(size), row)
+                in_header = index < header_rows
+                values = (jnp.where(in_header, I32(-1), I32(x)) for x in (num_tiles, 0))
+                thread_ops.scatter(table, row, *values)
 
-        def write_copy(turn: Any, earlier: list[Any]) -> list[Any]:
-            write(*warp.places_in_head(share + turn * shares, earlier))
-            return earlier
-
-        if order.heads_sharing_mask == 1:
-            write(warp.places_by_urgency(), warp.each)
-        else:
-            copies = div(order.heads_sharing_mask - share + (shares - 1), shares)
-            lax.fori_loop(I32(0), copies, write_copy, warp.earlier())
-
-        def write_rest(rests: list[Any], _: Any) -> None:
-            for rest in rests:
-                last = jnp.where(rest == before, I32(size - 1), I32(size))
-                place = jnp.where(rest < before, rest, last)
-                values = (jnp.where(rest < before, I32(-1), I32(x)) for x in (count, 0))
-                thread_ops.scatter(entries, place, *values)
-
-        thread = (cta * shares + share) * THREADS + thread_ops.thread_indices()
-        thread_ops.strided_loop(before + 1, thread, ctas * shares * THREADS, write_rest, None)
+        thread_ops.strided_loop(header_rows + 1, cta * THREADS + thread, ctas * THREADS, fill, None)
 
     out = jax.ShapeDtypeStruct((2 * size,), I32)
-    kernel = launch.build_kernel("order_tiles", run, [], out, {"cta": ctas, "share": shares}, 1)
+    kernel = launch.build_kernel("order_tiles", run, [], out, {"cta": ctas}, 1)
     return kernel(counts.reshape(-1)).reshape(size, 2)
 
 
-class _Warp(NamedTuple):
-    """Some tiles of a row (of heads that are alike), which a warp compares with all others."""
+class _Tile(NamedTuple):
+    """A tile of one head, for each thread.
+
+    `slot` is 2h + 1 if it comes in order, with the tiles of its head h, and 2h if it is hoisted before those of head h.
+    """
+
+    id: Any
+    index: Any  # of its count
+    count: Any
+    head: Any
+    slot: Any
+    priority: Any  # among hoisted tiles of a slot: larger for longer ones, then for lower indices
+
+
+class _Ranking(NamedTuple):
+    """How a warp counts the tiles that come before its own."""
 
     order: TileOrder
-    of_all: Any  # [known], what tiles visit, in device memory
+    counts: Any  # int32 [rows tiles], in device memory
     lane: Any
-    first: Any  # of its tiles
-    counts: list[Any]
-    total: Any  # of what all visit
+    total: Any  # of all blocks that tiles visit, in float32
 
     @classmethod
-    def of(cls, order: TileOrder, of_all: Any, cta: Any, together: int) -> "_Warp":
-        thread = thread_ops.thread_indices()
-        first = (cta * WARPS + div(thread, LANES)) * together
-        counts = [thread_ops.gather(of_all, first + i) for i in range(together)]
-        warp = cls(order, of_all, rem(thread, LANES), first, counts, None)
-        (total,) = warp.sums_of(lambda _, length: [length], 1)
-        return warp._replace(total=total.astype(jnp.float32))
+    def build(cls, order: TileOrder, counts: Any, lane: Any) -> "_Ranking":
+        """Add up what all tiles visit."""
+        ranking = cls(order, counts, lane, None)
+        (total,) = ranking.sum_over_tiles(lambda index, visited: [visited], 1)
+        return ranking._replace(total=total.astype(jnp.float32))
 
-    @property
-    def known(self) -> int:
-        return self.of_all.shape[0]
+    def load(self, tile_id: Any) -> _Tile:
+        """Load the count of a tile and locate the tile in the order."""
+        tiles = self.order.tiles
+        head = div(tile_id, tiles)
+        index = div(head, self.order.heads_per_mask) * tiles + rem(tile_id, tiles)
+        count = thread_ops.gather(self.counts, index)
+        visited, _ = unpack_word(count)
+        hoist_head = self.order.hoist_head(visited, self.total)
+        slot = jnp.where(hoist_head <= head, 2 * hoist_head, 2 * head + 1)
+        return _Tile(tile_id, index, count, head, slot, self.priority(index, visited))
 
-    @property
-    def each(self) -> list[Any]:
-        """Its tiles."""
-        return [self.first + i for i in range(len(self.counts))]
+    def priority(self, index: Any, visited: Any) -> Any:
+        """Return one number that is larger for longer tiles, then for those of lower indices."""
+        assert (MAX_BLOCKS + 1) * 2 * MAX_TILES <= 1 << 30
+        bits = (1 << self.counts.shape[0].bit_length()) - 1
+        return visited * (bits + 1) | (index & I32(bits) ^ I32(bits))
 
-    @property
-    def lengths(self) -> list[Any]:
-        return [unpack_word(x)[0] for x in self.counts]
+    def compute_ranks(self, tiles: list[_Tile]) -> list[Any]:
+        """Return how many tiles of all heads come before each of these.
 
-    @property
-    def waits(self) -> list[Any]:
-        return list(map(self.waits_for, self.lengths))
+        Tile `index` of a row stands for those of `heads_per_mask` heads: first those that come in order, up to its
+        `hoist_head`, then the hoisted ones.
+        """
+        order = self.order
 
-    def waits_for(self, length: Any) -> Any:
-        return self.order.heads_before(length, self.total)
+        def count_before(index: Any, visited: Any) -> list[Any]:
+            first_head = div(index, order.tiles) * order.heads_per_mask
+            end_head = first_head + order.heads_per_mask
+            hoist_head = order.hoist_head(visited, self.total)
+            first_hoisted = jnp.maximum(jnp.minimum(hoist_head, end_head), first_head)
+            priority = self.priority(index, visited)
 
-    def rank(self, place: Any, length: Any) -> Any:
-        """Larger for longer tiles, then for those before; for what is no tile, smaller than for any."""
-        behind = (1 << self.known.bit_length()) - 1
-        return length * (behind + 1) | (place & I32(behind) ^ I32(behind))
+            def before(tile: _Tile) -> Any:
+                # Of those in order, the heads below that of the slot, and its own head if the tile is in order too.
+                end = div(tile.slot, 2) + jnp.where(index < tile.index, rem(tile.slot, 2), 0)
+                in_order = jnp.minimum(jnp.maximum(end, first_head), first_hoisted) - first_head
+                # Of the hoisted ones, all or none, or the lower heads of the same tile.
+                same_slot = 2 * hoist_head == tile.slot
+                ahead = (2 * hoist_head < tile.slot) | (same_slot & (priority > tile.priority))
+                same_tile = same_slot & (priority == tile.priority)
+                end = jnp.where(same_tile, tile.head, first_hoisted)
+                return in_order + jnp.where(ahead, end_head, end) - first_hoisted
 
-    def sums_of(self, terms: Callable, many: int) -> list[Any]:
-        """Of all tiles, `many` numbers each: terms(place, length)."""
+            return [before(tile) for tile in tiles]
 
-        def add(places: list[Any], sums: list[Any]) -> list[Any]:
-            lengths = [unpack_word(thread_ops.gather(self.of_all, place))[0] for place in places]
-            found = map(terms, places, lengths)
-            return [functools.reduce(jnp.add, x) for x in zip(sums, *found, strict=True)]
+        return self.sum_over_tiles(count_before, len(tiles))
 
-        sums = thread_ops.strided_loop(self.known, self.lane, LANES, add, [0 * self.lane] * many)
-        return [thread_ops.warp_sum(x) for x in sums]
+    def sum_over_tiles(self, terms: Any, num_sums: int) -> list[Any]:
+        """Return the sums of terms(index, visited) over all counts, to each lane; the lanes share them."""
+        num_counts = self.counts.shape[0]
 
-    def urgency(self, place: Any, length: Any) -> Any:
-        """Where each head has its own tiles, all that decides, as one number: long ones are above those that come
-        with their heads, and these above those of the last heads."""
-        order, rank = self.order, self.rank(place, length)
-        in_turn = I32(RANKS) | self.rank(place, 0)
-        in_turn = jnp.where(
-            place < (order.heads - order.num_tail_heads) * order.tiles, in_turn, rank
-        )
-        return jnp.where(self.waits_for(length) == 0, I32(2 * RANKS) | rank, in_turn)
+        def add(indices: list[Any], sums: list[Any]) -> list[Any]:
+            for index in indices:
+                visited, _ = unpack_word(thread_ops.gather(self.counts, index))
+                values = terms(index, visited)
+                sums = [
+                    total + jnp.where(index < num_counts, x, 0)
+                    for total, x in zip(sums, values, strict=True)
+                ]
+            return sums
 
-    def places_by_urgency(self) -> list[Any]:
-        own = list(map(self.urgency, self.each, self.lengths))
-
-        def more_urgent(place: Any, length: Any) -> list[Any]:
-            other = self.urgency(place, length)
-            return [jnp.where(other > x, I32(1), I32(0)) for x in own]
-
-        return self.sums_of(more_urgent, len(own))
-
-    def earlier(self) -> list[Any]:
-        """Where heads share tiles: how many come before one that does not wait for its head, counting all tiles of the
-        heads that it waits for, also its own in these."""
-        order, waits = self.order, self.waits
-        own = list(map(self.rank, self.each, self.lengths))
-
-        def longer(place: Any, length: Any) -> list[Any]:
-            """Of the heads of a longer tile, those that an own one does not wait for."""
-            end, rank = (
-                (div(place, order.tiles) + 1) * order.heads_sharing_mask,
-                self.rank(place, length),
-            )
-            rests = (
-                jnp.minimum(jnp.maximum(end, begun) - begun, order.heads_sharing_mask)
-                for begun in waits
-            )
-            return [jnp.where(rank > x, rest, I32(0)) for x, rest in zip(own, rests, strict=True)]
-
-        found = self.sums_of(longer, len(own))
-        return [begun * order.tiles + x for begun, x in zip(waits, found, strict=True)]
-
-    def places_in_head(self, copy: Any, earlier: list[Any]) -> tuple[list[Any], list[Any]]:
-        """And numbers, in a head of those that share these tiles."""
-        order, row = self.order, div(self.first, self.order.tiles)
-        first_head = row * order.heads_sharing_mask
-        head = first_head + copy
-        number = head * order.tiles + rem(self.first, order.tiles)
-
-        def ahead(place: Any, length: Any) -> list[Any]:
-            """Of the later heads of a tile, and of this one where it is later than all own tiles, those whose one
-            comes before all the same, as it waits for none from this head on."""
-            other, later = div(place, order.tiles), place >= self.first + len(earlier)
-            here = I32(order.heads_sharing_mask - 1) - copy + jnp.where(later, I32(1), I32(0))
-            of_heads = jnp.where(other == row, here, I32(order.heads_sharing_mask))
-            early = (self.waits_for(length) <= head) & (other >= row) & (place < self.known)
-            return [jnp.where(early, of_heads, I32(0))]
-
-        (more,) = self.sums_of(ahead, 1)
-        places, numbers = [], [number + i for i in range(len(earlier))]
-        for begun, before, own in reversed(list(zip(self.waits, earlier, numbers, strict=True))):
-            early = begun <= head
-            in_front = before + head - jnp.maximum(begun, first_head)
-            places.insert(0, jnp.where(early, in_front, own + more))
-            more = more + jnp.where(early, I32(1), I32(0))
-        return places, numbers
+        zeros = [0 * self.lane] * num_sums
+        sums = thread_ops.strided_loop(num_counts, self.lane, LANES, add, zeros)
+        return list(map(thread_ops.warp_sum, sums))

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa2 import arithmetic
-from pallas_fa2.arithmetic import IntOrArray
+from pallas_fa2.arithmetic import IntOrArray, array_namespace
 from pallas_fa2.backends.common.block_mask import BlockMask, reversed_block_id, reversed_classes
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
-from pallas_fa2.backends.common.tile_order_kernel import array_namespace
 from pallas_fa2.backends.sm90.backward import group_splits
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.schedule import raster

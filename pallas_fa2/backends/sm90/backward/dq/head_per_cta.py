@@ -17,12 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_fa2 import arithmetic
-from pallas_fa2.arithmetic import I32, IntOrArray
+from pallas_fa2.arithmetic import I32, IntOrArray, array_namespace
 from pallas_fa2.backends.common.block_mask import BlockMask, reversed_classes
 from pallas_fa2.backends.common.primitives import layouts, register_io
 from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
-from pallas_fa2.backends.common.tile_order_kernel import array_namespace
 from pallas_fa2.backends.sm90.backward.cta import Cta, WarpgroupIndex
 from pallas_fa2.backends.sm90.backward.dq.strategy import DqConsumer, DqRequest, DqStrategy
 from pallas_fa2.backends.sm90.backward.kv_tile import Step

@@ -9,12 +9,11 @@ import numpy as np
 from jax import lax
 
 from pallas_fa2 import arithmetic
-from pallas_fa2.arithmetic import I32, IntOrArray
+from pallas_fa2.arithmetic import I32, IntOrArray, array_namespace
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.primitives import layouts
 from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.backends.common.scheduler import DynamicTileScheduler
-from pallas_fa2.backends.common.tile_order_kernel import array_namespace
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.kv_tile import KvTile, Step
 from pallas_fa2.backends.sm90.backward.schedule import BackwardSchedule
