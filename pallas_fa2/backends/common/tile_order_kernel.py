@@ -31,8 +31,9 @@ LONG_IN_TAIL = 1.5
 # The most tiles with counts of their own that the kernel orders. Of more, each CTA has 30 at least, whose order
 # matters little.
 MAX_TILES = 4096
-# Consecutive tiles that a warp ranks together, which share what is computed of each count. (Four take 181 registers.)
-TILES_PER_WARP = 2
+# Consecutive tiles that a warp ranks together, which share what is computed of each count: two take up to 1.2 times as
+# long (docs/decisions/0058-tile-hoisting.md).
+TILES_PER_WARP = 4
 
 
 def counts_per_row(counts: Any, batch: int) -> Any:
@@ -179,28 +180,30 @@ class _Ranking(NamedTuple):
     def compute_ranks(self, tiles: list[_Tile]) -> list[Any]:
         """Return how many tiles of all heads come before each of these.
 
-        Tile `index` of a row stands for those of `heads_per_mask` heads: first those that come in order, up to its
-        `hoist_head`, then the hoisted ones.
+        A count stands for the tiles of `heads_per_mask` heads. Either all of them come before, because its hoisted ones
+        do, or those of the heads below a limit.
         """
         order = self.order
+        shared_by_all = order.heads_per_mask == order.heads
 
         def count_before(index: Any, visited: Any) -> list[Any]:
-            first_head = div(index, order.tiles) * order.heads_per_mask
-            end_head = first_head + order.heads_per_mask
-            hoist_head = order.hoist_head(visited, self.total)
-            first_hoisted = jnp.maximum(jnp.minimum(hoist_head, end_head), first_head)
+            first_head = 0 if shared_by_all else div(index, order.tiles) * order.heads_per_mask
+            slot = 2 * order.hoist_head(visited, self.total)
             priority = self.priority(index, visited)
 
             def before(tile: _Tile) -> Any:
-                # Of those in order, the heads below that of the slot, and its own head if the tile is in order too.
-                end = div(tile.slot, 2) + jnp.where(index < tile.index, rem(tile.slot, 2), 0)
-                in_order = jnp.minimum(jnp.maximum(end, first_head), first_hoisted) - first_head
-                # Of the hoisted ones, all or none, or the lower heads of the same tile.
-                same_slot = 2 * hoist_head == tile.slot
-                ahead = (2 * hoist_head < tile.slot) | (same_slot & (priority > tile.priority))
-                same_tile = same_slot & (priority == tile.priority)
-                end = jnp.where(same_tile, tile.head, first_hoisted)
-                return in_order + jnp.where(ahead, end_head, end) - first_hoisted
+                hoisted_before = (slot < tile.slot) | (
+                    (slot == tile.slot) & (priority > tile.priority)
+                )
+                # Heads below that of the slot; a tile in order also comes after lower tiles of its own head, a hoisted
+                # one after the lower heads of its own count.
+                limit = div(tile.slot, 2) + jnp.where(index < tile.index, rem(tile.slot, 2), 0)
+                same = (slot == tile.slot) & (priority == tile.priority)
+                limit = jnp.where(same, tile.head, limit)
+                if not shared_by_all:
+                    limit = jnp.maximum(limit, first_head) - first_head
+                    limit = jnp.minimum(limit, order.heads_per_mask)
+                return jnp.where(hoisted_before, order.heads_per_mask, limit)
 
             return [before(tile) for tile in tiles]
 
