@@ -48,7 +48,7 @@ def curves(results: dict[str, dict], phase: str) -> dict[tuple[bool, int], dict[
             continue
         shape = Shape(**results[name]["shape"])
         for who, row in results[name]["rows"].items():
-            if who in report.OURS[1:]:  # ours under an equivalent mask
+            if who in report.VARIANTS:
                 continue
             if (speed := report.tflops(row, phase)) is not None:
                 panel = panels.setdefault((shape.causal, shape.head_dim), {})
