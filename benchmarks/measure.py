@@ -202,9 +202,13 @@ def graded(errors: list[jax.Array], problem: "Problem") -> dict[str, Any]:
     return {"error": error}
 
 
-def burst(program: "Program | RemoteProgram", args: tuple, count: int) -> list[float]:
+def burst(run: Callable, args: tuple, count: int) -> list[float]:
     """Return the milliseconds of `count` consecutive launches after a first one, and let the GPU rest."""
-    times = program.times(args, count)
+    return rest_after(total_times(run, args, count))
+
+
+def rest_after(times: list[float]) -> list[float]:
+    """Let the GPU rest after a burst of launches, with a first one that was not timed; return their milliseconds."""
     time.sleep(1e-3 * RESTS * (sum(times) + times[0]))
     return times
 
@@ -291,7 +295,7 @@ def speeds(
         for name in remaining if turn % 2 == 0 else reversed(remaining):
             count = min(iterations, max(1, int(BURST / times[name][0]))) if times[name] else 1
             try:
-                times[name] += burst(programs[name], args, count)
+                times[name] += rest_after(programs[name].times(args, count))
             except Exception as e:  # noqa: BLE001 - as in `checked`
                 rows[name] = {"refused": describe_failure(e, args)}
     for name, row in rows.items():
