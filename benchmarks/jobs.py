@@ -37,10 +37,9 @@ def run_all(
             pool.shutdown(cancel_futures=True)
 
 
-def share_memory(processes: int) -> None:
+def share_memory() -> None:
     """Make each process allocate GPU memory on demand; call it before JAX initializes its devices."""
-    if processes > 1:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def _before(end: float | None) -> bool:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_fa2 as fa
-from benchmarks.rivals import XLA_SCORES, Implementation, align_of, mask_of, score_of
+from benchmarks import remote
+from benchmarks.rivals import Implementation, align_of, mask_of, score_limit, score_of
 from benchmarks.shapes import Shape
 from pallas_fa2.planning.autotune import median_ms, total_times
 
@@ -97,7 +98,7 @@ def compile_problem(shape: Shape, backward: bool = True) -> Callable[[], Problem
     Where dense scores do not fit in memory, `blockwise` computes both.
     """
     heads = 2 * shape.q_heads // shape.kv_heads
-    fits = shape.score_bytes / shape.q_heads * heads <= XLA_SCORES
+    fits = shape.score_bytes / shape.q_heads * heads <= score_limit()
 
     def dense(q: Any, k: Any, v: Any, data: Any = None) -> jax.Array:
         return fa.flash_attention(
@@ -151,20 +152,12 @@ class Program:
 
     @classmethod
     def compile(cls, fn: Callable, args: tuple, shape: Shape) -> "Program":
-        def error(results: tuple, expected: tuple) -> list[jax.Array]:
-            return relative_errors(edge_heads(results, shape), expected)
-
-        def expected(results: tuple) -> tuple:
-            return tuple(_widened(x) for x in edge_heads(results, shape))
-
         start = time.perf_counter()
         try:
             lowered = jax.jit(fn).lower(*args)
             run = lowered.compile()
             seconds = time.perf_counter() - start
-            results = lowered.out_info
-            check = jax.jit(error).lower(results, jax.eval_shape(expected, results)).compile()
-            return cls(run, check, seconds)
+            return cls(run, compile_error(shape, lowered.out_info), seconds)
         except Exception as e:  # noqa: BLE001 - a rival without this shape must not end the run
             return cls(None, None, 0.0, short_error(e))
 
@@ -176,18 +169,46 @@ class Program:
             start = time.perf_counter()
             results = jax.block_until_ready(self.run(*args))
             first_call = self.seconds + time.perf_counter() - start
-            error = _rounded(self.error(results, problem.expected[: len(results)]))
+            errors = self.error(results, problem.expected[: len(results)])
         except Exception as e:  # noqa: BLE001 - nor one that runs and fails
             return {"refused": describe_failure(e, args)}
-        # `any(e > limit ...)` would be False for NaN.
-        if not all(e <= limit for e, limit in zip(error, problem.allowed, strict=False)):
-            return {"refused": "wrong result", "error": error}
-        return {"first_call_s": round(first_call, 2), "error": error}
+        row = graded(errors, problem)
+        return row if "refused" in row else {"first_call_s": round(first_call, 2), **row}
+
+    def times(self, args: tuple, count: int) -> list[float]:
+        """Return the milliseconds of `count` consecutive launches after a first one."""
+        assert self.run is not None
+        return total_times(self.run, args, count)
+
+
+def compile_error(shape: Shape, results: tuple) -> Callable[[tuple, tuple], list[jax.Array]]:
+    """Compile the errors of results of these shapes and dtypes, a function of them and of the expected ones."""
+
+    def error(results: tuple, expected: tuple) -> list[jax.Array]:
+        return relative_errors(edge_heads(results, shape), expected)
+
+    def expected(results: tuple) -> tuple:
+        return tuple(_widened(x) for x in edge_heads(results, shape))
+
+    return jax.jit(error).lower(results, jax.eval_shape(expected, results)).compile()
+
+
+def graded(errors: list[jax.Array], problem: "Problem") -> dict[str, Any]:
+    """Return the errors as a part of a row, which has no speed if one is larger than allowed."""
+    error = _rounded(errors)
+    # `any(e > limit ...)` would be False for NaN.
+    if not all(e <= limit for e, limit in zip(error, problem.allowed, strict=False)):
+        return {"refused": "wrong result", "error": error}
+    return {"error": error}
 
 
 def burst(run: Callable, args: tuple, count: int) -> list[float]:
     """Return the milliseconds of `count` consecutive launches after a first one, and let the GPU rest."""
-    times = total_times(run, args, count)
+    return rest_after(total_times(run, args, count))
+
+
+def rest_after(times: list[float]) -> list[float]:
+    """Let the GPU rest after a burst of launches, with a first one that was not timed; return their milliseconds."""
     time.sleep(1e-3 * RESTS * (sum(times) + times[0]))
     return times
 
@@ -202,11 +223,42 @@ def short_error(e: Exception) -> str:
     return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
 
 
+@dataclasses.dataclass(frozen=True)
+class RemoteProgram:
+    """The forward, or forward and backward, that a worker runs, with the methods of a `Program`."""
+
+    worker: remote.Worker
+    phase: str  # "forward" or "both"
+    types: tuple[jax.ShapeDtypeStruct, ...]  # of the results
+    error: Callable[..., list]  # of the results, given the expected ones
+
+    @classmethod
+    def compile(cls, worker: remote.Worker, phase: str) -> "RemoteProgram":
+        q, k, v, dout, *_ = jax.eval_shape(lambda: inputs(worker.shape))
+        types = (dout,) if phase == "forward" else (dout, q, k, v)
+        return cls(worker, phase, types, compile_error(worker.shape, types))
+
+    def checked(self, args: tuple, problem: Problem) -> dict[str, Any]:
+        """Return the errors, or the reason why there are none."""
+        try:
+            self.worker.load(problem.args[:4])
+            arrays = self.worker.ask("results", self.phase)
+        except RuntimeError as e:
+            return {"refused": short_error(e)}
+        each = zip(arrays, self.types, strict=True)
+        results = tuple(jnp.asarray(x.view(y.dtype)) for x, y in each)
+        return graded(self.error(results, problem.expected[: len(results)]), problem)
+
+    def times(self, args: tuple, count: int) -> list[float]:
+        """Return the milliseconds of `count` consecutive runs after a first one."""
+        return self.worker.ask("times", self.phase, count)
+
+
 class Programs(NamedTuple):
     """The forward and the forward + backward of an implementation on a shape."""
 
-    forward: Program
-    both: Program | None
+    forward: Program | RemoteProgram
+    both: Program | RemoteProgram | None
 
     @classmethod
     def compile(cls, attention: Callable, shape: Shape, backward: bool) -> "Programs":
@@ -216,9 +268,18 @@ class Programs(NamedTuple):
             return cls(forward, None)
         return cls(forward, Program.compile(with_gradients(attention), args, shape))
 
+    @classmethod
+    def of_worker(cls, worker: remote.Worker, backward: bool) -> "Programs":
+        both = RemoteProgram.compile(worker, "both") if backward else None
+        return cls(RemoteProgram.compile(worker, "forward"), both)
+
 
 def speeds(
-    programs: Mapping[str, Program], args: tuple, flops: float, problem: Problem, iterations: int
+    programs: Mapping[str, Program | RemoteProgram],
+    args: tuple,
+    flops: float,
+    problem: Problem,
+    iterations: int,
 ) -> dict[str, dict]:
     """Return the TFLOP/s of each program by the median of all its launches, or the reason why there is none."""
     rows = {name: program.checked(args, problem) for name, program in programs.items()}
@@ -234,9 +295,7 @@ def speeds(
         for name in remaining if turn % 2 == 0 else reversed(remaining):
             count = min(iterations, max(1, int(BURST / times[name][0]))) if times[name] else 1
             try:
-                run = programs[name].run
-                assert run is not None
-                times[name] += burst(run, args, count)
+                times[name] += rest_after(programs[name].times(args, count))
             except Exception as e:  # noqa: BLE001 - as in `checked`
                 rows[name] = {"refused": describe_failure(e, args)}
     for name, row in rows.items():
@@ -277,14 +336,23 @@ def measure(
 
     Nothing runs on the GPU before this process holds its lock.
     """
-    solve = compile_problem(shape, backward)
-    programs = {
-        name: Programs.compile(functools.partial(implementation.attention, shape), shape, backward)
-        for name, implementation in implementations.items()
-    }
-    with Gpu.lock:
-        problem = solve()
-        rows = measure_programs(programs, problem, iterations)
+    with contextlib.ExitStack() as workers:
+        # They import their libraries while programs are compiled here.
+        started = {
+            name: workers.enter_context(remote.Worker(x.worker, shape))
+            for name, x in implementations.items()
+            if x.worker is not None
+        }
+        solve = compile_problem(shape, backward)
+        programs = {
+            name: Programs.of_worker(started[name], backward)
+            if name in started
+            else Programs.compile(functools.partial(x.attention, shape), shape, backward)
+            for name, x in implementations.items()
+        }
+        with Gpu.lock:
+            problem = solve()
+            rows = measure_programs(programs, problem, iterations)
     return {"shape": dataclasses.asdict(shape), "allowed": problem.allowed, "rows": rows}
 
 

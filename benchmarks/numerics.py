@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     failed = []
     if not args.page:
-        jobs.share_memory(args.jobs)
+        jobs.share_memory()
         length = args.length or (4096 if jax.default_backend() == "gpu" else 512)
         named, missing = rivals.importable(rivals.IMPLEMENTATIONS)
         for name, why in missing.items():

@@ -1,6 +1,6 @@
 """Writes the pages of docs/benchmarks from committed results.
 
-    python -m benchmarks.pages            # h200.md, masks.md, short.md and numerics.md
+    python -m benchmarks.pages            # h200.md, masks.md, short.md, ampere.md and numerics.md
     python -m benchmarks.pages --check    # write nothing; exit status 1 if a page differs
 
 `methodology.md` beside them is written by hand.
@@ -22,32 +22,45 @@ GRADIENTS = ("out", "dq", "dk", "dv")
 
 
 class Page(NamedTuple):
-    """A page about one group of shapes in a file of results."""
+    """A page about groups of shapes in a file of results."""
 
     title: str
     results: str  # the file's name in benchmarks/results
-    group: str  # a key of `report.groups`
+    groups: tuple[str, ...]  # keys of `report.groups`
     figures: tuple[str, ...] = ()  # stems in docs/figures
     times: bool = False  # milliseconds instead of TFLOP/s, which are misleading for sparse masks
+    ours: str = "ours"  # whose errors are compared with those of a rival
+    rival: str = "fa3"
+    until_measured: str = ""  # what the page says as long as there is no file
 
 
 PAGES = {
     "h200.md": Page(
         "Speed on an H200",
         "nvidia-h200.json",
-        "",
+        ("",),
         ("nvidia-h200-forward", "nvidia-h200-both"),
     ),
     "masks.md": Page(
         "Speed under masks and scores on an H200",
         "nvidia-h200.json",
-        " with masks and scores",
+        (" with masks and scores",),
         times=True,
     ),
     "short.md": Page(
         "Speed below 512 tokens on an H200",
         "nvidia-h200-short.json",
-        " of short sequences",
+        (" of short sequences",),
+    ),
+    "ampere.md": Page(
+        "Speed of the ampere kernels beside FlashAttention-2 on an H200",
+        "nvidia-h200-ampere.json",
+        ("", " with masks and scores", " of short sequences"),
+        ours="ampere",
+        rival="fa2",
+        until_measured="The file does not exist yet: `python -m benchmarks.run --ampere --jobs 16 --json "
+        "benchmarks/results/nvidia-h200-ampere.json` makes it on an H200. Until then the figures are those of "
+        "[decision 0073](../decisions/0073-portable-kernels.md), which a script outside of the repository made.",
     ),
 }
 
@@ -66,16 +79,16 @@ def table(results: dict[str, dict], phase: str, cell: Callable) -> str:
     return report.table(results, phase, cell, known)
 
 
-def errors(results: dict[str, dict], rival: str = "fa3") -> list[str]:
+def errors(results: dict[str, dict], ours: str = "ours", rival: str = "fa3") -> list[str]:
     """Return a table of our errors over a rival's, for out and each gradient."""
     pairs = [
-        tuple(result["rows"].get(name, {}).get("both", {}).get("error") for name in ("ours", rival))
+        tuple(result["rows"].get(name, {}).get("both", {}).get("error") for name in (ours, rival))
         for result in results.values()
     ]
-    known = [(ours, rivals) for ours, rivals in pairs if ours and rivals]
+    known = [(own, others) for own, others in pairs if own and others]
     lines = []
     for i, name in enumerate(GRADIENTS if known else ()):
-        ratios = [ours[i] / rivals[i] for ours, rivals in known]
+        ratios = [own[i] / others[i] for own, others in known]
         mean = statistics.fmean(ratios)
         lines.append(f"| {name} | {mean:.3f} | {min(ratios):.3f} | {max(ratios):.3f} |")
     if lines:
@@ -110,37 +123,56 @@ def wrapped(line: str, indent: str = "") -> str:
 
 def text(page: Page) -> str:
     """Return a page as Markdown."""
-    measured = record.load(record.RESULTS / page.results)
-    results = report.groups(measured["results"])[page.group]
-    cell = time if page.times else report.speed
+    path = record.RESULTS / page.results
+    link = (
+        f"[{page.results}](../../benchmarks/results/{page.results})"
+        if path.exists()
+        else page.results
+    )
     paragraphs = [
         f"# {page.title}",
         wrapped(
-            "`python -m benchmarks.pages` writes this page from "
-            f"[{page.results}](../../benchmarks/results/{page.results}). "
+            f"`python -m benchmarks.pages` writes this page from {link}. "
             "[Methodology](methodology.md) says how speeds are measured, and what the names of rivals "
             "and shapes mean."
         ),
-        conditions(measured),
     ]
+    if page.until_measured and not path.exists():
+        return "\n\n".join((*paragraphs, wrapped(page.until_measured))) + "\n"
+    measured = record.load(path)
+    paragraphs.append(conditions(measured))
+    grouped = report.groups(measured["results"])
+    grouped = {title: grouped[title] for title in page.groups if title in grouped}
     for phase, title in TITLES.items():
-        summary = report.summary(results, phase)
-        paragraphs.append(f"## {title}, {'milliseconds' if page.times else 'TFLOP/s'}")
-        paragraphs.append(wrapped(f"Ours over the best rival in TFLOP/s: {summary}."))
-        paragraphs += [f"![{title}](../figures/{f}.svg)" for f in page.figures if f.endswith(phase)]
-        paragraphs.append(table(results, phase, cell))
-        if cost := report.cost_of_functions(results, phase):
-            paragraphs.append(wrapped(f"{cost[0].upper()}{cost[1:]}."))
+        for suffix, group in grouped.items():
+            paragraphs += section(
+                page, phase, f"{title}{suffix if len(page.groups) > 1 else ''}", group
+            )
+    results = {name: result for group in grouped.values() for name, result in group.items()}
     ratios = ", ".join(f"{n} {ratio:.2f}" for n, ratio in report.worst_errors(results).items())
     paragraphs += ["## Errors", wrapped(f"Largest error over the allowed: {ratios}.")]
-    if lines := errors(results):
+    if lines := errors(results, page.ours, page.rival):
         paragraphs.append("\n".join(lines))
     refused = [
-        line for line in report.refusals(results) if line.split(",")[0] not in report.OURS[1:]
+        line for line in report.refusals(results) if line.split(",")[0] not in report.VARIANTS
     ]
     if refused:
         paragraphs += ["## Without a speed", items(refused)]
     return "\n\n".join(paragraphs) + "\n"
+
+
+def section(page: Page, phase: str, title: str, results: dict[str, dict]) -> list[str]:
+    """Return the paragraphs about one phase of some shapes."""
+    summary, cell = report.summary(results, phase), time if page.times else report.speed
+    paragraphs = [
+        f"## {title}, {'milliseconds' if page.times else 'TFLOP/s'}",
+        wrapped(f"Ours over the best rival in TFLOP/s: {summary}."),
+        *(f"![{title}](../figures/{f}.svg)" for f in page.figures if f.endswith(phase)),
+        table(results, phase, cell),
+    ]
+    if cost := report.cost_of_functions(results, phase):
+        paragraphs.append(wrapped(f"{cost[0].upper()}{cost[1:]}."))
+    return paragraphs
 
 
 def generate() -> dict[pathlib.Path, str]:

@@ -22,10 +22,12 @@ from benchmarks.shapes import SWEEP, Shape
 FIGURES = pathlib.Path(__file__).parent.parent / "docs" / "figures"
 LENGTHS = sorted({shape.q_len for shape in SWEEP.values()})
 INK = "#808080"  # readable on white and on black
-NAMES = {"ours": "pallas_fa2", "fa3": "FlashAttention-3", "cudnn": "cuDNN", "xla": "XLA"}
-COLORS = {"ours": "#e8590c", "fa3": "#3b8ed0", "cudnn": "#4fa04f", "tokamax": "#a678d0",
-          "jla": "#c2a02c", "xla": INK}  # fmt: skip
-MARKERS = {"ours": "o", "fa3": "s", "cudnn": "^", "tokamax": "D", "jla": "v", "xla": "x"}
+NAMES = {"ours": "pallas_fa2", "ampere": "pallas_fa2, ampere", "fa2": "FlashAttention-2",
+         "fa3": "FlashAttention-3", "cudnn": "cuDNN", "xla": "XLA"}  # fmt: skip
+COLORS = {"ours": "#e8590c", "ampere": "#f2a65a", "fa2": "#70c1c8", "fa3": "#3b8ed0",
+          "cudnn": "#4fa04f", "tokamax": "#a678d0", "jla": "#c2a02c", "xla": INK}  # fmt: skip
+MARKERS = {"ours": "o", "ampere": "o", "fa2": "P", "fa3": "s", "cudnn": "^", "tokamax": "D",
+           "jla": "v", "xla": "x"}  # fmt: skip
 STYLE: Any = {
     "svg.hashsalt": "pallas_fa2",
     "svg.fonttype": "none",
@@ -48,7 +50,7 @@ def curves(results: dict[str, dict], phase: str) -> dict[tuple[bool, int], dict[
             continue
         shape = Shape(**results[name]["shape"])
         for who, row in results[name]["rows"].items():
-            if who in report.OURS[1:]:  # ours under an equivalent mask
+            if who in report.VARIANTS:
                 continue
             if (speed := report.tflops(row, phase)) is not None:
                 panel = panels.setdefault((shape.causal, shape.head_dim), {})
@@ -85,7 +87,7 @@ def draw(record: dict[str, Any], phase: str) -> Figure:
 def _panel(axis: Axes, title: str, lines: dict[str, list], ceiling: float) -> None:
     axis.set_title(title, fontsize=9)
     for who, points in lines.items():  # ours first: thick, under the thin ones
-        is_ours = who == "ours"
+        is_ours = who in report.KERNELS
         axis.plot(
             *zip(*sorted(points), strict=True),
             label=NAMES.get(who, who),

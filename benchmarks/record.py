@@ -50,7 +50,10 @@ def sources() -> str:
     digest = hashlib.sha256()
     for file in (
         *sorted(package.rglob("*.py")),
-        *(pathlib.Path(__file__).with_name(name) for name in ("rivals.py", "measure.py")),
+        *(
+            pathlib.Path(__file__).with_name(f"{name}.py")
+            for name in ("rivals", "measure", "torch_fa2")
+        ),
     ):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:12]

@@ -15,8 +15,9 @@ from benchmarks.shapes import SHORT, Shape
 
 PHASES = {"forward": "forward", "both": "forward + backward", "backward": "backward (difference)"}
 MAX_SHORT = 2048  # tokens of shapes whose mean is printed separately
-# Those after the first are ours under an equivalent mask.
-OURS = ("ours", "mask_fn", "segments", "array")
+# Our kernels, of which the first that has a speed is compared with the rivals.
+KERNELS = ("ours", "ampere")
+VARIANTS = ("mask_fn", "segments", "array")  # ours under an equivalent mask
 
 
 def groups(results: dict[str, dict]) -> dict[str, dict]:
@@ -47,16 +48,16 @@ def tflops(row: dict[str, dict], phase: str) -> float | None:
 
 def ratio(rows: dict[str, dict], phase: str) -> float | None:
     """Return the speed of ours over that of the best rival, None without either."""
-    rivals = (tflops(row, phase) for name, row in rows.items() if name not in OURS)
-    ours = tflops(rows.get("ours", {}), phase)
-    best = max((x for x in rivals if x is not None), default=None)
-    return None if ours is None or best is None else ours / best
+    speeds = {name: x for name, row in rows.items() if (x := tflops(row, phase)) is not None}
+    ours = next((speeds[name] for name in KERNELS if name in speeds), None)
+    rivals = [x for name, x in speeds.items() if name not in (*KERNELS, *VARIANTS)]
+    return None if ours is None or not rivals else ours / max(rivals)
 
 
 def cost_of_functions(results: dict[str, dict], phase: str) -> str | None:
     """Compare the time under a user's mask function with that under the equivalent built-in mask."""
     pairs = {
-        name: [tflops(result["rows"].get(who, {}), phase) for who in OURS[:2]]
+        name: [tflops(result["rows"].get(who, {}), phase) for who in ("ours", "mask_fn")]
         for name, result in results.items()
     }
     costs = {name: x / y for name, (x, y) in pairs.items() if x is not None and y is not None}

@@ -6,6 +6,7 @@ All take `[B, T, N, H]`. One that does not support a shape raises an error, whos
 import dataclasses
 import importlib
 import importlib.metadata
+import importlib.util
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -18,8 +19,9 @@ from jax import Array
 import pallas_fa2 as fa
 from benchmarks.shapes import Shape
 
-# The limit on bytes of float32 scores: probabilities and the gradients of both must fit in memory beside them.
-XLA_SCORES = 20e9
+# The limit on bytes of float32 scores, and the part of a GPU's memory: probabilities and the gradients of both must fit in
+# memory beside them.
+XLA_SCORES, XLA_SCORES_PART = 20e9, 0.2
 # The limit on bytes of a dense mask, of which there are several copies as well.
 DENSE_MASK = 2e9
 
@@ -29,12 +31,13 @@ class Implementation:
     """A function of (shape, q, k, v, data), its module, and the package whose version is recorded.
 
     `data` is a shape's bias `[1, N, T, S]`, or the index at which each token's document begins, `[B, T]`, which can also
-    be used as segment id.
+    be used as segment id. A `worker` is a module of benchmarks that runs the implementation in a process without JAX.
     """
 
     attention: Callable[..., Array]
     module: str
     package: str
+    worker: str | None = None
 
 
 def mask_of(shape: Shape, data: Array | None = None) -> fa.Mask | None:
@@ -95,6 +98,12 @@ def check_unsupported(shape: Shape, *features: str) -> None:
             raise NotImplementedError(f"it has no {feature}")
 
 
+def score_limit() -> float:
+    """Return how many bytes the float32 scores of dense attention may have on this device."""
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    return XLA_SCORES if memory is None else min(XLA_SCORES, XLA_SCORES_PART * memory)
+
+
 def check_size(name: str, size: float, limit: float) -> None:
     """Raise an error for a pairwise array of more than `limit` bytes."""
     if size > limit:
@@ -112,8 +121,19 @@ def pairwise_arrays(shape: Shape, data: Array | None) -> dict[str, Array]:
 
 
 def ours(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
+    return _ours("hopper", shape, q, k, v, data)
+
+
+def ampere(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
+    """Run our kernels by mma.sync, for GPUs of compute capability 8.0 or more."""
+    return _ours("ampere", shape, q, k, v, data)
+
+
+def _ours(implementation: Any, shape: Shape, q: Array, k: Array, v: Array, data: Any) -> Array:
     mask, score, align = mask_of(shape, data), score_of(shape, data), align_of(shape)
-    return fa.flash_attention(q, k, v, mask=mask, score=score, align=align, implementation="hopper")
+    return fa.flash_attention(
+        q, k, v, mask=mask, score=score, align=align, implementation=implementation
+    )
 
 
 def mask_fn(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
@@ -160,6 +180,10 @@ def fa3(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -
     return dew_flash_attn.flash_mha(q, k, v, is_causal=shape.causal, **options)
 
 
+def fa2(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
+    raise NotImplementedError("its kernels run in a process without JAX (benchmarks/torch_fa2.py)")
+
+
 def cudnn(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
     return _jax_nn("cudnn", shape, q, k, v, data)
 
@@ -198,7 +222,7 @@ def jla(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -
 
 
 def xla(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
-    check_size("scores", shape.score_bytes, XLA_SCORES)
+    check_size("scores", shape.score_bytes, score_limit())
     return _jax_nn("xla", shape, q, k, v, data)
 
 
@@ -215,10 +239,12 @@ def _jax_nn(implementation: Any, shape: Shape, q: Array, k: Array, v: Array, dat
 
 IMPLEMENTATIONS = {
     "ours": Implementation(ours, "pallas_fa2", "pallas_fa2"),
+    "ampere": Implementation(ampere, "pallas_fa2", "pallas_fa2"),
     "mask_fn": Implementation(mask_fn, "pallas_fa2", "pallas_fa2"),
     "segments": Implementation(segments, "pallas_fa2", "pallas_fa2"),
     "array": Implementation(array, "pallas_fa2", "pallas_fa2"),
     "fa3": Implementation(fa3, "dew_flash_attn", "dew-flash-attn-cu13"),
+    "fa2": Implementation(fa2, "torch", "torch", worker="benchmarks.torch_fa2"),
     "cudnn": Implementation(cudnn, "jax", "nvidia-cudnn-cu13"),
     "tokamax": Implementation(tokamax, "tokamax", "tokamax"),
     "jla": Implementation(jla, "jla.ops.mosaic_gpu.attention", "jax-linear-attention"),
@@ -230,9 +256,13 @@ def importable(names: Iterable[str]) -> tuple[dict[str, Implementation], dict[st
     """Return the implementations of these names whose modules can be imported, and why the others cannot."""
     available, missing = {}, {}
     for name in names:
+        implementation = IMPLEMENTATIONS[name]
         try:
-            importlib.import_module(IMPLEMENTATIONS[name].module)
-            available[name] = IMPLEMENTATIONS[name]
+            if implementation.worker is None:
+                importlib.import_module(implementation.module)
+            elif importlib.util.find_spec(implementation.module) is None:
+                raise ModuleNotFoundError(f"No module named {implementation.module!r}")
+            available[name] = implementation
         except Exception as e:  # noqa: BLE001 - a library may fail to load in any way
             missing[name] = f"{type(e).__name__}: {e}"
     return available, missing

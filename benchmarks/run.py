@@ -4,6 +4,8 @@
     python -m benchmarks.run --shapes d128_s8192_c,llama8b_8k  # prints only
     python -m benchmarks.run --masks                           # masks and scores, prints only
     python -m benchmarks.run --short                           # less than 512 tokens, prints only
+    python -m benchmarks.run --ampere                          # our mma.sync kernels and FlashAttention-2, prints only
+    python -m benchmarks.run --report                          # pallas_fa2-<device>.json, to send us from another GPU
     python -m benchmarks.run --jobs 14                         # compiles 14 shapes at a time
     python -m benchmarks.run --budget 500 --json some.json     # starts no shape after 500 seconds
     python -m benchmarks.run --resume some.json                # the shapes that some.json lacks
@@ -13,12 +15,14 @@ bursts that alternate between the implementations. An implementation whose error
 twice that of dense bfloat16 attention gets no speed.
 The file is written after every shape. Rivals that cannot be imported are skipped. With `--jobs`, each shape has a process
 of its own, and one at a time uses the GPU; first calls then take longer.
+A report has a dozen shapes, and what `benchmarks/gpu_report.py` says of the GPU; it takes less than five minutes.
 """
 
 import argparse
 import datetime
 import functools
 import json
+import os
 import pathlib
 import sys
 import time
@@ -26,9 +30,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import jobs, measure, record, rivals
+from benchmarks import gpu_report, jobs, measure, record, rivals
 from benchmarks.report import report
-from benchmarks.shapes import MASKS, SHAPES, SHORT
+from benchmarks.shapes import AMPERE, MASKS, REPORT, SHAPES, SHORT
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -44,6 +48,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     which.add_argument(
         "--short", dest="shapes", action="store_const", const=list(SHORT),
         help="the shapes of less than 512 tokens, skipped by default",
+    )  # fmt: skip
+    which.add_argument(
+        "--ampere", action="store_true",
+        help="our mma.sync kernels beside FlashAttention-2's (or --rivals), on the shapes of both",
+    )  # fmt: skip
+    which.add_argument(
+        "--report", action="store_true",
+        help="a report on this GPU, of any kind that has kernels: its path is the default of --json",
     )  # fmt: skip
     parser.add_argument(
         "--rivals", type=names_among(rivals.IMPLEMENTATIONS), help="names in benchmarks/rivals.py"
@@ -63,7 +75,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--commit", help="the name of the commit, where the files are no git checkout"
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.ampere or args.report:
+        args.shapes = list(AMPERE if args.ampere else REPORT)
+    return args
 
 
 def names_among(known: dict[str, Any]) -> Any:
@@ -113,11 +128,21 @@ def fill(
         tqdm.write(json.dumps({name: result["rows"]}), file=sys.stderr)
 
 
+def contestants(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the names of the implementations that are measured, ours first."""
+    if args.report:
+        ours, all_rivals = gpu_report.kernels(gpu_report.gpu()), gpu_report.RIVALS
+    elif args.ampere:
+        ours, all_rivals = ("ampere",), ("fa2",)
+    else:
+        ours, all_rivals = ("ours",), tuple(rivals.IMPLEMENTATIONS)
+    return tuple(dict.fromkeys((*ours, *(all_rivals if args.rivals is None else args.rivals))))
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    jobs.share_memory(args.jobs)
-    rival_names = rivals.IMPLEMENTATIONS if args.rivals is None else ("ours", *args.rivals)
-    implementations, missing = rivals.importable(dict.fromkeys(rival_names))
+    jobs.share_memory()
+    implementations, missing = rivals.importable(contestants(args))
     for name, why in missing.items():
         print(f"without {name}: {why}", file=sys.stderr)
 
@@ -126,7 +151,14 @@ def main(argv: list[str] | None = None) -> None:
     if args.resume:
         contents = record.resume(args.resume, setup)
     path = args.json or args.resume
-    if path is None and args.shapes is None and args.rivals is None:
+    if args.report:
+        contents["gpu"] = gpu_report.describe(gpu_report.gpu())
+        path = path or pathlib.Path(f"pallas_fa2-{record.default_path(setup['device']).name}")
+        record.write(path, contents)  # the GPU's description, should the kernels end the process
+        args.budget = gpu_report.BUDGET if args.budget is None else args.budget
+        if args.jobs == 1:  # compilation takes longest; each process has a context of the GPU
+            args.jobs = max(1, min(4, (os.cpu_count() or 1) // 2))
+    elif path is None and args.shapes is None and args.rivals is None:
         path = record.default_path(setup["device"])
 
     shapes = args.shapes or [name for name in SHAPES if name not in SHORT]
@@ -135,6 +167,8 @@ def main(argv: list[str] | None = None) -> None:
     print(report(contents))
     if left := [name for name in shapes if name not in contents["results"]]:
         print(f"\nnot measured for lack of time: {', '.join(left)}")
+    if args.report and path:
+        print(f"\nPlease send us {path.resolve()}")
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ MASKS = {
 }
 
 # Shapes with fewer tokens than in the papers, which are measured and summarized separately: `benchmarks.run --short`.
-# The last is a vision transformer's, with 14 x 14 patches and one more token.
+# The last are vision transformers', with 14 x 14 patches and one more token.
 SHORT = {
     **{
         f"d{head_dim}_s{length}_{'c' if causal else 'f'}": _paper_shape(head_dim, length, causal)
@@ -125,6 +125,7 @@ SHORT = {
         for length in (128, 256)
         for causal in (True, False)
     },
+    "vit_b16": Shape(64, 197, 197, 12, 12, 64, False),
     "vit_l16": Shape(64, 197, 197, 16, 16, 64, False),
 }
 
@@ -144,4 +145,27 @@ SHAPES = {
     "d128_q2048_k8192_f": Shape(8, 2048, 8192, 16, 16, 128, False),
     **MASKS,
     **SHORT,
+}
+
+# The shapes of `benchmarks.run --ampere`: what FlashAttention-2's CUDA kernels run as well, each head dim of a kernel.
+AMPERE = {name: SHAPES[name] for name in (*SWEEP, "phi3_4k", "llama8b_8k", "vit_b16", *DOCUMENTS)}
+
+# The shapes of `benchmarks.run --report`, the most telling first: each kernel, short and long, causal and full, grouped heads,
+# packed documents. Few enough for minutes, and small enough for a GPU of 8 GB.
+REPORT = {
+    name: SHAPES[name]
+    for name in (
+        "d128_s4096_c",
+        "d64_s4096_c",
+        "d128_s4096_f",
+        "d64_s4096_f",
+        "d256_s4096_c",
+        "phi3_4k",
+        "d128_s512_c",
+        "d64_s512_f",
+        "vit_b16",
+        "docs16",
+        "llama8b_8k",
+        "d128_s16384_c",
+    )
 }

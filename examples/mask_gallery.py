@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     parser.add_argument("--out", type=Path, default=Path("out"), help="the folder of the figure")
     args = parser.parse_args(arguments)
-    jobs.share_memory(args.jobs)
+    jobs.share_memory()
     if unknown := set(args.names) - {*MASKS, *SCORES}:
         parser.error(f"{sorted(unknown)} not among {[*MASKS, *SCORES]}")
     if args.length < 128 or args.heads < 1:  # the masks use fractions of the length

@@ -144,7 +144,7 @@ def cpu(monkeypatch):
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
     ):  # as jax.nn needs
-        yield {name: rivals.IMPLEMENTATIONS[name] for name in (*report.OURS, "xla")}
+        yield {name: rivals.IMPLEMENTATIONS[name] for name in ("ours", *report.VARIANTS, "xla")}
 
 
 @pytest.mark.parametrize("name", slow_but(lambda name: name == "window", EACH))
@@ -193,7 +193,7 @@ def test_a_wrong_gradient_of_the_bias_gets_no_speed(cpu):
 
 def test_blockwise_is_the_expected_result_where_dense_scores_do_not_fit(monkeypatch):
     expected = measure.compile_problem(DOCUMENTS)()
-    monkeypatch.setattr(measure, "XLA_SCORES", 0.0)
+    monkeypatch.setattr(measure, "score_limit", lambda: 0.0)
     attend, used = fa.flash_attention, []
 
     def watched(*args, implementation, **options):

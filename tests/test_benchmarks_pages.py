@@ -7,7 +7,7 @@ from benchmarks.shapes import SHAPES
 from tests.test_benchmarks import cell, result
 from tests.test_benchmarks_report import results_of
 
-PAGE = pages.Page("Speed of nothing", "nothing.json", "", ("nothing-forward", "nothing-both"))
+PAGE = pages.Page("Speed of nothing", "nothing.json", ("",), ("nothing-forward", "nothing-both"))
 RESULTS = results_of(
     d128_s1024_c=result(SHAPES["d128_s1024_c"], ours=400.0, fa3=500.0, cudnn=None, mask_fn=None),
     d128_s8192_c=result(SHAPES["d128_s8192_c"], ours=600.0, fa3=480.0, cudnn=None, mask_fn=None),
@@ -46,6 +46,24 @@ def test_a_page_has_the_means_the_figures_and_a_table(small):
     assert "- cudnn, forward: NotImplementedError: no (d128_s1024_c, d128_s8192_c)" in text
     assert "- mask_fn" not in text  # which is ours once more
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 100
+
+
+def test_a_page_of_several_groups_has_a_section_for_each(small):
+    page = pages.Page(
+        "Speed of a", "a.json", ("", " of short sequences"), ours="ampere", rival="fa2"
+    )
+    page = page._replace(until_measured="Nothing is known yet.")
+    text = pages.text(page)
+    assert "from a.json." in text and text.endswith("\n\nNothing is known yet.\n")
+    names = ("d128_s1024_c", "vit_b16", "docs16")
+    results = {n: result(SHAPES[n], ampere=400.0, fa2=320.0) for n in names}
+    measured = results_of(**results)
+    measured["setup"]["implementations"] = {"ampere": "0.1.0", "fa2": "2.11.0"}
+    record.write(small.parent / "a.json", measured)
+    text = pages.text(page)
+    assert "| vit_b16 | 400 | 320 | 1.25 |" in text and "docs16" not in text
+    assert "## Forward, TFLOP/s" in text and "## Forward of short sequences, TFLOP/s" in text
+    assert "| over fa2's | mean | least | most |" in text
 
 
 def test_a_page_may_have_milliseconds(small):

@@ -25,6 +25,11 @@ def test_ratios_are_to_the_best_rival():
     rows = [result["rows"] for result in SYNTHETIC["results"].values()]
     assert [report.ratio(r, "forward") for r in rows] == [0.8, 1.25, 1.0, None]
     assert report.ratio({"ours": row(1.0)}, "forward") is None
+    # Of our kernels the first that has a speed counts, and no one is a rival of another.
+    kernels = {"ours": row(3.0), "ampere": row(2.0), "array": row(5.0), "fa2": row(1.0)}
+    assert report.ratio(kernels, "forward") == 3.0
+    refused = {"forward": {"refused": "not on this GPU"}}
+    assert report.ratio(kernels | {"ours": refused}, "forward") == 2.0
 
 
 def test_the_backward_is_the_difference():

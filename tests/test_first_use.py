@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import pytest
 
+from pallas_fa2.backends import reference
 from pallas_fa2.backends.sm80 import backend, first_use
 from pallas_fa2.device import Device, device_of
 
@@ -70,6 +71,36 @@ def test_what_has_been_run_and_what_is_elsewhere_is_not_checked(
 def test_a_directory_that_cannot_be_written_is_no_error(checks: list, monkeypatch: Any) -> None:
     monkeypatch.setenv("PALLAS_FA2_CACHE", "/proc/nothing")
     assert first_use.failure(KERNELS, A100) is None
+
+
+@pytest.mark.parametrize(
+    "factor, wrong",
+    [
+        (1.0, ""),
+        (1.5, "out at H = 64: relative error 0.5"),
+        (float("nan"), "out at H = 64: relative error nan"),
+    ],
+)
+def test_the_check_compares_with_the_definition(
+    factor: float, wrong: str, monkeypatch: Any
+) -> None:
+    """With the definition in place of the kernels, whose output has a mistake."""
+
+    def forward(spec: Any, _: Any, *arrays: Any) -> Any:
+        out, lse = reference.forward(spec, None, *arrays)
+        return out * factor, lse
+
+    def backward(spec: Any, _: Any, q: Any, k: Any, v: Any, *saved: Any) -> Any:
+        _, _, dout, _, operands, _ = saved
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return reference.forward(spec, None, q, k, v, operands)[0]
+
+        return (*jax.vjp(attend, q, k, v)[1](dout), ())
+
+    monkeypatch.setattr(first_use, "FAMILIES", (64,))
+    here = jax.local_devices()[0]
+    assert first_use.check((forward, backward), A100, here) == wrong
 
 
 @pytest.mark.gpu

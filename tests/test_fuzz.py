@@ -4,6 +4,7 @@
 """
 
 import random
+import sys
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from tests.fuzz.case import Case, draw
 from tests.fuzz.check import Wrong, implementations
 from tests.fuzz.decoding import Decoding
 from tests.fuzz.masks import And, Causal, Function, Lengths, Not, Or, Reads, Window
-from tests.fuzz.run import check, nth, parse, run, shrink, simpler
+from tests.fuzz.run import check, main, nth, parse, run, shrink, simpler
 from tests.fuzz.scores import Bias, SoftCap, Temper
 from tests.support.tiers import slow_but
 
@@ -66,8 +67,26 @@ FOUND = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("line", FOUND)
-def test_regressions_from_a_gpu(line: str) -> None:
-    assert check(parse(line), None).ran == {"hopper"}
+@pytest.mark.parametrize("preferred, ran", [(None, "hopper"), ("ampere", "ampere")])
+def test_regressions_from_a_gpu(line: str, preferred: str | None, ran: str) -> None:
+    assert check(parse(line), preferred).ran == {ran}
+
+
+def test_an_implementation_runs_what_it_supports() -> None:
+    """Other cases run by what is chosen: here, without a GPU, by `blockwise`."""
+    case = Case(seed=1, **SMALL)
+    assert implementations(True, "ampere") == ("ampere",)
+    assert check(case, "ampere").ran == {"blockwise"}
+    assert check(case, "reference").ran == {"reference"}
+
+
+def test_an_implementation_is_one_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fuzz", "1", "--implementation", "ampere"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--implementation needs --gpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -224,7 +243,7 @@ def test_a_failure_is_printed_before_it_is_shrunk(
     """The failing case is printed first, as shrinking takes minutes on a GPU."""
     wrong = Wrong(Case(q_len=111), "a window")
     monkeypatch.setattr("tests.fuzz.run.check", lambda *_: (_ for _ in ()).throw(wrong))
-    monkeypatch.setattr("tests.fuzz.run.shrink", lambda wrong, gpu: capsys.readouterr().out)
+    monkeypatch.setattr("tests.fuzz.run.shrink", lambda wrong, *_: capsys.readouterr().out)
     ran, why = run(3, seed=5, gpu=True)
     assert not ran and why == f"case 3 of seed 5 is wrong, and will be shrunk: {wrong}\n"
 

@@ -170,6 +170,7 @@ def check(
     head_dim: int,
     heads: tuple[int, int] = (4, 2),
     run: Callable = compiled,
+    implementation: str = "hopper",
 ) -> None:
     """Errors are at most three times those of `blockwise` that rounds what every FlashAttention rounds.
 
@@ -205,7 +206,7 @@ def check(
     def wide(x: Any) -> Any:
         return jax.tree.map(lambda y: y.astype(jnp.float32), x)
 
-    got = run(attend("hopper"), *arrays, data)
+    got = run(attend(implementation), *arrays, data)
     with rounded_as_in_kernels():
         unfused = run(attend("blockwise"), *arrays, data)
     goal = run(attend("reference"), *wide(arrays), wide(data))

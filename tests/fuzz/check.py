@@ -16,6 +16,7 @@ import numpy as np
 
 import pallas_fa2 as fa
 from pallas_fa2 import api
+from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.backends.xla import blockwise
 from pallas_fa2.planning import plan
 from tests.contract.rule import FACTOR, FLOOR
@@ -34,8 +35,9 @@ SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-24, "float32": 2.0**-126, "f
 FAR = 3  # tokens of poison around a sliced array
 
 
-def implementations(gpu: bool) -> tuple[str | None, ...]:
-    return (None,) if gpu else ("reference", "blockwise")
+def implementations(gpu: bool, preferred: str | None = None) -> tuple[str | None, ...]:
+    """Return what runs each case: on a GPU the preferred one where it takes the call, and otherwise what is chosen."""
+    return (preferred,) if gpu else ("reference", "blockwise")
 
 
 def attend(case: Case, implementation: str | None, args: Arguments) -> tuple:
@@ -249,8 +251,10 @@ def check(case: Case, *names: str | None, draws: int = 1) -> Checked:
     """
     ran = set()
 
-    def planned(*args: Any) -> plan.Plan:
-        built = plan.make_plan(*args)
+    def planned(spec: Any, device: Any, name: Any) -> plan.Plan:
+        if name is not None and BACKENDS[name].unsupported_reason(spec, device) is not None:
+            name = None
+        built = plan.make_plan(spec, device, name)
         ran.add(built.implementation)
         return built
 

@@ -2,6 +2,7 @@
 
     python -m tests.fuzz 1000                  # cases 0 to 999 of seed 0; --start goes on from there
     python -m tests.fuzz --gpu 200             # on JAX's own device, by the implementation it chooses
+    python -m tests.fuzz --gpu --implementation ampere 200    # by this one, where it takes the call
     python -m tests.fuzz "Case(q_len=33)"      # the line that a failure has printed
 
 Case n of a seed is the same everywhere, whatever ran before it. A failure is shrunk, printed as one
@@ -19,6 +20,7 @@ from collections import Counter
 
 import jax
 
+from pallas_fa2.backends.registry import BACKENDS
 from tests.fuzz import case as calls
 from tests.fuzz import decoding, masks, scores
 from tests.fuzz.case import Case
@@ -76,44 +78,47 @@ def simpler(case: Case | Decoding) -> list:
     return calls.simpler(case) if isinstance(case, Case) else decoding.simpler(case)
 
 
-def fault(case: Case | Decoding, gpu: bool) -> Wrong | None:
+def fault(case: Case | Decoding, gpu: bool, preferred: str | None = None) -> Wrong | None:
     try:
-        check(case, *implementations(gpu))
+        check(case, *implementations(gpu, preferred))
     except Wrong as e:
         return e
     return None
 
 
-def shrink(wrong: Wrong, gpu: bool) -> Wrong:
+def shrink(wrong: Wrong, gpu: bool, preferred: str | None = None) -> Wrong:
     """The simplest case that still fails, as far as so many attempts go."""
     smaller = iter(simpler(wrong.case))
     for _ in range(ATTEMPTS):
         candidate = next(smaller, None)
         if candidate is None:
             break
-        failure = fault(candidate, gpu)
+        failure = fault(candidate, gpu, preferred)
         if failure is not None:
             wrong, smaller = failure, iter(simpler(failure.case))
     return wrong
 
 
-def run(n: int, seed: int, gpu: bool) -> tuple[set[str], str | None]:
+def run(n: int, seed: int, gpu: bool, preferred: str | None = None) -> tuple[set[str], str | None]:
     """The implementations that ran case n, or why one of them is wrong."""
     if n % 50 == 0:
         jax.clear_caches()  # no program is met again for long
     try:
-        return check(nth(seed, n, gpu), *implementations(gpu)).ran, None
+        return check(nth(seed, n, gpu), *implementations(gpu, preferred)).ran, None
     except Wrong as e:
         print(f"case {n} of seed {seed} is wrong, and will be shrunk: {e}", flush=True)
-        return set(), str(shrink(e, gpu))
+        return set(), str(shrink(e, gpu, preferred))
 
 
-def fuzz(count: int, seed: int, start: int, jobs: int, gpu: bool) -> int:
+def fuzz(
+    count: int, seed: int, start: int, jobs: int, gpu: bool, preferred: str | None = None
+) -> int:
     """Runs the cases in `jobs` processes; the number of failures."""
     failures, passed, begun, end = 0, Counter(), time.time(), start + count
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, spawn, _prepare, (gpu,)) as pool:
-        results = pool.map(functools.partial(run, seed=seed, gpu=gpu), range(start, end))
+        function = functools.partial(run, seed=seed, gpu=gpu, preferred=preferred)
+        results = pool.map(function, range(start, end))
         for n, (ran, why) in enumerate(results, start):
             passed.update(ran)
             if why is not None:
@@ -133,15 +138,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("what", help="how many cases, or one case")
-    parser.add_argument("--gpu", action="store_true", help="JAX's device; cases that Hopper runs")
+    parser.add_argument("--gpu", action="store_true", help="JAX's device; cases that kernels run")
+    parser.add_argument(
+        "--implementation", choices=BACKENDS, help="with --gpu: what runs a case that it supports"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="the first case")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
+    if options.implementation and not options.gpu:
+        parser.error("--implementation needs --gpu: on a CPU reference and blockwise run all cases")
     _prepare(options.gpu)
     if options.what.isdigit():
         count = int(options.what)
-        return fuzz(count, options.seed, options.start, options.jobs, options.gpu) > 0
-    failure = fault(parse(options.what), options.gpu)
+        jobs, preferred = options.jobs, options.implementation
+        return fuzz(count, options.seed, options.start, jobs, options.gpu, preferred) > 0
+    failure = fault(parse(options.what), options.gpu, options.implementation)
     print("passed" if failure is None else failure)
     return failure is not None

@@ -157,7 +157,7 @@ def spills_while_multiplying(report: KernelReport) -> int:
 
 def compile_for_h200(fn: Callable[..., Any], *args: Any) -> list[KernelReport]:
     """One report for each Mosaic kernel compiled for `jax.jit(fn)(*args)`."""
-    environment = _environment(_PRINT | {"MOSAIC_GPU_CUDA_ROOT": _cuda_root()})
+    environment = _environment(_PRINT | {"MOSAIC_GPU_CUDA_ROOT": cuda_root()})
     with environment, _all_compiled(), _printed() as output:
         compiled = _compile(fn, *args)
         _flush()
@@ -267,7 +267,7 @@ def _text(compiled: jax.stages.Compiled) -> str:
     return text
 
 
-def _cuda_root() -> str:
+def cuda_root() -> str:
     """The directory whose bin/ holds nvdisasm, if there is one."""
     roots = [Path(os.environ["MOSAIC_GPU_CUDA_ROOT"])]
     if (nvidia := importlib.util.find_spec("nvidia")) is not None:

@@ -26,6 +26,7 @@ ARITH = types.SimpleNamespace(
     shrui=np.right_shift,
     maxsi=np.maximum,
     select=np.where,
+    extui=lambda _, value: value,  # of what is not negative
     cmpi=lambda predicate, x, y: predicate(x, y),
     CmpIPredicate=types.SimpleNamespace(**_PREDICATES),
     constant=lambda _, value: value,

@@ -51,6 +51,7 @@ CALLS = {
     **{f"h{h}_{hv}": Call((h, hv), _causal) for h, hv in ((192, 128), (256, 256))},
     "full": Call((64, 64), lambda _: {}),
     "full_128": Call((128, 128), lambda _: {}),
+    "full_256": Call((256, 256), lambda _: {}),
     "window": Call((128, 128), lambda _: {"mask": fa.SlidingWindow(512)}),
     "documents": Call((128, 128), _documents),
     "documents_256": Call((256, 256), _documents),
@@ -60,8 +61,8 @@ CALLS = {
 }
 
 
-def compile_call(name: str) -> list[dict[str, Any]]:
-    """Compile the kernels of a call and of its gradients; return what ptxas says of each that multiplies."""
+def compile_kernels(name: str) -> list[compile_gate.KernelReport]:
+    """Compile the kernels of a call and of its gradients; return those that multiply, the forward first."""
     call = CALLS[name]
     h, hv = call.dims
 
@@ -77,6 +78,11 @@ def compile_call(name: str) -> list[dict[str, Any]]:
     ids = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
     with planned_for(gpus.device()):
         reports = compile_gate.compile_for_h200(run, *args, ids)
+    return [report for report in reports if report.count("HMMA")]
+
+
+def compile_call(name: str) -> list[dict[str, Any]]:
+    """Return what ptxas says of each kernel of a call."""
     return [
         {
             "call": name,
@@ -86,8 +92,7 @@ def compile_call(name: str) -> list[dict[str, Any]]:
             "smem_bytes": report.smem_bytes,
             **{op: report.count(op) for op in ("HMMA", "LDSM", "LDGSTS", "MUFU", "LDL", "STL")},
         }
-        for report in reports
-        if report.count("HMMA")
+        for report in compile_kernels(name)
     ]
 
 

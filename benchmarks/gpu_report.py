@@ -1,0 +1,68 @@
+"""What `benchmarks.run --report` says of a GPU beside errors and times: the device, its software, and whether the kernels are right."""
+
+import platform
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.measure import short_error
+from pallas_fa2.backends.sm80 import backend, first_use
+from pallas_fa2.backends.sm80.support import MIN_CAPABILITY
+from pallas_fa2.device import Device, device_of
+
+# No shape starts after so many seconds: the check before takes about a minute, and so do the last shapes.
+BUDGET = 150.0
+RIVALS = ("fa2", "fa3", "cudnn", "tokamax", "xla")
+# How `first_use` names a family of kernels that is wrong.
+WRONG = re.compile(r"\w+ at H = (\d+): relative error [-+.\w]+")
+
+
+def gpu() -> Device:
+    """Return JAX's device; exit with an explanation if it is no GPU that has kernels."""
+    device = device_of(jnp.zeros(()))
+    if device.platform != "gpu" or float(device.capability or 0) < MIN_CAPABILITY:
+        described = f"{device.kind} ({device.platform})"
+        raise SystemExit(
+            f"--report needs an NVIDIA GPU of compute capability {MIN_CAPABILITY} or more, and JAX's first device is "
+            f"{described}: run it where the GPU is, with JAX for CUDA installed (pip install 'pallas_fa2[cuda13]')"
+        )
+    return device
+
+
+def kernels(device: Device) -> tuple[str, ...]:
+    """Return our kernels for a GPU, by their names in benchmarks/rivals.py."""
+    return ("ours", "ampere") if device.is_sm90 else ("ampere",)
+
+
+def describe(device: Device) -> dict[str, Any]:
+    """Return what the results of another GPU may depend on."""
+    actual = jax.devices()[0]
+    return {
+        "capability": device.capability,
+        "multiprocessors": device.num_sms,
+        "memory_bytes": (actual.memory_stats() or {}).get("bytes_limit"),
+        "platform": actual.client.platform_version.replace("\n", " "),
+        "system": f"{platform.platform()}, Python {platform.python_version()}",
+        "first_use": first_use_by_family(device),
+    }
+
+
+def first_use_by_family(device: Device) -> dict[str, str]:
+    """Compare each family of the mma.sync kernels with the definition; return what is wrong by head dim.
+
+    On a GPU of a kind that nobody has run, this is the check of the first use, whose result is kept.
+    """
+    kernels = backend.forward, backend.backward
+    try:
+        if device.capability in first_use.RUN_ON:
+            wrong = first_use.check(kernels, device, jax.devices()[0])
+        else:
+            wrong = first_use.failure(kernels, device) or ""
+    except Exception as e:  # noqa: BLE001 - that a kernel does not compile belongs in the report
+        return {"all": short_error(e)}
+    by_dim = {int(match[1]): match[0] for match in WRONG.finditer(wrong)}
+    return {
+        f"H = {dim}": by_dim.get(dim, "right, or not on this GPU") for dim in first_use.FAMILIES
+    }

@@ -1,0 +1,110 @@
+"""The report of a GPU that a user sends, without one."""
+
+import jax
+import pytest
+
+from benchmarks import gpu_report, jobs, measure, record, rivals, run
+from benchmarks.shapes import REPORT, Shape
+from pallas_fa2.backends.sm80 import first_use
+from pallas_fa2.device import Device
+from tests.test_benchmarks import result
+
+RTX_3090 = Device("gpu", "NVIDIA GeForce RTX 3090", "8.6", 82)
+WRONG = (
+    "its kernels were wrong on this GPU when they were checked "
+    "(dq at H = 64: relative error 0.5; out at H = 128: relative error nan; file)"
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """An RTX 3090 whose kernels are right, and a clock that needs none; a test may set another capability."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu_report, "device_of", lambda _: RTX_3090)
+    monkeypatch.setattr(first_use, "failure", lambda kernels, device: None)
+    monkeypatch.setattr(first_use, "check", lambda kernels, device, gpu: "")
+    monkeypatch.setattr(measure, "matmul", lambda n: 60.0)
+
+    def fake(shape, implementations, iterations, backward):
+        names = dict.fromkeys(implementations, 40.0)
+        return result(shape, **{**names, "ampere": 50.0})
+
+    monkeypatch.setattr(measure, "measure", fake)
+
+    def run_here(function, names, processes, end):
+        return ((name, function(name)) for name in names)
+
+    monkeypatch.setattr(jobs, "run_all", run_here)
+    return tmp_path
+
+
+def test_a_report_is_a_file_of_results_that_describes_the_gpu(gpu, capsys, monkeypatch):
+    monkeypatch.setattr(
+        record, "setup", lambda *_: {"device": RTX_3090.kind, "jax": jax.__version__}
+    )
+    run.main(["--report"])
+    path = gpu / "pallas_fa2-nvidia-geforce-rtx-3090.json"
+    saved = record.load(path)
+    assert saved["gpu"]["capability"] == "8.6" and saved["gpu"]["multiprocessors"] == 82
+    assert set(saved["gpu"]["first_use"]) == {"H = 64", "H = 96", "H = 128", "H = 256"}
+    assert all(text.startswith("right") for text in saved["gpu"]["first_use"].values())
+    assert set(saved["results"]) == set(REPORT) and saved["setup"]["jax"] == jax.__version__
+    out = capsys.readouterr().out
+    assert "| d128_s4096_c |" in out and f"Please send us {path}" in out
+    assert "ours" not in saved["results"]["d128_s4096_c"]["rows"]  # these are for Hopper
+    assert "1.25" in out  # ampere over the best rival
+
+
+def test_a_report_says_what_is_wrong(gpu, monkeypatch):
+    monkeypatch.setattr(first_use, "failure", lambda kernels, device: WRONG)
+    families = gpu_report.first_use_by_family(RTX_3090)
+    assert families["H = 64"] == "dq at H = 64: relative error 0.5"
+    assert families["H = 128"] == "out at H = 128: relative error nan"
+    assert families["H = 96"].startswith("right")
+    monkeypatch.setattr(first_use, "check", lambda *_: "dv at H = 96: relative error 1.2e-02")
+    families = gpu_report.first_use_by_family(RTX_3090._replace(capability="9.0"))
+    assert families["H = 96"] == "dv at H = 96: relative error 1.2e-02"
+
+    def fails(*_):
+        raise RuntimeError("ptxas failed")
+
+    monkeypatch.setattr(first_use, "failure", fails)
+    assert gpu_report.first_use_by_family(RTX_3090) == {"all": "RuntimeError: ptxas failed"}
+
+
+def test_the_description_is_there_before_the_first_shape(gpu, monkeypatch):
+    def ends(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "measure", ends)
+    with pytest.raises(KeyboardInterrupt):
+        run.main(["--report", "--json", str(gpu / "x.json")])
+    assert record.load(gpu / "x.json")["gpu"]["capability"] == "8.6"
+
+
+def test_kernels_of_hopper_are_measured_there_alone():
+    assert gpu_report.kernels(RTX_3090) == ("ampere",)
+    assert gpu_report.kernels(RTX_3090._replace(capability="9.0")) == ("ours", "ampere")
+
+
+@pytest.mark.parametrize("device", [Device(), RTX_3090._replace(kind="Tesla T4", capability="7.5")])
+def test_other_devices_are_refused(device, monkeypatch):
+    monkeypatch.setattr(gpu_report, "device_of", lambda _: device)
+    message = rf"compute capability 8.0 or more, and JAX's first device is {device.kind}"
+    with pytest.raises(SystemExit, match=message):
+        run.main(["--report"])
+
+
+def test_a_report_has_a_dozen_shapes_that_small_gpus_hold():
+    assert len(REPORT) == 12
+    for shape in REPORT.values():
+        assert isinstance(shape, Shape) and shape.batch * shape.q_len <= 16384
+        assert shape.q_heads * shape.head_dim <= 4096
+
+
+def test_the_option_for_ampere_takes_its_shapes_and_its_rival():
+    args = run.parse(["--ampere"])
+    assert run.contestants(args) == ("ampere", "fa2") and "vit_b16" in args.shapes
+    args = run.parse(["--ampere", "--rivals", "fa2,cudnn"])
+    assert run.contestants(args) == ("ampere", "fa2", "cudnn")
+    assert run.contestants(run.parse([])) == tuple(rivals.IMPLEMENTATIONS)
