@@ -5,6 +5,7 @@ from typing import Any as _Any
 
 from pallas_fa2.api import FallbackWarning, flash_attention
 from pallas_fa2.cached_api import CachedOptions, cached_attention
+from pallas_fa2.cached_explanation import CachedExplanation
 from pallas_fa2.caches import Cache, Packed, Pages
 from pallas_fa2.device import Device
 from pallas_fa2.drop_in import dot_product_attention
@@ -33,7 +34,7 @@ from pallas_fa2.scores import Score, alibi, bias, score_fn, soft_cap
 __version__ = "0.1.0"
 
 __all__ = [
-    "Cache", "CachedOptions", "Causal", "Chunked", "Context", "Dense", "Device", "Documents", "Explanation",
+    "Cache", "CachedExplanation", "CachedOptions", "Causal", "Chunked", "Context", "Dense", "Device", "Documents", "Explanation",
     "FallbackWarning", "Implementation", "Lengths", "Mask", "Options", "Packed", "Pages", "Prefix", "Score", "Scores",
     "Segments", "SlidingWindow", "Token", "Tree", "Tuning", "Window", "alibi", "autotune", "bias", "cached_attention",
     "dot_product_attention", "explain", "flash_attention",

@@ -14,10 +14,11 @@ import pytest
 from jax.sharding import AxisType
 
 import pallas_fa2 as fa
+from pallas_fa2 import cached_autodiff
 from pallas_fa2.backends import registry
 from pallas_fa2.backends.protocol import CachedForward
-from pallas_fa2.cached_autodiff import _by_equivalent_call
 from pallas_fa2.ir.affine import DistanceRange
+from pallas_fa2.ir.equivalent_call import equivalent_spec
 from pallas_fa2.parse_cached import parse_cached
 from pallas_fa2.planning.cached_plan import make_cached_plan
 from pallas_fa2.planning.plan import make_plan
@@ -296,15 +297,14 @@ def test_one_program_serves_all_lengths_tables_and_starts() -> None:
 
 
 def test_eager_calls_compile_once_for_all_lengths() -> None:
-    from pallas_fa2.cached_autodiff import attention_on_cache
-
     problem = cached.make(1)
     fa.cached_attention(problem.query, problem.cache, implementation="reference")
-    programs = attention_on_cache._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
+    count_programs: Any = cached_autodiff.attention_on_cache
+    programs = count_programs._cache_size()
     for lengths in ([1, 2, 3, 4], [24, 24, 0, 0]):
         cache = dataclasses.replace(problem.cache, lengths=jnp.array(lengths))
         fa.cached_attention(problem.query, cache, implementation="reference")
-    assert attention_on_cache._cache_size() == programs  # pyright: ignore[reportFunctionMemberAccess]
+    assert count_programs._cache_size() == programs
 
 
 def test_traced_garbage_reads_nothing_outside() -> None:
@@ -426,7 +426,7 @@ def _with_cached_forward(monkeypatch: Any, supports: bool) -> list:
     def forward(spec: Any, config: Any, *arrays: Any) -> Any:
         calls.append((spec, config))
         plan = make_cached_plan(spec, fa.Device(), "reference")
-        return _by_equivalent_call(spec, plan, *arrays)
+        return cached_autodiff._by_equivalent_call(spec, plan, *arrays)
 
     kernel = CachedForward(
         unsupported_reason=lambda spec, device: None if supports else "it is a test",
@@ -486,13 +486,35 @@ def test_the_equivalent_call_runs_on_a_gpu_by_its_kernels() -> None:
     spec, _ = _spec(cached.make(1, dtype=jnp.bfloat16), mask=fa.Causal())
     plan = make_cached_plan(spec, fa.Device("gpu", "NVIDIA H200", "9.0", 132))
     assert plan.implementation in registry.FUSED
-    assert plan.call == make_plan(plan_spec(spec), fa.Device("gpu", "NVIDIA H200", "9.0", 132))
+    assert plan.call == make_plan(
+        equivalent_spec(spec), fa.Device("gpu", "NVIDIA H200", "9.0", 132)
+    )
 
 
-def plan_spec(spec: Any) -> Any:
-    from pallas_fa2.ir.equivalent_call import equivalent_spec
+def test_explain(monkeypatch: Any) -> None:
+    problem = cached.make(None, paged=True)
+    options = {"queries": problem.queries, "sinks": SINKS, "score": fa.alibi(SLOPES)}
+    explanation = fa.explain(problem.query, problem.cache, **options)
+    assert explanation.implementation == "blockwise"
+    text = str(explanation)
+    assert "pages of 4 tokens, packed queries" in text and "equivalent call" in text
+    # Float32 of 38 keys of 2 heads and 16 queries of 4 heads with dims 8 + 16, and lse.
+    assert explanation.bytes == (38 * 2 + 16 * 4) * 24 * 4 + 16 * 4 * 4
+    assert explanation.gathered_bytes == 4 * 24 * 2 * 24 * 4
 
-    return equivalent_spec(spec)
+    shapes = jax.eval_shape(lambda: problem.cache)
+    query = jax.ShapeDtypeStruct(problem.query.shape, problem.query.dtype)
+    unknown = fa.explain(query, shapes, **options)
+    assert unknown.bytes is None and unknown.plan == explanation.plan
+    assert "unknown, as lengths are" in str(unknown)
+
+    _with_cached_forward(monkeypatch, supports=True)
+    monkeypatch.setattr("pallas_fa2.cached_explanation.BACKENDS", cached_autodiff.BACKENDS)
+    explanation = fa.explain(problem.query, problem.cache, **options)
+    assert explanation.implementation == "hopper" and explanation.gathered_bytes == 0
+    assert "a kernel, configuration" in str(explanation)
+    with pytest.raises(TypeError, match="is_causal"):
+        fa.explain(problem.query, problem.cache, is_causal=True)
 
 
 # Errors, before anything is lowered.

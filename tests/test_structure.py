@@ -29,7 +29,7 @@ ORDER = [
     *("backends.sm90.forward", "backends.sm90.backward", "backends.sm90"),
     *("backends.sm80.primitives", "backends.sm80.forward", "backends.sm80.backward", "backends.sm80"),
     *("backends", "planning.tuned", "planning.plan", "planning.cached_plan", "autodiff", "cached_autodiff"),
-    *("api", "cached_api", "drop_in", "explanation", "planning", "flax", "distributed"),
+    *("api", "cached_api", "cached_explanation", "drop_in", "explanation", "planning", "flax", "distributed"),
     *("__init__", "__main__"),
 ]  # fmt: skip
 
