@@ -76,15 +76,15 @@ class Explanation:
 
 
 @overload
+def explain(  # pyright: ignore[reportOverlappingOverload]  # arrays may be anything
+    query: Any, key: Cache | Pages,
+    *, implementation: Implementation | None = ..., device: Device | None = ..., **options: Any,
+) -> CachedExplanation: ...  # fmt: skip
+@overload
 def explain(
     query: Any, key: Any, value: Any,
     *, implementation: Implementation | None = ..., device: Device | None = ..., **options: Any,
 ) -> Explanation: ...  # fmt: skip
-@overload
-def explain(
-    query: Any, key: Cache | Pages,
-    *, implementation: Implementation | None = ..., device: Device | None = ..., **options: Any,
-) -> CachedExplanation: ...  # fmt: skip
 def explain(
     query: Any,
     key: Any,
