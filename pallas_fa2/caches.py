@@ -90,9 +90,8 @@ class _Appends:
             before_end = jnp.arange(-tokens, 0, dtype=jnp.int32)[None]
             token = before_end + new.astype(jnp.int32)[:, None]
             is_new, position = token >= 0, lengths.astype(jnp.int32)[:, None] + token
-        is_new &= (position >= 0) & (position < self.capacity)
         arrays = [
-            self._write(cached, x, request, position, is_new)
+            self._write(cached, x, request, position, is_new & (position >= 0))
             for cached, x in ((self.key, key), (self.value, value))
         ]
         lengths = lengths + new.astype(lengths.dtype)
@@ -103,7 +102,10 @@ class _Appends:
         raise NotImplementedError
 
     def _write(self, cached: Any, x: Any, request: Any, position: Any, is_new: Any) -> jax.Array:
-        """Write the tokens that are new at their requests and positions, without a copy if `cached` is donated."""
+        """Write the tokens that are new at their requests and positions, without a copy if `cached` is donated.
+
+        Tokens at positions beyond the capacity are dropped.
+        """
         raise NotImplementedError
 
 
@@ -153,9 +155,8 @@ class Cache(_Appends):
         return self.key.shape[1]
 
     def _write(self, cached: Any, x: Any, request: Any, position: Any, is_new: Any) -> jax.Array:
-        # Slots beyond the last are dropped. They differ, as slots of a scatter that is promised to be unique must.
-        dropped = cached.shape[1] + jnp.arange(x.shape[-3], dtype=jnp.int32)
-        slot = jnp.where(is_new, position, dropped)
+        # A scatter drops slots that are negative or beyond the last. All differ, as it is promised.
+        slot = jnp.where(is_new, position, jnp.arange(-x.shape[-3], 0, dtype=jnp.int32))
         if x.ndim == 3:
             request = jnp.where(is_new, request, 0)
             return _scatter(jnp.asarray(cached), x, request, slot)
@@ -205,6 +206,7 @@ class Pages(_Appends):
         return self.table.shape[1] * self.page_size
 
     def _write(self, cached: Any, x: Any, request: Any, position: Any, is_new: Any) -> jax.Array:
+        # A column beyond the table has page -1.
         table, column = jnp.asarray(self.table), position // self.page_size
         page = table.at[request, column].get(mode="fill", fill_value=-1).astype(jnp.int32)
         is_new &= (page >= 0) & (page < cached.shape[0])

@@ -371,6 +371,36 @@ def test_batch_and_heads_stay_divided_over_devices(kind: AxisType) -> None:
     np.testing.assert_allclose(out, jax.jit(step)(*args)[0], atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("layout", ["paged", "packed_paged"])
+def test_heads_of_a_pool_stay_divided_over_devices(layout: str, kind: AxisType) -> None:
+    mesh = jax.make_mesh((2,), ("model",), (kind,), devices=jax.devices()[:2])
+    problem = LAYOUTS[layout]()
+    tail = problem.query.shape[:-2]
+    new = [
+        np.zeros((*tail, *x.shape[2:]), np.float32)
+        for x in (problem.cache.key, problem.cache.value)
+    ]
+    args = problem.query, *new, problem.cache, problem.queries
+    leaves, tree = jax.tree.flatten(args)
+    heads = [jax.P(*[None] * (x.ndim - 2), "model") if x.ndim > 2 else jax.P() for x in leaves]
+    placed = [
+        jax.device_put(x, jax.NamedSharding(mesh, y)) for x, y in zip(leaves, heads, strict=True)
+    ]
+
+    def step(query: Any, key: Any, value: Any, cache: Any, queries: Any) -> Any:
+        cache = dataclasses.replace(cache, lengths=cache.lengths // 2)
+        cache = cache.append(key, value, queries=queries)
+        return fa.cached_attention(query, cache, queries=queries, implementation="blockwise"), cache
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step).lower(*tree.unflatten(placed)).compile()
+        out, after = compiled(*tree.unflatten(placed))
+    assert not re.search("all-gather|all-to-all|collective-permute", compiled.as_text())
+    assert after.key.sharding.is_equivalent_to(placed[3].sharding, 4)
+    np.testing.assert_allclose(out, jax.jit(step)(*args)[0], atol=1e-6)
+
+
 # Plans and the seam of kernels.
 
 
