@@ -205,11 +205,12 @@ def test_the_integrations_are_imported_on_first_use():
     [
         (fa.flash_attention, fa.Options, {"return_lse"}),
         (fa.dot_product_attention, DropInOptions, {"bias", "mask", "return_residual"}),
+        (fa.cached_attention, fa.CachedOptions, {"return_lse"}),
     ],
-    ids=["flash_attention", "dot_product_attention"],
+    ids=["flash_attention", "dot_product_attention", "cached_attention"],
 )
 def test_overloads_have_the_options_of_the_function(
     function: Any, options: Any, others: set[str]
 ) -> None:
-    ours = set(inspect.signature(function).parameters) - {"query", "key", "value"}
+    ours = set(inspect.signature(function).parameters) - {"query", "key", "value", "cache"}
     assert ours == {*options.__annotations__, *others}
