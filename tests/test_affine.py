@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import pallas_fa2 as fa
+from pallas_fa2.ir.affine import distance_range
 from pallas_fa2.parse_call import parse_call
 from tests.support.masks import causal_end
 
@@ -100,3 +101,29 @@ def test_recognition_equals_the_dense_definition(compare, q_len, kv_len):
             alignment = aligned(lambda q, k, form=form: form(q.index, k.index), q_len, kv_len)
             same = [name for name, x in aligns.items() if name and np.array_equal(visible, x)]
             assert alignment in same if same else alignment is None
+
+
+@pytest.mark.parametrize(
+    "mask, distances",
+    [
+        (fa.Causal(), (None, 0)),
+        (fa.Window(3), (-3, 3)),
+        (fa.Window(None, 2), (None, 2)),
+        (fa.Window(-1), (None, None)),
+        (fa.SlidingWindow(4), (-3, 0)),
+        (fa.Causal() & fa.Window(5) & fa.Window(3, None), (-3, 0)),
+        (~fa.Causal(), (1, None)),
+        (~fa.Window(3), None),
+        (fa.Causal() | ~fa.Causal(), None),
+        (fa.Window(3) | fa.Window(2), None),
+        (fa.Causal() & fa.Prefix(3), None),
+        (fa.Window(jnp.int32(3)), None),
+        (lambda q, k: q.index == k.index, None),
+    ],
+    ids=str,
+)
+def test_the_range_of_distances_is_that_of_the_code(mask, distances):
+    q = jax.ShapeDtypeStruct((2, T, 4, 64), jnp.bfloat16)
+    code = parse_call(q, q, q, mask=mask)[0].mask
+    assert code is not None
+    assert distance_range(code) == distances

@@ -1,5 +1,7 @@
 """The examples run: training on our attention is training on Flax's, the gallery shows what is."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from examples import char_gpt, mask_gallery, masks_and_scores
+from examples import char_gpt, generate, mask_gallery, masks_and_scores
 from examples.masks_and_scores import MASKS, SCORES
 from pallas_fa2.backends.xla import blockwise
 from pallas_fa2.parse_call import parse_call
@@ -218,3 +220,44 @@ def test_the_gallery_compiles_before_it_locks_the_gpu(name, monkeypatch):
     q = (1, 128, 2, mask_gallery.HEAD_DIM)
     scores = {"forgetting": [(128,)], "dense_bias": [(128, 128)]}.get(name, [])
     assert events == ["turn", *[[q]] * 4, *[[q] * 4 + scores, [q] * 4] * 2]
+
+
+SERVING = generate.Serving(3, 8, 8, requests=7, prompt=(1, 9), new=(1, 6), steps=3)
+
+
+def test_served_text_is_that_of_dense_decoding(monkeypatch, capsys):
+    """More requests than slots, prompts longer than what fits into a step, pages that are used again."""
+    monkeypatch.setitem(char_gpt.PRESETS, "cpu", TINY)
+    monkeypatch.setitem(generate.PRESETS, "cpu", SERVING)
+    monkeypatch.setattr(generate, "PREFIX", "import os and more")
+    requests = []
+    make = generate.make_requests
+    monkeypatch.setattr(generate, "make_requests", lambda *x: requests.extend(make(*x)) or requests)
+    count = generate.main(["--seed", "1"])
+    assert all(
+        bytes(r.text).startswith(b"import os and mo") and r.read == r.end - 1 for r in requests
+    )
+    assert f"{count} characters are those of dense decoding" in capsys.readouterr().out
+
+    config = dataclasses.replace(TINY, steps=SERVING.steps)
+    params = char_gpt.train(config, "pallas_fa2", 1)[0]
+    request = requests[0]
+    request.text[-1] = (request.text[-1] + 1) % 128
+    with pytest.raises(AssertionError, match="below that of dense"):
+        generate.check_by_dense(config, params, [request], [request.end - 1])
+
+
+def test_all_requests_run_one_program_and_write_in_place():
+    config = dataclasses.replace(TINY, length=32)
+    params = char_gpt.GPT(config, "pallas_fa2").init(
+        jax.random.key(0), jnp.zeros((1, 32), jnp.int32)
+    )
+    server = generate.Server(config, params, SERVING, list(b"import os"))
+    where = server.pools[0][0].unsafe_buffer_pointer()
+    programs = generate.run_step._cache_size()
+    for length in (9, 14, 20):
+        server.start(generate.Request([65] * length, length + 3))
+    done = [request for _ in range(9) for request in server.step()]
+    assert len(done) == 3 and generate.run_step._cache_size() == programs
+    assert server.pools[0][0].unsafe_buffer_pointer() == where
+    assert sorted([*server.free, *server.shared]) == list(range(16))

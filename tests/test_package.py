@@ -82,6 +82,7 @@ def test_the_code_that_readme_shows_runs(capsys, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     q, kv = (jnp.ones((1, 8, heads, 16)) for heads in (4, 2))
     variables = {"q": q, "k": kv, "v": kv, "slopes": jnp.ones(4), "image_ids": jnp.zeros(8, int)}
+    variables["cache"] = fa.Cache(kv, kv, jnp.array([8]))
     (tmp_path / "readme.py").write_text(code)
     namespace = runpy.run_path(str(tmp_path / "readme.py"), variables)
     assert namespace["out"].shape == q.shape and namespace["lse"].shape == (1, 4, 8)

@@ -18,6 +18,18 @@ def test_the_type_has_a_logsumexp_on_request() -> None:
     assert_type(fa.dot_product_attention(Q, Q, Q, return_residual=True), Pair)
 
 
+def test_the_types_of_calls_on_caches() -> None:
+    cache = fa.Cache(Q, Q, jnp.array([0]))
+    assert_type(cache.append(Q[:, :1], Q[:, :1]), fa.Cache)
+    assert_type(fa.cached_attention(Q, cache), jax.Array)
+    assert_type(fa.cached_attention(Q, cache, return_lse=True), Pair)
+    options: fa.CachedOptions = {"mask": None, "score": fa.soft_cap(1.0)}
+    assert_type(fa.cached_attention(Q, cache, **options), jax.Array)
+    assert_type(fa.merge((Q, jnp.zeros((1, 2, 8)))), Pair)
+    assert_type(fa.explain(Q, cache), fa.CachedExplanation)
+    assert_type(fa.explain(Q, Q, Q), fa.Explanation)
+
+
 def optional_lse(lse: bool) -> None:
     assert_type(fa.flash_attention(Q, Q, Q, return_lse=lse), jax.Array | Pair)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pallas_fa2.device import Device
+from pallas_fa2.ir.cached_spec import CachedSpec
 from pallas_fa2.ir.call_spec import CallSpec
 
 
@@ -31,6 +32,25 @@ class KernelDescription(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class CachedForward:
+    """A backend's forward of `cached_attention`, whose keys are in a cache.
+
+    Attributes:
+      unsupported_reason: `(cached spec, device)` -> why it cannot run this call there, or None.
+      configure: `(cached spec, device)` -> its `config`, hashable.
+      forward: `(cached spec, config, q, k, v, cached operands)` -> `out [B, T, N, Hv]` in q's dtype and the natural
+        `lse [B, N, T]` in float32; of packed queries `[tokens, N, H]` it is `[tokens, N, Hv]` and `[N, tokens]`. Keys and
+        values are `[B, S, K, H]`, or `[P, page, K, H]` for pages.
+      describe: `(cached spec, config)` -> the kernels in words, for `explain`.
+    """
+
+    unsupported_reason: Callable[[CachedSpec, Device], str | None]
+    configure: Callable[[CachedSpec, Device], Any]
+    forward: Callable[..., Any]
+    describe: Callable[[CachedSpec, Any], str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Backend:
     """An implementation of attention.
 
@@ -47,6 +67,8 @@ class Backend:
       describe: `(spec, forward config, backward config, operands)` -> the `KernelDescription` of a call.
       candidates: `(spec, device)` -> the forward configs among which `autotune` chooses.
       config_type: the class of the forward configs, whose keyword arguments JSON can hold, if there are candidates.
+      cached: its forward of `cached_attention`, if it has one of its own. Without, the keys of a cache are gathered, and
+        `forward` runs the equivalent call.
       is_fused: whether it runs kernels of this package, not XLA's operations.
     """
 
@@ -58,4 +80,5 @@ class Backend:
     describe: Callable[..., KernelDescription]
     candidates: Callable[[CallSpec, Device], list[Any]] = lambda spec, device: []
     config_type: type | None = None
+    cached: CachedForward | None = None
     is_fused: bool = False

@@ -1,0 +1,71 @@
+"""`CachedSpec`, the frozen description of one call of `cached_attention`, and its `CachedOperands`."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.ir.affine import DistanceRange, distance_range
+from pallas_fa2.ir.call_spec import CallSpec, Operands
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedSpec:
+    """One call against a cache: the equivalent call on contiguous keys, and how queries and keys lie in memory.
+
+    Attributes:
+      call: the call of B sequences on keys `[B, S, K, H]`, where S is the capacity of a sequence. Positions are explicit,
+        and `call.mask` does not say which keys exist: those before a sequence's length do. `call.causal` is None.
+      page_size: tokens of a page, where keys are `[P, page, K, H]` and S is a multiple of it; None for contiguous keys.
+      is_packed: whether queries are `[tokens, N, H]`; then `call.q_len` is the number of tokens. Without, they are
+        `[B, T, N, H]`, the last T tokens of each sequence.
+    """
+
+    call: CallSpec
+    page_size: int | None = None
+    is_packed: bool = False
+
+    @property
+    def distances(self) -> DistanceRange | None:
+        """The range of `k.index - q.index` that the mask is, exactly; None for a mask that is no such range.
+
+        It is (None, 0) for a causal mask, (1 - size, 0) for a causal window and (None, None) without a mask.
+        """
+        mask = self.call.mask
+        return DistanceRange() if mask is None else distance_range(mask)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the mask is exactly `k.index <= q.index`."""
+        return self.distances == DistanceRange(None, 0)
+
+    def __str__(self) -> str:
+        fields = [str(self.call)]
+        if self.page_size is not None:
+            fields.append(f"pages of {self.page_size} tokens")
+        if self.is_packed:
+            fields.append("packed queries")
+        return ", ".join(fields)
+
+
+class CachedOperands(NamedTuple):
+    """The arrays of a call beside query, key and value. All integers are in the ranges given here.
+
+    Query i of a packed call belongs to request r where `starts[r] <= i < starts[r + 1]`; where there is none, its output is
+    0 and its lse -inf.
+    """
+
+    lengths: jax.Array  # int32 [B], 0 to S
+    # Mask and score data with the leading axes [B, K, G, T, S]. `q_index` is [B, 1, 1, T, 1], or [1, 1, 1, tokens, 1] for
+    # packed queries, whose other per-query data have no batch axis either. `k_index` is [1, 1, 1, 1, S]: 0, 1, 2, ...
+    call: Operands
+    table: jax.Array | None = None  # int32 [B, S / page], 0 to P - 1; unused entries too
+    starts: jax.Array | None = None  # int32 [B + 1], not falling, 0 to tokens
+
+
+def requests_of(starts: jax.Array, tokens: int) -> jax.Array:
+    """Return the request of each row of packed queries, and R for rows of none: int32 `[tokens]`."""
+    rows = jnp.arange(tokens, dtype=jnp.int32)
+    request = jnp.searchsorted(starts, rows, side="right").astype(jnp.int32) - 1
+    return jnp.where(request < 0, starts.shape[0] - 1, request)
