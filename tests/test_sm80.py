@@ -77,7 +77,7 @@ def test_forward(name: str) -> None:
 BACKWARDS = {
     "1_stage": (BackwardConfig(64, 64), KernelSpec(1, 100, 150, 2, 1, 0.125, 50), (64, 56)),
     "2_stages": (
-        BackwardConfig(64, 64, stages=2, vector_atomics=True, v_in_registers=True),
+        BackwardConfig(64, 64, stages=2, vector_atomics=True),
         KernelSpec(1, 200, 130, 1, 1, 0.125, None),
         (64, 64),
     ),
@@ -87,7 +87,7 @@ BACKWARDS = {
         (80, 96),
     ),
     "32_keys_a_warp": (
-        BackwardConfig(64, 64, warpgroups=1, key_tiles=2, score_queries=32, k_in_registers=True),
+        BackwardConfig(64, 64, warpgroups=1, key_tiles=2, score_queries=32),
         KernelSpec(1, 100, 200, 1, 1, 0.125, 100),
         (64, 64),
     ),

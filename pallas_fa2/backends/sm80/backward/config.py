@@ -22,9 +22,6 @@ class BackwardConfig:
     # Whether warpgroups divide the columns of dK and dV, and not the keys: at H = 128 a warp then has 32 keys, and beyond, the
     # gradients of 64 keys would take more registers than a warpgroup has.
     split_columns: bool = False
-    # Whether fragments of K (for S alone) and of V are loaded once: 32 registers for 128 columns of 64 keys.
-    k_in_registers: bool = False
-    v_in_registers: bool = False
     # Whether dQ is added 16 bytes at a time: from compute capability 9.0 on.
     vector_atomics: bool = False
     block_q: ClassVar[int] = 64

@@ -23,10 +23,7 @@ from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.common.primitives import (
-    launch,
-    swizzle,
-)
+from pallas_fa2.backends.common.primitives import launch, swizzle
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.key_block import KeyBlock
 from pallas_fa2.backends.sm80.backward.memory import Inputs, Outputs, SharedStorage, shared_storage
@@ -71,25 +68,19 @@ def gradients(
             lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
             aux_grads = AuxGrads.zeros(spec, q.dtype, lengths, aux)
     block_mask = jax.tree.map(jnp.asarray, block_mask)
-    inputs = Inputs(q, k, v, dout, lse, delta, block_mask, aux, mask_bits)
-    outputs = Outputs(sums, dk, dv, aux_grads)
-    read, read_tree = jax.tree.flatten(inputs)
-    written, written_tree = jax.tree.flatten(outputs)
 
-    def run(refs: tuple, memory: SharedStorage) -> None:
-        inputs = jax.tree.unflatten(read_tree, refs[: len(read)])
-        outputs = jax.tree.unflatten(written_tree, refs[len(read) :])
+    def run(inputs: Inputs, outputs: Outputs, memory: SharedStorage) -> None:
         KeyBlock.start(schedule, inputs, outputs, memory).differentiate()
 
-    grid, memory = {"cta": schedule.raster_order.count}, shared_storage(config, q.dtype)
-    kernel = launch.build_kernel("attention_gradients", run, memory, (), grid, config.warpgroups)
-
-    @launch.isolate_from_fusion
-    def add_up(read: list, written: tuple) -> tuple:
-        return pl.run_state(lambda refs: kernel(*read, *refs))(written)
-
-    outputs = jax.tree.unflatten(written_tree, add_up(read, tuple(written)))
-    dq, dk, dv, aux_grads = outputs
+    dq, dk, dv, aux_grads = launch.run_in_place(
+        "attention_gradients",
+        run,
+        shared_storage(config, q.dtype),
+        Inputs(q, k, v, dout, lse, delta, block_mask, aux, mask_bits),
+        Outputs(sums, dk, dv, aux_grads),
+        {"cta": schedule.raster_order.count},
+        config.warpgroups,
+    )
     dq = convert_tiles(dq, q, spec.scale, config.vector_atomics)
     if spec.group > 1:
         dk = convert_tiles(dk, k, spec.scale, vectors=True)

@@ -1,7 +1,6 @@
 """Algorithm 2 for a block of keys, line by line."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -16,11 +15,7 @@ from pallas_fa2.backends.common.block_mask import reversed_block_id, unpack_coun
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.key_mods import KeyAxisInputs, KeyMods
 from pallas_fa2.backends.common.mask_bits import load_bits
-from pallas_fa2.backends.common.primitives import (
-    layouts,
-    register_io,
-    thread_values,
-)
+from pallas_fa2.backends.common.primitives import layouts, register_io, thread_values
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.memory import Inputs, Outputs, SharedStorage
 from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
@@ -69,12 +64,10 @@ class KeyBlock:
     def head(self) -> Any:
         return self.coordinates[1]
 
-    @property
-    def kv_head(self) -> Any:
+    def compute_kv_head(self) -> Any:
         return arithmetic.div(self.head, self.spec.group)
 
-    @property
-    def first_key(self) -> Any:
+    def compute_first_key(self) -> Any:
         return self.coordinates[2] * self.config.block_kv
 
     @property
@@ -90,7 +83,6 @@ class KeyBlock:
         first = self.load_q_block(I32(0))
         self.load_keys()
         self.load_block(I32(0), first)
-        k_fragments, v_fragments = self.load_fragments()
         split = self.config.split_columns
         dims = (self.config.head_dim, self.config.value_dim)
         columns = (self.config.share(dim, 0).size if split else dim for dim in dims)
@@ -98,11 +90,10 @@ class KeyBlock:
         dk, dv = (
             [thread_values.zero_accumulator((64, n)) for _ in tiles] for n in columns
         )  # line 7
-        body = functools.partial(self.step, k_fragments, v_fragments)
-        _, dk, dv = lax.fori_loop(I32(0), self.num_steps, body, (first, dk, dv))
+        _, dk, dv = lax.fori_loop(I32(0), self.num_steps, self.step, (first, dk, dv))
         self.store(dk, dv)  # line 18 at the end of the loop
 
-    def step(self, k_fragments: list, v_fragments: list, t: Any, carry: tuple) -> tuple:
+    def step(self, t: Any, carry: tuple) -> tuple:
         """Add what the t-th block of queries that is visited, i, gives: Algorithm 2, lines 9-16."""
         i, dk, dv = carry
         next_i = self.load_q_block(t + 1)
@@ -110,16 +101,16 @@ class KeyBlock:
         self.wait_for_copies()  # the block is there, and everyone has read the one before
         if self.config.stages > 1:
             self.load_block(t + 1, next_i)
-        for columns in self.score_columns:
-            mods = [self.mods(i, rows, columns, masked=False) for rows in self.score_rows]
-            s = self.multiply_keys(self.memory.k, q.at[columns], k_fragments)  # line 10
+        for columns in self.slice_score_columns():
+            mods = [self.mods(i, rows, columns, masked=False) for rows in self.slice_score_rows()]
+            s = self.multiply_keys(self.memory.k, q.at[columns])  # line 10
             column_lse = layouts.load_row(1, lse.at[columns], jnp.float32)
             exponents = [m.exponents(x, column_lse) for m, x in zip(mods, s, strict=True)]
             exponents = self.mask(exponents, t, i, columns)
             p = [
                 m.apply_dropout(m.probabilities(x)) for m, x in zip(mods, exponents, strict=True)
             ]  # line 11
-            dp = self.multiply_keys(self.memory.v, dout.at[columns], v_fragments)  # line 13
+            dp = self.multiply_keys(self.memory.v, dout.at[columns])  # line 13
             column_delta = layouts.load_row(1, delta.at[columns], jnp.float32)
             tiles = zip(mods, p, s, dp, strict=True)
             ds = [
@@ -144,12 +135,12 @@ class KeyBlock:
         self.add_dq(i)  # line 15
         return next_i, dk, dv
 
-    def multiply_keys(self, keys: Any, queries: Any, fragments: list) -> list[jax.Array]:
+    def multiply_keys(self, keys: Any, queries: Any) -> list[jax.Array]:
         """Return keys @ queries^T of each of the warpgroup's tiles of keys: S^T or dP^T."""
-        tiles = self.score_rows
+        tiles = self.slice_score_rows()
         accs = [thread_values.zero_accumulator((64, queries.shape[0])) for _ in tiles]
-        for i, columns in enumerate(mma.panel_slices(keys)):
-            lefts = fragments[i] if fragments else self.left_fragments(keys, columns)
+        for columns in mma.panel_slices(keys):
+            lefts = self.left_fragments(keys, columns)
             right = mma.load_right(queries.at[:, columns], transposed=True)
             accs = [plgpu.mma(acc, left, right) for acc, left in zip(accs, lefts, strict=True)]
         return accs
@@ -161,21 +152,10 @@ class KeyBlock:
         return accs
 
     def left_fragments(self, keys: Any, columns: Any) -> list[jax.Array]:
-        return [mma.load_left(keys.at[rows, columns]) for rows in self.score_rows]
-
-    def load_fragments(self) -> tuple[list, list]:
-        """Load the fragments of K and V that are kept in registers, of each panel of columns and tile of keys."""
-        kept = self.config.k_in_registers, self.config.v_in_registers
-        if any(kept):
-            self.wait_for_copies()
-        k, v = (
-            [self.left_fragments(keys, x) for x in mma.panel_slices(keys)] if is_kept else []
-            for keys, is_kept in zip((self.memory.k, self.memory.v), kept, strict=True)
-        )
-        return k, v
+        return [mma.load_left(keys.at[rows, columns]) for rows in self.slice_score_rows()]
 
     def store_tiles(self, buffer: Any, columns: Any, tiles: list[jax.Array]) -> None:
-        for rows, tile in zip(self.score_rows, tiles, strict=True):
+        for rows, tile in zip(self.slice_score_rows(), tiles, strict=True):
             buffer.at[rows, columns][...] = tile
 
     def add_dq(self, i: Any) -> None:
@@ -203,7 +183,9 @@ class KeyBlock:
 
         def mask() -> list[jax.Array]:
             masked = []
-            for n, (rows, exponent) in enumerate(zip(self.score_rows, exponents, strict=True)):
+            for n, (rows, exponent) in enumerate(
+                zip(self.slice_score_rows(), exponents, strict=True)
+            ):
                 bits = self.load_mask_bits(i, n, columns)
                 mods = self.mods(i, rows, columns, masked=True)
                 masked.append(mods.apply_mask(exponent, bits))
@@ -224,7 +206,7 @@ class KeyBlock:
     def mods(self, i: Any, rows: Any, columns: Any, masked: bool) -> KeyMods:
         """Load what scores and dropout, and the mask if `masked`, read of a tile of keys."""
         head, aux = (self.batch, self.head), self.inputs.aux
-        first_key = self.first_key + rows.start
+        first_key = self.compute_first_key() + rows.start
         first_query = i * self.config.block_q + columns.start
         inputs = KeyAxisInputs(AxisInputs(0), {})
         if aux is not None:
@@ -233,14 +215,12 @@ class KeyBlock:
         ragged = self.spec.kv_len % self.config.block_kv != 0
         return KeyMods(self.spec, aux, self.outputs.aux_grads, *place, inputs, masked, ragged)
 
-    @property
-    def score_rows(self) -> list[Any]:
+    def slice_score_rows(self) -> list[Any]:
         """Return the tiles of keys, within the block, whose scores the warpgroup forms."""
         first = 0 if self.config.split_columns else self.warpgroup * (64 * self.config.key_tiles)
         return [pl.ds(first + 64 * n, 64) for n in range(self.config.key_tiles)]
 
-    @property
-    def score_columns(self) -> list[Any]:
+    def slice_score_columns(self) -> list[Any]:
         """Return the queries, within a block, whose scores the warpgroup forms, so many at once."""
         size = self.config.score_columns
         if self.config.split_columns:
@@ -283,9 +263,13 @@ class KeyBlock:
 
     def load_keys(self) -> None:
         size = self.config.block_kv
-        limit = None if self.spec.kv_len % size == 0 else self.spec.kv_len - self.first_key
+        limit = (
+            None if self.spec.kv_len % size == 0 else self.spec.kv_len - self.compute_first_key()
+        )
         for array, buffer in ((self.inputs.k, self.memory.k), (self.inputs.v, self.memory.v)):
-            rows = array.at[self.batch, pl.ds(self.first_key, size), self.kv_head]
+            rows = array.at[
+                self.batch, pl.ds(self.compute_first_key(), size), self.compute_kv_head()
+            ]
             async_copy.load_rows(rows, buffer, self.config.warpgroups, limit)
 
     def wait_for_copies(self) -> None:
@@ -300,8 +284,8 @@ class KeyBlock:
                     self.store_share(target, n, tile)
             return
         async_copy.sync_cta(self.config.warpgroups)  # everyone has read K and V
-        limit = self.spec.kv_len - self.first_key
-        rows = pl.ds(self.first_key, self.config.block_kv)
+        limit = self.spec.kv_len - self.compute_first_key()
+        rows = pl.ds(self.compute_first_key(), self.config.block_kv)
         stores = (
             (self.memory.k, dk, self.spec.scale, self.outputs.dk),
             (self.memory.v, dv, self.spec.dropout_scale, self.outputs.dv),
@@ -313,7 +297,7 @@ class KeyBlock:
             self.store_tiles(buffer, columns, [(x * scale).astype(buffer.dtype) for x in tiles])
         async_copy.sync_cta(self.config.warpgroups)
         for buffer, _, _, target in stores:
-            target = target.at[self.batch, rows, self.kv_head]
+            target = target.at[self.batch, rows, self.compute_kv_head()]
             async_copy.store_rows(buffer, target, self.config.warpgroups, limit)
 
     def store_share(self, target: Any, n: int, tile: jax.Array) -> None:

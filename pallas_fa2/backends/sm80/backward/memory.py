@@ -9,9 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.block_mask import BlockMask
-from pallas_fa2.backends.common.primitives import (
-    swizzle,
-)
+from pallas_fa2.backends.common.primitives import swizzle
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 
 

@@ -34,7 +34,7 @@ class ForwardConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Returns the bytes of shared memory that a CTA takes."""
+        """Return the bytes of shared memory that a CTA takes."""
         q_rows = self.block_q * self.head_dim
         kv_rows = self.stages * self.block_kv * (self.head_dim + self.value_dim)
         return 2 * (q_rows + kv_rows)

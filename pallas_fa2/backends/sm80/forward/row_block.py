@@ -72,12 +72,10 @@ class RowBlock:
         """Batch entry and head."""
         return self.coordinates[:2]
 
-    @property
-    def kv_head(self) -> Any:
+    def compute_kv_head(self) -> Any:
         return arithmetic.div(self.coordinates[1], self.spec.group)
 
-    @property
-    def first_row(self) -> Any:
+    def compute_first_row(self) -> Any:
         return self.coordinates[2] * self.config.block_q
 
     @property
@@ -205,7 +203,7 @@ class RowBlock:
     def store(self, states: list[Softmax]) -> None:
         """Store O = diag(l)^-1 O and lse = m + log l: Algorithm 1, lines 12-15."""
         # Everyone has read Q: its buffer takes the output.
-        limit = self.spec.q_len - self.first_row
+        limit = self.spec.q_len - self.compute_first_row()
         for n, state in enumerate(states):
             total = plgpu.layout_cast(state.row_sum.sum(axis=1), ROW_LAYOUT)
             empty = total == 0
@@ -223,7 +221,7 @@ class RowBlock:
                 self.spec.q_len - row,
             )
         async_copy.sync_cta(self.config.warpgroups)
-        rows = pl.ds(self.first_row, self.config.block_q)
+        rows = pl.ds(self.compute_first_row(), self.config.block_q)
         target = self.out.at[self.coordinates[0], rows, self.coordinates[1]]
         async_copy.store_rows(self.memory.q, target, self.config.warpgroups, limit)
 
@@ -240,9 +238,11 @@ class RowBlock:
         )
 
     def load_queries(self) -> None:
-        rows = pl.ds(self.first_row, self.config.block_q)
+        rows = pl.ds(self.compute_first_row(), self.config.block_q)
         limit = (
-            None if self.spec.q_len % self.config.block_q == 0 else self.spec.q_len - self.first_row
+            None
+            if self.spec.q_len % self.config.block_q == 0
+            else self.spec.q_len - self.compute_first_row()
         )
         source = self.inputs.q.at[self.coordinates[0], rows, self.coordinates[1]]
         async_copy.load_rows(source, self.memory.q, self.config.warpgroups, limit)
@@ -261,7 +261,9 @@ class RowBlock:
 
         def load() -> None:
             limit = None if self.spec.kv_len % block_kv == 0 else self.spec.kv_len - j * block_kv
-            rows = source.at[self.coordinates[0], pl.ds(j * block_kv, block_kv), self.kv_head]
+            rows = source.at[
+                self.coordinates[0], pl.ds(j * block_kv, block_kv), self.compute_kv_head()
+            ]
             async_copy.load_rows(rows, buffers.at[self.stage(t)], self.config.warpgroups, limit)
 
         when(t < self.num_blocks)(load)
@@ -291,7 +293,7 @@ class RowBlock:
 
     def tile_row(self, n: int) -> Any:
         """Return the first row of the warpgroup's n-th tile, in the sequence."""
-        return self.first_row + self.warpgroup * self.config.rows_per_warpgroup + 64 * n
+        return self.compute_first_row() + self.warpgroup * self.config.rows_per_warpgroup + 64 * n
 
     def stage(self, t: Any) -> Any:
         return arithmetic.rem(t, self.config.stages) if self.config.stages > 1 else 0

@@ -33,7 +33,7 @@ class ForwardSchedule:
 
     @property
     def raster_order(self) -> raster.RasterOrder:
-        """Returns the order of tiles: under a causal mask the longest first."""
+        """Return the order of tiles: under a causal mask the longest first."""
         p = self.spec
         kv_bytes = 2 * p.kv_len * (self.config.head_dim + self.config.value_dim)
         group = raster.heads_per_l2_group(p.kv_heads, kv_bytes, L2_BUDGET) * p.group
@@ -45,7 +45,7 @@ class ForwardSchedule:
         return p.causal or p.mask is not None or p.kv_len % self.config.block_kv != 0
 
     def block_counts(self, q_tile: jax.Array) -> tuple[Any, Any]:
-        """Returns how many blocks of keys a tile visits, and how many of these, the first ones, are full."""
+        """Return how many blocks of keys a tile visits, and how many of these, the first ones, are full."""
         p, block_kv = self.spec, self.config.block_kv
         whole = p.kv_len // block_kv
         if p.causal_offset is None:
