@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_fa2 as fa
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.kernel import gradients
@@ -153,6 +154,27 @@ def test_each_wait_is_missed(kernel: str, case: str, wait: int, monkeypatch: Any
     monkeypatch.setattr(async_copy, "wait_groups", lambda n: original(n + (next(calls) == wait)))
     with pytest.raises(RaceDetected):
         _run(kernel, case)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_pairwise_arrays(dtype: str) -> None:
+    """Those in 32 bits are added up in device memory, those in 16 are stored for each head."""
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 70, 2, 64)), jnp.bfloat16) for _ in range(3))
+    bias = jnp.asarray(rng.standard_normal((1, 2, 70, 70)), dtype)
+
+    def gradient(bias: jax.Array, implementation: str) -> jax.Array:
+        def total(bias: jax.Array) -> jax.Array:
+            score = fa.bias(bias)
+            out = fa.flash_attention(q, k, v, score=score, implementation=implementation)
+            return (out.astype("float32") @ jnp.arange(64.0)).sum()
+
+        return jax.grad(total)(bias)
+
+    with planned_for(A100):
+        found = interpreter.jit(functools.partial(gradient, implementation="ampere"))(bias)
+    expected = gradient(bias, "reference").astype("float32")
+    np.testing.assert_allclose(found.astype("float32"), expected, atol=0.02 * abs(expected).max())
 
 
 # One for each branch of the kernels, head dims included; the others take a second each.

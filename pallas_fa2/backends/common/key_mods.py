@@ -16,7 +16,13 @@ from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.dropout import RowKeys
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.common.primitives import layouts, masking, register_io, thread_values
+from pallas_fa2.backends.common.primitives import (
+    accumulate,
+    layouts,
+    masking,
+    register_io,
+    thread_values,
+)
 from pallas_fa2.backends.common.primitives.layouts import ROWS_PER_WARPGROUP
 from pallas_fa2.backends.common.primitives.pairwise import PairwiseTile
 from pallas_fa2.backends.common.primitives.tile_ops import TARGET_OPS, TILE_OPS
@@ -210,6 +216,6 @@ class KeyMods:
         array = self.aux_grads.pairwise_of(self.spec.score, source)
         target = layouts.index_broadcast(array, *self.head, *tile)
         if array.dtype == jnp.float32:
-            register_io.add_fragments(target, gradient, vectors=False)
+            accumulate.add_tile(target, gradient, vectors=False)
         else:
             register_io.store_fragments(target, gradient.astype(array.dtype))

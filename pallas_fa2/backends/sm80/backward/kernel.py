@@ -23,12 +23,12 @@ from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.common.primitives import launch, swizzle
+from pallas_fa2.backends.common.primitives import accumulate, launch, swizzle
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.key_block import KeyBlock
 from pallas_fa2.backends.sm80.backward.memory import Inputs, Outputs, SharedStorage, shared_storage
 from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
-from pallas_fa2.backends.sm80.primitives import accumulate, async_copy
+from pallas_fa2.backends.sm80.primitives import async_copy
 
 
 def gradients(

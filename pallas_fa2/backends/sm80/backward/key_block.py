@@ -15,11 +15,11 @@ from pallas_fa2.backends.common.block_mask import reversed_block_id, unpack_coun
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.key_mods import KeyAxisInputs, KeyMods
 from pallas_fa2.backends.common.mask_bits import load_bits
-from pallas_fa2.backends.common.primitives import layouts, register_io, thread_values
+from pallas_fa2.backends.common.primitives import accumulate, layouts, register_io, thread_values
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.memory import Inputs, Outputs, SharedStorage
 from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
-from pallas_fa2.backends.sm80.primitives import accumulate, async_copy, mma
+from pallas_fa2.backends.sm80.primitives import async_copy, mma
 from pallas_fa2.control_flow import cond, when
 from pallas_fa2.ir.tile_functions import AxisInputs
 
