@@ -103,6 +103,26 @@ class RowMods:
     row_inputs: RowInputs
     key_inputs: KeyBlockInputs | None = None
 
+    @classmethod
+    def load(
+        cls,
+        spec: KernelSpec,
+        aux: AuxInputs | None,
+        head: tuple[Scalar, Scalar],
+        first_row: Scalar,
+        first_key: Scalar,
+        block_kv: int,
+        masked: bool,
+    ) -> "RowMods":
+        """Load what scores and dropout, and the mask if `masked`, read of 64 rows of `head`, (batch entry, head); what they
+        read of keys and pairs stays in device memory."""
+        row_inputs, key_inputs = RowInputs(AxisInputs(0), {}, None), None
+        if aux is not None:
+            row_inputs = RowInputs.load(spec, aux, head, first_row, masked)
+            keys = pl.ds(first_key, block_kv)
+            key_inputs = KeyBlockInputs.in_gmem(spec, aux, head, first_row, keys)
+        return cls(spec, block_kv, lambda: first_row, first_key, row_inputs, key_inputs)
+
     def apply_score(self, s: jax.Array) -> tuple[jax.Array, float]:
         """Apply the score functions to Q K^T; return also the factor that brings the scores to base 2."""
         spec = self.spec

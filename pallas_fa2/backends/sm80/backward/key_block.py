@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.common.block_mask import reversed_block_id, unpack_counts
+from pallas_fa2.backends.common.block_mask import reversed_block_id
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.key_mods import KeyAxisInputs, KeyMods
 from pallas_fa2.backends.common.mask_bits import load_bits
@@ -43,16 +43,13 @@ class KeyBlock:
         cls, schedule: BackwardSchedule, inputs: Inputs, outputs: Outputs, memory: SharedStorage
     ) -> "KeyBlock":
         coordinates = schedule.coordinates(lax.axis_index("cta"))
-        batch, head, tile = coordinates
         warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
         first_block, num_full = I32(0), I32(0)
         if inputs.block_mask is None:
-            first_block = schedule.first_q_block(tile)
+            first_block = schedule.first_q_block(coordinates[2])
             num_steps = schedule.q_blocks - first_block
         else:
-            counts = layouts.index_broadcast(inputs.block_mask.num_blocks, batch, head)[tile]
-            num_steps, num_partial = unpack_counts(counts)
-            num_full = num_steps - num_partial
+            num_steps, num_full = inputs.block_mask.load_counts(coordinates)
         counts = first_block, num_steps, num_full, warpgroup
         return cls(schedule, inputs, outputs, memory, coordinates, *counts)
 
@@ -102,7 +99,9 @@ class KeyBlock:
         if self.config.stages > 1:
             self.load_block(t + 1, next_i)
         for columns in self.slice_score_columns():
-            mods = [self.mods(i, rows, columns, masked=False) for rows in self.slice_score_rows()]
+            mods = [
+                self.load_mods(i, rows, columns, masked=False) for rows in self.slice_score_rows()
+            ]
             s = self.multiply_keys(self.memory.k, q.at[columns])  # line 10
             column_lse = layouts.load_row(1, lse.at[columns], jnp.float32)
             exponents = [m.exponents(x, column_lse) for m, x in zip(mods, s, strict=True)]
@@ -187,7 +186,7 @@ class KeyBlock:
                 zip(self.slice_score_rows(), exponents, strict=True)
             ):
                 bits = self.load_mask_bits(i, n, columns)
-                mods = self.mods(i, rows, columns, masked=True)
+                mods = self.load_mods(i, rows, columns, masked=True)
                 masked.append(mods.apply_mask(exponent, bits))
             return masked
 
@@ -203,7 +202,7 @@ class KeyBlock:
         # A thread has half a bit a column: 4 values in 8 columns.
         return [word << (columns.start // 2) for word in bits]
 
-    def mods(self, i: Any, rows: Any, columns: Any, masked: bool) -> KeyMods:
+    def load_mods(self, i: Any, rows: Any, columns: Any, masked: bool) -> KeyMods:
         """Load what scores and dropout, and the mask if `masked`, read of a tile of keys."""
         head, aux = (self.batch, self.head), self.inputs.aux
         first_key = self.compute_first_key() + rows.start
@@ -234,10 +233,8 @@ class KeyBlock:
         """Return the block of queries that is visited as the t-th; of the one after the last, whatever follows there."""
         if self.inputs.block_mask is None:
             return self.first_block + t
-        indices = self.inputs.block_mask.block_indices
-        listed = layouts.index_broadcast(indices, *self.coordinates)
-        index = listed[jnp.minimum(t, indices.shape[-1] - 1)]
-        return reversed_block_id(index, self.schedule.q_blocks)
+        entry = self.inputs.block_mask.load_entry(self.coordinates, t)
+        return reversed_block_id(entry, self.schedule.q_blocks)
 
     def buffers(self, t: Any) -> tuple[Any, ...]:
         stage = arithmetic.rem(t, self.config.stages) if self.config.stages > 1 else 0

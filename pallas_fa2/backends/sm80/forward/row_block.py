@@ -12,19 +12,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32, LOG2E
-from pallas_fa2.backends.common.block_mask import block_id, unpack_counts
+from pallas_fa2.backends.common.block_mask import block_id
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.mask_bits import load_bits
 from pallas_fa2.backends.common.primitives import layouts, thread_values
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
-from pallas_fa2.backends.common.row_mods import KeyBlockInputs, RowInputs, RowMods
+from pallas_fa2.backends.common.row_mods import RowMods
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.memory import Inputs, SharedStorage
 from pallas_fa2.backends.sm80.forward.schedule import ForwardSchedule
 from pallas_fa2.backends.sm80.primitives import async_copy, mma
 from pallas_fa2.control_flow import cond, when
 from pallas_fa2.ir.call_spec import MASKED_SCORE_THRESHOLD
-from pallas_fa2.ir.tile_functions import AxisInputs
 
 # Below any score, but finite: a row that has seen no key yet gives p = 0 rather than NaN.
 NO_MAXIMUM = -1e30
@@ -61,10 +60,7 @@ class RowBlock:
         if inputs.block_mask is None:
             num_blocks, num_full = schedule.block_counts(coordinates[2])
         else:
-            batch, head, tile = coordinates
-            counts = layouts.index_broadcast(inputs.block_mask.num_blocks, batch, head)[tile]
-            num_blocks, num_partial = unpack_counts(counts)
-            num_full = num_blocks - num_partial
+            num_blocks, num_full = inputs.block_mask.load_counts(coordinates)
         return cls(schedule, inputs, out, lse, memory, coordinates, num_blocks, num_full, warpgroup)
 
     @property
@@ -138,7 +134,7 @@ class RowBlock:
 
     def apply_mods(self, scores: list[jax.Array], t: Any, j: Any) -> list[tuple[jax.Array, float]]:
         """Return the scores of each tile of rows after the score functions and the mask, and their factor to base 2."""
-        scored = [self.mods(n, j, masked=False).apply_score(s) for n, s in enumerate(scores)]
+        scored = [self.load_mods(n, j, masked=False).apply_score(s) for n, s in enumerate(scores)]
         values = [s for s, _ in scored]
         if self.schedule.has_partial_blocks:
 
@@ -155,28 +151,23 @@ class RowBlock:
             batch, _, tile = self.coordinates
             fragment = self.warpgroup * self.config.row_tiles + n
             bits = load_bits(self.inputs.mask_bits, batch, tile, j, fragment)
-        return self.mods(n, j, masked=True).apply_mask(s, bits)
+        return self.load_mods(n, j, masked=True).apply_mask(s, bits)
 
     def apply_dropout(self, updates: list[tuple[jax.Array, Softmax]], j: Any) -> list[tuple]:
         """Return P of each tile of rows as a left operand, with 0 where it is dropped, and its statistics."""
         dropped = []
         for n, (p, state) in enumerate(updates):
-            if self.spec.dropout is not None:
-                keys = pl.ds(0, self.config.block_kv)
-                p = self.mods(n, j, masked=False).apply_dropout(p, keys)
+            # Loaded anew: kept since the scores, the rows' keys spill 104 bytes more (H = 64, compute capability 8.0).
+            mods = self.load_mods(n, j, masked=False)
+            p = mods.apply_dropout(p, pl.ds(0, self.config.block_kv))
             dropped.append((mma.as_left(p.astype(self.inputs.q.dtype)), state))
         return dropped
 
-    def mods(self, n: int, j: Any, masked: bool) -> RowMods:
+    def load_mods(self, n: int, j: Any, masked: bool) -> RowMods:
         """Load what scores and dropout, and the mask if `masked`, read of the n-th tile of rows."""
-        spec, aux, block_kv = self.spec, self.inputs.aux, self.config.block_kv
-        first_row, first_key = self.tile_row(n), j * block_kv
-        row_inputs, key_inputs = RowInputs(AxisInputs(0), {}, None), None
-        if aux is not None:
-            row_inputs = RowInputs.load(spec, aux, self.head, first_row, masked)
-            keys = pl.ds(first_key, block_kv)
-            key_inputs = KeyBlockInputs.in_gmem(spec, aux, self.head, first_row, keys)
-        return RowMods(spec, block_kv, lambda: first_row, first_key, row_inputs, key_inputs)
+        first_row, block_kv = self.tile_row(n), self.config.block_kv
+        tile = first_row, j * block_kv, block_kv
+        return RowMods.load(self.spec, self.inputs.aux, self.head, *tile, masked)
 
     def update(self, s: jax.Array, scale: float, state: Softmax) -> tuple[jax.Array, Softmax]:
         """Return P, line 9, and m, l and O rescaled to the new maximum, as line 10 begins."""
@@ -251,9 +242,7 @@ class RowBlock:
         """Return the block of keys that is visited as the t-th; of the one after the last, whatever follows there."""
         if self.inputs.block_mask is None:
             return t
-        indices = self.inputs.block_mask.block_indices
-        t = jnp.minimum(t, indices.shape[-1] - 1)
-        return block_id(layouts.index_broadcast(indices, *self.coordinates)[t])
+        return block_id(self.inputs.block_mask.load_entry(self.coordinates, t))
 
     def load_block(self, source: Any, buffers: Any, t: Any, j: Any) -> None:
         """Begin to copy block j of keys or values, the t-th, if there is one, and make a group of the copies so far."""
