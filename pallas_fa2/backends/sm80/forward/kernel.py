@@ -18,7 +18,7 @@ from pallas_fa2.backends.common.primitives import launch, swizzle
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.memory import Inputs, SharedStorage
 from pallas_fa2.backends.sm80.forward.row_block import RowBlock
-from pallas_fa2.backends.sm80.forward.schedule import ForwardSchedule
+from pallas_fa2.backends.sm80.row_schedule import RowSchedule
 
 
 def attention(
@@ -37,7 +37,7 @@ def attention(
     Under a mask, `block_mask` lists the blocks of keys of every tile; `aux` is what masks, scores and dropout read, and
     `mask_bits` are those of a mask that is precomputed.
     """
-    schedule = ForwardSchedule(spec, config)
+    schedule = RowSchedule(spec, config)
     operand = functools.partial(swizzle.swizzled_smem, dtype=q.dtype)
     panel, v_panel = (64 if dim % 64 == 0 else 32 for dim in (config.head_dim, config.value_dim))
     memory = SharedStorage(

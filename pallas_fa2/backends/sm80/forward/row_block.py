@@ -20,8 +20,8 @@ from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
 from pallas_fa2.backends.common.row_mods import RowMods
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.memory import Inputs, SharedStorage
-from pallas_fa2.backends.sm80.forward.schedule import ForwardSchedule
 from pallas_fa2.backends.sm80.primitives import async_copy, mma
+from pallas_fa2.backends.sm80.row_schedule import RowSchedule
 from pallas_fa2.control_flow import cond, when
 from pallas_fa2.ir.call_spec import MASKED_SCORE_THRESHOLD
 
@@ -41,7 +41,7 @@ class Softmax(NamedTuple):
 class RowBlock:
     """A block of query rows of one head, and the blocks of keys that it visits."""
 
-    schedule: ForwardSchedule
+    schedule: RowSchedule[ForwardConfig]
     inputs: Inputs
     out: Any  # in device memory
     lse: Any
@@ -53,7 +53,12 @@ class RowBlock:
 
     @classmethod
     def start(
-        cls, schedule: ForwardSchedule, inputs: Inputs, out: Any, lse: Any, memory: SharedStorage
+        cls,
+        schedule: RowSchedule[ForwardConfig],
+        inputs: Inputs,
+        out: Any,
+        lse: Any,
+        memory: SharedStorage,
     ) -> "RowBlock":
         coordinates = schedule.raster_order.coordinates(lax.axis_index("cta"))
         warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
@@ -166,7 +171,7 @@ class RowBlock:
     def load_mods(self, n: int, j: Any, masked: bool) -> RowMods:
         """Load what scores and dropout, and the mask if `masked`, read of the n-th tile of rows."""
         first_row, block_kv = self.tile_row(n), self.config.block_kv
-        tile = first_row, j * block_kv, block_kv
+        tile = first_row, pl.ds(j * block_kv, block_kv), block_kv
         return RowMods.load(self.spec, self.inputs.aux, self.head, *tile, masked)
 
     def update(self, s: jax.Array, scale: float, state: Softmax) -> tuple[jax.Array, Softmax]:

@@ -1,7 +1,7 @@
-"""Which blocks of keys a block of queries visits."""
+"""Which blocks of keys a block of queries visits: in the forward, and where dQ has a kernel of its own."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +9,31 @@ import jax.numpy as jnp
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.schedule import raster
 
 # Of keys and values of the heads that run at the same time: a half of an A100's 40 MB of L2.
 L2_BUDGET = 20 << 20
 
 
+class RowConfig(Protocol):
+    """A configuration of a kernel whose CTAs have `block_q` queries each and visit blocks of keys."""
+
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def block_q(self) -> int: ...
+    @property
+    def block_kv(self) -> int: ...
+
+
 @dataclasses.dataclass(frozen=True)
-class ForwardSchedule:
+class RowSchedule[C: RowConfig]:
     """The order of CTAs, and the blocks of keys that each visits."""
 
     spec: KernelSpec
-    config: ForwardConfig
+    config: C
 
     @property
     def q_tiles(self) -> int:
