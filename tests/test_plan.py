@@ -19,6 +19,7 @@ from pallas_fa2.backends.xla.blockwise import TILE_BYTES, block_sizes
 from pallas_fa2.device import Device, device_of
 from pallas_fa2.parse_call import parse_call
 from pallas_fa2.planning.plan import make_plan
+from tests.support.hopper import A100
 from tests.support.masks import causal_end
 
 CPU = Device("cpu", "cpu", "", 1)
@@ -447,6 +448,15 @@ def test_deterministic_gradients_of_score_data_are_summed_in_one_order():
     assert (name, config) == ("blockwise", block_sizes(spec(**call)))
     assert (any_order.backward.deterministic, one_order.backward.deterministic) == (False, True)
     assert any_order.forward == one_order.forward
+
+
+def test_ampere_sums_gradients_in_one_order_by_a_kernel_of_dq():
+    call = {"score": fa.alibi(4), "dtype": jnp.bfloat16, "deterministic_gradients": True}
+    any_order, one_order = (make_plan(spec(**x), A100) for x in ({}, call))
+    assert any_order.implementation == one_order.implementation == "ampere"
+    assert (any_order.backward.dq, one_order.backward.dq) == (None, configs.DQ_RULES[0].config)
+    assert one_order.backward_for(False) == ("ampere", one_order.backward)
+    assert one_order.backward_for(True)[0] == "blockwise"
 
 
 def test_the_kernels_support_a_traced_scale():

@@ -12,8 +12,10 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm80.backward.config import BackwardConfig
+from pallas_fa2.backends.sm80.backward.config import BackwardConfig, DqConfig
+from pallas_fa2.backends.sm80.backward.dq_kernel import query_gradients
 from pallas_fa2.backends.sm80.backward.kernel import gradients
+from pallas_fa2.backends.sm80.backward.memory import Inputs
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.kernel import attention
 from pallas_fa2.backends.sm80.primitives import async_copy
@@ -97,6 +99,23 @@ BACKWARDS = {
         KernelSpec(1, 130, 100, 1, 1, 0.0625, 0),
         (256, 128),
     ),
+    "dq_apart": (
+        BackwardConfig(64, 64, dq=DqConfig(64, 64, row_tiles=2)),
+        KernelSpec(1, 200, 130, 2, 2, 0.125, 0),
+        (64, 56),
+    ),
+    "dq_apart_2_stages": (
+        BackwardConfig(
+            96, 64, warpgroups=1, stages=2, dq=DqConfig(96, 64, 2, score_keys=32, stages=2)
+        ),
+        KernelSpec(1, 100, 150, 1, 1, 0.125, None),
+        (80, 64),
+    ),
+    "dq_apart_split_columns": (
+        BackwardConfig(128, 128, split_columns=True, stages=2, dq=DqConfig(128, 128)),
+        KernelSpec(1, 130, 70, 1, 1, 0.0625, None),
+        (128, 128),
+    ),
 }
 
 
@@ -107,13 +126,18 @@ def test_backward(name: str) -> None:
     in_float32 = [x.astype("float32") for x in (q, k, v)]
     (out, lse), pull = jax.vjp(functools.partial(_dense, spec), *in_float32)
     expected = pull((dout.astype("float32"), jnp.zeros_like(lse)))
-    extra = ((0, 0), (0, 0), (0, -spec.q_len % config.block_q))
+    extra = ((0, 0), (0, 0), (0, -spec.q_len % config.rows_multiple))
     delta = np.pad(-np.einsum("bthd,bthd->bht", dout.astype("float32"), out), extra)
     lse = np.pad(-np.asarray(lse) * np.float32(LOG2E), extra, constant_values=-np.inf)
-    found = interpreter.run(
-        functools.partial(gradients, spec, config), q, k, v, dout, lse, delta.astype("float32")
-    )
-    for actual, gradient in zip(found[:3], expected, strict=True):
+
+    def compute(*arrays: jax.Array) -> tuple:
+        dq, dk, dv, _ = gradients(spec, config, Inputs(*arrays))
+        if config.dq is not None:
+            dq = query_gradients(spec, config.dq, Inputs(*arrays))
+        return dq, dk, dv
+
+    found = interpreter.run(compute, q, k, v, dout, lse, delta.astype("float32"))
+    for actual, gradient in zip(found, expected, strict=True):
         np.testing.assert_allclose(actual.astype("float32"), gradient, atol=3e-2)
 
 
@@ -126,6 +150,8 @@ MEETINGS = [
     ("forward", "4_warps", 3, 2),
     ("forward", "2_stages", 3, 2),
     ("backward", "1_stage", 5, 1),
+    ("backward", "dq_apart", 6, 2),
+    ("backward", "dq_apart_2_stages", 6, 2),
 ]
 
 
@@ -195,3 +221,17 @@ CASES = [
 def test_contract_interpreted(case: Case) -> None:
     with planned_for(A100):
         suite.check(case, "ampere", jit=interpreter.jit)
+
+
+# One for each kind of mods and each configuration of the kernel of dQ.
+QUICK_DETERMINISTIC = re.compile(
+    r"causal_more_keys|h(96|128|256)|grouped|window_h96|documents_h64|holes_h64|capped_h64|biased_h64.*|dropout_h64.*"
+)
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(lambda case: bool(QUICK_DETERMINISTIC.fullmatch(case.name)), CASES), ids=str
+)
+def test_contract_of_deterministic_gradients_interpreted(case: Case) -> None:
+    with planned_for(A100):
+        suite.check(case, "ampere", jit=interpreter.jit, deterministic=True)

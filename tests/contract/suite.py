@@ -15,7 +15,9 @@ from tests.contract.rule import assert_within_rule
 from tests.support.hopper import asking_first
 
 
-def value_and_gradients(case: Case, implementation: str, gradients: bool = True) -> Callable:
+def value_and_gradients(
+    case: Case, implementation: str, gradients: bool = True, deterministic: bool = False
+) -> Callable:
     """(q, k, v, dout, dlse) -> out, lse, dq, dk, dv; or out and lse alone."""
     mask = case.mask(case)[0] if case.mask else None
     score = case.score(case)[0] if case.score else None
@@ -23,7 +25,7 @@ def value_and_gradients(case: Case, implementation: str, gradients: bool = True)
     def attend(q: Any, k: Any, v: Any) -> tuple:
         return fa.flash_attention(
             q, k, v, mask=mask, score=score, scale=case.scale, return_lse=True,
-            implementation=implementation,
+            implementation=implementation, deterministic_gradients=deterministic,
         )  # fmt: skip
 
     def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple:
@@ -80,18 +82,22 @@ def arrangements(case: Case, inputs: list, interpreted: bool) -> list[tuple[str,
 
 
 def check(
-    case: Case, *implementations: str, jit: Callable = jax.jit, gradients: bool = True
+    case: Case,
+    *implementations: str,
+    jit: Callable = jax.jit,
+    gradients: bool = True,
+    deterministic: bool = False,
 ) -> None:
     """Values and gradients of each, on clean inputs and with NaN where nobody may look.
 
-    `jit` is that of JAX or of the interpreter.
+    `jit` is that of JAX or of the interpreter. If `deterministic`, gradients are summed in one order.
     """
     inputs = case.inputs()
     goal, unfused = expected(case, inputs)
     for implementation in implementations:
         interpreted = implementation == "hopper" and jit is not jax.jit
         runs = arrangements(case, inputs, interpreted)
-        call = jit(value_and_gradients(case, implementation, gradients))
+        call = jit(value_and_gradients(case, implementation, gradients, deterministic))
         for where, arrays, entries in runs:
             results = zip(Truth._fields, call(*arrays), unfused, goal, strict=gradients)
             for name, *of in results:

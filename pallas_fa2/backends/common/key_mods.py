@@ -76,6 +76,26 @@ class KeyMods:
     masked: bool  # whether inputs of the mask are loaded as well
     kv_tail_visible: bool  # whether some keys may not exist: zeros that nothing masks
 
+    @classmethod
+    def load(
+        cls,
+        spec: KernelSpec,
+        aux: AuxInputs | None,
+        aux_grads: AuxGrads | None,
+        head: tuple[Scalar, Scalar],
+        first_key: Scalar,
+        first_query: Scalar,
+        masked: bool,
+        kv_tail_visible: bool,
+    ) -> "KeyMods":
+        """Load what scores and dropout, and the mask if `masked`, read of 64 keys; what they read of queries and pairs stays
+        in device memory."""
+        inputs = KeyAxisInputs(AxisInputs(0), {})
+        if aux is not None:
+            inputs = KeyAxisInputs.load(spec, aux, head, first_key, masked)
+        tile = head, first_key, first_query
+        return cls(spec, aux, aux_grads, *tile, inputs, masked, kv_tail_visible)
+
     def inputs_at(self, columns: Any) -> TileInputs:
         """Load what masks and scores read of some columns."""
         spec, aux, q, pairwise = self.spec, self.aux, AxisInputs(1), {}

@@ -17,8 +17,6 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
         return f"it needs compute capability 8.0 or more, and {device.kind} has {device.capability}"
     if reason := limits.unsupported_reason(spec):
         return reason
-    if spec.deterministic:
-        return "it adds dQ in any order, and the call asks for deterministic gradients"
     if reason := limits.too_many_elements(_entry_elements(spec)):
         return reason
     return configs.unsupported_reason(spec, device)

@@ -1,9 +1,41 @@
-"""The configuration of a backward kernel."""
+"""The configurations of the backward's kernels."""
 
 import dataclasses
 from typing import Any, ClassVar
 
 from jax.experimental import pallas as pl
+
+
+@dataclasses.dataclass(frozen=True)
+class DqConfig:
+    """Tile sizes of the kernel of dQ alone. A CTA computes dQ of `block_q` query rows of one head."""
+
+    head_dim: int  # of queries and keys: a multiple of 32 up to 256; arrays may have less
+    value_dim: int
+    warpgroups: int = 1
+    # Tiles of 64 query rows a warpgroup: two share each fragment of K and V, as in the forward.
+    row_tiles: int = 1
+    # Keys of a block whose scores are formed at once: S and dP take a register a thread for every 2 keys of a tile, each.
+    score_keys: int = 64
+    stages: int = 1  # buffers of K and of V
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.row_tiles * self.warpgroups
+
+    @property
+    def block_kv(self) -> int:
+        return 64  # a fragment of mask bits
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.block_q, self.block_kv
+
+    @property
+    def smem_bytes(self) -> int:
+        """Return the bytes of shared memory that a CTA takes."""
+        rows = self.block_q + self.stages * self.block_kv
+        return 2 * rows * (self.head_dim + self.value_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +56,8 @@ class BackwardConfig:
     split_columns: bool = False
     # Whether dQ is added 16 bytes at a time: from compute capability 9.0 on.
     vector_atomics: bool = False
+    # The kernel of dQ alone, whose sums have one order. Without one, this kernel adds to dQ in any order.
+    dq: DqConfig | None = None
     block_q: ClassVar[int] = 64
 
     @property
@@ -33,6 +67,10 @@ class BackwardConfig:
     @property
     def tile(self) -> tuple[int, int]:
         return self.block_q, self.block_kv
+
+    @property
+    def adds_dq(self) -> bool:
+        return self.dq is None
 
     @property
     def score_columns(self) -> int:
@@ -55,9 +93,20 @@ class BackwardConfig:
         return self.warpgroups if self.split_columns else 1
 
     @property
+    def stored_tiles(self) -> int:
+        """Return how many tiles of keys by queries go through shared memory: dS for dQ, P and dS where columns are divided."""
+        return 2 if self.split_columns else int(self.adds_dq)
+
+    @property
+    def rows_multiple(self) -> int:
+        """Return the multiple to which values of query rows are padded: whole blocks of each kernel."""
+        return self.block_q if self.dq is None else max(self.block_q, self.dq.block_q)
+
+    @property
     def smem_bytes(self) -> int:
-        """Return the bytes of shared memory that a CTA takes."""
+        """Return the bytes of shared memory that a CTA takes: the most of any kernel."""
         dims = self.head_dim + self.value_dim
         operands = (self.block_kv + self.stages * self.block_q) * dims
-        tiles = (2 if self.split_columns else 1) * self.block_kv * self.block_q
-        return 2 * (operands + tiles) + 8 * self.stages * self.block_q
+        tiles = self.stored_tiles * self.block_kv * self.block_q
+        own = 2 * (operands + tiles) + 8 * self.stages * self.block_q
+        return own if self.dq is None else max(own, self.dq.smem_bytes)

@@ -20,8 +20,6 @@ from jax.experimental import pallas as pl
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.aux_grads import AuxGrads
-from pallas_fa2.backends.common.aux_inputs import AuxInputs
-from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.primitives import accumulate, launch, swizzle
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
@@ -32,28 +30,18 @@ from pallas_fa2.backends.sm80.primitives import async_copy
 
 
 def gradients(
-    spec: KernelSpec,
-    config: BackwardConfig,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    dout: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    block_mask: BlockMask | None = None,
-    aux: AuxInputs | None = None,
-    mask_bits: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, AuxGrads | None]:
+    spec: KernelSpec, config: BackwardConfig, inputs: Inputs
+) -> tuple[jax.Array | None, jax.Array, jax.Array, AuxGrads | None]:
     """Return dq, dk and dv, like q `[B, T, N, H]`, k `[B, S, K, H]` and v `[B, S, K, Hv]`, and gradients of aux inputs.
 
-    `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of 64, both negated: -lse in base 2, -inf where a row does not
-    exist, so that its probabilities are 0; and -rowsum(dO O). Under a mask, `block_mask` lists the blocks of queries of every
-    block of keys; `aux` is what masks, scores and dropout read, and `mask_bits` are those of a mask that is precomputed.
+    Under a mask, `inputs.block_mask` lists the blocks of queries of every block of keys. dq is None where it has a kernel of
+    its own (`dq_kernel`).
     """
-    schedule = BackwardSchedule(spec, config)
-    sums = jnp.zeros(
-        tiles_shape(spec, schedule.q_blocks, config.head_dim, config.warpgroups), jnp.float32
-    )
+    q, k, v, aux = inputs.q, inputs.k, inputs.v, inputs.aux
+    schedule, sums = BackwardSchedule(spec, config), None
+    if config.adds_dq:
+        shape = tiles_shape(spec, schedule.q_blocks, config.head_dim, config.warpgroups)
+        sums = jnp.zeros(shape, jnp.float32)
     dk, dv = lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype)
     if spec.group > 1:
         blocks = schedule.kv_tiles * (config.block_kv // 64)
@@ -67,7 +55,7 @@ def gradients(
         if spec.score is not None:
             lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
             aux_grads = AuxGrads.zeros(spec, q.dtype, lengths, aux)
-    block_mask = jax.tree.map(jnp.asarray, block_mask)
+    block_mask = jax.tree.map(jnp.asarray, inputs.block_mask)
 
     def run(inputs: Inputs, outputs: Outputs, memory: SharedStorage) -> None:
         KeyBlock.start(schedule, inputs, outputs, memory).differentiate()
@@ -76,12 +64,13 @@ def gradients(
         "attention_gradients",
         run,
         shared_storage(config, q.dtype),
-        Inputs(q, k, v, dout, lse, delta, block_mask, aux, mask_bits),
+        inputs._replace(block_mask=block_mask, aux=aux),
         Outputs(sums, dk, dv, aux_grads),
         {"cta": schedule.raster_order.count},
         config.warpgroups,
     )
-    dq = convert_tiles(dq, q, spec.scale, config.vector_atomics)
+    if config.adds_dq:
+        dq = convert_tiles(dq, q, spec.scale, config.vector_atomics)
     if spec.group > 1:
         dk = convert_tiles(dk, k, spec.scale, vectors=True)
         dv = convert_tiles(dv, v, spec.dropout_scale, vectors=True)

@@ -13,7 +13,7 @@ from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.block_mask import reversed_block_id
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.common.key_mods import KeyAxisInputs, KeyMods
+from pallas_fa2.backends.common.key_mods import KeyMods
 from pallas_fa2.backends.common.mask_bits import load_bits
 from pallas_fa2.backends.common.primitives import accumulate, layouts, register_io, thread_values
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
@@ -21,7 +21,6 @@ from pallas_fa2.backends.sm80.backward.memory import Inputs, Outputs, SharedStor
 from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
 from pallas_fa2.backends.sm80.primitives import async_copy, mma
 from pallas_fa2.control_flow import cond, when
-from pallas_fa2.ir.tile_functions import AxisInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +75,7 @@ class KeyBlock:
         return self.schedule.config
 
     def differentiate(self) -> None:
-        """Compute dK and dV of the block, and add to dQ: Algorithm 2, lines 6-18."""
+        """Compute dK and dV of the block, and add to dQ if it has no kernel of its own: Algorithm 2, lines 6-18."""
         first = self.load_q_block(I32(0))
         self.load_keys()
         self.load_block(I32(0), first)
@@ -99,24 +98,21 @@ class KeyBlock:
         if self.config.stages > 1:
             self.load_block(t + 1, next_i)
         for columns in self.slice_score_columns():
-            mods = [
-                self.load_mods(i, rows, columns, masked=False) for rows in self.slice_score_rows()
-            ]
+            rows = self.slice_score_rows()
+            mods = [self.load_mods(i, x, columns, masked=False) for x in rows]
             s = self.multiply_keys(self.memory.k, q.at[columns])  # line 10
             column_lse = layouts.load_row(1, lse.at[columns], jnp.float32)
             exponents = [m.exponents(x, column_lse) for m, x in zip(mods, s, strict=True)]
             exponents = self.mask(exponents, t, i, columns)
-            p = [
-                m.apply_dropout(m.probabilities(x)) for m, x in zip(mods, exponents, strict=True)
-            ]  # line 11
+            tiles = zip(mods, exponents, strict=True)
+            p = [m.apply_dropout(m.probabilities(x)) for m, x in tiles]  # line 11
             dp = self.multiply_keys(self.memory.v, dout.at[columns])  # line 13
             column_delta = layouts.load_row(1, delta.at[columns], jnp.float32)
-            tiles = zip(mods, p, s, dp, strict=True)
-            ds = [
-                m.ds(p_, s_, dp_, column_delta).astype(q.dtype) for m, p_, s_, dp_ in tiles
-            ]  # line 14
+            tiles = zip(p, s, dp, strict=True)  # line 14
+            ds = [m.ds(*x, column_delta).astype(q.dtype) for m, x in zip(mods, tiles, strict=True)]
             p = [m.zero_dropped(x).astype(q.dtype) for m, x in zip(mods, p, strict=True)]
-            self.store_tiles(self.memory.ds, columns, ds)
+            if self.config.stored_tiles:
+                self.store_tiles(self.memory.ds, columns, ds)
             if self.config.split_columns:
                 self.store_tiles(self.memory.p, columns, p)
             else:
@@ -128,10 +124,12 @@ class KeyBlock:
             dv = self.multiply_shared(dv, self.memory.p, own_dout)  # line 12
             own_q = q.at[:, self.share(self.config.head_dim)]
             dk = self.multiply_shared(dk, self.memory.ds, own_q)  # line 16
-        async_copy.sync_cta(self.config.warpgroups)  # dS is there; Q and dO have been read
+        if self.config.adds_dq or self.config.stages == 1:
+            async_copy.sync_cta(self.config.warpgroups)  # dS is there; Q and dO have been read
         if self.config.stages == 1:
             self.load_block(t + 1, next_i)
-        self.add_dq(i)  # line 15
+        if self.config.adds_dq:
+            self.add_dq(i)  # line 15
         return next_i, dk, dv
 
     def multiply_keys(self, keys: Any, queries: Any) -> list[jax.Array]:
@@ -197,22 +195,18 @@ class KeyBlock:
         if not self.spec.uses_mask_bits:
             return []
         first = 0 if self.config.split_columns else self.warpgroup * self.config.key_tiles
-        place = self.batch, self.coordinates[2], i, first + n
-        bits = load_bits(self.inputs.mask_bits, *place)
+        index = self.batch, self.coordinates[2], i, first + n
+        bits = load_bits(self.inputs.mask_bits, *index)
         # A thread has half a bit a column: 4 values in 8 columns.
         return [word << (columns.start // 2) for word in bits]
 
     def load_mods(self, i: Any, rows: Any, columns: Any, masked: bool) -> KeyMods:
         """Load what scores and dropout, and the mask if `masked`, read of a tile of keys."""
-        head, aux = (self.batch, self.head), self.inputs.aux
+        head, arrays = (self.batch, self.head), (self.inputs.aux, self.outputs.aux_grads)
         first_key = self.compute_first_key() + rows.start
-        first_query = i * self.config.block_q + columns.start
-        inputs = KeyAxisInputs(AxisInputs(0), {})
-        if aux is not None:
-            inputs = KeyAxisInputs.load(self.spec, aux, head, first_key, masked)
-        place = head, first_key, first_query
+        tile = first_key, i * self.config.block_q + columns.start
         ragged = self.spec.kv_len % self.config.block_kv != 0
-        return KeyMods(self.spec, aux, self.outputs.aux_grads, *place, inputs, masked, ragged)
+        return KeyMods.load(self.spec, *arrays, head, *tile, masked, ragged)
 
     def slice_score_rows(self) -> list[Any]:
         """Return the tiles of keys, within the block, whose scores the warpgroup forms."""
@@ -280,7 +274,8 @@ class KeyBlock:
                 for n, tile in enumerate(tiles):
                     self.store_share(target, n, tile)
             return
-        async_copy.sync_cta(self.config.warpgroups)  # everyone has read K and V
+        if self.config.adds_dq or self.config.stages > 1:
+            async_copy.sync_cta(self.config.warpgroups)  # everyone has read K and V
         limit = self.spec.kv_len - self.compute_first_key()
         rows = pl.ds(self.compute_first_key(), self.config.block_kv)
         stores = (
