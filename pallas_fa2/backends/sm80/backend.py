@@ -184,6 +184,7 @@ BACKEND = Backend(
     forward=forward,
     backward=backward,
     describe=describe,
+    candidates=configs.candidates,
     config_type=ForwardConfig,
     is_fused=True,
 )
