@@ -101,7 +101,7 @@ def flash_attention(
       q_positions, kv_positions: integers `[*B, T]` and `[*B, S]`, any other positions, which masks and scores read as
         `q.index` and `k.index`.
       return_lse: also return the natural logsumexp of the scores.
-      deterministic_gradients: whether gradients must be bitwise the same in every run. Otherwise the Hopper
+      deterministic_gradients: whether gradients must be bitwise the same in every run. Otherwise the fused
         kernels sum those of query and of the score functions' data in any order.
       implementation: the name of one backend, or `"fused"` for any kernel of this package; the call is an error if
         that does not support it. By default the fastest that does is chosen (see `explain`); on a GPU a
