@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
 from tests.support import gpus
@@ -17,8 +18,10 @@ from tests.support.tiers import slow
 # Bytes that a thread stores and loads: of constants of a loop most of all, a few times in a step of hundreds of
 # instructions. ptxas 13.0 needs more registers for Blackwell.
 MAX_SPILL_BYTES = {"8.0": 450, "8.6": 450, "8.9": 450, "9.0": 450, "10.0": 900, "12.0": 900}
+# Of float32 inputs, under a general mask at H = 128: twice the operands of a step.
+MAX_SPILL_BYTES_FLOAT32 = {**MAX_SPILL_BYTES, "8.6": 700, "8.9": 700, "9.0": 700}
 # For `make test`: both kinds of shared memory, all branches of a step.
-QUICK = {"8.0": ("h128_128", "scored", "documents")}
+QUICK = {"8.0": ("h128_128", "scored", "documents", "float32_h128")}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +32,10 @@ QUICK = {"8.0": ("h128_128", "scored", "documents")}
 def test_kernels_compile(capability: str, calls: tuple[str, ...]) -> None:
     environment = {**os.environ, "PALLAS_FA2_GATE": capability, "JAX_PLATFORMS": "cpu"}
     if gpus.GPUS[capability].smem_per_block < 160_000:  # which the backward at (256, 256) takes
-        calls = tuple(name for name in calls if max(CALLS[name].dims) < 256)
+        most = {4: 128, 2: 192}  # H of float32 and of 16 bits
+        calls = tuple(
+            x for x in calls if CALLS[x].dims[0] <= most[jnp.dtype(CALLS[x].dtype).itemsize]
+        )
     command = [sys.executable, "-m", "tests.support.portable_gate", *calls]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=280
@@ -37,8 +43,10 @@ def test_kernels_compile(capability: str, calls: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert {(x["call"], x["kernel"]) for x in kernels} == {
-        (name, kernel) for name in calls for kernel in ("attention", "attention_gradients")
+        (name, kernel) for name in calls for kernel in CALLS[name].kernels
     }
     for kernel in kernels:
         assert kernel["smem_bytes"] <= gpus.GPUS[capability].smem_per_block, kernel
-        assert kernel["spill_bytes"] <= MAX_SPILL_BYTES[capability], kernel
+        is_float32 = CALLS[kernel["call"]].dtype == jnp.float32
+        bounds = MAX_SPILL_BYTES_FLOAT32 if is_float32 else MAX_SPILL_BYTES
+        assert kernel["spill_bytes"] <= bounds[capability], kernel

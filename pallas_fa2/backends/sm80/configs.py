@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_fa2.backends.common import limits
+from pallas_fa2.backends.common import limits, split_float32
 from pallas_fa2.backends.protocol import Configuration
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
@@ -24,9 +24,16 @@ def smem_bytes(device: Device) -> int:
     return SMEM_BYTES.get(device.capability, MIN_SMEM_BYTES)
 
 
+def terms(spec: CallSpec) -> int:
+    """Return how many 16-bit numbers an element of q, k or v is the sum of."""
+    return split_float32.TERMS if spec.dtype.itemsize == 4 else 1
+
+
 def forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
     """Return the forward's configuration, as measured on an H200 (docs/decisions/0073-portable-kernels.md)."""
     dims = kernel_dims(spec.head_dim, spec.value_dim)
+    if terms(spec) > 1:
+        return _split_forward_config(spec, device)
     if dims[0] > 128:  # O takes 128 registers for 64 rows
         return ForwardConfig(*dims, row_tiles=1)
     if dims[0] == 64:
@@ -40,6 +47,21 @@ def forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
     if 2 * config.smem_bytes > smem_bytes(device) or float(device.capability) >= 10.0:
         return ForwardConfig(*dims, warpgroups=2, row_tiles=1, q_in_registers=True)
     return config
+
+
+def _split_forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
+    """Return the forward's configuration for float32 inputs; none was measured yet.
+
+    A warp has 16 rows: S, P and P V_j take twice the registers of 16-bit inputs, and 32 rows spill 1100 bytes a thread. So
+    do 64 keys at a time at H = 256; but bits of masks are of 64 keys.
+    """
+    dims = kernel_dims(spec.head_dim, spec.value_dim)
+    block_kv = 32 if dims[0] > 192 and spec.is_plain else 64
+    config = ForwardConfig(*dims, row_tiles=1, block_kv=block_kv, terms=split_float32.TERMS)
+    wide = dataclasses.replace(config, warpgroups=2)
+    available = smem_bytes(device)
+    # Where a multiprocessor has no room for two CTAs, 8 warps of one hide each other's softmax.
+    return wide if wide.smem_bytes <= available < 2 * config.smem_bytes else config
 
 
 def backward_config(spec: CallSpec, device: Device) -> BackwardConfig | None:
@@ -62,6 +84,13 @@ def backward_config(spec: CallSpec, device: Device) -> BackwardConfig | None:
 
 
 def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
+    if terms(spec) > 1:
+        if (needed := forward_config(spec, device).smem_bytes) <= smem_bytes(device):
+            return None
+        return (
+            f"its kernel for float32 and these head dims needs {needed} bytes of shared memory, and {device.kind} has "
+            f"{smem_bytes(device)}"
+        )
     if backward_config(spec, device) is None:
         return (
             f"its backward for these head dims needs more shared memory than {device.kind} has "
@@ -71,4 +100,6 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
 
 
 def configure(spec: CallSpec, device: Device) -> Configuration:
+    if terms(spec) > 1:  # there is no backward of split operands
+        return Configuration(forward_config(spec, device), None, score_gradients="blockwise")
     return Configuration(forward_config(spec, device), backward_config(spec, device))

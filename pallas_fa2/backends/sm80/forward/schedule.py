@@ -35,7 +35,8 @@ class ForwardSchedule:
     def raster_order(self) -> raster.RasterOrder:
         """Returns the order of tiles: under a causal mask the longest first."""
         p = self.spec
-        kv_bytes = 2 * p.kv_len * (self.config.head_dim + self.config.value_dim)
+        dims = self.config.head_dim + self.config.value_dim
+        kv_bytes = 2 * self.config.terms * p.kv_len * dims
         group = raster.heads_per_l2_group(p.kv_heads, kv_bytes, L2_BUDGET) * p.group
         return raster.RasterOrder(p.batch, p.q_heads, self.q_tiles, group, p.causal)
 
