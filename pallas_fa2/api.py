@@ -188,12 +188,12 @@ def _warn_of_fallback(spec: CallSpec, plan: Plan, device: Device) -> None:
     """Issue a `FallbackWarning` once for each reason; where warnings are errors, each time."""
     if device.platform != "gpu" or plan.implementation in FUSED or not plan.rejected:
         return
-    reason = plan.rejected[0][1]
+    reason = plan.rejected[-1][1]  # of the fused backend that takes most calls
     if reason in _warned:
         return
     remedy = (
-        "cast query, key and value to bfloat16 (a Flax layer does with dtype=jnp.bfloat16)"
-        if spec.dtype.itemsize > 2 and device.is_sm90
+        "cast query, key and value to float32 (a Flax layer does with dtype=jnp.float32)"
+        if spec.dtype.itemsize > 4
         else "see explain(...) and the table in README"
     )
     warnings.warn(

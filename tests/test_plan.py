@@ -294,6 +294,26 @@ def test_gpus_before_ampere_are_refused_before_anything_is_lowered():
         make_plan(spec(), turing, "ampere")
 
 
+@pytest.mark.parametrize("device", [H200, *GPUS], ids=lambda device: device.kind)
+@pytest.mark.parametrize("options", [{}, {"deterministic_gradients": True}, {"score": fa.alibi(4)}])
+def test_every_gpu_runs_float32_on_ampere_and_its_gradients_on_blockwise(device, options):
+    plan = make_plan(spec(dtype=jnp.float32, **options), device)
+    assert plan.implementation == "ampere" and plan.forward.is_split
+    for score_gradients in (False, True):
+        name, tiles = plan.backward_for(score_gradients)
+        assert name == "blockwise" and tiles == make_plan(spec(), CPU).backward
+
+
+def test_float32_of_large_heads_needs_shared_memory():
+    call, dense = spec(dtype=jnp.float32, dims=(256, 256)), fa.Dense(np.ones((111, 63), bool))
+    assert configs.configure(call, GPUS[0]).forward.block_kv == 32
+    masked = spec(dtype=jnp.float32, dims=(256, 256), mask=dense)
+    assert configs.configure(masked, H200).forward.block_kv == 64  # as the bits of a mask
+    for refused, device in ((call, GPUS[1]), (masked, GPUS[0])):
+        reason = make_plan(refused, device).rejected[1][1]
+        assert "for float32 and these head dims needs" in reason and device.kind in reason
+
+
 def test_kernels_fit_into_the_shared_memory_of_each_gpu():
     for device in GPUS:
         for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
@@ -301,6 +321,11 @@ def test_kernels_fit_into_the_shared_memory_of_each_gpu():
             if configs.unsupported_reason(call, device) is None:
                 forward, backward, _ = configs.configure(call, device)
                 assert max(forward.smem_bytes, backward.smem_bytes) <= configs.smem_bytes(device)
+            call = spec(dims=dims, dtype=jnp.float32)
+            if configs.unsupported_reason(call, device) is None:
+                assert configs.configure(call, device).forward.smem_bytes <= configs.smem_bytes(
+                    device
+                )
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise", "ampere", "hopper"])

@@ -1,5 +1,6 @@
 """The mma.sync kernels, interpreted: values, and the order of their accesses to memory."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -18,7 +19,7 @@ from pallas_fa2.backends.sm80.backward.kernel import gradients
 from pallas_fa2.backends.sm80.backward.memory import Inputs
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.kernel import attention
-from pallas_fa2.backends.sm80.primitives import async_copy
+from pallas_fa2.backends.sm80.primitives import async_copy, mma
 from tests.contract import suite
 from tests.contract.cases import GENERAL, MASKED, PLAIN, Case
 from tests.support import interpreter
@@ -29,7 +30,7 @@ from tests.support.tiers import slow_but
 LOG2E = float(np.log2(np.e))
 
 
-def _arrays(spec: KernelSpec, dims: tuple[int, int]) -> list[np.ndarray]:
+def _arrays(spec: KernelSpec, dims: tuple[int, int], dtype: Any = jnp.bfloat16) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     (dim, value_dim), shapes = dims, []
     for length, heads, size in (
@@ -39,7 +40,7 @@ def _arrays(spec: KernelSpec, dims: tuple[int, int]) -> list[np.ndarray]:
         (spec.q_len, spec.q_heads, value_dim),
     ):
         shapes.append((spec.batch, length, heads, size))
-    return [np.asarray(jnp.asarray(rng.standard_normal(s), jnp.bfloat16)) for s in shapes]
+    return [np.asarray(jnp.asarray(rng.standard_normal(s), dtype)) for s in shapes]
 
 
 def _dense(spec: KernelSpec, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -64,17 +65,71 @@ FORWARDS = {
         KernelSpec(1, 100, 200, 1, 1, 0.125, None),
         (80, 64),
     ),
+    "float32": (
+        ForwardConfig(64, 64, row_tiles=1, terms=2),
+        KernelSpec(1, 100, 130, 2, 1, 0.125, 30),
+        (64, 56),
+    ),
+    "float32_8_warps": (
+        ForwardConfig(128, 96, warpgroups=2, row_tiles=1, q_in_registers=True, terms=2),
+        KernelSpec(1, 130, 70, 1, 1, 0.1, None),
+        (120, 96),
+    ),
+    "float32_32_keys": (
+        ForwardConfig(256, 256, row_tiles=1, block_kv=32, terms=2),
+        KernelSpec(1, 70, 70, 1, 1, 0.0625, 0),
+        (256, 256),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_forward(name: str) -> None:
     config, spec, dims = FORWARDS[name]
-    q, k, v, _ = _arrays(spec, dims)
+    q, k, v, _ = _arrays(spec, dims, jnp.float32 if config.is_split else jnp.bfloat16)
     out, lse = interpreter.run(functools.partial(attention, spec, config), q, k, v)
     expected, expected_lse = _dense(spec, *(x.astype("float32") for x in (q, k, v)))
-    np.testing.assert_allclose(out.astype("float32"), expected, atol=1e-2)
-    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+    assert out.dtype == q.dtype
+    np.testing.assert_allclose(
+        out.astype("float32"), expected, atol=4e-6 if config.is_split else 1e-2
+    )
+    np.testing.assert_allclose(lse, expected_lse, atol=4e-6 if config.is_split else 1e-5)
+
+
+@pytest.mark.parametrize("product", [(0, 1), (1, 0)], ids=["high_low", "low_high"])
+def test_a_split_operand_without_one_of_its_products_is_inexact(
+    product: tuple[int, int], monkeypatch: Any
+) -> None:
+    add_products = mma.add_products
+
+    def without_it(sums: Any, lefts: Any, rights: Any) -> Any:
+        sums[1] = add_products([sums[1]], [[x[product[0]]] for x in lefts], [rights[product[1]]])[0]
+        return [add_products(sums[:1], [x[:1] for x in lefts], rights[:1])[0], sums[1]]
+
+    monkeypatch.setattr(mma, "add_products", without_it)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        test_forward("float32")
+
+
+def test_sizes_that_float16_does_not_have() -> None:
+    """Tokens of float32 inputs may differ by any power of two, visible or not: each has one of its own."""
+    config, spec, dims = FORWARDS["float32"]
+    q, k, v, _ = (np.array(x) for x in _arrays(spec, dims, jnp.float32))
+    sizes = np.random.default_rng(1).integers(-40, 40, v.shape[:3])
+    v *= np.exp2(sizes)[..., None].astype("float32")
+    q, k = q * np.float32(1e-12), k * np.float32(1e12)
+    q[:, 7], k[:, 5], v[:, 6] = q[:, 7] * np.float32(1e-20), k[:, 5] * np.float32(1e-20), 0
+    hidden = 100  # from the first 70 queries
+    k[:, hidden:], v[:, hidden:], k[:, 120:], v[:, 125:] = 1e30, 1e30, np.nan, np.inf
+    out, lse = interpreter.run(functools.partial(attention, spec, config), q, k, v)
+    exact = (np.asarray(x, np.float64) for x in (q[:, :70], k[:, :hidden], v[:, :hidden]))
+    with jax.enable_x64(True):
+        dense = _dense(dataclasses.replace(spec, q_len=70, kv_len=hidden), *exact)
+        expected, expected_lse = map(np.asarray, dense)
+    size = np.abs(expected).max(3, keepdims=True)
+    np.testing.assert_allclose(out[:, :70] / size, expected / size, atol=4e-6)
+    np.testing.assert_allclose(lse[..., :70], expected_lse, rtol=1e-5)
+    assert np.isnan(out[:, 90:]).all() and np.isnan(lse[..., 90:]).all()
 
 
 BACKWARDS = {
@@ -149,6 +204,7 @@ def _run(kind: str, name: str) -> None:
 MEETINGS = [
     ("forward", "4_warps", 3, 2),
     ("forward", "2_stages", 3, 2),
+    ("forward", "float32", 2, 2),
     ("backward", "1_stage", 5, 1),
     ("backward", "dq_apart", 6, 2),
     ("backward", "dq_apart_2_stages", 6, 2),
@@ -207,6 +263,7 @@ def test_gradients_of_pairwise_arrays(dtype: str) -> None:
 QUICK = re.compile(
     r"full_111|causal_(1|more_keys|end_more_queries)|h(96|128|192|256)(_causal.*)?|grouped|hv_.*|packed_h136"
     r"|window_h96|documents_h64|holes_h.*|capped_h.*|additive_causal_h64|biased.*|dropout.*|rising_7_h64"
+    r"|float32.*|(window|lengths|holes)_33x90"
 )
 CASES = [
     case

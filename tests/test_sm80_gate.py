@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
 from pallas_fa2.backends.sm80 import configs
@@ -18,8 +19,10 @@ from tests.support.tiers import slow
 # Bytes that a thread stores and loads: of constants of a loop most of all, a few times in a step of hundreds of
 # instructions. ptxas 13.0 needs more registers for Blackwell.
 MAX_SPILL_BYTES = {"8.0": 450, "8.6": 450, "8.9": 450, "9.0": 450, "10.0": 900, "12.0": 900}
+# Of float32 inputs: 624 under a general mask at H = 128 on 8.6, 544 at H = 256 on 8.0. S and P have twice the registers.
+MAX_SPILL_BYTES_FLOAT32 = {x: max(700, most) for x, most in MAX_SPILL_BYTES.items()}
 # For `make test`: both kinds of shared memory, all branches of a step.
-QUICK = {"8.0": ("h128_128", "scored", "documents", "deterministic_128")}
+QUICK = {"8.0": ("h128_128", "scored", "documents", "deterministic_128", "float32_h128")}
 
 
 def _compiled(name: str, capability: str) -> bool:
@@ -28,12 +31,13 @@ def _compiled(name: str, capability: str) -> bool:
     if name in CANDIDATES:
         dims, forward = CANDIDATES[name].dims, CANDIDATES[name].forward
         return any(r.config == forward and r.compiles(dims, device) for r in configs.FORWARD_RULES)
-    # The backward at (256, 256) takes more than 100 KB of shared memory.
-    return max(CALLS[name].dims) < 256 or gpus.GPUS[capability].smem_per_block > 160_000
+    # The backward at (256, 256), and float32 beyond H = 128, take more than 100 KB of shared memory.
+    most = 128 if CALLS[name].dtype == jnp.float32 else 192
+    return max(CALLS[name].dims) <= most or gpus.GPUS[capability].smem_per_block > 160_000
 
 
 def _kernels(name: str) -> list[str]:
-    if name in CANDIDATES:
+    if name in CANDIDATES or CALLS[name].dtype == jnp.float32:
         return ["attention"]
     return ["attention", "attention_gradients"] + ["attention_dq"] * name.startswith(
         "deterministic"
@@ -59,4 +63,6 @@ def test_kernels_compile(capability: str, calls: tuple[str, ...]) -> None:
     }
     for kernel in kernels:
         assert kernel["smem_bytes"] <= gpus.GPUS[capability].smem_per_block, kernel
-        assert kernel["spill_bytes"] <= MAX_SPILL_BYTES[capability], kernel
+        is_float32 = CALLS[kernel["call"]].dtype == jnp.float32
+        bounds = MAX_SPILL_BYTES_FLOAT32 if is_float32 else MAX_SPILL_BYTES
+        assert kernel["spill_bytes"] <= bounds[capability], kernel

@@ -27,6 +27,7 @@ class Call:
     dims: tuple[int, int]
     options: Callable[[Any], dict[str, Any]]  # of int32 [1, LENGTH]
     forward: ForwardConfig | None = None  # instead of the one that the call would take
+    dtype: Any = jnp.bfloat16
 
 
 def _documents(ids: Any) -> dict[str, Any]:
@@ -70,6 +71,21 @@ CALLS = {
     "deterministic_documents": Call((128, 128), _deterministic(_documents)),
     "deterministic_scored": Call((64, 64), _deterministic(_scored)),
     "deterministic_dropped": Call((128, 128), _deterministic(_dropped)),
+    **{
+        f"float32_{name}": Call(dims, options, dtype=jnp.float32)
+        for name, dims, options in (
+            ("h64", (64, 64), _causal),
+            ("h96", (96, 96), _causal),
+            ("h128", (128, 128), _causal),
+            ("h192_128", (192, 128), _causal),
+            ("h256", (256, 256), _causal),
+            ("full", (64, 64), lambda _: {}),
+            ("full_128", (128, 128), lambda _: {}),
+            ("documents", (128, 128), _documents),
+            ("biased", (64, 64), _biased),
+            ("dropped", (64, 64), _dropped),
+        )
+    },
 }
 # What `autotune` may choose, without gradients.
 CANDIDATES = {
@@ -95,7 +111,7 @@ def compile_call(name: str) -> list[dict[str, Any]]:
         return out, pull(dout)
 
     shapes = [(1, LENGTH, 4, size) for size in (h, h, hv, hv)]
-    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    args = [jax.ShapeDtypeStruct(shape, call.dtype) for shape in shapes]
     ids = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
     with planned_for(gpus.device()):
         reports = compile_gate.compile_for_h200(run, *args, ids)

@@ -40,7 +40,7 @@ def forward(
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, runtime: RuntimeAux) -> tuple:
         kernel_spec = mods.make_kernel_spec(q.shape[0], q.shape[2], k.shape[2])
         plan = mods.plan_mask(kernel_spec, runtime, config.tile, q_axis=0)
-        if kernel_spec.guards_nonfinite:
+        if kernel_spec.guards_nonfinite and not config.is_split:  # the split does so itself
             k, v = _sanitize_keys(k, v)
         masks = plan.block_mask, plan.aux, plan.mask_bits
         return attention(plan.kernel_spec, config, q, k, v, *masks)
@@ -150,10 +150,17 @@ def _sanitize_for_backward(
 
 
 def describe(
-    spec: CallSpec, forward: ForwardConfig, backward: BackwardConfig, operands: Operands
+    spec: CallSpec, forward: ForwardConfig, backward: BackwardConfig | None, operands: Operands
 ) -> KernelDescription:
     """Describe the kernels of a call, of which nothing runs."""
     blocks = ", blocks from lists" if spec.has_general_mask else ""
+    split = ", float32 as two float16 numbers, three products" if forward.is_split else ""
+    forward_text = (
+        f"mma.sync, a CTA of {4 * forward.warpgroups} warps for {forward.block_q} queries, {forward.block_kv} keys at a "
+        f"time{blocks}{split}"
+    )
+    if backward is None:
+        return KernelDescription(forward.tile, forward_text, None, 0)
     rows = spec.batch * spec.q_heads * round_up(spec.q_len, backward.rows_multiple)
     keys = spec.batch * spec.q_heads * round_up(spec.kv_len, backward.block_kv)
     shares = 0 if spec.group == 1 else keys * (backward.head_dim + backward.value_dim)
@@ -163,8 +170,7 @@ def describe(
         dq, columns = f"dQ by a kernel of its own, {backward.dq.block_q} queries a CTA", 0
     return KernelDescription(
         forward.tile,
-        f"mma.sync, a CTA of {4 * forward.warpgroups} warps for {forward.block_q} queries, {forward.block_kv} keys at a "
-        f"time{blocks}",
+        forward_text,
         f"mma.sync, a CTA of {4 * backward.warpgroups} warps for {backward.block_kv} keys, {backward.block_q} queries at "
         f"a time{blocks}; {dq}",
         4 * (rows * (columns + 2) + shares),

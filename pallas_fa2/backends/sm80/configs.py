@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from pallas_fa2.backends.common import limits
+from pallas_fa2.backends.common import limits, split_float32
 from pallas_fa2.backends.protocol import Configuration
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig, DqConfig
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
@@ -98,6 +98,33 @@ def _first_that_serves(rules: tuple[Rule, ...], spec: CallSpec, device: Device) 
     return next((rule.config for rule in rules if rule.serves(spec, device)), None)
 
 
+def terms(spec: CallSpec) -> int:
+    """Return how many 16-bit numbers an element of q, k or v is the sum of."""
+    return split_float32.TERMS if spec.dtype.itemsize == 4 else 1
+
+
+def forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
+    """Return the forward's configuration."""
+    if terms(spec) > 1:
+        return _split_forward_config(spec, device)
+    return _first_that_serves(FORWARD_RULES, spec, device)
+
+
+def _split_forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
+    """Return the forward's configuration for float32 inputs; none was measured yet.
+
+    A warp has 16 rows: S, P and P V_j take twice the registers of 16-bit inputs, and 32 rows spill 1100 bytes a thread. So
+    do 64 keys at a time at H = 256; but bits of masks are of 64 keys.
+    """
+    dims = kernel_dims(spec.head_dim, spec.value_dim)
+    block_kv = 32 if dims[0] > 192 and spec.is_plain else 64
+    config = ForwardConfig(*dims, row_tiles=1, block_kv=block_kv, terms=split_float32.TERMS)
+    wide = dataclasses.replace(config, warpgroups=2)
+    available = smem_bytes(device)
+    # Where a multiprocessor has no room for two CTAs, 8 warps of one hide each other's softmax.
+    return wide if wide.smem_bytes <= available < 2 * config.smem_bytes else config
+
+
 def backward_config(spec: CallSpec, device: Device) -> BackwardConfig | None:
     """Return the backward's configuration, or None if no kernel fits."""
     dims, available = kernel_dims(spec.head_dim, spec.value_dim), smem_bytes(device)
@@ -115,6 +142,13 @@ def backward_config(spec: CallSpec, device: Device) -> BackwardConfig | None:
 
 
 def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
+    if terms(spec) > 1:
+        if (needed := forward_config(spec, device).smem_bytes) <= smem_bytes(device):
+            return None
+        return (
+            f"its kernel for float32 and these head dims needs {needed} bytes of shared memory, and {device.kind} has "
+            f"{smem_bytes(device)}"
+        )
     if backward_config(spec, device) is None:
         return (
             f"its backward for these head dims needs more shared memory than {device.kind} has "
@@ -124,13 +158,17 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
 
 
 def configure(spec: CallSpec, device: Device) -> Configuration:
+    forward = forward_config(spec, device)
+    if terms(spec) > 1:  # there is no backward of split operands
+        return Configuration(forward, None, score_gradients="blockwise")
     # Gradients of what scores read are added up in any order.
     score_gradients = "blockwise" if spec.deterministic and spec.scores else None
-    forward = _first_that_serves(FORWARD_RULES, spec, device)
     return Configuration(forward, backward_config(spec, device), score_gradients)
 
 
 def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:
     """Return the forward configs that `autotune` tries: those of the call's head dims that the device can run."""
+    if terms(spec) > 1:
+        return [forward_config(spec, device)]
     dims = kernel_dims(spec.head_dim, spec.value_dim)
     return [rule.config for rule in FORWARD_RULES if rule.compiles(dims, device)]

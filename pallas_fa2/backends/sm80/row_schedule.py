@@ -16,7 +16,10 @@ L2_BUDGET = 20 << 20
 
 
 class RowConfig(Protocol):
-    """A configuration of a kernel whose CTAs have `block_q` queries each and visit blocks of keys."""
+    """A configuration of a kernel whose CTAs have `block_q` queries each and visit blocks of keys.
+
+    An element of K or V is `terms` 16-bit numbers.
+    """
 
     @property
     def head_dim(self) -> int: ...
@@ -26,6 +29,8 @@ class RowConfig(Protocol):
     def block_q(self) -> int: ...
     @property
     def block_kv(self) -> int: ...
+    @property
+    def terms(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +52,8 @@ class RowSchedule[C: RowConfig]:
     def raster_order(self) -> raster.RasterOrder:
         """Return the order of tiles: under a causal mask the longest first."""
         p = self.spec
-        kv_bytes = 2 * p.kv_len * (self.config.head_dim + self.config.value_dim)
+        dims = self.config.head_dim + self.config.value_dim
+        kv_bytes = 2 * self.config.terms * p.kv_len * dims
         group = raster.heads_per_l2_group(p.kv_heads, kv_bytes, L2_BUDGET) * p.group
         return raster.RasterOrder(p.batch, p.q_heads, self.q_tiles, group, p.causal)
 

@@ -135,9 +135,10 @@ def take_fragments(source: Ref, columns: int, exists: jax.Array) -> jax.Array:
 
 
 def store_rows(target: Ref, tile: jax.Array, first_column: Scalar, rows: Scalar) -> None:
-    """Store as many `rows` as there are of a 16-bit tile of 64 rows in `[64, H]`, from a column on; columns from
-    H on do not exist. H is a multiple of 8."""
-    _store_rows(target, tile, I32(first_column), I32(rows))
+    """Store as many `rows` as there are of a tile of 64 rows, of 16 or 32 bits, in `[64, H]`, from a column on; columns
+    from H on do not exist. H is a multiple of 8."""
+    store = _store_rows if tile.dtype.itemsize == 2 else _store_float_rows
+    store(target, tile, I32(first_column), I32(rows))
 
 
 @inline_op("store_rows", plgpu.RefType(), ACC_LAYOUT, _SCALAR, _SCALAR)
@@ -166,6 +167,31 @@ def _store_rows(_, target: Ref, tile: Registers, first_column: Registers, rows: 
         )
         operands = start, *_transpose_among_four(words, neighbor), rows_left, columns_left
         asm(_with_eviction("first", code), "l" + ",r" * 6, *operands)
+
+
+@inline_op("store_rows", plgpu.RefType(), ACC_LAYOUT, _SCALAR, _SCALAR)
+def _store_float_rows(
+    _, target: Ref, tile: Registers, first_column: Registers, rows: Registers
+) -> None:
+    # Four neighbors have two columns each of every eight, which are 32 bytes: a sector of memory.
+    kind = ir.MemRefType(target.type)
+    (stride, _), _ = kind.get_strides_and_offset()
+    i64 = ir.IntegerType.get_signless(64)
+    thread = thread_index()
+    warp, neighbor = (arith.andi(thread, i32(mask)) for mask in (96, 3))
+    row = arith.addi(arith.shrui(warp, i32(1)), arith.shrui(arith.andi(thread, i32(31)), i32(2)))
+    column = arith.addi(first_column.registers[()], arith.shli(neighbor, i32(1)))
+    offset = arith.addi(arith.muli(row, i32(stride)), column)
+    start = arith.addi(address(target), arith.extui(i64, arith.shli(offset, i32(2))))
+    rows_left = arith.subi(rows.registers[()], row)
+    columns_left = arith.subi(i32(kind.shape[1]), column)
+    for at, pair in np.ndenumerate(tile.registers):
+        half, eight = 8 * sum(at[2:]), 8 * at[1]
+        code = (
+            f"{{ .reg .pred p; setp.gt.s32 p, $3, {half}; setp.gt.and.s32 p, $4, {eight}, p; "
+            f"@p st.global.v2.f32 [$0 + {4 * (half * stride + eight)}], {{$1, $2}}; }}"
+        )
+        asm(code, "l,f,f,r,r", start, *elements(pair), rows_left, columns_left)
 
 
 def _transpose_among_four(words: list[MlirValue], neighbor: MlirValue) -> list[MlirValue]:

@@ -20,6 +20,10 @@ class DqConfig:
     stages: int = 1  # buffers of K and of V
 
     @property
+    def terms(self) -> int:
+        return 1  # `blockwise` computes gradients of float32 inputs
+
+    @property
     def block_q(self) -> int:
         return 64 * self.row_tiles * self.warpgroups
 
