@@ -1,6 +1,7 @@
 """Which implementation runs a call, why the faster ones do not, and on which tiles."""
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2.backends.common import limits
 from pallas_fa2.backends.common.compile_mods import pairwise_bytes
 from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.backends.sm80 import configs
@@ -296,11 +298,10 @@ def test_gpus_before_ampere_are_refused_before_anything_is_lowered():
 
 def test_kernels_fit_into_the_shared_memory_of_each_gpu():
     for device in GPUS:
-        for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
-            call = spec(dims=dims)
-            if configs.unsupported_reason(call, device) is None:
-                forward, backward, _ = configs.configure(call, device)
-                assert max(forward.smem_bytes, backward.smem_bytes) <= configs.smem_bytes(device)
+        for dims, deterministic in itertools.product(limits.KERNEL_DIMS, (False, True)):
+            call = spec(dims=dims, deterministic_gradients=deterministic)
+            forward, backward, _ = configs.configure(call, device)
+            assert max(forward.smem_bytes, backward.smem_bytes) <= configs.smem_bytes(device)
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise", "ampere", "hopper"])

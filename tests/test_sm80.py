@@ -21,7 +21,7 @@ from pallas_fa2.backends.sm80.forward.kernel import attention
 from pallas_fa2.backends.sm80.primitives import async_copy
 from tests.contract import suite
 from tests.contract.cases import GENERAL, MASKED, PLAIN, Case
-from tests.support import interpreter
+from tests.support import gpus, interpreter
 from tests.support.hopper import A100, planned_for, runs_on_ampere
 from tests.support.shared import RaceDetected
 from tests.support.tiers import slow_but
@@ -111,6 +111,18 @@ BACKWARDS = {
         KernelSpec(1, 100, 150, 1, 1, 0.125, None),
         (80, 64),
     ),
+    "all_apart": (
+        BackwardConfig(
+            192,
+            128,
+            warpgroups=1,
+            score_queries=16,
+            apart=True,
+            dq=DqConfig(192, 128, score_keys=16, dout_in_registers=True),
+        ),
+        KernelSpec(1, 100, 130, 1, 1, 0.0625, 40),
+        (192, 104),
+    ),
     "dq_apart_split_columns": (
         BackwardConfig(128, 128, split_columns=True, stages=2, dq=DqConfig(128, 128)),
         KernelSpec(1, 130, 70, 1, 1, 0.0625, None),
@@ -152,6 +164,7 @@ MEETINGS = [
     ("backward", "1_stage", 5, 1),
     ("backward", "dq_apart", 6, 2),
     ("backward", "dq_apart_2_stages", 6, 2),
+    ("backward", "all_apart", 13, 5),
 ]
 
 
@@ -220,6 +233,14 @@ CASES = [
 )
 def test_contract_interpreted(case: Case) -> None:
     with planned_for(A100):
+        suite.check(case, "ampere", jit=interpreter.jit)
+
+
+@pytest.mark.parametrize("name", ["h256_causal", "h192", "holes_h256", "hv_larger"])
+def test_contract_with_100_kb_of_shared_memory_interpreted(name: str) -> None:
+    """dQ, dK and dV have a kernel each beyond (192, 128)."""
+    (case,) = (case for case in CASES if case.name == name)
+    with planned_for(gpus.device("8.9")):
         suite.check(case, "ampere", jit=interpreter.jit)
 
 

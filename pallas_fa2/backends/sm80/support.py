@@ -17,9 +17,7 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
         return f"it needs compute capability 8.0 or more, and {device.kind} has {device.capability}"
     if reason := limits.unsupported_reason(spec):
         return reason
-    if reason := limits.too_many_elements(_entry_elements(spec)):
-        return reason
-    return configs.unsupported_reason(spec, device)
+    return limits.too_many_elements(_entry_elements(spec))
 
 
 def batch_limit(spec: CallSpec) -> int:
