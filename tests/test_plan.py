@@ -1,6 +1,7 @@
 """Which implementation runs a call, why the faster ones do not, and on which tiles."""
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2.backends.common import limits
 from pallas_fa2.backends.common.compile_mods import pairwise_bytes
 from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.backends.sm80 import configs
@@ -316,16 +318,14 @@ def test_float32_of_large_heads_needs_shared_memory():
 
 def test_kernels_fit_into_the_shared_memory_of_each_gpu():
     for device in GPUS:
-        for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
-            call = spec(dims=dims)
-            if configs.unsupported_reason(call, device) is None:
-                forward, backward, _ = configs.configure(call, device)
-                assert max(forward.smem_bytes, backward.smem_bytes) <= configs.smem_bytes(device)
+        for dims, deterministic in itertools.product(limits.KERNEL_DIMS, (False, True)):
+            call = spec(dims=dims, deterministic_gradients=deterministic)
+            forward, backward, _ = configs.configure(call, device)
+            assert max(forward.smem_bytes, backward.smem_bytes) <= configs.smem_bytes(device)
             call = spec(dims=dims, dtype=jnp.float32)
             if configs.unsupported_reason(call, device) is None:
-                assert configs.configure(call, device).forward.smem_bytes <= configs.smem_bytes(
-                    device
-                )
+                forward = configs.configure(call, device).forward
+                assert forward.smem_bytes <= configs.smem_bytes(device)
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise", "ampere", "hopper"])

@@ -167,7 +167,10 @@ def describe(
     if backward.dq is None:
         dq, columns = "float32 dQ, atomic additions in any order", backward.head_dim
     else:
-        dq, columns = f"dQ by a kernel of its own, {backward.dq.block_q} queries a CTA", 0
+        kernels = (
+            "dK, dV and dQ by a kernel each" if backward.apart else "dQ by a kernel of its own"
+        )
+        dq, columns = f"{kernels}, dQ of {backward.dq.block_q} queries a CTA", 0
     return KernelDescription(
         forward.tile,
         forward_text,

@@ -69,10 +69,13 @@ BACKWARD_CONFIGS = (
     BackwardConfig(128, 128, split_columns=True),
     *(BackwardConfig(*dims, split_columns=True) for dims in LARGE_DIMS),
 )
-# The same where dQ has a kernel of its own: a second buffer of Q and dO takes the room of dS. (Not measured.)
+# The same where dQ has a kernel of its own: a second buffer of Q and dO takes the room of dS. The last ones serve all calls
+# where 100 KB of shared memory have no room for blocks of K, V, Q and dO: scores of 32 queries at a time spill up to 1408 bytes
+# where ptxas compiles for Blackwell, and 32 keys up to 1840. (Not measured.)
 KEY_CONFIGS = (
     *(dataclasses.replace(config, stages=2) for config in BACKWARD_CONFIGS),
     *BACKWARD_CONFIGS,
+    *(BackwardConfig(*dims, warpgroups=1, score_queries=16, apart=True) for dims in LARGE_DIMS),
 )
 # The kernel of dQ alone. (Not measured.)
 DQ_RULES: tuple[Rule[DqConfig], ...] = (
@@ -82,6 +85,7 @@ DQ_RULES: tuple[Rule[DqConfig], ...] = (
     Rule(DqConfig(128, 128, row_tiles=2, score_keys=32), ctas=2, on_blackwell=False),
     Rule(DqConfig(128, 128, warpgroups=2)),
     *(Rule(DqConfig(*dims)) for dims in LARGE_DIMS),
+    *(Rule(DqConfig(*dims, score_keys=16, dout_in_registers=True)) for dims in LARGE_DIMS),
 )
 
 
@@ -95,7 +99,7 @@ def smem_bytes(device: Device) -> int:
 
 
 def _first_that_serves(rules: tuple[Rule, ...], spec: CallSpec, device: Device) -> Any:
-    return next((rule.config for rule in rules if rule.serves(spec, device)), None)
+    return next(rule.config for rule in rules if rule.serves(spec, device))
 
 
 def terms(spec: CallSpec) -> int:
@@ -111,7 +115,7 @@ def forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
 
 
 def _split_forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
-    """Return the forward's configuration for float32 inputs; none was measured yet.
+    """Return the forward's configuration for float32 inputs; no other was measured (docs/decisions/0076-split-float32.md).
 
     A warp has 16 rows: S, P and P V_j take twice the registers of 16-bit inputs, and 32 rows spill 1100 bytes a thread. So
     do 64 keys at a time at H = 256; but bits of masks are of 64 keys.
@@ -125,36 +129,31 @@ def _split_forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
     return wide if wide.smem_bytes <= available < 2 * config.smem_bytes else config
 
 
-def backward_config(spec: CallSpec, device: Device) -> BackwardConfig | None:
-    """Return the backward's configuration, or None if no kernel fits."""
+def backward_config(spec: CallSpec, device: Device) -> BackwardConfig:
+    """Return the backward's configuration."""
     dims, available = kernel_dims(spec.head_dim, spec.value_dim), smem_bytes(device)
-    changes: dict[str, Any] = {"vector_atomics": float(device.capability) >= 9.0}
-    if spec.deterministic:
-        changes = {"dq": _first_that_serves(DQ_RULES, spec, device)}
-        if changes["dq"] is None:
-            return None
-    candidates = (
-        dataclasses.replace(config, **changes)
-        for config in (KEY_CONFIGS if spec.deterministic else BACKWARD_CONFIGS)
-        if (config.head_dim, config.value_dim) == dims
+    vectors = float(device.capability) >= 9.0
+    candidates = [dataclasses.replace(x, vector_atomics=vectors) for x in BACKWARD_CONFIGS]
+    dq = _first_that_serves(DQ_RULES, spec, device)
+    with_dq = [dataclasses.replace(config, dq=dq) for config in KEY_CONFIGS]
+    candidates = with_dq if spec.deterministic else candidates + with_dq
+    return next(
+        config
+        for config in candidates
+        if (config.head_dim, config.value_dim) == dims and config.smem_bytes <= available
     )
-    return next((config for config in candidates if config.smem_bytes <= available), None)
 
 
 def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
-    if terms(spec) > 1:
-        if (needed := forward_config(spec, device).smem_bytes) <= smem_bytes(device):
-            return None
-        return (
-            f"its kernel for float32 and these head dims needs {needed} bytes of shared memory, and {device.kind} has "
-            f"{smem_bytes(device)}"
-        )
-    if backward_config(spec, device) is None:
-        return (
-            f"its backward for these head dims needs more shared memory than {device.kind} has "
-            f"({smem_bytes(device)} bytes)"
-        )
-    return None
+    """Return why no kernel of these dims and dtype fits into the shared memory of a device, or None."""
+    if terms(spec) == 1:
+        return None
+    if (needed := forward_config(spec, device).smem_bytes) <= smem_bytes(device):
+        return None
+    return (
+        f"its kernel for float32 and these head dims needs {needed} bytes of shared memory, and {device.kind} has "
+        f"{smem_bytes(device)}"
+    )
 
 
 def configure(spec: CallSpec, device: Device) -> Configuration:

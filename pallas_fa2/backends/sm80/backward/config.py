@@ -18,6 +18,8 @@ class DqConfig:
     # Keys of a block whose scores are formed at once: S and dP take a register a thread for every 2 keys of a tile, each.
     score_keys: int = 64
     stages: int = 1  # buffers of K and of V
+    # Whether fragments of dO are kept in registers, 64 of them at Hv = 256, and pass through V's buffer. One tile of rows.
+    dout_in_registers: bool = False
 
     @property
     def terms(self) -> int:
@@ -38,8 +40,9 @@ class DqConfig:
     @property
     def smem_bytes(self) -> int:
         """Return the bytes of shared memory that a CTA takes."""
-        rows = self.block_q + self.stages * self.block_kv
-        return 2 * rows * (self.head_dim + self.value_dim)
+        dims = self.head_dim + self.value_dim
+        row_dims = self.head_dim if self.dout_in_registers else dims
+        return 2 * (self.block_q * row_dims + self.stages * self.block_kv * dims)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,10 @@ class BackwardConfig:
     vector_atomics: bool = False
     # The kernel of dQ alone, whose sums have one order. Without one, this kernel adds to dQ in any order.
     dq: DqConfig | None = None
+    # Whether dK and dV have a kernel each: where shared memory has no room for blocks of K, V, Q and dO, the one has V in
+    # registers (64 of them at Hv = 256), and the other needs no V. 8 products then, for 5. One tile of keys.
+    apart: bool = False
+    formed: tuple[bool, bool] = (True, True)  # dK, dV
     block_q: ClassVar[int] = 64
 
     @property
@@ -75,6 +82,18 @@ class BackwardConfig:
     @property
     def adds_dq(self) -> bool:
         return self.dq is None
+
+    @property
+    def v_in_registers(self) -> bool:
+        return self.formed == (True, False)
+
+    @property
+    def launches(self) -> list["BackwardConfig"]:
+        """Return the configurations of the kernels of dK and dV."""
+        if not self.apart:
+            return [self]
+        formed = (True, False), (False, True)
+        return [dataclasses.replace(self, apart=False, formed=x) for x in formed]
 
     @property
     def score_columns(self) -> int:
@@ -109,8 +128,11 @@ class BackwardConfig:
     @property
     def smem_bytes(self) -> int:
         """Return the bytes of shared memory that a CTA takes: the most of any kernel."""
+        if self.apart:
+            return max(config.smem_bytes for config in self.launches)
         dims = self.head_dim + self.value_dim
-        operands = (self.block_kv + self.stages * self.block_q) * dims
+        key_dims = dims if all(self.formed) else self.head_dim
+        operands = self.block_kv * key_dims + self.stages * self.block_q * dims
         tiles = self.stored_tiles * self.block_kv * self.block_q
         own = 2 * (operands + tiles) + 8 * self.stages * self.block_q
         return own if self.dq is None else max(own, self.dq.smem_bytes)

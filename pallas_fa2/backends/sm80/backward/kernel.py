@@ -6,7 +6,8 @@ dV of their own, which are added up afterwards: with all heads in one CTA, Q and
 a time (a call with gradients took 1.19 of the time, llama8b_8k).
 
 From H = 128 on (`split_columns`) the warpgroups divide the columns of dK, dV and dQ, each forms the scores of half of the
-queries, and P goes through shared memory as dS does.
+queries, and P goes through shared memory as dS does. Where shared memory has no room for that, dK and dV have a kernel each
+(`apart`), and dQ another one.
 """
 
 import functools
@@ -56,25 +57,42 @@ def gradients(
             lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
             aux_grads = AuxGrads.zeros(spec, q.dtype, lengths, aux)
     block_mask = jax.tree.map(jnp.asarray, inputs.block_mask)
-
-    def run(inputs: Inputs, outputs: Outputs, memory: SharedStorage) -> None:
-        KeyBlock.start(schedule, inputs, outputs, memory).differentiate()
-
-    dq, dk, dv, aux_grads = launch.run_in_place(
-        "attention_gradients",
-        run,
-        shared_storage(config, q.dtype),
-        inputs._replace(block_mask=block_mask, aux=aux),
-        Outputs(sums, dk, dv, aux_grads),
-        {"cta": schedule.raster_order.count},
-        config.warpgroups,
-    )
+    inputs = inputs._replace(block_mask=block_mask, aux=aux)
+    outputs = Outputs(sums, dk, dv, aux_grads)
+    if config.apart:
+        dk_config, dv_config = config.launches
+        of_keys = launch_key_blocks(spec, dk_config, inputs, outputs._replace(dv=None))
+        of_values = launch_key_blocks(spec, dv_config, inputs, Outputs(None, None, dv, None))
+        outputs = of_keys._replace(dv=of_values.dv)
+    else:
+        outputs = launch_key_blocks(spec, config, inputs, outputs)
+    dq, dk, dv, aux_grads = outputs
     if config.adds_dq:
         dq = convert_tiles(dq, q, spec.scale, config.vector_atomics)
     if spec.group > 1:
         dk = convert_tiles(dk, k, spec.scale, vectors=True)
         dv = convert_tiles(dv, v, spec.dropout_scale, vectors=True)
     return dq, dk, dv, aux_grads
+
+
+def launch_key_blocks(
+    spec: KernelSpec, config: BackwardConfig, inputs: Inputs, outputs: Outputs
+) -> Outputs:
+    """Return the outputs after a kernel with a CTA for each block of keys has stored and added to those that are given."""
+    schedule = BackwardSchedule(spec, config)
+
+    def run(inputs: Inputs, outputs: Outputs, memory: SharedStorage) -> None:
+        KeyBlock.start(schedule, inputs, outputs, memory).differentiate()
+
+    return launch.run_in_place(
+        "attention_gradients",
+        run,
+        shared_storage(config, inputs.q.dtype),
+        inputs,
+        outputs,
+        {"cta": schedule.raster_order.count},
+        config.warpgroups,
+    )
 
 
 def tiles_shape(spec: KernelSpec, blocks: int, dim: int, shares: int) -> tuple[int, ...]:

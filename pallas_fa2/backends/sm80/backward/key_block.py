@@ -1,6 +1,8 @@
 """Algorithm 2 for a block of keys, line by line."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,8 +17,9 @@ from pallas_fa2.backends.common.block_mask import reversed_block_id
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.key_mods import KeyMods
 from pallas_fa2.backends.common.mask_bits import load_bits
-from pallas_fa2.backends.common.primitives import accumulate, layouts, register_io, thread_values
+from pallas_fa2.backends.common.primitives import accumulate, layouts, thread_values
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
+from pallas_fa2.backends.sm80.backward.epilogue import KeyEpilogue
 from pallas_fa2.backends.sm80.backward.memory import Inputs, Outputs, SharedStorage
 from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
 from pallas_fa2.backends.sm80.primitives import async_copy, mma
@@ -77,20 +80,27 @@ class KeyBlock:
     def differentiate(self) -> None:
         """Compute dK and dV of the block, and add to dQ if it has no kernel of its own: Algorithm 2, lines 6-18."""
         first = self.load_q_block(I32(0))
-        self.load_keys()
+        v = self.load_keys()
         self.load_block(I32(0), first)
         split = self.config.split_columns
         dims = (self.config.head_dim, self.config.value_dim)
         columns = (self.config.share(dim, 0).size if split else dim for dim in dims)
-        tiles = range(self.config.key_tiles)
+        counts = (self.config.key_tiles * formed for formed in self.config.formed)
         dk, dv = (
-            [thread_values.zero_accumulator((64, n)) for _ in tiles] for n in columns
+            [thread_values.zero_accumulator((64, n)) for _ in range(count)]
+            for n, count in zip(columns, counts, strict=True)
         )  # line 7
-        _, dk, dv = lax.fori_loop(I32(0), self.num_steps, self.step, (first, dk, dv))
-        self.store(dk, dv)  # line 18 at the end of the loop
+        body = functools.partial(self.step, v)
+        _, dk, dv = lax.fori_loop(I32(0), self.num_steps, body, (first, dk, dv))
+        arrays = self.outputs, self.memory
+        epilogue = KeyEpilogue(self.schedule, *arrays, self.coordinates, self.warpgroup)
+        epilogue.store(dk, dv, self.slice_score_rows())  # line 18 at the end of the loop
 
-    def step(self, t: Any, carry: tuple) -> tuple:
-        """Add what the t-th block of queries that is visited, i, gives: Algorithm 2, lines 9-16."""
+    def step(self, v: list, t: Any, carry: tuple) -> tuple:
+        """Add what the t-th block of queries that is visited, i, gives: Algorithm 2, lines 9-16.
+
+        `v` are the fragments of V, if they are kept in registers.
+        """
         i, dk, dv = carry
         next_i = self.load_q_block(t + 1)
         q, dout, lse, delta = self.buffers(t)
@@ -106,17 +116,21 @@ class KeyBlock:
             exponents = self.mask(exponents, t, i, columns)
             tiles = zip(mods, exponents, strict=True)
             p = [m.apply_dropout(m.probabilities(x)) for m, x in tiles]  # line 11
-            dp = self.multiply_keys(self.memory.v, dout.at[columns])  # line 13
-            column_delta = layouts.load_row(1, delta.at[columns], jnp.float32)
-            tiles = zip(p, s, dp, strict=True)  # line 14
-            ds = [m.ds(*x, column_delta).astype(q.dtype) for m, x in zip(mods, tiles, strict=True)]
+            ds = []
+            if dk:
+                dp = self.multiply_keys(self.memory.v, dout.at[columns], v)  # line 13
+                column_delta = layouts.load_row(1, delta.at[columns], jnp.float32)
+                tiles = zip(mods, zip(p, s, dp, strict=True), strict=True)
+                ds = [m.ds(*x, column_delta).astype(q.dtype) for m, x in tiles]  # line 14
             p = [m.zero_dropped(x).astype(q.dtype) for m, x in zip(mods, p, strict=True)]
             if self.config.stored_tiles:
                 self.store_tiles(self.memory.ds, columns, ds)
             if self.config.split_columns:
                 self.store_tiles(self.memory.p, columns, p)
-            else:
+                continue
+            if dv:
                 dv = mma.multiply_rows(dv, list(map(mma.as_left, p)), dout.at[columns])  # line 12
+            if dk:
                 dk = mma.multiply_rows(dk, list(map(mma.as_left, ds)), q.at[columns])  # line 16
         if self.config.split_columns:
             async_copy.sync_cta(self.config.warpgroups)
@@ -132,12 +146,13 @@ class KeyBlock:
             self.add_dq(i)  # line 15
         return next_i, dk, dv
 
-    def multiply_keys(self, keys: Any, queries: Any) -> list[jax.Array]:
-        """Return keys @ queries^T of each of the warpgroup's tiles of keys: S^T or dP^T."""
+    def multiply_keys(self, keys: Any, queries: Any, fragments: Sequence = ()) -> list[jax.Array]:
+        """Return keys @ queries^T of each of the warpgroup's tiles of keys: S^T or dP^T. `fragments` are those of the keys,
+        of each panel of columns, if they are in registers."""
         tiles = self.slice_score_rows()
         accs = [thread_values.zero_accumulator((64, queries.shape[0])) for _ in tiles]
-        for columns in mma.panel_slices(keys):
-            lefts = self.left_fragments(keys, columns)
+        for i, columns in enumerate(mma.panel_slices(queries)):
+            lefts = fragments[i] if fragments else self.left_fragments(keys, columns)
             right = mma.load_right(queries.at[:, columns], transposed=True)
             accs = [plgpu.mma(acc, left, right) for acc, left in zip(accs, lefts, strict=True)]
         return accs
@@ -252,49 +267,26 @@ class KeyBlock:
         when(t < self.num_steps)(load)
         async_copy.commit_group()
 
-    def load_keys(self) -> None:
-        size = self.config.block_kv
+    def load_keys(self) -> list[list[jax.Array]]:
+        """Begin to copy K and V; return V's fragments of each panel of columns, if they are kept in registers."""
+        size, v = self.config.block_kv, self.memory.v
+        if self.config.v_in_registers:
+            v = self.memory.dout.at[0]  # until dO is copied there
         limit = (
             None if self.spec.kv_len % size == 0 else self.spec.kv_len - self.compute_first_key()
         )
-        for array, buffer in ((self.inputs.k, self.memory.k), (self.inputs.v, self.memory.v)):
-            rows = array.at[
-                self.batch, pl.ds(self.compute_first_key(), size), self.compute_kv_head()
-            ]
-            async_copy.load_rows(rows, buffer, self.config.warpgroups, limit)
+        keys = self.batch, pl.ds(self.compute_first_key(), size), self.compute_kv_head()
+        for array, buffer in ((self.inputs.k, self.memory.k), (self.inputs.v, v)):
+            if buffer is not None:
+                async_copy.load_rows(array.at[keys], buffer, self.config.warpgroups, limit)
+        if not self.config.v_in_registers:
+            return []
+        async_copy.commit_group()
+        self.wait_for_copies()
+        fragments = [self.left_fragments(v, columns) for columns in mma.panel_slices(v)]
+        async_copy.sync_cta(self.config.warpgroups)  # everyone has its rows of V
+        return fragments
 
     def wait_for_copies(self) -> None:
         async_copy.wait_groups(0)
         async_copy.sync_cta(self.config.warpgroups)
-
-    def store(self, dk: list[jax.Array], dv: list[jax.Array]) -> None:
-        """Store dK and dV: through the buffers of K and V, or of a head of a group as they lie in registers."""
-        if self.spec.group > 1:
-            for target, tiles in ((self.outputs.dk, dk), (self.outputs.dv, dv)):
-                for n, tile in enumerate(tiles):
-                    self.store_share(target, n, tile)
-            return
-        if self.config.adds_dq or self.config.stages > 1:
-            async_copy.sync_cta(self.config.warpgroups)  # everyone has read K and V
-        limit = self.spec.kv_len - self.compute_first_key()
-        rows = pl.ds(self.compute_first_key(), self.config.block_kv)
-        stores = (
-            (self.memory.k, dk, self.spec.scale, self.outputs.dk),
-            (self.memory.v, dv, self.spec.dropout_scale, self.outputs.dv),
-        )
-        for buffer, tiles, scale, _ in stores:
-            columns = pl.ds(0, buffer.shape[1])
-            if self.config.split_columns:
-                columns = self.share(buffer.shape[1])
-            self.store_tiles(buffer, columns, [(x * scale).astype(buffer.dtype) for x in tiles])
-        async_copy.sync_cta(self.config.warpgroups)
-        for buffer, _, _, target in stores:
-            target = target.at[self.batch, rows, self.compute_kv_head()]
-            async_copy.store_rows(buffer, target, self.config.warpgroups, limit)
-
-    def store_share(self, target: Any, n: int, tile: jax.Array) -> None:
-        """Store the n-th tile of keys of a head of a group."""
-        first, share = self.coordinates[2] * (self.config.block_kv // 64), self.warpgroup
-        if not self.config.split_columns:
-            first, share = first + self.warpgroup * self.config.key_tiles, 0
-        register_io.store_fragments(target.at[self.batch, self.head, first + n, share], tile)

@@ -17,7 +17,7 @@ class SharedStorage(NamedTuple):
     """Shared memory of a CTA."""
 
     k: Any  # [block_kv, H]
-    v: Any  # [block_kv, Hv]
+    v: Any  # [block_kv, Hv] where dK and dV are formed together
     q: Any  # [stages, block_q, H]
     dout: Any  # [stages, block_q, Hv]
     ds: Any  # [block_kv, block_q] where it goes through shared memory
@@ -30,7 +30,7 @@ class DqStorage(NamedTuple):
     """Shared memory of a CTA of the kernel of dQ alone."""
 
     q: Any  # [block_q, H]: dQ leaves through it
-    dout: Any  # [block_q, Hv]
+    dout: Any  # [block_q, Hv] if it is not kept in registers
     k: Any  # [stages, block_kv, H]
     v: Any  # [stages, block_kv, Hv]
 
@@ -69,7 +69,7 @@ def shared_storage(config: BackwardConfig, dtype: Any) -> SharedStorage:
     rows = plgpu.SMEM((config.stages, config.block_q), jnp.float32)
     return SharedStorage(
         k=operand(config.block_kv, config.head_dim, panel=k_panel),
-        v=operand(config.block_kv, config.value_dim, panel=v_panel),
+        v=operand(config.block_kv, config.value_dim, panel=v_panel) if all(config.formed) else None,
         q=operand(config.stages, config.block_q, config.head_dim, panel=q_panel),
         dout=operand(config.stages, config.block_q, config.value_dim, panel=v_panel),
         ds=tile if config.stored_tiles else None,
@@ -82,9 +82,10 @@ def shared_storage(config: BackwardConfig, dtype: Any) -> SharedStorage:
 def dq_storage(config: DqConfig, dtype: Any) -> DqStorage:
     operand = functools.partial(swizzle.swizzled_smem, dtype=dtype)
     panel, v_panel = (64 if dim % 64 == 0 else 32 for dim in (config.head_dim, config.value_dim))
+    dout = operand(config.block_q, config.value_dim, panel=v_panel)
     return DqStorage(
         q=operand(config.block_q, config.head_dim, panel=panel),
-        dout=operand(config.block_q, config.value_dim, panel=v_panel),
+        dout=None if config.dout_in_registers else dout,
         k=operand(config.stages, config.block_kv, config.head_dim, panel=panel),
         v=operand(config.stages, config.block_kv, config.value_dim, panel=v_panel),
     )

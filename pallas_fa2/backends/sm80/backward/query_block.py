@@ -7,6 +7,7 @@ kernel of dK and dV.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,17 +78,20 @@ class QueryBlock:
     def differentiate(self) -> None:
         """Compute dQ of the block: Algorithm 2, lines 8-17, for one i and all j."""
         first, tiles = self.load_block_index(I32(0)), range(self.config.row_tiles)
-        self.load_rows()
+        dout = self.load_rows()
         self.load_block(I32(0), first)
         statistics = [self.load_statistics(n) for n in tiles]
         shape = 64, self.config.head_dim
         dq = [thread_values.zero_accumulator(shape) for _ in tiles]
-        body = functools.partial(self.step, statistics)
+        body = functools.partial(self.step, statistics, dout)
         _, dq = lax.fori_loop(I32(0), self.num_blocks, body, (first, dq))
         self.store(dq)
 
-    def step(self, statistics: list[RowStatistics], t: Any, carry: tuple) -> tuple:
-        """Add what the t-th block of keys that is visited, j, gives: Algorithm 2, lines 10, 11 and 13-15."""
+    def step(self, statistics: list[RowStatistics], dout: list, t: Any, carry: tuple) -> tuple:
+        """Add what the t-th block of keys that is visited, j, gives: Algorithm 2, lines 10, 11 and 13-15.
+
+        `dout` are the fragments of dO, if they are kept in registers.
+        """
         j, dq = carry
         next_j = self.load_block_index(t + 1)
         k, v = self.buffers(t)
@@ -97,7 +101,7 @@ class QueryBlock:
         for keys in layouts.slices(self.config.block_kv, self.config.score_keys):
             s = self.multiply_rows(self.memory.q, k.at[keys])  # line 10
             p = self.probabilities(s, statistics, t, j, keys)  # line 11
-            dp = self.multiply_rows(self.memory.dout, v.at[keys])  # line 13
+            dp = self.multiply_rows(self.memory.dout, v.at[keys], dout)  # line 13
             ds = self.score_gradients(p, s, dp, statistics, j, keys)  # line 14
             dq = mma.multiply_rows(dq, ds, k.at[keys])  # line 15
         if self.config.stages == 1:
@@ -105,15 +109,20 @@ class QueryBlock:
             self.load_block(t + 1, next_j)
         return next_j, dq
 
-    def multiply_rows(self, rows: Any, keys: Any) -> list[jax.Array]:
-        """Return rows @ keys^T of each of the warpgroup's tiles of rows: S or dP."""
+    def multiply_rows(self, rows: Any, keys: Any, fragments: Sequence = ()) -> list[jax.Array]:
+        """Return rows @ keys^T of each of the warpgroup's tiles of rows: S or dP. `fragments` are those of the rows, of each
+        panel of columns, if they are in registers."""
         tiles = range(self.config.row_tiles)
         accs = [thread_values.zero_accumulator((64, keys.shape[0])) for _ in tiles]
-        for columns in mma.panel_slices(rows):
-            lefts = [mma.load_left(self.own_rows(rows, n).at[:, columns]) for n in tiles]
+        for i, columns in enumerate(mma.panel_slices(keys)):
+            lefts = fragments[i] if fragments else self.left_fragments(rows, columns)
             right = mma.load_right(keys.at[:, columns], transposed=True)
             accs = [plgpu.mma(acc, left, right) for acc, left in zip(accs, lefts, strict=True)]
         return accs
+
+    def left_fragments(self, rows: Any, columns: Any) -> list[jax.Array]:
+        tiles = range(self.config.row_tiles)
+        return [mma.load_left(self.own_rows(rows, n).at[:, columns]) for n in tiles]
 
     def probabilities(
         self, s: list[jax.Array], statistics: list[RowStatistics], t: Any, j: Any, keys: Any
@@ -172,16 +181,24 @@ class QueryBlock:
         arrays = self.inputs.lse, self.inputs.delta
         return RowStatistics(*(layouts.load_row(0, x.at[rows], jnp.float32) for x in arrays))
 
-    def load_rows(self) -> None:
-        """Begin to copy Q and dO of the block."""
-        size = self.config.block_q
+    def load_rows(self) -> list[list[jax.Array]]:
+        """Begin to copy Q and dO of the block; return dO's fragments of each panel of columns, if they are kept in registers."""
+        size, dout = self.config.block_q, self.memory.dout
+        if self.config.dout_in_registers:
+            dout = self.memory.v.at[0]  # until V is copied there
         first = self.coordinates[2] * size
         limit = None if self.spec.q_len % size == 0 else self.spec.q_len - first
         batch, head = self.head
-        arrays = (self.inputs.q, self.memory.q), (self.inputs.dout, self.memory.dout)
-        for array, buffer in arrays:
+        for array, buffer in ((self.inputs.q, self.memory.q), (self.inputs.dout, dout)):
             rows = array.at[batch, pl.ds(first, size), head]
             async_copy.load_rows(rows, buffer, self.config.warpgroups, limit)
+        if not self.config.dout_in_registers:
+            return []
+        async_copy.commit_group()
+        self.wait_for_copies()
+        fragments = [self.left_fragments(dout, columns) for columns in mma.panel_slices(dout)]
+        async_copy.sync_cta(self.config.warpgroups)  # everyone has its own rows of dO
+        return fragments
 
     def load_block_index(self, t: Any) -> Any:
         """Return the block of keys that is visited as the t-th; of the one after the last, whatever follows there."""
