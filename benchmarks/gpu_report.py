@@ -1,7 +1,6 @@
 """What `benchmarks.run --report` says of a GPU beside errors and times: the device, its software, and whether the kernels are right."""
 
 import platform
-import re
 from typing import Any
 
 import jax
@@ -15,8 +14,6 @@ from pallas_fa2.device import Device, device_of
 # No shape starts after so many seconds: the check before takes about a minute, and so do the last shapes.
 BUDGET = 150.0
 RIVALS = ("fa2", "fa3", "cudnn", "tokamax", "xla")
-# How `first_use` names a family of kernels that is wrong.
-WRONG = re.compile(r"\w+ at H = (\d+): relative error [-+.\w]+")
 
 
 def gpu() -> Device:
@@ -50,19 +47,11 @@ def describe(device: Device) -> dict[str, Any]:
 
 
 def first_use_by_family(device: Device) -> dict[str, str]:
-    """Compare each family of the mma.sync kernels with the definition; return what is wrong by head dim.
-
-    On a GPU of a kind that nobody has run, this is the check of the first use, whose result is kept.
-    """
-    kernels = backend.forward, backend.backward
+    """Compare each family of the mma.sync kernels with the definition; return what is wrong by head dim and dtype."""
     try:
-        if device.capability in first_use.RUN_ON:
-            wrong = first_use.check(kernels, device, jax.devices()[0])
-        else:
-            wrong = first_use.failure(kernels, device) or ""
+        wrong = first_use.check_families(
+            (backend.forward, backend.backward), device, jax.devices()[0]
+        )
     except Exception as e:  # noqa: BLE001 - that a kernel does not compile belongs in the report
         return {"all": short_error(e)}
-    by_dim = {int(match[1]): match[0] for match in WRONG.finditer(wrong)}
-    return {
-        f"H = {dim}": by_dim.get(dim, "right, or not on this GPU") for dim in first_use.FAMILIES
-    }
+    return {f"H = {dim}, {dtype}": reason or "right" for (dim, dtype), reason in wrong.items()}

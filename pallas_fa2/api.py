@@ -101,7 +101,7 @@ def flash_attention(
       q_positions, kv_positions: integers `[*B, T]` and `[*B, S]`, any other positions, which masks and scores read as
         `q.index` and `k.index`.
       return_lse: also return the natural logsumexp of the scores.
-      deterministic_gradients: whether gradients must be bitwise the same in every run. Otherwise the Hopper
+      deterministic_gradients: whether gradients must be bitwise the same in every run. Otherwise the fused
         kernels sum those of query and of the score functions' data in any order.
       implementation: the name of one backend, or `"fused"` for any kernel of this package; the call is an error if
         that does not support it. By default the fastest that does is chosen (see `explain`); on a GPU a
@@ -190,12 +190,12 @@ def warn_of_fallback(
     """Issue a `FallbackWarning` once for each reason; where warnings are errors, each time."""
     if device.platform != "gpu" or implementation in FUSED or not rejected:
         return
-    reason = rejected[0][1]
+    reason = rejected[-1][1]  # of the fused backend that takes most calls
     if reason in _warned:
         return
     remedy = (
-        "cast query, key and value to bfloat16 (a Flax layer does with dtype=jnp.bfloat16)"
-        if spec.dtype.itemsize > 2 and device.is_sm90
+        "cast query, key and value to float32 (a Flax layer does with dtype=jnp.float32)"
+        if spec.dtype.itemsize > 4
         else "see explain(...) and the table in README"
     )
     warnings.warn(

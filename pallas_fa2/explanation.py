@@ -136,6 +136,13 @@ def explain(
         plan = make_plan(spec, device, implementation)
         backend = BACKENDS[plan.implementation]
         kernels = backend.describe(spec, plan.forward, plan.backward, operands)
+        if kernels.backward is None:
+            assert plan.score_grad_fallback is not None
+            name, _ = plan.score_grad_fallback
+            fallback = BACKENDS[name]
+            others = fallback.describe(spec, *fallback.configure(spec, device)[:2], operands)
+            backward = f"{name}: {others.backward}"
+            kernels = kernels._replace(backward=backward, workspace_bytes=others.workspace_bytes)
         table = None
         if spec.has_known_lengths:
             table = block_classes.block_classes_all_heads(spec, operands, *kernels.tile)
@@ -148,7 +155,7 @@ def explain(
         describe({})
     spec, plan, kernels, table = described
     backward = kernels.backward
-    if plan.score_grad_fallback is not None:
+    if plan.score_grad_fallback is not None and plan.backward is not None:
         backward += f"; {plan.score_grad_fallback[0]} where gradients of score data are asked for"
     share = float((table != block_classes.EMPTY).mean()) if isinstance(table, np.ndarray) else None
     pairs = spec.batch * spec.q_heads * spec.q_len * spec.kv_len

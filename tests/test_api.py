@@ -410,6 +410,25 @@ def test_explain_names_the_backend_of_score_gradients():
     assert asked.backward.endswith("sums in one order")
 
 
+def test_explain_names_the_backend_of_gradients_of_float32():
+    x = jax.ShapeDtypeStruct((2, 2048, 4, 64), jnp.float32)
+    explanation = fa.explain(x, x, x, device=H200)
+    assert explanation.implementation == "ampere"
+    assert explanation.forward.endswith("float32 as two float16 numbers, three products")
+    assert explanation.backward.startswith("blockwise: XLA's operations")
+    blockwise = fa.explain(x, x, x, device=H200, implementation="blockwise")
+    assert explanation.workspace_bytes == blockwise.workspace_bytes
+
+
+def test_a_warning_says_that_float32_is_faster_than_float64(monkeypatch):
+    monkeypatch.setattr(api, "_warned", set())
+    monkeypatch.setattr(api, "device_of", lambda array: H200)
+    with jax.enable_x64(True):
+        x = jnp.ones((1, 8, 2, 8), jnp.float64)
+        with pytest.warns(fa.FallbackWarning, match="not float64.*cast.*dtype=jnp.float32"):
+            fa.flash_attention(x, x, x)
+
+
 def test_explain_respects_the_requested_implementation():
     explanation = fa.explain(*QKV, implementation="reference")
     assert (explanation.implementation, explanation.tiles, explanation.share) == (
@@ -496,8 +515,8 @@ def test_three_axes_broadcast_as_in_jax_nn():
 def test_a_gpu_without_a_fused_kernel_warns_once_for_each_reason(monkeypatch):
     monkeypatch.setattr(api, "_warned", set())
     monkeypatch.setattr(api, "device_of", lambda array: H200)
-    x = jnp.ones((1, 8, 2, 8))
-    with pytest.warns(fa.FallbackWarning, match="not float32.*bfloat16.*dtype=jnp.bfloat16"):
+    x = jnp.ones((1, 8, 2, 264))
+    with pytest.warns(fa.FallbackWarning, match="up to 256, but H is 264"):
         fa.flash_attention(x, x, x)
     fa.flash_attention(x, x, x)  # warnings are errors here
     fa.flash_attention(x, x, x, implementation="blockwise")
@@ -516,7 +535,7 @@ def test_a_gpu_without_a_fused_kernel_warns_once_for_each_reason(monkeypatch):
 def test_a_warning_points_to_the_call(monkeypatch, attend):
     monkeypatch.setattr(api, "_warned", set())
     monkeypatch.setattr(api, "device_of", lambda array: H200)
-    x = jnp.ones((1, 8, 2, 8))
+    x = jnp.ones((1, 8, 2, 6))
     with pytest.warns(fa.FallbackWarning) as caught:
         attend(x, x, x)
     assert caught[0].filename == __file__

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2.backends.sm80 import configs as sm80_configs
 from pallas_fa2.backends.sm90 import configs
 from pallas_fa2.parse_call import parse_call
 from pallas_fa2.planning import autotune, plan, tuned
+from tests.support import gpus
 from tests.support.hopper import H200
 
 
@@ -185,11 +187,33 @@ def test_calls_with_only_a_mask_may_use_plain_kernels():
     }
 
 
+@pytest.mark.parametrize("head_dim, kernels", [(64, 3), (96, 2), (128, 2), (256, 2)])
+def test_ampere_has_candidates_that_are_saved_and_loaded(measured, tmp_path, head_dim, kernels):
+    x, *_ = inputs(head_dim)
+    spec, _ = parse_call(x, x, x, is_causal=True)
+    default = plan.make_plan(spec, H200, "ampere").forward
+    tuning = fa.autotune(x, x, x, is_causal=True, implementation="ampere")
+    assert len(tuning.times) == kernels and default in dict(tuning.times)
+    fa.save_autotuned(tmp_path / "tuned.json")
+    tuned.CONFIGS.clear()
+    assert fa.load_autotuned(tmp_path / "tuned.json") == 1
+    assert plan.make_plan(spec, H200, "ampere").forward == tuning.best != default
+
+
+def test_candidates_of_ampere_are_those_that_a_gpu_can_run():
+    x = jax.ShapeDtypeStruct((1, 256, 2, 256), jnp.bfloat16)
+    call, _ = parse_call(x, x, x)
+    for capability, count in (("8.0", 2), ("8.9", 1), ("9.0", 2), ("10.0", 2)):
+        assert len(sm80_configs.candidates(call, gpus.device(capability))) == count
+
+
 @pytest.mark.gpu
-def test_every_candidate_runs(monkeypatch):
+@pytest.mark.parametrize("implementation", ["hopper", "ampere"])
+def test_every_candidate_runs(monkeypatch, implementation):
     monkeypatch.setattr(tuned, "CONFIGS", {})
     x = jax.random.normal(jax.random.key(0), (2, 512, 4, 64), jnp.bfloat16)
-    tuning = fa.autotune(x, x, x, mask=fa.Causal(), iterations=3)
+    options = {"mask": fa.Causal(), "implementation": implementation}
+    tuning = fa.autotune(x, x, x, iterations=3, **options)
     assert all(ms > 0 for _, ms in tuning.times)
 
 

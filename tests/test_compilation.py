@@ -41,7 +41,9 @@ def compilations() -> Iterator[list[str]]:
 def qkv() -> list[jax.Array]:
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H))
     return [
-        jax.random.normal(jax.random.key(i), s, jnp.bfloat16)  # the Hopper kernels take no float32
+        jax.random.normal(
+            jax.random.key(i), s, jnp.bfloat16
+        )  # float32 would take the kernels of `ampere`
         for i, s in enumerate(shapes)
     ]
 

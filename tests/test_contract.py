@@ -63,8 +63,9 @@ def test_contract_of_hopper(case: Case, tuned: ConfigRule) -> None:
 @pytest.mark.parametrize(
     "case", [case for case in PLAIN + MASKED + GENERAL if runs_on_ampere(case)], ids=str
 )
-def test_contract_of_ampere(case: Case) -> None:
-    suite.check(case, "ampere")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_contract_of_ampere(case: Case, deterministic: bool) -> None:
+    suite.check(case, "ampere", deterministic=deterministic)
 
 
 @pytest.mark.gpu

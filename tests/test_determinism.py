@@ -89,11 +89,12 @@ def differences(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["hopper", "ampere"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_thousand_runs_are_the_same(name: str, head_dim: int) -> None:
+def test_a_thousand_runs_are_the_same(name: str, head_dim: int, implementation: str) -> None:
     """About 5 s after the compilation."""
-    found = differences(name, Sizes(60, 1000, head_dim, 1000), "hopper")
+    found = differences(name, Sizes(60, 1000, head_dim, 1000), implementation)
     assert not found.any(), dict(zip(("out", "lse", "dk", "dv", "dq"), found.tolist(), strict=True))
 
 
@@ -101,11 +102,12 @@ def test_a_thousand_runs_are_the_same(name: str, head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("batch, length, repeats", [(60, 1000, 1000), (1, 8200, 300)])
+@pytest.mark.parametrize("implementation", ["hopper", "ampere"])
 def test_dq_is_the_same_where_it_is_asked_for(
-    batch: int, length: int, repeats: int, name: str, head_dim: int
+    implementation: str, batch: int, length: int, repeats: int, name: str, head_dim: int
 ) -> None:
     sizes = Sizes(batch, length, head_dim, repeats)
-    found = differences(name, sizes, "hopper", deterministic=True, in_bits=True)
+    found = differences(name, sizes, implementation, deterministic=True, in_bits=True)
     assert not found.any(), found.tolist()
 
 

@@ -77,8 +77,8 @@ def test_a_directory_that_cannot_be_written_is_no_error(checks: list, monkeypatc
     "factor, wrong",
     [
         (1.0, ""),
-        (1.5, "out at H = 64: relative error 0.5"),
-        (float("nan"), "out at H = 64: relative error nan"),
+        (1.5, "out at H = 64 in bfloat16: relative error 0.5"),
+        (float("nan"), "out at H = 64 in bfloat16: relative error nan"),
     ],
 )
 def test_the_check_compares_with_the_definition(
@@ -98,7 +98,7 @@ def test_the_check_compares_with_the_definition(
 
         return (*jax.vjp(attend, q, k, v)[1](dout), ())
 
-    monkeypatch.setattr(first_use, "FAMILIES", (64,))
+    monkeypatch.setattr(first_use, "FAMILIES", ((64, "bfloat16"),))
     here = jax.local_devices()[0]
     assert first_use.check((forward, backward), A100, here) == wrong
 
@@ -117,4 +117,4 @@ def test_a_mistake_is_found_here() -> None:
 
     (gpu, *_) = jax.local_devices()
     found = first_use.check((forward, backend.backward), device_of(jax.numpy.zeros(())), gpu)
-    assert "out at H = 64: relative error" in found
+    assert "out at H = 64 in bfloat16: relative error" in found

@@ -1,6 +1,7 @@
 """Which implementation runs a call, why the faster ones do not, and on which tiles."""
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2.backends.common import limits
 from pallas_fa2.backends.common.compile_mods import pairwise_bytes
 from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.backends.sm80 import configs
@@ -19,6 +21,7 @@ from pallas_fa2.backends.xla.blockwise import TILE_BYTES, block_sizes
 from pallas_fa2.device import Device, device_of
 from pallas_fa2.parse_call import parse_call
 from pallas_fa2.planning.plan import make_plan
+from tests.support.hopper import A100
 from tests.support.masks import causal_end
 
 CPU = Device("cpu", "cpu", "", 1)
@@ -293,13 +296,36 @@ def test_gpus_before_ampere_are_refused_before_anything_is_lowered():
         make_plan(spec(), turing, "ampere")
 
 
+@pytest.mark.parametrize("device", [H200, *GPUS], ids=lambda device: device.kind)
+@pytest.mark.parametrize("options", [{}, {"deterministic_gradients": True}, {"score": fa.alibi(4)}])
+def test_every_gpu_runs_float32_on_ampere_and_its_gradients_on_blockwise(device, options):
+    plan = make_plan(spec(dtype=jnp.float32, **options), device)
+    assert plan.implementation == "ampere" and plan.forward.is_split
+    for score_gradients in (False, True):
+        name, tiles = plan.backward_for(score_gradients)
+        assert name == "blockwise" and tiles == make_plan(spec(), CPU).backward
+
+
+def test_float32_of_large_heads_needs_shared_memory():
+    call, dense = spec(dtype=jnp.float32, dims=(256, 256)), fa.Dense(np.ones((111, 63), bool))
+    assert configs.configure(call, GPUS[0]).forward.block_kv == 32
+    masked = spec(dtype=jnp.float32, dims=(256, 256), mask=dense)
+    assert configs.configure(masked, H200).forward.block_kv == 64  # as the bits of a mask
+    for refused, device in ((call, GPUS[1]), (masked, GPUS[0])):
+        reason = make_plan(refused, device).rejected[1][1]
+        assert "for float32 and these head dims needs" in reason and device.kind in reason
+
+
 def test_kernels_fit_into_the_shared_memory_of_each_gpu():
     for device in GPUS:
-        for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
-            call = spec(dims=dims)
+        for dims, deterministic in itertools.product(limits.KERNEL_DIMS, (False, True)):
+            call = spec(dims=dims, deterministic_gradients=deterministic)
+            forward, backward, _ = configs.configure(call, device)
+            assert max(forward.smem_bytes, backward.smem_bytes) <= configs.smem_bytes(device)
+            call = spec(dims=dims, dtype=jnp.float32)
             if configs.unsupported_reason(call, device) is None:
-                forward, backward, _ = configs.configure(call, device)
-                assert max(forward.smem_bytes, backward.smem_bytes) <= configs.smem_bytes(device)
+                forward = configs.configure(call, device).forward
+                assert forward.smem_bytes <= configs.smem_bytes(device)
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise", "ampere", "hopper"])
@@ -447,6 +473,15 @@ def test_deterministic_gradients_of_score_data_are_summed_in_one_order():
     assert (name, config) == ("blockwise", block_sizes(spec(**call)))
     assert (any_order.backward.deterministic, one_order.backward.deterministic) == (False, True)
     assert any_order.forward == one_order.forward
+
+
+def test_ampere_sums_gradients_in_one_order_by_a_kernel_of_dq():
+    call = {"score": fa.alibi(4), "dtype": jnp.bfloat16, "deterministic_gradients": True}
+    any_order, one_order = (make_plan(spec(**x), A100) for x in ({}, call))
+    assert any_order.implementation == one_order.implementation == "ampere"
+    assert (any_order.backward.dq, one_order.backward.dq) == (None, configs.DQ_RULES[0].config)
+    assert one_order.backward_for(False) == ("ampere", one_order.backward)
+    assert one_order.backward_for(True)[0] == "blockwise"
 
 
 def test_the_kernels_support_a_traced_scale():

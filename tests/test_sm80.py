@@ -1,5 +1,6 @@
 """The mma.sync kernels, interpreted: values, and the order of their accesses to memory."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -10,15 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_fa2 as fa
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm80.backward.config import BackwardConfig
+from pallas_fa2.backends.sm80.backward.config import BackwardConfig, DqConfig
+from pallas_fa2.backends.sm80.backward.dq_kernel import query_gradients
 from pallas_fa2.backends.sm80.backward.kernel import gradients
+from pallas_fa2.backends.sm80.backward.memory import Inputs
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.kernel import attention
-from pallas_fa2.backends.sm80.primitives import async_copy
+from pallas_fa2.backends.sm80.primitives import async_copy, mma
 from tests.contract import suite
 from tests.contract.cases import GENERAL, MASKED, PLAIN, Case
-from tests.support import interpreter
+from tests.support import gpus, interpreter
 from tests.support.hopper import A100, planned_for, runs_on_ampere
 from tests.support.shared import RaceDetected
 from tests.support.tiers import slow_but
@@ -26,7 +30,7 @@ from tests.support.tiers import slow_but
 LOG2E = float(np.log2(np.e))
 
 
-def _arrays(spec: KernelSpec, dims: tuple[int, int]) -> list[np.ndarray]:
+def _arrays(spec: KernelSpec, dims: tuple[int, int], dtype: Any = jnp.bfloat16) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     (dim, value_dim), shapes = dims, []
     for length, heads, size in (
@@ -36,7 +40,7 @@ def _arrays(spec: KernelSpec, dims: tuple[int, int]) -> list[np.ndarray]:
         (spec.q_len, spec.q_heads, value_dim),
     ):
         shapes.append((spec.batch, length, heads, size))
-    return [np.asarray(jnp.asarray(rng.standard_normal(s), jnp.bfloat16)) for s in shapes]
+    return [np.asarray(jnp.asarray(rng.standard_normal(s), dtype)) for s in shapes]
 
 
 def _dense(spec: KernelSpec, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -61,23 +65,77 @@ FORWARDS = {
         KernelSpec(1, 100, 200, 1, 1, 0.125, None),
         (80, 64),
     ),
+    "float32": (
+        ForwardConfig(64, 64, row_tiles=1, terms=2),
+        KernelSpec(1, 100, 130, 2, 1, 0.125, 30),
+        (64, 56),
+    ),
+    "float32_8_warps": (
+        ForwardConfig(128, 96, warpgroups=2, row_tiles=1, q_in_registers=True, terms=2),
+        KernelSpec(1, 130, 70, 1, 1, 0.1, None),
+        (120, 96),
+    ),
+    "float32_32_keys": (
+        ForwardConfig(256, 256, row_tiles=1, block_kv=32, terms=2),
+        KernelSpec(1, 70, 70, 1, 1, 0.0625, 0),
+        (256, 256),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_forward(name: str) -> None:
     config, spec, dims = FORWARDS[name]
-    q, k, v, _ = _arrays(spec, dims)
+    q, k, v, _ = _arrays(spec, dims, jnp.float32 if config.is_split else jnp.bfloat16)
     out, lse = interpreter.run(functools.partial(attention, spec, config), q, k, v)
     expected, expected_lse = _dense(spec, *(x.astype("float32") for x in (q, k, v)))
-    np.testing.assert_allclose(out.astype("float32"), expected, atol=1e-2)
-    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+    assert out.dtype == q.dtype
+    np.testing.assert_allclose(
+        out.astype("float32"), expected, atol=4e-6 if config.is_split else 1e-2
+    )
+    np.testing.assert_allclose(lse, expected_lse, atol=4e-6 if config.is_split else 1e-5)
+
+
+@pytest.mark.parametrize("product", [(0, 1), (1, 0)], ids=["high_low", "low_high"])
+def test_a_split_operand_without_one_of_its_products_is_inexact(
+    product: tuple[int, int], monkeypatch: Any
+) -> None:
+    add_products = mma.add_products
+
+    def without_it(sums: Any, lefts: Any, rights: Any) -> Any:
+        sums[1] = add_products([sums[1]], [[x[product[0]]] for x in lefts], [rights[product[1]]])[0]
+        return [add_products(sums[:1], [x[:1] for x in lefts], rights[:1])[0], sums[1]]
+
+    monkeypatch.setattr(mma, "add_products", without_it)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        test_forward("float32")
+
+
+def test_sizes_that_float16_does_not_have() -> None:
+    """Tokens of float32 inputs may differ by any power of two, visible or not: each has one of its own."""
+    config, spec, dims = FORWARDS["float32"]
+    q, k, v, _ = (np.array(x) for x in _arrays(spec, dims, jnp.float32))
+    sizes = np.random.default_rng(1).integers(-40, 40, v.shape[:3])
+    v *= np.exp2(sizes)[..., None].astype("float32")
+    q, k = q * np.float32(1e-12), k * np.float32(1e12)
+    q[:, 7], k[:, 5], v[:, 6] = q[:, 7] * np.float32(1e-20), k[:, 5] * np.float32(1e-20), 0
+    hidden = 100  # from the first 70 queries
+    k[:, hidden:], v[:, hidden:], k[:, 120:], v[:, 125:] = 1e30, 1e30, np.nan, np.inf
+    out, lse = interpreter.run(functools.partial(attention, spec, config), q, k, v)
+    exact = (np.asarray(x, np.float64) for x in (q[:, :70], k[:, :hidden], v[:, :hidden]))
+    with jax.enable_x64(True):
+        dense = _dense(dataclasses.replace(spec, q_len=70, kv_len=hidden), *exact)
+        expected, expected_lse = map(np.asarray, dense)
+    size = np.abs(expected).max(3, keepdims=True)
+    np.testing.assert_allclose(out[:, :70] / size, expected / size, atol=4e-6)
+    np.testing.assert_allclose(lse[..., :70], expected_lse, rtol=1e-5)
+    assert np.isnan(out[:, 90:]).all() and np.isnan(lse[..., 90:]).all()
 
 
 BACKWARDS = {
     "1_stage": (BackwardConfig(64, 64), KernelSpec(1, 100, 150, 2, 1, 0.125, 50), (64, 56)),
     "2_stages": (
-        BackwardConfig(64, 64, stages=2, vector_atomics=True, v_in_registers=True),
+        BackwardConfig(64, 64, stages=2, vector_atomics=True),
         KernelSpec(1, 200, 130, 1, 1, 0.125, None),
         (64, 64),
     ),
@@ -87,7 +145,7 @@ BACKWARDS = {
         (80, 96),
     ),
     "32_keys_a_warp": (
-        BackwardConfig(64, 64, warpgroups=1, key_tiles=2, score_queries=32, k_in_registers=True),
+        BackwardConfig(64, 64, warpgroups=1, key_tiles=2, score_queries=32),
         KernelSpec(1, 100, 200, 1, 1, 0.125, 100),
         (64, 64),
     ),
@@ -95,6 +153,35 @@ BACKWARDS = {
         BackwardConfig(256, 128, split_columns=True),
         KernelSpec(1, 130, 100, 1, 1, 0.0625, 0),
         (256, 128),
+    ),
+    "dq_apart": (
+        BackwardConfig(64, 64, dq=DqConfig(64, 64, row_tiles=2)),
+        KernelSpec(1, 200, 130, 2, 2, 0.125, 0),
+        (64, 56),
+    ),
+    "dq_apart_2_stages": (
+        BackwardConfig(
+            96, 64, warpgroups=1, stages=2, dq=DqConfig(96, 64, 2, score_keys=32, stages=2)
+        ),
+        KernelSpec(1, 100, 150, 1, 1, 0.125, None),
+        (80, 64),
+    ),
+    "all_apart": (
+        BackwardConfig(
+            192,
+            128,
+            warpgroups=1,
+            score_queries=16,
+            apart=True,
+            dq=DqConfig(192, 128, score_keys=16, dout_in_registers=True),
+        ),
+        KernelSpec(1, 100, 130, 1, 1, 0.0625, 40),
+        (192, 104),
+    ),
+    "dq_apart_split_columns": (
+        BackwardConfig(128, 128, split_columns=True, stages=2, dq=DqConfig(128, 128)),
+        KernelSpec(1, 130, 70, 1, 1, 0.0625, None),
+        (128, 128),
     ),
 }
 
@@ -106,13 +193,18 @@ def test_backward(name: str) -> None:
     in_float32 = [x.astype("float32") for x in (q, k, v)]
     (out, lse), pull = jax.vjp(functools.partial(_dense, spec), *in_float32)
     expected = pull((dout.astype("float32"), jnp.zeros_like(lse)))
-    extra = ((0, 0), (0, 0), (0, -spec.q_len % config.block_q))
+    extra = ((0, 0), (0, 0), (0, -spec.q_len % config.rows_multiple))
     delta = np.pad(-np.einsum("bthd,bthd->bht", dout.astype("float32"), out), extra)
     lse = np.pad(-np.asarray(lse) * np.float32(LOG2E), extra, constant_values=-np.inf)
-    found = interpreter.run(
-        functools.partial(gradients, spec, config), q, k, v, dout, lse, delta.astype("float32")
-    )
-    for actual, gradient in zip(found[:3], expected, strict=True):
+
+    def compute(*arrays: jax.Array) -> tuple:
+        dq, dk, dv, _ = gradients(spec, config, Inputs(*arrays))
+        if config.dq is not None:
+            dq = query_gradients(spec, config.dq, Inputs(*arrays))
+        return dq, dk, dv
+
+    found = interpreter.run(compute, q, k, v, dout, lse, delta.astype("float32"))
+    for actual, gradient in zip(found, expected, strict=True):
         np.testing.assert_allclose(actual.astype("float32"), gradient, atol=3e-2)
 
 
@@ -124,7 +216,11 @@ def _run(kind: str, name: str) -> None:
 MEETINGS = [
     ("forward", "4_warps", 3, 2),
     ("forward", "2_stages", 3, 2),
+    ("forward", "float32", 2, 2),
     ("backward", "1_stage", 5, 1),
+    ("backward", "dq_apart", 6, 2),
+    ("backward", "dq_apart_2_stages", 6, 2),
+    ("backward", "all_apart", 13, 5),
 ]
 
 
@@ -155,10 +251,32 @@ def test_each_wait_is_missed(kernel: str, case: str, wait: int, monkeypatch: Any
         _run(kernel, case)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_pairwise_arrays(dtype: str) -> None:
+    """Those in 32 bits are added up in device memory, those in 16 are stored for each head."""
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 70, 2, 64)), jnp.bfloat16) for _ in range(3))
+    bias = jnp.asarray(rng.standard_normal((1, 2, 70, 70)), dtype)
+
+    def gradient(bias: jax.Array, implementation: str) -> jax.Array:
+        def total(bias: jax.Array) -> jax.Array:
+            score = fa.bias(bias)
+            out = fa.flash_attention(q, k, v, score=score, implementation=implementation)
+            return (out.astype("float32") @ jnp.arange(64.0)).sum()
+
+        return jax.grad(total)(bias)
+
+    with planned_for(A100):
+        found = interpreter.jit(functools.partial(gradient, implementation="ampere"))(bias)
+    expected = gradient(bias, "reference").astype("float32")
+    np.testing.assert_allclose(found.astype("float32"), expected, atol=0.02 * abs(expected).max())
+
+
 # One for each branch of the kernels, head dims included; the others take a second each.
 QUICK = re.compile(
     r"full_111|causal_(1|more_keys|end_more_queries)|h(96|128|192|256)(_causal.*)?|grouped|hv_.*|packed_h136"
     r"|window_h96|documents_h64|holes_h.*|capped_h.*|additive_causal_h64|biased.*|dropout.*|rising_7_h64"
+    r"|float32.*|(window|lengths|holes)_33x90"
 )
 CASES = [
     case
@@ -173,3 +291,48 @@ CASES = [
 def test_contract_interpreted(case: Case) -> None:
     with planned_for(A100):
         suite.check(case, "ampere", jit=interpreter.jit)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_under_dropout(deterministic: bool) -> None:
+    """The kernel of dQ drops what the others drop."""
+    rng = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 100, 2, 64)), jnp.bfloat16) for _ in range(3))
+    options = {"is_causal": True, "dropout_rate": 0.3, "dropout_rng": jax.random.key(5)}
+    options["deterministic_gradients"] = deterministic
+
+    def run(*qkv: jax.Array, implementation: str) -> tuple:
+        def total(*qkv: jax.Array) -> jax.Array:
+            out = fa.flash_attention(*qkv, implementation=implementation, **options)
+            return (out.astype("float32") @ jnp.cos(jnp.arange(64.0))).sum()
+
+        return jax.grad(total, (0, 1, 2))(*qkv)
+
+    with planned_for(A100):
+        found = interpreter.jit(functools.partial(run, implementation="ampere"))(q, k, v)
+    expected = run(q, k, v, implementation="reference")
+    for x, y in zip(found, expected, strict=True):
+        y = y.astype("float32")
+        np.testing.assert_allclose(x.astype("float32"), y, atol=0.02 * abs(y).max())
+
+
+@pytest.mark.parametrize("name", ["h256_causal", "h192", "holes_h256", "hv_larger"])
+def test_contract_with_100_kb_of_shared_memory_interpreted(name: str) -> None:
+    """dQ, dK and dV have a kernel each beyond (192, 128)."""
+    (case,) = (case for case in CASES if case.name == name)
+    with planned_for(gpus.device("8.9")):
+        suite.check(case, "ampere", jit=interpreter.jit)
+
+
+# One for each kind of mods and each configuration of the kernel of dQ.
+QUICK_DETERMINISTIC = re.compile(
+    r"causal_more_keys|h(96|128|256)|grouped|window_h96|documents_h64|holes_h64|capped_h64"
+)
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(lambda case: bool(QUICK_DETERMINISTIC.fullmatch(case.name)), CASES), ids=str
+)
+def test_contract_of_deterministic_gradients_interpreted(case: Case) -> None:
+    with planned_for(A100):
+        suite.check(case, "ampere", jit=interpreter.jit, deterministic=True)

@@ -4,6 +4,7 @@ The interpreter knows these operations by what they mean (`tests/support/bulk.py
 an address.
 """
 
+import itertools
 import re
 import types
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pallas_fa2.backends.sm80.primitives import accumulate, async_copy
+from pallas_fa2.backends.common.primitives import accumulate, register_io
+from pallas_fa2.backends.sm80.primitives import async_copy
 from tests.support.device_arith import ARITH
 
 ROWS = re.compile(
@@ -115,19 +117,23 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable:
         "address": lambda *_: 0,
         "scalars": lambda values: values,
     }
-    for module in (async_copy, accumulate):
+    modules = async_copy, accumulate, register_io
+    for module in modules:
         for name, stand_in in common.items():
-            monkeypatch.setattr(module, name, stand_in)
+            monkeypatch.setattr(module, name, stand_in, raising=False)
     monkeypatch.setattr(async_copy, "mgpu", types.SimpleNamespace(utils=utils))
     swizzle = types.SimpleNamespace(as_operand=lambda buffer: None)
     monkeypatch.setattr(async_copy, "swizzle", swizzle)
 
     def execute(memory: Memory, threads: int, code: Callable, *arguments: Any) -> Any:
         index = np.arange(threads, dtype=np.int32)
-        monkeypatch.setattr(async_copy, "thread_index", lambda: index)
-        for module in (async_copy, accumulate):
-            monkeypatch.setattr(module, "warpgroup_thread_index", lambda: index % 128)
-            monkeypatch.setattr(module, "asm", memory.asm)
+        stand_ins = {
+            "thread_index": lambda: index,
+            "warpgroup_thread_index": lambda: index % 128,
+            "asm": memory.asm,
+        }
+        for module, (name, stand_in) in itertools.product(modules, stand_ins.items()):
+            monkeypatch.setattr(module, name, stand_in, raising=False)
         return code(*arguments)
 
     return execute

@@ -27,7 +27,7 @@ ORDER = [
     *("backends.protocol", "backends.common", "backends.xla", "backends.reference"),
     *("backends.sm90.primitives", "backends.sm90.nonfinite"),
     *("backends.sm90.forward", "backends.sm90.backward", "backends.sm90"),
-    *("backends.sm80.primitives", "backends.sm80.forward", "backends.sm80.backward", "backends.sm80"),
+    *("backends.sm80.primitives", "backends.sm80.row_schedule", "backends.sm80.forward", "backends.sm80.backward", "backends.sm80"),
     *("backends", "planning.tuned", "planning.plan", "planning.cached_plan", "autodiff", "cached_autodiff"),
     *("api", "cached_api", "cached_explanation", "drop_in", "explanation", "planning", "flax", "distributed"),
     *("__init__", "__main__"),

@@ -14,7 +14,8 @@ class Configuration(NamedTuple):
 
     forward: Any = None
     backward: Any = None
-    # The name of the backend that computes all gradients where those of score data are needed, if it is another one.
+    # The name of the backend that computes all gradients where those of score data are needed, if it is another one; it
+    # always does where `backward` is None.
     score_gradients: str | None = None
 
 
@@ -22,12 +23,13 @@ class KernelDescription(NamedTuple):
     """The description of a backend's kernels that `explain` prints.
 
     `tile` is the forward's, (queries, keys). `workspace_bytes` is the device memory that the backward uses beside
-    inputs, outputs and gradients: an integer, or a symbol of `jax.export`.
+    inputs, outputs and gradients: an integer, or a symbol of `jax.export`. `backward` is None where another backend
+    computes all gradients.
     """
 
     tile: tuple[int, int]
     forward: str
-    backward: str
+    backward: str | None
     workspace_bytes: Any
 
 

@@ -65,8 +65,8 @@ def attention_fn(
       broadcast_dropout: has no effect; bits are drawn for every batch entry and head.
       dropout_rng, dropout_rate, deterministic: dropout of the probabilities; none if `deterministic`.
       dtype: the dtype to compute in; the promoted dtype of query, key and value by default. (A Flax layer
-        without `dtype` makes them float32, as its parameters are, which the Hopper kernels do not support.)
-      precision: has no effect; float32 products are always of the highest precision.
+        without `dtype` makes them float32, as its parameters are, which is slower.)
+      precision: has no effect; float32 attention is always as exact as with the highest precision.
       force_fp32_for_softmax: has no effect; the softmax is always in float32 at least.
       module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None.
       promote_dtype: called as `promote_dtype((query, key, value), dtype=dtype)`, as nnx does.

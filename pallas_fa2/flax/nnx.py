@@ -27,7 +27,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     included. Masks may also be mask objects or functions of two tokens. In decoding, of one token per call as in Flax,
     they read its position in the whole sequence.
 
-    Without `dtype`, float32 parameters make query, key and value float32, which the Hopper kernels do not support.
+    Without `dtype`, float32 parameters make query, key and value float32, which is slower.
 
     Args:
       num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features, options: as

@@ -16,7 +16,7 @@ class Plan:
 
     `implementation` is the name of the backend. `rejected` has the names of the faster backends and why they cannot run
     the call. `score_grad_fallback` is the name and the configuration of another backend that computes all gradients
-    where those of score data are needed.
+    where those of score data are needed, and everywhere if `backward` is None.
     """
 
     implementation: str
@@ -27,8 +27,9 @@ class Plan:
 
     def backward_for(self, score_gradients: bool) -> tuple[str, Any]:
         """Return the backend that computes gradients, those of score data included or not, and its configuration."""
-        if score_gradients and self.score_grad_fallback is not None:
-            return self.score_grad_fallback
+        fallback = self.score_grad_fallback
+        if fallback is not None and (score_gradients or self.backward is None):
+            return fallback
         return self.implementation, self.backward
 
     def summary(self, spec: CallSpec) -> str:

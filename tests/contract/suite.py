@@ -16,7 +16,11 @@ from tests.support.hopper import asking_first
 
 
 def value_and_gradients(
-    case: Case, implementation: str, gradients: bool = True, on_cache: bool = False
+    case: Case,
+    implementation: str,
+    gradients: bool = True,
+    on_cache: bool = False,
+    deterministic: bool = False,
 ) -> Callable:
     """(q, k, v, dout, dlse) -> out, lse, dq, dk, dv; or out and lse alone. `on_cache`: by a cache that is full."""
     mask = case.mask(case)[0] if case.mask else None
@@ -29,7 +33,7 @@ def value_and_gradients(
         if on_cache:
             cache = fa.Cache(k, v, jnp.full(case.batch, case.kv_len))
             return fa.cached_attention(q, cache, q_positions=jnp.arange(case.q_len), **options)
-        return fa.flash_attention(q, k, v, **options)
+        return fa.flash_attention(q, k, v, deterministic_gradients=deterministic, **options)
 
     def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple:
         if not gradients:
@@ -90,17 +94,19 @@ def check(
     jit: Callable = jax.jit,
     gradients: bool = True,
     on_cache: bool = False,
+    deterministic: bool = False,
 ) -> None:
     """Values and gradients of each, on clean inputs and with NaN where nobody may look.
 
-    `jit` is that of JAX or of the interpreter; `on_cache` calls `cached_attention`.
+    `jit` is that of JAX or of the interpreter; `on_cache` calls `cached_attention`. If `deterministic`, gradients are
+    summed in one order.
     """
     inputs = case.inputs()
     goal, unfused = expected(case, inputs)
     for implementation in implementations:
         interpreted = implementation == "hopper" and jit is not jax.jit
         runs = arrangements(case, inputs, interpreted)
-        call = jit(value_and_gradients(case, implementation, gradients, on_cache))
+        call = jit(value_and_gradients(case, implementation, gradients, on_cache, deterministic))
         for where, arrays, entries in runs:
             results = zip(Truth._fields, call(*arrays), unfused, goal, strict=gradients)
             for name, *of in results:

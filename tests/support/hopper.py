@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pallas_fa2 as fa
 from pallas_fa2.backends.common import mask_bits, scheduler
 from pallas_fa2.backends.common.primitives.launch import build_kernel
+from pallas_fa2.backends.sm80 import support
 from pallas_fa2.backends.sm90 import configs
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.xla import tile
@@ -46,7 +47,7 @@ def runs_on_ampere(case: Case) -> bool:
     """Return whether the mma.sync kernels take a case."""
     values = case.value_dim or case.head_dim
     return (
-        jnp.dtype(case.dtype).itemsize == 2
+        jnp.dtype(case.dtype).name in support.DTYPES
         and all(dim % 8 == 0 and dim <= 256 for dim in (case.head_dim, values))
         and (case.scale is None or case.scale > 0)
     )

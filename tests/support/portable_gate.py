@@ -8,11 +8,14 @@ import json
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 import pallas_fa2 as fa
+from pallas_fa2.backends.sm80 import configs
+from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from tests.support import compile_gate, gpus
 from tests.support.hopper import planned_for
 
@@ -23,6 +26,8 @@ LENGTH = 4096
 class Call:
     dims: tuple[int, int]
     options: Callable[[Any], dict[str, Any]]  # of int32 [1, LENGTH]
+    forward: ForwardConfig | None = None  # instead of the one that the call would take
+    dtype: Any = jnp.bfloat16
 
 
 def _documents(ids: Any) -> dict[str, Any]:
@@ -46,6 +51,11 @@ def _dropped(_: Any) -> dict[str, Any]:
     return {"is_causal": True, "dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
 
 
+def _deterministic(options: Callable) -> Callable:
+    return lambda ids: options(ids) | {"deterministic_gradients": True}
+
+
+DETERMINISTIC = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)
 CALLS = {
     **{f"h{h}_{hv}": Call((h, hv), _causal) for h, hv in ((64, 64), (96, 96), (128, 128))},
     **{f"h{h}_{hv}": Call((h, hv), _causal) for h, hv in ((192, 128), (256, 256))},
@@ -58,23 +68,51 @@ CALLS = {
     "scored": Call((64, 64), _scored),
     "biased": Call((64, 64), _biased),
     "dropped": Call((64, 64), _dropped),
+    **{f"deterministic_{h}": Call((h, hv), _deterministic(_causal)) for h, hv in DETERMINISTIC},
+    "deterministic_documents": Call((128, 128), _deterministic(_documents)),
+    "deterministic_scored": Call((64, 64), _deterministic(_scored)),
+    "deterministic_dropped": Call((128, 128), _deterministic(_dropped)),
+    **{
+        f"float32_{name}": Call(dims, options, dtype=jnp.float32)
+        for name, dims, options in (
+            ("h64", (64, 64), _causal),
+            ("h96", (96, 96), _causal),
+            ("h128", (128, 128), _causal),
+            ("h192_128", (192, 128), _causal),
+            ("h256", (256, 256), _causal),
+            ("full", (64, 64), lambda _: {}),
+            ("full_128", (128, 128), lambda _: {}),
+            ("documents", (128, 128), _documents),
+            ("biased", (64, 64), _biased),
+            ("dropped", (64, 64), _dropped),
+        )
+    },
+}
+# What `autotune` may choose, without gradients.
+CANDIDATES = {
+    f"candidate_{i}": Call((rule.config.head_dim, rule.config.value_dim), _causal, rule.config)
+    for i, rule in enumerate(configs.FORWARD_RULES)
 }
 
 
 def compile_kernels(name: str) -> list[compile_gate.KernelReport]:
-    """Compile the kernels of a call and of its gradients; return those that multiply, the forward first."""
-    call = CALLS[name]
+    """Compile the kernels of a call and of its gradients, or the forward of a candidate; return those that multiply, the forward first."""
+    call = (CALLS | CANDIDATES)[name]
     h, hv = call.dims
 
     def run(q: Any, k: Any, v: Any, dout: Any, ids: Any) -> Any:
         def attend(q: Any, k: Any, v: Any) -> Any:
             return fa.flash_attention(q, k, v, implementation="ampere", **call.options(ids))
 
+        if call.forward is not None:
+            rules = (configs.Rule(call.forward),)
+            with mock.patch.object(configs, "FORWARD_RULES", rules):
+                return attend(q, k, v)
         out, pull = jax.vjp(attend, q, k, v)
         return out, pull(dout)
 
     shapes = [(1, LENGTH, 4, size) for size in (h, h, hv, hv)]
-    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    args = [jax.ShapeDtypeStruct(shape, call.dtype) for shape in shapes]
     ids = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
     with planned_for(gpus.device()):
         reports = compile_gate.compile_for_h200(run, *args, ids)

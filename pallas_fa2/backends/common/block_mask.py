@@ -12,6 +12,7 @@ import numpy as np
 from pallas_fa2.arithmetic import array_namespace
 from pallas_fa2.backends.common import block_mask_kernel, tile_order_kernel
 from pallas_fa2.backends.common.block_mask_kernel import FULL_BIT, MAX_BLOCKS
+from pallas_fa2.backends.common.primitives import layouts
 from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.backends.common.tile_order_kernel import LONG
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
@@ -63,6 +64,21 @@ class BlockMask(NamedTuple):
         full = np.sum(classes == FULL, -1, dtype=np.int32)
         visited = np.maximum(np.sum(classes != EMPTY, -1, dtype=np.int32), np.int32(1))
         return cls(visited + full * np.int32(1 << FULL_BIT), lists)
+
+    def load_counts(self, coordinates: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+        """Load how many blocks a tile, (batch entry, head, tile), visits, and how many of them, the first ones, are full.
+
+        The arrays are references here, as in `load_entry`.
+        """
+        batch, head, tile = coordinates
+        counts = layouts.index_broadcast(self.num_blocks, batch, head)[tile]
+        visited, partial = unpack_counts(counts)
+        return visited, visited - partial
+
+    def load_entry(self, coordinates: tuple[Any, Any, Any], t: Any) -> Any:
+        """Load the entry of the block that a tile visits as the t-th; of the one after the last, whatever follows there."""
+        t = jnp.minimum(t, self.block_indices.shape[-1] - 1)
+        return layouts.index_broadcast(self.block_indices, *coordinates)[t]
 
     def dynamic_schedule(self, batch: int, heads: int, num_workers: int) -> DynamicTileScheduler:
         """Return a scheduler whose tiles the CTAs claim. Tile t of head h of batch entry b has the id

@@ -16,15 +16,21 @@ from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.dropout import RowKeys
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.common.primitives import layouts, masking, register_io, thread_values
+from pallas_fa2.backends.common.primitives import (
+    accumulate,
+    layouts,
+    masking,
+    register_io,
+    thread_values,
+)
 from pallas_fa2.backends.common.primitives.layouts import ROWS_PER_WARPGROUP
 from pallas_fa2.backends.common.primitives.pairwise import PairwiseTile
-from pallas_fa2.backends.common.primitives.tile_ops import TARGET_OPS, TILE_OPS
+from pallas_fa2.backends.common.primitives.tile_ops import TILE_OPS
 from pallas_fa2.backends.common.primitives.types import Scalar
+from pallas_fa2.backends.common.tile_gradients import softmax_gradient, times_derivative
 from pallas_fa2.backends.common.tile_mods import load_axis_inputs
 from pallas_fa2.control_flow import rematerialize
 from pallas_fa2.ir.tile_functions import PIECE_COLUMNS, ArgSource, AxisInputs, TileInputs
-from pallas_fa2.ir.tile_values import TileValue, broadcast_to_tile
 
 
 class KeyAxisInputs(NamedTuple):
@@ -69,6 +75,26 @@ class KeyMods:
     key_inputs: KeyAxisInputs
     masked: bool  # whether inputs of the mask are loaded as well
     kv_tail_visible: bool  # whether some keys may not exist: zeros that nothing masks
+
+    @classmethod
+    def load(
+        cls,
+        spec: KernelSpec,
+        aux: AuxInputs | None,
+        aux_grads: AuxGrads | None,
+        head: tuple[Scalar, Scalar],
+        first_key: Scalar,
+        first_query: Scalar,
+        masked: bool,
+        kv_tail_visible: bool,
+    ) -> "KeyMods":
+        """Load what scores and dropout, and the mask if `masked`, read of 64 keys; what they read of queries and pairs stays
+        in device memory."""
+        inputs = KeyAxisInputs(AxisInputs(0), {})
+        if aux is not None:
+            inputs = KeyAxisInputs.load(spec, aux, head, first_key, masked)
+        tile = head, first_key, first_query
+        return cls(spec, aux, aux_grads, *tile, inputs, masked, kv_tail_visible)
 
     def inputs_at(self, columns: Any) -> TileInputs:
         """Load what masks and scores read of some columns."""
@@ -148,14 +174,9 @@ class KeyMods:
 
         P^T is negative where it is dropped; `delta` is -delta of each query.
         """
-        spec = self.spec
-        if spec.dropout is not None:
-            dp = jnp.where(p > 0, dp * spec.dropout_scale, 0.0)
-            p = abs(p)
-        ds = p * (dp + layouts.broadcast_columns(delta, p.shape))
-        if spec.score is None:
-            # where a mask hides a pair, dP may be NaN
-            return jnp.where(p == 0, 0.0, ds) if spec.guards_nonfinite else ds
+        ds = softmax_gradient(self.spec, p, dp, layouts.broadcast_columns(delta, p.shape))
+        if self.spec.score is None:
+            return ds
         pieces, row_grads = [], []
         for columns in layouts.slices(p.shape[1], PIECE_COLUMNS):
             piece_p, piece_s, piece_ds = (layouts.slice_columns(x, columns) for x in (p, s, ds))
@@ -173,22 +194,16 @@ class KeyMods:
         score = self.spec.score
         inputs = self.inputs_at(columns)
         derivative, by_inputs = score.derivatives(s, self.spec.scale, inputs)
-        visible = p != 0  # elsewhere derivatives may be infinite
-
-        def times(derivative: TileValue) -> jax.Array:
-            tile = broadcast_to_tile(derivative, (0, 1), ds.shape, TARGET_OPS)
-            return jnp.where(visible, ds * tile, 0.0)
-
         of_rows = {}
         for source, by_input in by_inputs.items():
-            gradient = times(by_input)
+            gradient = times_derivative(ds, p, by_input)
             if source.side == "q":
                 self._add_to_queries(source, gradient, columns)
             elif source.side == "pair":
                 self._add_to_pairs(source, gradient, columns)
             else:
                 of_rows[source] = layouts.fold_octets(jnp.add, gradient)
-        return times(derivative), of_rows
+        return times_derivative(ds, p, derivative), of_rows
 
     def _add_to_rows(self, source: ArgSource, gradient: jax.Array) -> None:
         """Add the gradient of what scores read of keys or of the head."""
@@ -210,6 +225,6 @@ class KeyMods:
         array = self.aux_grads.pairwise_of(self.spec.score, source)
         target = layouts.index_broadcast(array, *self.head, *tile)
         if array.dtype == jnp.float32:
-            register_io.add_fragments(target, gradient, vectors=False)
+            accumulate.add_tile(target, gradient, vectors=False)
         else:
             register_io.store_fragments(target, gradient.astype(array.dtype))

@@ -10,12 +10,14 @@ MAX_HEAD_DIM = KERNEL_DIMS[-1][0]
 MAX_ELEMENTS = 2**31 - 1
 
 
-def unsupported_reason(spec: CallSpec) -> str | None:
-    """Return why no kernel supports a call, or None."""
+def unsupported_reason(
+    spec: CallSpec, dtypes: tuple[str, ...] = ("bfloat16", "float16")
+) -> str | None:
+    """Return why kernels for inputs of these dtypes do not support a call, or None."""
     if not isinstance(spec.batch, int):
         return f"its arrays have sizes that are known, and here the batch is {spec.batch}"
-    if spec.dtype.name not in ("bfloat16", "float16"):
-        return f"its inputs are bfloat16 or float16, not {spec.dtype.name}"
+    if spec.dtype.name not in dtypes:
+        return f"its inputs are {', '.join(dtypes[:-1])} or {dtypes[-1]}, not {spec.dtype.name}"
     for name, dim in (("H", spec.head_dim), ("Hv", spec.value_dim)):
         if dim > MAX_HEAD_DIM or dim % 8:
             return f"head dims are multiples of 8 up to {MAX_HEAD_DIM}, but {name} is {dim}"

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -18,6 +19,7 @@ from pallas_fa2.backends.common.primitives.layouts import ROW_LAYOUT, ROWS_PER_W
 from pallas_fa2.backends.common.primitives.pairwise import PairwiseTile
 from pallas_fa2.backends.common.primitives.tile_ops import TILE_OPS
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
+from pallas_fa2.backends.common.tile_gradients import softmax_gradient, times_derivative
 from pallas_fa2.backends.common.tile_mods import load_axis_inputs
 from pallas_fa2.ir.tile_functions import (
     PIECE_COLUMNS,
@@ -94,7 +96,7 @@ class KeyBlockInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowMods:
-    """The score functions, the mask and the dropout of 64 query rows against one block of keys."""
+    """The score functions, the mask and the dropout of 64 query rows against one block of keys, or some of its keys."""
 
     spec: KernelSpec
     block_kv: int
@@ -103,28 +105,47 @@ class RowMods:
     row_inputs: RowInputs
     key_inputs: KeyBlockInputs | None = None
 
+    @classmethod
+    def load(
+        cls,
+        spec: KernelSpec,
+        aux: AuxInputs | None,
+        head: tuple[Scalar, Scalar],
+        first_row: Scalar,
+        keys: Slice,
+        block_kv: int,
+        masked: bool,
+    ) -> "RowMods":
+        """Load what scores and dropout, and the mask if `masked`, read of 64 rows of `head`, (batch entry, head).
+
+        What they read of `keys`, all or some of a block of `block_kv`, and of pairs stays in device memory.
+        """
+        row_inputs, key_inputs = RowInputs(AxisInputs(0), {}, None), None
+        if aux is not None:
+            row_inputs = RowInputs.load(spec, aux, head, first_row, masked)
+            key_inputs = KeyBlockInputs.in_gmem(spec, aux, head, first_row, keys)
+        return cls(spec, block_kv, lambda: first_row, keys.start, row_inputs, key_inputs)
+
     def apply_score(self, s: jax.Array) -> tuple[jax.Array, float]:
         """Apply the score functions to Q K^T; return also the factor that brings the scores to base 2."""
         spec = self.spec
         if spec.score is None:
             return s, spec.scale * LOG2E
+        return spec.score.apply(s, spec.scale, self._load_score_inputs)
 
-        value = spec.score.value
-
-        def inputs_at(columns: Any) -> TileInputs:
-            keys, pairs = AxisInputs(1), {}
-            if value.reads_index("k"):
-                first = self.first_key + columns.start
-                keys = AxisInputs(1, thread_values.column_iota(columns.size, first))
-            if sources := value.token_inputs("k"):
-                assert self.key_inputs is not None
-                rows = self.key_inputs.keys.at[:, columns]
-                keys = load_axis_inputs(TILE_OPS, 1, keys.index, rows, sources)
-            if self.key_inputs is not None:
-                pairs = self.key_inputs.load_pairwise(value, columns)
-            return TileInputs(self.row_inputs.axis, keys, self.row_inputs.head_scalars, pairs)
-
-        return spec.score.apply(s, spec.scale, inputs_at)
+    def _load_score_inputs(self, columns: Any) -> TileInputs:
+        """Load what score functions, and so their derivatives, read of some columns."""
+        value, keys, pairs = self.spec.score.value, AxisInputs(1), {}
+        if value.reads_index("k"):
+            first = self.first_key + columns.start
+            keys = AxisInputs(1, thread_values.column_iota(columns.size, first))
+        if sources := value.token_inputs("k"):
+            assert self.key_inputs is not None
+            rows = self.key_inputs.keys.at[:, columns]
+            keys = load_axis_inputs(TILE_OPS, 1, keys.index, rows, sources)
+        if self.key_inputs is not None:
+            pairs = self.key_inputs.load_pairwise(value, columns)
+        return TileInputs(self.row_inputs.axis, keys, self.row_inputs.head_scalars, pairs)
 
     def apply_mask(self, s: jax.Array, bits: Sequence[jax.Array] = ()) -> jax.Array:
         """Set scores to -inf where a row does not see a key, by the mask's bits if they are precomputed."""
@@ -136,6 +157,10 @@ class RowMods:
 
     def apply_dropout(self, p: jax.Array, keys: Any) -> jax.Array:
         """Set P of some keys of the block to 0 where it is dropped; the epilogue scales up the rest."""
+        return p if self.spec.dropout is None else jnp.maximum(self.mark_dropped(p, keys), 0.0)
+
+    def mark_dropped(self, p: jax.Array, keys: Any) -> jax.Array:
+        """Return P of some keys of the block, negative where it is dropped."""
         dropout = self.spec.dropout
         if dropout is None:
             return p
@@ -145,7 +170,24 @@ class RowMods:
             columns = layouts.load_row(1, positions, I32)
         else:
             columns = thread_values.column_iota(keys.size, self.first_key + keys.start)
-        return jnp.maximum(dropout.mark_dropped(p, self.row_inputs.row_keys, columns, 1), 0.0)
+        return dropout.mark_dropped(p, self.row_inputs.row_keys, columns, 1)
+
+    def ds(self, p: jax.Array, s: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:
+        """Return dS from S = Q K^T, not scaled, and dP.
+
+        P is negative where it is dropped; `delta` is -delta of each row.
+        """
+        spec = self.spec
+        ds = softmax_gradient(spec, p, dp, layouts.broadcast_rows(delta, p.shape))
+        if spec.score is None:
+            return ds
+        pieces = []
+        for columns in layouts.slices(p.shape[1], PIECE_COLUMNS):
+            p_piece, s_piece, ds_piece = (layouts.slice_columns(x, columns) for x in (p, s, ds))
+            inputs = self._load_score_inputs(columns)
+            derivative, _ = spec.score.derivatives(s_piece, spec.scale, inputs)
+            pieces.append(times_derivative(ds_piece, p_piece, derivative))
+        return lax.concatenate(pieces, 1)
 
     @property
     def _visible_end(self) -> int | None:

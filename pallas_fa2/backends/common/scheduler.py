@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32, div, rem
 from pallas_fa2.backends.common.inline import asm_words, inline_op
 from pallas_fa2.backends.common.primitives import thread_values
-from pallas_fa2.backends.common.primitives.launch import build_kernel, isolate_from_fusion
+from pallas_fa2.backends.common.primitives.launch import run_in_place
 from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers, Scalar, Scratch
 from pallas_fa2.control_flow import when
 from pallas_fa2.schedule.raster import list_schedule
@@ -220,22 +219,16 @@ def launch_persistent(
 ) -> Any:
     """Return `outputs` as they are after run(tiles, inputs, outputs, memory) in every warpgroup of every CTA."""
     table, dynamic = jnp.asarray(tiles.table), isinstance(tiles, DynamicTileScheduler)
-    read, read_tree = jax.tree.flatten(([] if dynamic else [table], inputs))
-    written, written_tree = jax.tree.flatten(([table] if dynamic else [], outputs))
+    inputs = [] if dynamic else [table], inputs
+    outputs = [table] if dynamic else [], outputs
 
-    def body(refs: tuple, memory: Any) -> None:
-        static_table, inputs = jax.tree.unflatten(read_tree, refs[: len(read)])
-        dynamic_table, outputs = jax.tree.unflatten(written_tree, refs[len(read) :])
+    def body(inputs: tuple, outputs: tuple, memory: Any) -> None:
+        (static_table, inputs), (dynamic_table, outputs) = inputs, outputs
         (table,) = *static_table, *dynamic_table
         run(dataclasses.replace(tiles, table=table), inputs, outputs, memory)
 
-    kernel = build_kernel(name, body, memory, (), {"cta": tiles.num_workers}, warpgroups, cluster)
-
-    @isolate_from_fusion
-    def after(read: list, written: tuple) -> tuple:
-        return pl.run_state(lambda refs: kernel(*read, *refs))(written)
-
-    return jax.tree.unflatten(written_tree, after(read, tuple(written)))[1]
+    grid = {"cta": tiles.num_workers}
+    return run_in_place(name, body, memory, inputs, outputs, grid, warpgroups, cluster)[1]
 
 
 _ENTRY = thread_values.SCALAR_I32, thread_values.SCALAR_I32

@@ -15,7 +15,9 @@ from pallas_fa2.backends.common.second_order import forbid_second_order
 from pallas_fa2.backends.protocol import Backend, KernelDescription
 from pallas_fa2.backends.sm80 import configs, first_use, support
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
+from pallas_fa2.backends.sm80.backward.dq_kernel import query_gradients
 from pallas_fa2.backends.sm80.backward.kernel import gradients
+from pallas_fa2.backends.sm80.backward.memory import Inputs
 from pallas_fa2.backends.sm80.backward.schedule import block_mask_by_keys
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.kernel import attention
@@ -38,7 +40,7 @@ def forward(
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, runtime: RuntimeAux) -> tuple:
         kernel_spec = mods.make_kernel_spec(q.shape[0], q.shape[2], k.shape[2])
         plan = mods.plan_mask(kernel_spec, runtime, config.tile, q_axis=0)
-        if kernel_spec.guards_nonfinite:
+        if kernel_spec.guards_nonfinite and not config.is_split:  # the split does so itself
             k, v = _sanitize_keys(k, v)
         masks = plan.block_mask, plan.aux, plan.mask_bits
         return attention(plan.kernel_spec, config, q, k, v, *masks)
@@ -67,27 +69,41 @@ def backward(
     trim = causal_trim(spec)
     trimmed_operands = trim.operands(operands)
     mods = CompiledMods.compile(spec, trim, trimmed_operands, *config.tile, needs_grad)
+    dq_mods = dq_aux = None
+    if config.dq is not None:
+        dq_mods = CompiledMods.compile(spec, trim, trimmed_operands, *config.dq.tile)
+        dq_aux = dq_mods.runtime
     q, k, v, out, lse, dout, dlse = forbid_second_order((q, k, v, out, lse, dout, dlse))
 
     def kernel(*args: Any) -> tuple:
-        q, k, v, out, dout, lse, dlse, runtime = args
+        q, k, v, out, dout, lse, dlse, dq_aux, runtime = args
         kernel_spec = mods.make_kernel_spec(q.shape[0], q.shape[2], k.shape[2])
-        plan = mods.plan_mask(kernel_spec, runtime, config.tile, q_axis=1)
-        block_mask = None if plan.classes is None else block_mask_by_keys(plan.classes)
         delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
         delta = -delta if dlse is None else dlse - delta
         if kernel_spec.guards_nonfinite:
             q, k, dout, lse = _sanitize_for_backward(q, k, dout, lse)
-        extra = -kernel_spec.q_len % config.block_q
+        extra = -kernel_spec.q_len % config.rows_multiple
         lse, delta = (
             jnp.pad(x, ((0, 0), (0, 0), (0, extra)), constant_values=fill)
             for x, fill in ((lse, -jnp.inf), (delta, 0.0))
         )
-        masks = block_mask, plan.aux, plan.mask_bits
-        return gradients(plan.kernel_spec, config, q, k, v, dout, lse, delta, *masks)
+        inputs = Inputs(q, k, v, dout, lse, delta)
+        plan = mods.plan_mask(kernel_spec, runtime, config.tile, q_axis=1)
+        block_mask = None if plan.classes is None else block_mask_by_keys(plan.classes)
+        by_keys = inputs._replace(block_mask=block_mask, aux=plan.aux, mask_bits=plan.mask_bits)
+        dq, dk, dv, aux_grads = gradients(plan.kernel_spec, config, by_keys)
+        if config.dq is not None:
+            assert dq_mods is not None
+            plan = dq_mods.plan_mask(kernel_spec, dq_aux, config.dq.tile, q_axis=0)
+            masks = {"block_mask": plan.block_mask, "aux": plan.aux, "mask_bits": plan.mask_bits}
+            dq = query_gradients(plan.kernel_spec, config.dq, inputs._replace(**masks))
+        return dq, dk, dv, aux_grads
 
     arguments = ("b.n.", "b.k.", "b.k.", "b.n.", "b.n.", "bn.", None if dlse is None else "bn.")
-    axes = mods.sharded_axes(arguments, ("b.n.", "b.k.", "b.k.", AuxGrads.axes(mods.score)))
+    dq_axes = None if dq_aux is None else dq_aux.axes
+    axes = mods.sharded_axes(
+        (*arguments, dq_axes), ("b.n.", "b.k.", "b.k.", AuxGrads.axes(mods.score))
+    )
     dq, dk, dv, aux_grads = batched(kernel, support.batch_limit(spec), axes)(
         trim.queries(q),
         trim.keys(k),
@@ -96,6 +112,7 @@ def backward(
         trim.queries(dout),
         trim.queries(jnp.where(lse == -jnp.inf, -jnp.inf, lse * -LOG2E), 2),
         None if dlse is None else trim.queries(dlse, 2),
+        dq_aux,
         mods.runtime,
     )
     dq = trim.untrim_queries(dq)
@@ -133,20 +150,33 @@ def _sanitize_for_backward(
 
 
 def describe(
-    spec: CallSpec, forward: ForwardConfig, backward: BackwardConfig, operands: Operands
+    spec: CallSpec, forward: ForwardConfig, backward: BackwardConfig | None, operands: Operands
 ) -> KernelDescription:
     """Describe the kernels of a call, of which nothing runs."""
     blocks = ", blocks from lists" if spec.has_general_mask else ""
-    rows = spec.batch * spec.q_heads * round_up(spec.q_len, backward.block_q)
+    split = ", float32 as two float16 numbers, three products" if forward.is_split else ""
+    forward_text = (
+        f"mma.sync, a CTA of {4 * forward.warpgroups} warps for {forward.block_q} queries, {forward.block_kv} keys at a "
+        f"time{blocks}{split}"
+    )
+    if backward is None:
+        return KernelDescription(forward.tile, forward_text, None, 0)
+    rows = spec.batch * spec.q_heads * round_up(spec.q_len, backward.rows_multiple)
     keys = spec.batch * spec.q_heads * round_up(spec.kv_len, backward.block_kv)
     shares = 0 if spec.group == 1 else keys * (backward.head_dim + backward.value_dim)
+    if backward.dq is None:
+        dq, columns = "float32 dQ, atomic additions in any order", backward.head_dim
+    else:
+        kernels = (
+            "dK, dV and dQ by a kernel each" if backward.apart else "dQ by a kernel of its own"
+        )
+        dq, columns = f"{kernels}, dQ of {backward.dq.block_q} queries a CTA", 0
     return KernelDescription(
         forward.tile,
-        f"mma.sync, a CTA of {4 * forward.warpgroups} warps for {forward.block_q} queries, {forward.block_kv} keys at a "
-        f"time{blocks}",
+        forward_text,
         f"mma.sync, a CTA of {4 * backward.warpgroups} warps for {backward.block_kv} keys, {backward.block_q} queries at "
-        f"a time{blocks}; float32 dQ, atomic additions in any order",
-        4 * (rows * (backward.head_dim + 2) + shares),
+        f"a time{blocks}; {dq}",
+        4 * (rows * (columns + 2) + shares),
     )
 
 
@@ -163,6 +193,7 @@ BACKEND = Backend(
     forward=forward,
     backward=backward,
     describe=describe,
+    candidates=configs.candidates,
     config_type=ForwardConfig,
     is_fused=True,
 )

@@ -1,10 +1,11 @@
 """The configurations of the mma.sync kernels, by head dims and the shared memory of a GPU."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
-from pallas_fa2.backends.common import limits
+from pallas_fa2.backends.common import limits, split_float32
 from pallas_fa2.backends.protocol import Configuration
-from pallas_fa2.backends.sm80.backward.config import BackwardConfig
+from pallas_fa2.backends.sm80.backward.config import BackwardConfig, DqConfig
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
@@ -13,6 +14,79 @@ from pallas_fa2.ir.call_spec import CallSpec
 # capability); `MIN_SMEM_BYTES` on all other GPUs.
 SMEM_BYTES = {"8.0": 166_912, "8.7": 166_912, "9.0": 232_448, "10.0": 232_448, "10.3": 232_448}
 MIN_SMEM_BYTES = 101_376
+
+
+class Rule[C: (ForwardConfig, DqConfig)](NamedTuple):
+    """A configuration of a kernel of query rows, and the calls that take it."""
+
+    config: C
+    # Whether it serves causal calls and up to 1024 queries alone.
+    only_short: bool = False
+    # How many CTAs must fit into the shared memory of a CTA: as many then run on a multiprocessor, and hide each other's
+    # softmax.
+    ctas: int = 1
+    # Whether ptxas compiles it for Blackwell with no more spills than the gate allows.
+    on_blackwell: bool = True
+
+    def compiles(self, dims: tuple[int, int], device: Device) -> bool:
+        """Return whether the kernel is of these head dims and runs on a device."""
+        on_device = self.on_blackwell or float(device.capability) < 10.0
+        own_dims = self.config.head_dim, self.config.value_dim
+        return own_dims == dims and on_device and self.config.smem_bytes <= smem_bytes(device)
+
+    def serves(self, spec: CallSpec, device: Device) -> bool:
+        """Return whether such a call takes it, if no rule before does."""
+        dims, is_short = kernel_dims(spec.head_dim, spec.value_dim), spec.causal is not None
+        is_short |= spec.q_len <= 1024
+        has_room = self.ctas * self.config.smem_bytes <= smem_bytes(device)
+        return self.compiles(dims, device) and has_room and (is_short or not self.only_short)
+
+
+LARGE_DIMS = (192, 128), (192, 192), (256, 256)
+
+# For each head dims, the first rule that serves a call is taken, as measured on an H200
+# (docs/decisions/0073-portable-kernels.md); `autotune` tries the others as well.
+FORWARD_RULES: tuple[Rule[ForwardConfig], ...] = (
+    # For Blackwell, more keys at a time spill up to 1752 bytes a thread.
+    Rule(ForwardConfig(64, 64, block_kv=128), only_short=True, on_blackwell=False),
+    Rule(ForwardConfig(64, 64, q_in_registers=True)),
+    Rule(ForwardConfig(64, 64, warpgroups=2, row_tiles=1, q_in_registers=True)),
+    # Where two CTAs do not fit, one has 8 warps. For Blackwell, 32 rows a warp spill 1040 bytes at H = 128.
+    Rule(ForwardConfig(96, 96), ctas=2, on_blackwell=False),
+    Rule(ForwardConfig(96, 96, warpgroups=2, row_tiles=1, q_in_registers=True)),
+    Rule(ForwardConfig(128, 128), ctas=2, on_blackwell=False),
+    Rule(ForwardConfig(128, 128, warpgroups=2, row_tiles=1, q_in_registers=True)),
+    # O takes 128 registers for 64 rows.
+    *(Rule(ForwardConfig(*dims, row_tiles=1)) for dims in LARGE_DIMS),
+    *(Rule(ForwardConfig(*dims, row_tiles=1, warpgroups=2)) for dims in LARGE_DIMS),
+)
+
+# For each head dims, the first that fits: 32 keys a warp where registers and shared memory have room, see `key_tiles`.
+BACKWARD_CONFIGS = (
+    BackwardConfig(64, 64, warpgroups=1, key_tiles=2, score_queries=32),
+    BackwardConfig(96, 96, warpgroups=1),  # columns are no whole panels of two warpgroups
+    BackwardConfig(128, 128, split_columns=True, key_tiles=2),
+    BackwardConfig(128, 128, split_columns=True),
+    *(BackwardConfig(*dims, split_columns=True) for dims in LARGE_DIMS),
+)
+# The same where dQ has a kernel of its own: a second buffer of Q and dO takes the room of dS. The last ones serve all calls
+# where 100 KB of shared memory have no room for blocks of K, V, Q and dO: scores of 32 queries at a time spill up to 1408 bytes
+# where ptxas compiles for Blackwell, and 32 keys up to 1840. (Not measured.)
+KEY_CONFIGS = (
+    *(dataclasses.replace(config, stages=2) for config in BACKWARD_CONFIGS),
+    *BACKWARD_CONFIGS,
+    *(BackwardConfig(*dims, warpgroups=1, score_queries=16, apart=True) for dims in LARGE_DIMS),
+)
+# The kernel of dQ alone. (Not measured.)
+DQ_RULES: tuple[Rule[DqConfig], ...] = (
+    Rule(DqConfig(64, 64, row_tiles=2)),
+    Rule(DqConfig(96, 96, row_tiles=2, score_keys=32)),
+    # For Blackwell, 32 rows a warp spill 1160 bytes under a mask of documents.
+    Rule(DqConfig(128, 128, row_tiles=2, score_keys=32), ctas=2, on_blackwell=False),
+    Rule(DqConfig(128, 128, warpgroups=2)),
+    *(Rule(DqConfig(*dims)) for dims in LARGE_DIMS),
+    *(Rule(DqConfig(*dims, score_keys=16, dout_in_registers=True)) for dims in LARGE_DIMS),
+)
 
 
 def kernel_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
@@ -24,51 +98,76 @@ def smem_bytes(device: Device) -> int:
     return SMEM_BYTES.get(device.capability, MIN_SMEM_BYTES)
 
 
+def _first_that_serves(rules: tuple[Rule, ...], spec: CallSpec, device: Device) -> Any:
+    return next(rule.config for rule in rules if rule.serves(spec, device))
+
+
+def terms(spec: CallSpec) -> int:
+    """Return how many 16-bit numbers an element of q, k or v is the sum of."""
+    return split_float32.TERMS if spec.dtype.itemsize == 4 else 1
+
+
 def forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
-    """Return the forward's configuration, as measured on an H200 (docs/decisions/0073-portable-kernels.md)."""
+    """Return the forward's configuration."""
+    if terms(spec) > 1:
+        return _split_forward_config(spec, device)
+    return _first_that_serves(FORWARD_RULES, spec, device)
+
+
+def _split_forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
+    """Return the forward's configuration for float32 inputs; no other was measured (docs/decisions/0075-split-float32.md).
+
+    A warp has 16 rows: S, P and P V_j take twice the registers of 16-bit inputs, and 32 rows spill 1100 bytes a thread. So
+    do 64 keys at a time at H = 256; but bits of masks are of 64 keys.
+    """
     dims = kernel_dims(spec.head_dim, spec.value_dim)
-    if dims[0] > 128:  # O takes 128 registers for 64 rows
-        return ForwardConfig(*dims, row_tiles=1)
-    if dims[0] == 64:
-        # More keys at a time spill up to 1752 bytes a thread where ptxas compiles for Blackwell.
-        short = spec.causal is not None or spec.q_len <= 1024
-        short &= float(device.capability) < 10.0
-        return ForwardConfig(*dims, block_kv=128 if short else 64, q_in_registers=not short)
-    config = ForwardConfig(*dims)
-    # Two CTAs on a multiprocessor hide each other's softmax; where only one fits, it has 8 warps. So it has where ptxas
-    # compiles for Blackwell, and 32 rows a warp spill 1040 bytes.
-    if 2 * config.smem_bytes > smem_bytes(device) or float(device.capability) >= 10.0:
-        return ForwardConfig(*dims, warpgroups=2, row_tiles=1, q_in_registers=True)
-    return config
+    block_kv = 32 if dims[0] > 192 and spec.is_plain else 64
+    config = ForwardConfig(*dims, row_tiles=1, block_kv=block_kv, terms=split_float32.TERMS)
+    wide = dataclasses.replace(config, warpgroups=2)
+    available = smem_bytes(device)
+    # Where a multiprocessor has no room for two CTAs, 8 warps of one hide each other's softmax.
+    return wide if wide.smem_bytes <= available < 2 * config.smem_bytes else config
 
 
-def backward_config(spec: CallSpec, device: Device) -> BackwardConfig | None:
-    """Return the backward's configuration, or None if no kernel fits."""
+def backward_config(spec: CallSpec, device: Device) -> BackwardConfig:
+    """Return the backward's configuration."""
     dims, available = kernel_dims(spec.head_dim, spec.value_dim), smem_bytes(device)
     vectors = float(device.capability) >= 9.0
-    if dims[0] == 64:  # 32 keys a warp
-        candidates = [BackwardConfig(*dims, warpgroups=1, key_tiles=2, score_queries=32)]
-    elif dims[0] == 96:  # columns are no whole panels of two warpgroups
-        candidates = [BackwardConfig(*dims, warpgroups=1)]
-    else:
-        tiles = 2 if dims[0] == 128 else 1
-        # Two tiles of keys where registers and shared memory have room for them: see `key_tiles`.
-        candidates = [BackwardConfig(*dims, split_columns=True, key_tiles=tiles)]
-        if dims[0] == 128:
-            candidates.append(BackwardConfig(*dims, split_columns=True))
-    fitting = (config for config in candidates if config.smem_bytes <= available)
-    config = next(fitting, None)
-    return None if config is None else dataclasses.replace(config, vector_atomics=vectors)
+    candidates = [dataclasses.replace(x, vector_atomics=vectors) for x in BACKWARD_CONFIGS]
+    dq = _first_that_serves(DQ_RULES, spec, device)
+    with_dq = [dataclasses.replace(config, dq=dq) for config in KEY_CONFIGS]
+    candidates = with_dq if spec.deterministic else candidates + with_dq
+    return next(
+        config
+        for config in candidates
+        if (config.head_dim, config.value_dim) == dims and config.smem_bytes <= available
+    )
 
 
 def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
-    if backward_config(spec, device) is None:
-        return (
-            f"its backward for these head dims needs more shared memory than {device.kind} has "
-            f"({smem_bytes(device)} bytes)"
-        )
-    return None
+    """Return why no kernel of these dims and dtype fits into the shared memory of a device, or None."""
+    if terms(spec) == 1:
+        return None
+    if (needed := forward_config(spec, device).smem_bytes) <= smem_bytes(device):
+        return None
+    return (
+        f"its kernel for float32 and these head dims needs {needed} bytes of shared memory, and {device.kind} has "
+        f"{smem_bytes(device)}"
+    )
 
 
 def configure(spec: CallSpec, device: Device) -> Configuration:
-    return Configuration(forward_config(spec, device), backward_config(spec, device))
+    forward = forward_config(spec, device)
+    if terms(spec) > 1:  # there is no backward of split operands
+        return Configuration(forward, None, score_gradients="blockwise")
+    # Gradients of what scores read are added up in any order.
+    score_gradients = "blockwise" if spec.deterministic and spec.scores else None
+    return Configuration(forward, backward_config(spec, device), score_gradients)
+
+
+def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:
+    """Return the forward configs that `autotune` tries: those of the call's head dims that the device can run."""
+    if terms(spec) > 1:
+        return [forward_config(spec, device)]
+    dims = kernel_dims(spec.head_dim, spec.value_dim)
+    return [rule.config for rule in FORWARD_RULES if rule.compiles(dims, device)]

@@ -6,6 +6,7 @@ from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
 
 MIN_CAPABILITY = 8.0
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
@@ -15,10 +16,8 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
     # LLVM ends the process where it meets cp.async for an older GPU.
     if float(device.capability) < MIN_CAPABILITY:
         return f"it needs compute capability 8.0 or more, and {device.kind} has {device.capability}"
-    if reason := limits.unsupported_reason(spec):
+    if reason := limits.unsupported_reason(spec, DTYPES):
         return reason
-    if spec.deterministic:
-        return "it adds dQ in any order, and the call asks for deterministic gradients"
     if reason := limits.too_many_elements(_entry_elements(spec)):
         return reason
     return configs.unsupported_reason(spec, device)
@@ -31,4 +30,4 @@ def batch_limit(spec: CallSpec) -> int:
 
 def _entry_elements(spec: CallSpec) -> int:
     head_dim, _ = configs.kernel_dims(spec.head_dim, spec.value_dim)
-    return limits.entry_elements(spec, head_dim)
+    return limits.entry_elements(spec, configs.terms(spec) * head_dim)

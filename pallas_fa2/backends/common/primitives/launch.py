@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.backends.common.module_name import fix_module_name
@@ -66,3 +67,34 @@ def build_kernel(
     )
     writes_references = not jax.tree.leaves(out_type)
     return kernel if writes_references else isolate_from_fusion(kernel)
+
+
+def run_in_place(
+    name: str,
+    run: Callable,
+    memory: Scratch,
+    inputs: Any,
+    outputs: Any,
+    grid: dict[str, int],
+    warpgroups: int,
+    cluster: Mapping[str, int] = types.MappingProxyType({}),
+) -> Any:
+    """Return `outputs` as they are after run(inputs, outputs, memory) in every warpgroup of every CTA.
+
+    Both are pytrees of arrays, of which `run` gets references. A kernel adds to the outputs or overwrites some of them.
+    """
+    read, read_tree = jax.tree.flatten(inputs)
+    written, written_tree = jax.tree.flatten(outputs)
+
+    def body(refs: tuple, memory: Any) -> None:
+        inputs = jax.tree.unflatten(read_tree, refs[: len(read)])
+        outputs = jax.tree.unflatten(written_tree, refs[len(read) :])
+        run(inputs, outputs, memory)
+
+    kernel = build_kernel(name, body, memory, (), grid, warpgroups, cluster)
+
+    @isolate_from_fusion
+    def after(read: list, written: tuple) -> tuple:
+        return pl.run_state(lambda refs: kernel(*read, *refs))(written)
+
+    return jax.tree.unflatten(written_tree, after(read, tuple(written)))

@@ -51,6 +51,12 @@ def broadcast_axis(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), ACC_LAYOUT)
 
 
+def outer_product(rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """Return the tile rows_i columns_j of a value for each row and one for each column."""
+    shape = *rows.shape, *columns.shape
+    return broadcast_rows(rows, shape) * broadcast_columns(columns, shape)
+
+
 def materialize_int(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Return an integer that varies over these axes of a tile in registers of its own, where it is a scalar.
 

@@ -36,30 +36,21 @@ def _with_eviction(priority: str, instruction: str) -> str:
     return f"{{ .reg .b64 policy; {policy} {instruction} }}"
 
 
-def add_fragments(target: Ref, tile: jax.Array, vectors: bool = True) -> None:
+@inline_op("add_fragments", plgpu.RefType(), ACC_LAYOUT)
+def add_fragments(_, target: Ref, tile: Registers) -> None:
     """Add a float32 tile of 64 rows to device memory, as it lies in registers, 16 bytes at a time.
 
     `target` is as large, `[4096]` for 64 columns, in the order (eight, warp, group, thread, half,
     element) that `load_fragments` undoes: row 16 warp + 8 half + group and column 8 eight + 2 thread +
     element (PTX ISA, wgmma's D fragment). A warp then adds 512 bytes side by side.
 
-    Vectors need compute capability 9.0; without them, values are added one by one.
+    Compute capability 9.0 is needed; `accumulate` has additions for those before.
     """
-
-    @inline_op("add_fragments", plgpu.RefType(), ACC_LAYOUT)
-    def add(_, target: Ref, tile: Registers) -> None:
-        values, start = scalars(tile), _thread_start(target, 16)
-        for i in range(0, len(values), 4):
-            # 128 threads add 2048 bytes
-            if vectors:
-                code = f"red.relaxed.gpu.global.add.v4.f32 [$0 + {512 * i}], {{$1, $2, $3, $4}};"
-                asm(code, "l,f,f,f,f", start, *values[i : i + 4])
-                continue
-            for e, value in enumerate(values[i : i + 4]):
-                code = f"red.relaxed.gpu.global.add.f32 [$0 + {512 * i + 4 * e}], $1;"
-                asm(code, "l,f", start, value)
-
-    add(target, tile)
+    values, start = scalars(tile), thread_start(target, 16)
+    for i in range(0, len(values), 4):
+        # 128 threads add 2048 bytes
+        code = f"red.relaxed.gpu.global.add.v4.f32 [$0 + {512 * i}], {{$1, $2, $3, $4}};"
+        asm(code, "l,f,f,f,f", start, *values[i : i + 4])
 
 
 def put_fragments(target: Ref, tile: jax.Array, overwrite: jax.Array) -> None:
@@ -69,7 +60,7 @@ def put_fragments(target: Ref, tile: jax.Array, overwrite: jax.Array) -> None:
 
 @inline_op("put_fragments", plgpu.RefType(), ACC_LAYOUT, _SCALAR)
 def _put_fragments(_, target: Ref, tile: Registers, overwrite: Registers) -> None:
-    start, values = _thread_start(target, 16), scalars(tile)
+    start, values = thread_start(target, 16), scalars(tile)
     for i in range(0, len(values), 4):
         operands = f"[$0 + {512 * i}], {{$1, $2, $3, $4}}, policy;"
         code = (
@@ -88,7 +79,7 @@ def store_fragments(_, target: Ref, tile: Registers) -> None:
     count = mgpu.utils.bitwidth(tile.mlir_dtype) // 8  # of words that a thread has in two registers
     words = scalars(tile) if count == 4 else tile.registers.flat
     words = [llvm.bitcast(word, x) for x in words]
-    start, names = _thread_start(target, 4 * count), ", ".join(f"${1 + i}" for i in range(count))
+    start, names = thread_start(target, 4 * count), ", ".join(f"${1 + i}" for i in range(count))
     for i in range(0, len(words), count):
         code = f"st.global.v{count}.b32 [$0 + {512 * i}], {{{names}}};"
         asm(code, "l" + ",r" * count, start, *words[i : i + count])
@@ -102,7 +93,7 @@ def load_fragments(source: Ref, columns: int) -> jax.Array:
     @inline_op("load_fragments", plgpu.RefType(), result=result)
     def load(_, source: Ref) -> Registers:
         count = dtype.itemsize  # of words that a thread has in two registers
-        start = _thread_start(source, 4 * count)
+        start = thread_start(source, 4 * count)
         pair = ir.VectorType.get((2,), ir.MemRefType(source.type).element_type)
         layout = ACC_LAYOUT.to_mgpu()
         registers = np.empty(layout.registers_shape(shape), object)
@@ -123,7 +114,7 @@ def take_fragments(source: Ref, columns: int, exists: jax.Array) -> jax.Array:
 
     @inline_op("take_fragments", plgpu.RefType(), _SCALAR, result=result)
     def load(_, source: Ref, exists: Registers) -> Registers:
-        start, predicate = _thread_start(source, 16), exists.registers[()]
+        start, predicate = thread_start(source, 16), exists.registers[()]
         f32, layout = ir.F32Type.get(), ACC_LAYOUT.to_mgpu()
         registers = np.empty(layout.registers_shape(shape), object)
         clear = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
@@ -144,9 +135,10 @@ def take_fragments(source: Ref, columns: int, exists: jax.Array) -> jax.Array:
 
 
 def store_rows(target: Ref, tile: jax.Array, first_column: Scalar, rows: Scalar) -> None:
-    """Store as many `rows` as there are of a 16-bit tile of 64 rows in `[64, H]`, from a column on; columns from
-    H on do not exist. H is a multiple of 8."""
-    _store_rows(target, tile, I32(first_column), I32(rows))
+    """Store as many `rows` as there are of a tile of 64 rows, of 16 or 32 bits, in `[64, H]`, from a column on; columns
+    from H on do not exist. H is a multiple of 8."""
+    store = _store_rows if tile.dtype.itemsize == 2 else _store_float_rows
+    store(target, tile, I32(first_column), I32(rows))
 
 
 @inline_op("store_rows", plgpu.RefType(), ACC_LAYOUT, _SCALAR, _SCALAR)
@@ -177,6 +169,31 @@ def _store_rows(_, target: Ref, tile: Registers, first_column: Registers, rows: 
         asm(_with_eviction("first", code), "l" + ",r" * 6, *operands)
 
 
+@inline_op("store_rows", plgpu.RefType(), ACC_LAYOUT, _SCALAR, _SCALAR)
+def _store_float_rows(
+    _, target: Ref, tile: Registers, first_column: Registers, rows: Registers
+) -> None:
+    # Four neighbors have two columns each of every eight, which are 32 bytes: a sector of memory.
+    kind = ir.MemRefType(target.type)
+    (stride, _), _ = kind.get_strides_and_offset()
+    i64 = ir.IntegerType.get_signless(64)
+    thread = thread_index()
+    warp, neighbor = (arith.andi(thread, i32(mask)) for mask in (96, 3))
+    row = arith.addi(arith.shrui(warp, i32(1)), arith.shrui(arith.andi(thread, i32(31)), i32(2)))
+    column = arith.addi(first_column.registers[()], arith.shli(neighbor, i32(1)))
+    offset = arith.addi(arith.muli(row, i32(stride)), column)
+    start = arith.addi(address(target), arith.extui(i64, arith.shli(offset, i32(2))))
+    rows_left = arith.subi(rows.registers[()], row)
+    columns_left = arith.subi(i32(kind.shape[1]), column)
+    for at, pair in np.ndenumerate(tile.registers):
+        half, eight = 8 * sum(at[2:]), 8 * at[1]
+        code = (
+            f"{{ .reg .pred p; setp.gt.s32 p, $3, {half}; setp.gt.and.s32 p, $4, {eight}, p; "
+            f"@p st.global.v2.f32 [$0 + {4 * (half * stride + eight)}], {{$1, $2}}; }}"
+        )
+        asm(code, "l,f,f,r,r", start, *elements(pair), rows_left, columns_left)
+
+
 def _transpose_among_four(words: list[MlirValue], neighbor: MlirValue) -> list[MlirValue]:
     """Emit the exchange of four words among four neighbors, of which the n-th gets the n-th word of each."""
     for bit in (1, 2):
@@ -201,7 +218,7 @@ def _load_words(start: MlirValue, offset: int, count: int) -> list[MlirValue]:
     return asm_words(count, code, "l", start)
 
 
-def _thread_start(target: Ref, size: int) -> MlirValue:
+def thread_start(target: Ref, size: int) -> MlirValue:
     """Emit the address of a thread's own bytes of a tile, of which each thread has so many at a time."""
     i64 = ir.IntegerType.get_signless(64)
     thread = arith.andi(thread_index(), i32(127))

@@ -1,9 +1,48 @@
-"""The configuration of a backward kernel."""
+"""The configurations of the backward's kernels."""
 
 import dataclasses
 from typing import Any, ClassVar
 
 from jax.experimental import pallas as pl
+
+
+@dataclasses.dataclass(frozen=True)
+class DqConfig:
+    """Tile sizes of the kernel of dQ alone. A CTA computes dQ of `block_q` query rows of one head."""
+
+    head_dim: int  # of queries and keys: a multiple of 32 up to 256; arrays may have less
+    value_dim: int
+    warpgroups: int = 1
+    # Tiles of 64 query rows a warpgroup: two share each fragment of K and V, as in the forward.
+    row_tiles: int = 1
+    # Keys of a block whose scores are formed at once: S and dP take a register a thread for every 2 keys of a tile, each.
+    score_keys: int = 64
+    stages: int = 1  # buffers of K and of V
+    # Whether fragments of dO are kept in registers, 64 of them at Hv = 256, and pass through V's buffer. One tile of rows.
+    dout_in_registers: bool = False
+
+    @property
+    def terms(self) -> int:
+        return 1  # `blockwise` computes gradients of float32 inputs
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.row_tiles * self.warpgroups
+
+    @property
+    def block_kv(self) -> int:
+        return 64  # a fragment of mask bits
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.block_q, self.block_kv
+
+    @property
+    def smem_bytes(self) -> int:
+        """Return the bytes of shared memory that a CTA takes."""
+        dims = self.head_dim + self.value_dim
+        row_dims = self.head_dim if self.dout_in_registers else dims
+        return 2 * (self.block_q * row_dims + self.stages * self.block_kv * dims)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +61,14 @@ class BackwardConfig:
     # Whether warpgroups divide the columns of dK and dV, and not the keys: at H = 128 a warp then has 32 keys, and beyond, the
     # gradients of 64 keys would take more registers than a warpgroup has.
     split_columns: bool = False
-    # Whether fragments of K (for S alone) and of V are loaded once: 32 registers for 128 columns of 64 keys.
-    k_in_registers: bool = False
-    v_in_registers: bool = False
     # Whether dQ is added 16 bytes at a time: from compute capability 9.0 on.
     vector_atomics: bool = False
+    # The kernel of dQ alone, whose sums have one order. Without one, this kernel adds to dQ in any order.
+    dq: DqConfig | None = None
+    # Whether dK and dV have a kernel each: where shared memory has no room for blocks of K, V, Q and dO, the one has V in
+    # registers (64 of them at Hv = 256), and the other needs no V. 8 products then, for 5. One tile of keys.
+    apart: bool = False
+    formed: tuple[bool, bool] = (True, True)  # dK, dV
     block_q: ClassVar[int] = 64
 
     @property
@@ -36,6 +78,22 @@ class BackwardConfig:
     @property
     def tile(self) -> tuple[int, int]:
         return self.block_q, self.block_kv
+
+    @property
+    def adds_dq(self) -> bool:
+        return self.dq is None
+
+    @property
+    def v_in_registers(self) -> bool:
+        return self.formed == (True, False)
+
+    @property
+    def launches(self) -> list["BackwardConfig"]:
+        """Return the configurations of the kernels of dK and dV."""
+        if not self.apart:
+            return [self]
+        formed = (True, False), (False, True)
+        return [dataclasses.replace(self, apart=False, formed=x) for x in formed]
 
     @property
     def score_columns(self) -> int:
@@ -58,9 +116,23 @@ class BackwardConfig:
         return self.warpgroups if self.split_columns else 1
 
     @property
+    def stored_tiles(self) -> int:
+        """Return how many tiles of keys by queries go through shared memory: dS for dQ, P and dS where columns are divided."""
+        return 2 if self.split_columns else int(self.adds_dq)
+
+    @property
+    def rows_multiple(self) -> int:
+        """Return the multiple to which values of query rows are padded: whole blocks of each kernel."""
+        return self.block_q if self.dq is None else max(self.block_q, self.dq.block_q)
+
+    @property
     def smem_bytes(self) -> int:
-        """Return the bytes of shared memory that a CTA takes."""
+        """Return the bytes of shared memory that a CTA takes: the most of any kernel."""
+        if self.apart:
+            return max(config.smem_bytes for config in self.launches)
         dims = self.head_dim + self.value_dim
-        operands = (self.block_kv + self.stages * self.block_q) * dims
-        tiles = (2 if self.split_columns else 1) * self.block_kv * self.block_q
-        return 2 * (operands + tiles) + 8 * self.stages * self.block_q
+        key_dims = dims if all(self.formed) else self.head_dim
+        operands = self.block_kv * key_dims + self.stages * self.block_q * dims
+        tiles = self.stored_tiles * self.block_kv * self.block_q
+        own = 2 * (operands + tiles) + 8 * self.stages * self.block_q
+        return own if self.dq is None else max(own, self.dq.smem_bytes)

@@ -6,7 +6,8 @@ dV of their own, which are added up afterwards: with all heads in one CTA, Q and
 a time (a call with gradients took 1.19 of the time, llama8b_8k).
 
 From H = 128 on (`split_columns`) the warpgroups divide the columns of dK, dV and dQ, each forms the scores of half of the
-queries, and P goes through shared memory as dS does.
+queries, and P goes through shared memory as dS does. Where shared memory has no room for that, dK and dV have a kernel each
+(`apart`), and dQ another one.
 """
 
 import functools
@@ -20,43 +21,28 @@ from jax.experimental import pallas as pl
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.aux_grads import AuxGrads
-from pallas_fa2.backends.common.aux_inputs import AuxInputs
-from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.common.primitives import (
-    launch,
-    swizzle,
-)
+from pallas_fa2.backends.common.primitives import accumulate, launch, swizzle
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.key_block import KeyBlock
 from pallas_fa2.backends.sm80.backward.memory import Inputs, Outputs, SharedStorage, shared_storage
 from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
-from pallas_fa2.backends.sm80.primitives import accumulate, async_copy
+from pallas_fa2.backends.sm80.primitives import async_copy
 
 
 def gradients(
-    spec: KernelSpec,
-    config: BackwardConfig,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    dout: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    block_mask: BlockMask | None = None,
-    aux: AuxInputs | None = None,
-    mask_bits: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, AuxGrads | None]:
+    spec: KernelSpec, config: BackwardConfig, inputs: Inputs
+) -> tuple[jax.Array | None, jax.Array, jax.Array, AuxGrads | None]:
     """Return dq, dk and dv, like q `[B, T, N, H]`, k `[B, S, K, H]` and v `[B, S, K, Hv]`, and gradients of aux inputs.
 
-    `lse` and `delta` are float32 `[B, N, T']`, T' a multiple of 64, both negated: -lse in base 2, -inf where a row does not
-    exist, so that its probabilities are 0; and -rowsum(dO O). Under a mask, `block_mask` lists the blocks of queries of every
-    block of keys; `aux` is what masks, scores and dropout read, and `mask_bits` are those of a mask that is precomputed.
+    Under a mask, `inputs.block_mask` lists the blocks of queries of every block of keys. dq is None where it has a kernel of
+    its own (`dq_kernel`).
     """
-    schedule = BackwardSchedule(spec, config)
-    sums = jnp.zeros(
-        tiles_shape(spec, schedule.q_blocks, config.head_dim, config.warpgroups), jnp.float32
-    )
+    q, k, v, aux = inputs.q, inputs.k, inputs.v, inputs.aux
+    schedule, sums = BackwardSchedule(spec, config), None
+    if config.adds_dq:
+        shape = tiles_shape(spec, schedule.q_blocks, config.head_dim, config.warpgroups)
+        sums = jnp.zeros(shape, jnp.float32)
     dk, dv = lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype)
     if spec.group > 1:
         blocks = schedule.kv_tiles * (config.block_kv // 64)
@@ -70,31 +56,43 @@ def gradients(
         if spec.score is not None:
             lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
             aux_grads = AuxGrads.zeros(spec, q.dtype, lengths, aux)
-    block_mask = jax.tree.map(jnp.asarray, block_mask)
-    inputs = Inputs(q, k, v, dout, lse, delta, block_mask, aux, mask_bits)
+    block_mask = jax.tree.map(jnp.asarray, inputs.block_mask)
+    inputs = inputs._replace(block_mask=block_mask, aux=aux)
     outputs = Outputs(sums, dk, dv, aux_grads)
-    read, read_tree = jax.tree.flatten(inputs)
-    written, written_tree = jax.tree.flatten(outputs)
-
-    def run(refs: tuple, memory: SharedStorage) -> None:
-        inputs = jax.tree.unflatten(read_tree, refs[: len(read)])
-        outputs = jax.tree.unflatten(written_tree, refs[len(read) :])
-        KeyBlock.start(schedule, inputs, outputs, memory).differentiate()
-
-    grid, memory = {"cta": schedule.raster_order.count}, shared_storage(config, q.dtype)
-    kernel = launch.build_kernel("attention_gradients", run, memory, (), grid, config.warpgroups)
-
-    @launch.isolate_from_fusion
-    def add_up(read: list, written: tuple) -> tuple:
-        return pl.run_state(lambda refs: kernel(*read, *refs))(written)
-
-    outputs = jax.tree.unflatten(written_tree, add_up(read, tuple(written)))
+    if config.apart:
+        dk_config, dv_config = config.launches
+        of_keys = launch_key_blocks(spec, dk_config, inputs, outputs._replace(dv=None))
+        of_values = launch_key_blocks(spec, dv_config, inputs, Outputs(None, None, dv, None))
+        outputs = of_keys._replace(dv=of_values.dv)
+    else:
+        outputs = launch_key_blocks(spec, config, inputs, outputs)
     dq, dk, dv, aux_grads = outputs
-    dq = convert_tiles(dq, q, spec.scale, config.vector_atomics)
+    if config.adds_dq:
+        dq = convert_tiles(dq, q, spec.scale, config.vector_atomics)
     if spec.group > 1:
         dk = convert_tiles(dk, k, spec.scale, vectors=True)
         dv = convert_tiles(dv, v, spec.dropout_scale, vectors=True)
     return dq, dk, dv, aux_grads
+
+
+def launch_key_blocks(
+    spec: KernelSpec, config: BackwardConfig, inputs: Inputs, outputs: Outputs
+) -> Outputs:
+    """Return the outputs after a kernel with a CTA for each block of keys has stored and added to those that are given."""
+    schedule = BackwardSchedule(spec, config)
+
+    def run(inputs: Inputs, outputs: Outputs, memory: SharedStorage) -> None:
+        KeyBlock.start(schedule, inputs, outputs, memory).differentiate()
+
+    return launch.run_in_place(
+        "attention_gradients",
+        run,
+        shared_storage(config, inputs.q.dtype),
+        inputs,
+        outputs,
+        {"cta": schedule.raster_order.count},
+        config.warpgroups,
+    )
 
 
 def tiles_shape(spec: KernelSpec, blocks: int, dim: int, shares: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,21 +13,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.common.block_mask import reversed_block_id, unpack_counts
+from pallas_fa2.backends.common.block_mask import reversed_block_id
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.common.key_mods import KeyAxisInputs, KeyMods
+from pallas_fa2.backends.common.key_mods import KeyMods
 from pallas_fa2.backends.common.mask_bits import load_bits
-from pallas_fa2.backends.common.primitives import (
-    layouts,
-    register_io,
-    thread_values,
-)
+from pallas_fa2.backends.common.primitives import accumulate, layouts, thread_values
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
+from pallas_fa2.backends.sm80.backward.epilogue import KeyEpilogue
 from pallas_fa2.backends.sm80.backward.memory import Inputs, Outputs, SharedStorage
 from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
-from pallas_fa2.backends.sm80.primitives import accumulate, async_copy, mma
+from pallas_fa2.backends.sm80.primitives import async_copy, mma
 from pallas_fa2.control_flow import cond, when
-from pallas_fa2.ir.tile_functions import AxisInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +45,13 @@ class KeyBlock:
         cls, schedule: BackwardSchedule, inputs: Inputs, outputs: Outputs, memory: SharedStorage
     ) -> "KeyBlock":
         coordinates = schedule.coordinates(lax.axis_index("cta"))
-        batch, head, tile = coordinates
         warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
         first_block, num_full = I32(0), I32(0)
         if inputs.block_mask is None:
-            first_block = schedule.first_q_block(tile)
+            first_block = schedule.first_q_block(coordinates[2])
             num_steps = schedule.q_blocks - first_block
         else:
-            counts = layouts.index_broadcast(inputs.block_mask.num_blocks, batch, head)[tile]
-            num_steps, num_partial = unpack_counts(counts)
-            num_full = num_steps - num_partial
+            num_steps, num_full = inputs.block_mask.load_counts(coordinates)
         counts = first_block, num_steps, num_full, warpgroup
         return cls(schedule, inputs, outputs, memory, coordinates, *counts)
 
@@ -69,12 +63,10 @@ class KeyBlock:
     def head(self) -> Any:
         return self.coordinates[1]
 
-    @property
-    def kv_head(self) -> Any:
+    def compute_kv_head(self) -> Any:
         return arithmetic.div(self.head, self.spec.group)
 
-    @property
-    def first_key(self) -> Any:
+    def compute_first_key(self) -> Any:
         return self.coordinates[2] * self.config.block_kv
 
     @property
@@ -86,51 +78,59 @@ class KeyBlock:
         return self.schedule.config
 
     def differentiate(self) -> None:
-        """Compute dK and dV of the block, and add to dQ: Algorithm 2, lines 6-18."""
+        """Compute dK and dV of the block, and add to dQ if it has no kernel of its own: Algorithm 2, lines 6-18."""
         first = self.load_q_block(I32(0))
-        self.load_keys()
+        v = self.load_keys()
         self.load_block(I32(0), first)
-        k_fragments, v_fragments = self.load_fragments()
         split = self.config.split_columns
         dims = (self.config.head_dim, self.config.value_dim)
         columns = (self.config.share(dim, 0).size if split else dim for dim in dims)
-        tiles = range(self.config.key_tiles)
+        counts = (self.config.key_tiles * formed for formed in self.config.formed)
         dk, dv = (
-            [thread_values.zero_accumulator((64, n)) for _ in tiles] for n in columns
+            [thread_values.zero_accumulator((64, n)) for _ in range(count)]
+            for n, count in zip(columns, counts, strict=True)
         )  # line 7
-        body = functools.partial(self.step, k_fragments, v_fragments)
+        body = functools.partial(self.step, v)
         _, dk, dv = lax.fori_loop(I32(0), self.num_steps, body, (first, dk, dv))
-        self.store(dk, dv)  # line 18 at the end of the loop
+        arrays = self.outputs, self.memory
+        epilogue = KeyEpilogue(self.schedule, *arrays, self.coordinates, self.warpgroup)
+        epilogue.store(dk, dv, self.slice_score_rows())  # line 18 at the end of the loop
 
-    def step(self, k_fragments: list, v_fragments: list, t: Any, carry: tuple) -> tuple:
-        """Add what the t-th block of queries that is visited, i, gives: Algorithm 2, lines 9-16."""
+    def step(self, v: list, t: Any, carry: tuple) -> tuple:
+        """Add what the t-th block of queries that is visited, i, gives: Algorithm 2, lines 9-16.
+
+        `v` are the fragments of V, if they are kept in registers.
+        """
         i, dk, dv = carry
         next_i = self.load_q_block(t + 1)
         q, dout, lse, delta = self.buffers(t)
         self.wait_for_copies()  # the block is there, and everyone has read the one before
         if self.config.stages > 1:
             self.load_block(t + 1, next_i)
-        for columns in self.score_columns:
-            mods = [self.mods(i, rows, columns, masked=False) for rows in self.score_rows]
-            s = self.multiply_keys(self.memory.k, q.at[columns], k_fragments)  # line 10
+        for columns in self.slice_score_columns():
+            rows = self.slice_score_rows()
+            mods = [self.load_mods(i, x, columns, masked=False) for x in rows]
+            s = self.multiply_keys(self.memory.k, q.at[columns])  # line 10
             column_lse = layouts.load_row(1, lse.at[columns], jnp.float32)
             exponents = [m.exponents(x, column_lse) for m, x in zip(mods, s, strict=True)]
             exponents = self.mask(exponents, t, i, columns)
-            p = [
-                m.apply_dropout(m.probabilities(x)) for m, x in zip(mods, exponents, strict=True)
-            ]  # line 11
-            dp = self.multiply_keys(self.memory.v, dout.at[columns], v_fragments)  # line 13
-            column_delta = layouts.load_row(1, delta.at[columns], jnp.float32)
-            tiles = zip(mods, p, s, dp, strict=True)
-            ds = [
-                m.ds(p_, s_, dp_, column_delta).astype(q.dtype) for m, p_, s_, dp_ in tiles
-            ]  # line 14
+            tiles = zip(mods, exponents, strict=True)
+            p = [m.apply_dropout(m.probabilities(x)) for m, x in tiles]  # line 11
+            ds = []
+            if dk:
+                dp = self.multiply_keys(self.memory.v, dout.at[columns], v)  # line 13
+                column_delta = layouts.load_row(1, delta.at[columns], jnp.float32)
+                tiles = zip(mods, zip(p, s, dp, strict=True), strict=True)
+                ds = [m.ds(*x, column_delta).astype(q.dtype) for m, x in tiles]  # line 14
             p = [m.zero_dropped(x).astype(q.dtype) for m, x in zip(mods, p, strict=True)]
-            self.store_tiles(self.memory.ds, columns, ds)
+            if self.config.stored_tiles:
+                self.store_tiles(self.memory.ds, columns, ds)
             if self.config.split_columns:
                 self.store_tiles(self.memory.p, columns, p)
-            else:
+                continue
+            if dv:
                 dv = mma.multiply_rows(dv, list(map(mma.as_left, p)), dout.at[columns])  # line 12
+            if dk:
                 dk = mma.multiply_rows(dk, list(map(mma.as_left, ds)), q.at[columns])  # line 16
         if self.config.split_columns:
             async_copy.sync_cta(self.config.warpgroups)
@@ -138,17 +138,20 @@ class KeyBlock:
             dv = self.multiply_shared(dv, self.memory.p, own_dout)  # line 12
             own_q = q.at[:, self.share(self.config.head_dim)]
             dk = self.multiply_shared(dk, self.memory.ds, own_q)  # line 16
-        async_copy.sync_cta(self.config.warpgroups)  # dS is there; Q and dO have been read
+        if self.config.adds_dq or self.config.stages == 1:
+            async_copy.sync_cta(self.config.warpgroups)  # dS is there; Q and dO have been read
         if self.config.stages == 1:
             self.load_block(t + 1, next_i)
-        self.add_dq(i)  # line 15
+        if self.config.adds_dq:
+            self.add_dq(i)  # line 15
         return next_i, dk, dv
 
-    def multiply_keys(self, keys: Any, queries: Any, fragments: list) -> list[jax.Array]:
-        """Return keys @ queries^T of each of the warpgroup's tiles of keys: S^T or dP^T."""
-        tiles = self.score_rows
+    def multiply_keys(self, keys: Any, queries: Any, fragments: Sequence = ()) -> list[jax.Array]:
+        """Return keys @ queries^T of each of the warpgroup's tiles of keys: S^T or dP^T. `fragments` are those of the keys,
+        of each panel of columns, if they are in registers."""
+        tiles = self.slice_score_rows()
         accs = [thread_values.zero_accumulator((64, queries.shape[0])) for _ in tiles]
-        for i, columns in enumerate(mma.panel_slices(keys)):
+        for i, columns in enumerate(mma.panel_slices(queries)):
             lefts = fragments[i] if fragments else self.left_fragments(keys, columns)
             right = mma.load_right(queries.at[:, columns], transposed=True)
             accs = [plgpu.mma(acc, left, right) for acc, left in zip(accs, lefts, strict=True)]
@@ -161,21 +164,10 @@ class KeyBlock:
         return accs
 
     def left_fragments(self, keys: Any, columns: Any) -> list[jax.Array]:
-        return [mma.load_left(keys.at[rows, columns]) for rows in self.score_rows]
-
-    def load_fragments(self) -> tuple[list, list]:
-        """Load the fragments of K and V that are kept in registers, of each panel of columns and tile of keys."""
-        kept = self.config.k_in_registers, self.config.v_in_registers
-        if any(kept):
-            self.wait_for_copies()
-        k, v = (
-            [self.left_fragments(keys, x) for x in mma.panel_slices(keys)] if is_kept else []
-            for keys, is_kept in zip((self.memory.k, self.memory.v), kept, strict=True)
-        )
-        return k, v
+        return [mma.load_left(keys.at[rows, columns]) for rows in self.slice_score_rows()]
 
     def store_tiles(self, buffer: Any, columns: Any, tiles: list[jax.Array]) -> None:
-        for rows, tile in zip(self.score_rows, tiles, strict=True):
+        for rows, tile in zip(self.slice_score_rows(), tiles, strict=True):
             buffer.at[rows, columns][...] = tile
 
     def add_dq(self, i: Any) -> None:
@@ -203,9 +195,11 @@ class KeyBlock:
 
         def mask() -> list[jax.Array]:
             masked = []
-            for n, (rows, exponent) in enumerate(zip(self.score_rows, exponents, strict=True)):
+            for n, (rows, exponent) in enumerate(
+                zip(self.slice_score_rows(), exponents, strict=True)
+            ):
                 bits = self.load_mask_bits(i, n, columns)
-                mods = self.mods(i, rows, columns, masked=True)
+                mods = self.load_mods(i, rows, columns, masked=True)
                 masked.append(mods.apply_mask(exponent, bits))
             return masked
 
@@ -216,31 +210,25 @@ class KeyBlock:
         if not self.spec.uses_mask_bits:
             return []
         first = 0 if self.config.split_columns else self.warpgroup * self.config.key_tiles
-        place = self.batch, self.coordinates[2], i, first + n
-        bits = load_bits(self.inputs.mask_bits, *place)
+        index = self.batch, self.coordinates[2], i, first + n
+        bits = load_bits(self.inputs.mask_bits, *index)
         # A thread has half a bit a column: 4 values in 8 columns.
         return [word << (columns.start // 2) for word in bits]
 
-    def mods(self, i: Any, rows: Any, columns: Any, masked: bool) -> KeyMods:
+    def load_mods(self, i: Any, rows: Any, columns: Any, masked: bool) -> KeyMods:
         """Load what scores and dropout, and the mask if `masked`, read of a tile of keys."""
-        head, aux = (self.batch, self.head), self.inputs.aux
-        first_key = self.first_key + rows.start
-        first_query = i * self.config.block_q + columns.start
-        inputs = KeyAxisInputs(AxisInputs(0), {})
-        if aux is not None:
-            inputs = KeyAxisInputs.load(self.spec, aux, head, first_key, masked)
-        place = head, first_key, first_query
+        head, arrays = (self.batch, self.head), (self.inputs.aux, self.outputs.aux_grads)
+        first_key = self.compute_first_key() + rows.start
+        tile = first_key, i * self.config.block_q + columns.start
         ragged = self.spec.kv_len % self.config.block_kv != 0
-        return KeyMods(self.spec, aux, self.outputs.aux_grads, *place, inputs, masked, ragged)
+        return KeyMods.load(self.spec, *arrays, head, *tile, masked, ragged)
 
-    @property
-    def score_rows(self) -> list[Any]:
+    def slice_score_rows(self) -> list[Any]:
         """Return the tiles of keys, within the block, whose scores the warpgroup forms."""
         first = 0 if self.config.split_columns else self.warpgroup * (64 * self.config.key_tiles)
         return [pl.ds(first + 64 * n, 64) for n in range(self.config.key_tiles)]
 
-    @property
-    def score_columns(self) -> list[Any]:
+    def slice_score_columns(self) -> list[Any]:
         """Return the queries, within a block, whose scores the warpgroup forms, so many at once."""
         size = self.config.score_columns
         if self.config.split_columns:
@@ -254,10 +242,8 @@ class KeyBlock:
         """Return the block of queries that is visited as the t-th; of the one after the last, whatever follows there."""
         if self.inputs.block_mask is None:
             return self.first_block + t
-        indices = self.inputs.block_mask.block_indices
-        listed = layouts.index_broadcast(indices, *self.coordinates)
-        index = listed[jnp.minimum(t, indices.shape[-1] - 1)]
-        return reversed_block_id(index, self.schedule.q_blocks)
+        entry = self.inputs.block_mask.load_entry(self.coordinates, t)
+        return reversed_block_id(entry, self.schedule.q_blocks)
 
     def buffers(self, t: Any) -> tuple[Any, ...]:
         stage = arithmetic.rem(t, self.config.stages) if self.config.stages > 1 else 0
@@ -281,44 +267,26 @@ class KeyBlock:
         when(t < self.num_steps)(load)
         async_copy.commit_group()
 
-    def load_keys(self) -> None:
-        size = self.config.block_kv
-        limit = None if self.spec.kv_len % size == 0 else self.spec.kv_len - self.first_key
-        for array, buffer in ((self.inputs.k, self.memory.k), (self.inputs.v, self.memory.v)):
-            rows = array.at[self.batch, pl.ds(self.first_key, size), self.kv_head]
-            async_copy.load_rows(rows, buffer, self.config.warpgroups, limit)
+    def load_keys(self) -> list[list[jax.Array]]:
+        """Begin to copy K and V; return V's fragments of each panel of columns, if they are kept in registers."""
+        size, v = self.config.block_kv, self.memory.v
+        if self.config.v_in_registers:
+            v = self.memory.dout.at[0]  # until dO is copied there
+        limit = (
+            None if self.spec.kv_len % size == 0 else self.spec.kv_len - self.compute_first_key()
+        )
+        keys = self.batch, pl.ds(self.compute_first_key(), size), self.compute_kv_head()
+        for array, buffer in ((self.inputs.k, self.memory.k), (self.inputs.v, v)):
+            if buffer is not None:
+                async_copy.load_rows(array.at[keys], buffer, self.config.warpgroups, limit)
+        if not self.config.v_in_registers:
+            return []
+        async_copy.commit_group()
+        self.wait_for_copies()
+        fragments = [self.left_fragments(v, columns) for columns in mma.panel_slices(v)]
+        async_copy.sync_cta(self.config.warpgroups)  # everyone has its rows of V
+        return fragments
 
     def wait_for_copies(self) -> None:
         async_copy.wait_groups(0)
         async_copy.sync_cta(self.config.warpgroups)
-
-    def store(self, dk: list[jax.Array], dv: list[jax.Array]) -> None:
-        """Store dK and dV: through the buffers of K and V, or of a head of a group as they lie in registers."""
-        if self.spec.group > 1:
-            for target, tiles in ((self.outputs.dk, dk), (self.outputs.dv, dv)):
-                for n, tile in enumerate(tiles):
-                    self.store_share(target, n, tile)
-            return
-        async_copy.sync_cta(self.config.warpgroups)  # everyone has read K and V
-        limit = self.spec.kv_len - self.first_key
-        rows = pl.ds(self.first_key, self.config.block_kv)
-        stores = (
-            (self.memory.k, dk, self.spec.scale, self.outputs.dk),
-            (self.memory.v, dv, self.spec.dropout_scale, self.outputs.dv),
-        )
-        for buffer, tiles, scale, _ in stores:
-            columns = pl.ds(0, buffer.shape[1])
-            if self.config.split_columns:
-                columns = self.share(buffer.shape[1])
-            self.store_tiles(buffer, columns, [(x * scale).astype(buffer.dtype) for x in tiles])
-        async_copy.sync_cta(self.config.warpgroups)
-        for buffer, _, _, target in stores:
-            target = target.at[self.batch, rows, self.kv_head]
-            async_copy.store_rows(buffer, target, self.config.warpgroups, limit)
-
-    def store_share(self, target: Any, n: int, tile: jax.Array) -> None:
-        """Store the n-th tile of keys of a head of a group."""
-        first, share = self.coordinates[2] * (self.config.block_kv // 64), self.warpgroup
-        if not self.config.split_columns:
-            first, share = first + self.warpgroup * self.config.key_tiles, 0
-        register_io.store_fragments(target.at[self.batch, self.head, first + n, share], tile)

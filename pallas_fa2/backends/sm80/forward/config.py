@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_fa2.backends.sm80.primitives.mma import panel_width
+
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
@@ -19,6 +21,8 @@ class ForwardConfig:
     q_in_registers: bool = (
         False  # whether fragments of Q are loaded once, and not for each block of keys
     )
+    # float16 numbers whose sum an element of Q, K, V or P is: 2 for float32 inputs (`split_float32`).
+    terms: int = 1
 
     @property
     def rows_per_warpgroup(self) -> int:
@@ -33,8 +37,20 @@ class ForwardConfig:
         return self.block_q, self.block_kv
 
     @property
+    def is_split(self) -> bool:
+        """Whether inputs are float32, as sums of float16 numbers."""
+        return self.terms > 1
+
+    @property
+    def out_panel(self) -> int:
+        """Return the columns of O that are computed at once: all, or of split operands, whose P V_j has accumulators of its
+        own, a swizzled panel."""
+        return panel_width(self.value_dim) if self.is_split else self.value_dim
+
+    @property
     def smem_bytes(self) -> int:
-        """Returns the bytes of shared memory that a CTA takes."""
+        """Return the bytes of shared memory that a CTA takes."""
         q_rows = self.block_q * self.head_dim
         kv_rows = self.stages * self.block_kv * (self.head_dim + self.value_dim)
-        return 2 * (q_rows + kv_rows)
+        scales = 4 * 3 * self.block_kv if self.is_split else 0
+        return 2 * self.terms * (q_rows + kv_rows) + scales

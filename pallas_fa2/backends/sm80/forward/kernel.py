@@ -10,15 +10,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.primitives import launch, swizzle
+from pallas_fa2.backends.common.split_float32 import split_operands
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.memory import Inputs, SharedStorage
 from pallas_fa2.backends.sm80.forward.row_block import RowBlock
-from pallas_fa2.backends.sm80.forward.schedule import ForwardSchedule
+from pallas_fa2.backends.sm80.primitives.mma import panel_width
+from pallas_fa2.backends.sm80.row_schedule import RowSchedule
 
 
 def attention(
@@ -33,26 +36,34 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [B, T, N, Hv]` in q's dtype and natural `lse [B, N, T]` in float32.
 
-    q is `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, Hv]`, bfloat16 or float16; head dims are the config's or less.
+    q is `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, Hv]`, bfloat16 or float16, or float32 if the config `is_split`; head
+    dims are the config's or less.
     Under a mask, `block_mask` lists the blocks of keys of every tile; `aux` is what masks, scores and dropout read, and
     `mask_bits` are those of a mask that is precomputed.
     """
-    schedule = ForwardSchedule(spec, config)
-    operand = functools.partial(swizzle.swizzled_smem, dtype=q.dtype)
-    panel, v_panel = (64 if dim % 64 == 0 else 32 for dim in (config.head_dim, config.value_dim))
-    memory = SharedStorage(
-        q=operand(config.block_q, config.head_dim, panel=panel),
-        k=operand(config.stages, config.block_kv, config.head_dim, panel=panel),
-        v=operand(config.stages, config.block_kv, config.value_dim, panel=v_panel),
-    )
+    schedule, scales = RowSchedule(spec, config), None
     out_type = (
         jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
         jax.ShapeDtypeStruct((spec.batch, spec.q_heads, spec.q_len), jnp.float32),
     )
+    dims = config.head_dim, config.value_dim
+    if config.is_split:
+        assert config.stages == 1, (
+            "the scales of keys come with V, too late for the scores otherwise"
+        )
+        q, k, v, scales = split_operands(q, k, v, dims, config.tile)
+    operand = functools.partial(swizzle.swizzled_smem, dtype=q.dtype)
+    (columns, panel), (v_columns, v_panel) = ((config.terms * n, panel_width(n)) for n in dims)
+    memory = SharedStorage(
+        q=operand(config.block_q, columns, panel=panel),
+        k=operand(config.stages, config.block_kv, columns, panel=panel),
+        v=operand(config.stages, config.block_kv, v_columns, panel=v_panel),
+        key_scales=plgpu.SMEM((3 * config.block_kv,), jnp.float32) if config.is_split else None,
+    )
 
     if aux is not None:
         aux = aux.with_index_row(*config.tile)
-    inputs = Inputs(q, k, v, jax.tree.map(jnp.asarray, block_mask), aux, mask_bits)
+    inputs = Inputs(q, k, v, jax.tree.map(jnp.asarray, block_mask), aux, mask_bits, scales)
     leaves, tree = jax.tree.flatten(inputs)
 
     def run(refs: tuple, memory: SharedStorage) -> None:

@@ -7,11 +7,12 @@ from pallas_fa2.backends.common.block_mask import BlockMask
 
 
 class SharedStorage(NamedTuple):
-    """Shared memory of a CTA."""
+    """Shared memory of a CTA; split operands have H columns for each term."""
 
-    q: Any  # [block_q, H]: the output leaves through it, as Hv <= H
+    q: Any  # [block_q, H]: an output of 16 bits leaves through it, as Hv <= H
     k: Any  # [stages, block_kv, H]
     v: Any  # [stages, block_kv, Hv]
+    key_scales: Any  # float32 [3 block_kv], of split operands: they come with V
 
 
 class Inputs(NamedTuple):
@@ -23,3 +24,4 @@ class Inputs(NamedTuple):
     block_mask: BlockMask | None  # under a mask
     aux: AuxInputs | None  # what masks, scores and dropout read
     mask_bits: Any  # of a mask that is precomputed
+    scales: Any  # `split_float32.Scales`, of split operands

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,37 +12,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32, LOG2E
-from pallas_fa2.backends.common.block_mask import block_id, unpack_counts
+from pallas_fa2.backends.common.block_mask import block_id
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.mask_bits import load_bits
-from pallas_fa2.backends.common.primitives import layouts, thread_values
+from pallas_fa2.backends.common.primitives import layouts, register_io
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
-from pallas_fa2.backends.common.row_mods import KeyBlockInputs, RowInputs, RowMods
+from pallas_fa2.backends.common.row_mods import RowMods
+from pallas_fa2.backends.sm80.forward import products
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.memory import Inputs, SharedStorage
-from pallas_fa2.backends.sm80.forward.schedule import ForwardSchedule
+from pallas_fa2.backends.sm80.forward.softmax import NO_MAXIMUM, KeyScales, Softmax, update
 from pallas_fa2.backends.sm80.primitives import async_copy, mma
+from pallas_fa2.backends.sm80.row_schedule import RowSchedule
 from pallas_fa2.control_flow import cond, when
 from pallas_fa2.ir.call_spec import MASKED_SCORE_THRESHOLD
-from pallas_fa2.ir.tile_functions import AxisInputs
-
-# Below any score, but finite: a row that has seen no key yet gives p = 0 rather than NaN.
-NO_MAXIMUM = -1e30
-
-
-class Softmax(NamedTuple):
-    """Algorithm 1's statistics of 64 rows, in base 2, and their unnormalized output."""
-
-    maximum: jax.Array  # m, [64]
-    row_sum: jax.Array  # l, [64, 8]: a thread's share of each row
-    out: jax.Array  # O, [64, Hv]
 
 
 @dataclasses.dataclass(frozen=True)
 class RowBlock:
     """A block of query rows of one head, and the blocks of keys that it visits."""
 
-    schedule: ForwardSchedule
+    schedule: RowSchedule[ForwardConfig]
     inputs: Inputs
     out: Any  # in device memory
     lse: Any
@@ -54,17 +44,19 @@ class RowBlock:
 
     @classmethod
     def start(
-        cls, schedule: ForwardSchedule, inputs: Inputs, out: Any, lse: Any, memory: SharedStorage
+        cls,
+        schedule: RowSchedule[ForwardConfig],
+        inputs: Inputs,
+        out: Any,
+        lse: Any,
+        memory: SharedStorage,
     ) -> "RowBlock":
         coordinates = schedule.raster_order.coordinates(lax.axis_index("cta"))
         warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
         if inputs.block_mask is None:
             num_blocks, num_full = schedule.block_counts(coordinates[2])
         else:
-            batch, head, tile = coordinates
-            counts = layouts.index_broadcast(inputs.block_mask.num_blocks, batch, head)[tile]
-            num_blocks, num_partial = unpack_counts(counts)
-            num_full = num_blocks - num_partial
+            num_blocks, num_full = inputs.block_mask.load_counts(coordinates)
         return cls(schedule, inputs, out, lse, memory, coordinates, num_blocks, num_full, warpgroup)
 
     @property
@@ -72,12 +64,10 @@ class RowBlock:
         """Batch entry and head."""
         return self.coordinates[:2]
 
-    @property
-    def kv_head(self) -> Any:
+    def compute_kv_head(self) -> Any:
         return arithmetic.div(self.coordinates[1], self.spec.group)
 
-    @property
-    def first_row(self) -> Any:
+    def compute_first_row(self) -> Any:
         return self.coordinates[2] * self.config.block_q
 
     @property
@@ -95,20 +85,19 @@ class RowBlock:
         self.load_block(self.inputs.k, k, I32(0), first)
         if self.config.stages > 1:
             self.load_block(self.inputs.v, v, I32(0), first)
-        queries = self.query_fragments()
+        queries, row_powers = self.query_fragments(), self.load_row_powers()
         states = [self.initial_state() for _ in range(self.config.row_tiles)]  # line 5
-        body = functools.partial(self.kv_block, queries)
+        body = functools.partial(self.kv_block, queries, row_powers)
         _, states = lax.fori_loop(I32(0), self.num_blocks, body, (first, states))
         self.store(states)
 
-    def kv_block(self, queries: list | None, t: Any, carry: tuple) -> tuple:
+    def kv_block(self, queries: list | None, row_powers: list, t: Any, carry: tuple) -> tuple:
         """Add the t-th block of keys that is visited, j, to the statistics and the output: lines 7-10."""
         (j, states), (k, v) = carry, (self.memory.k, self.memory.v)
         next_j = self.load_block_index(t + 1)
         one_stage = self.config.stages == 1
-        self.wait_for_copies(
-            0 if one_stage else 1
-        )  # K_j is there, and everyone has read the block before
+        # K_j is there, and everyone has read the block before.
+        self.wait_for_copies(0 if one_stage else 1)
         if one_stage:
             self.load_block(self.inputs.v, v, t, j)
         else:
@@ -117,30 +106,36 @@ class RowBlock:
         if one_stage:
             self.wait_for_copies(0)  # V_j is there, and everyone has read K_j
             self.load_block(self.inputs.k, k, t + 1, next_j)
+        keys = None
+        if self.config.is_split:
+            keys = KeyScales.load(self.memory.key_scales)
+            scores = [
+                s * layouts.outer_product(row_power, keys.power)
+                for s, row_power in zip(scores, row_powers, strict=True)
+            ]
         scaled = self.apply_mods(scores, t, j)
         updates = [
-            self.update(*x, state) for x, state in zip(scaled, states, strict=True)
+            update(*x, state, keys) for x, state in zip(scaled, states, strict=True)
         ]  # lines 9 and 10
         updates = self.apply_dropout(updates, j)
         if not one_stage:
             self.wait_for_copies(1)  # V_j is there
             self.load_block(self.inputs.v, v, t + 1, next_j)
-        return next_j, self.accumulate(updates, t)  # line 10: O += P V_j
+        v = self.memory.v.at[self.stage(t)]
+        return next_j, products.add_values(self.config, updates, v)  # line 10: O += P V_j
 
     def scores(self, queries: list | None, t: Any) -> list[jax.Array]:
         """Return S = Q K_j^T of each tile of rows, `[64, block_kv]`, not scaled."""
-        tiles = range(self.config.row_tiles)
-        scores = [thread_values.zero_accumulator((64, self.config.block_kv)) for _ in tiles]
-        k = self.memory.k.at[self.stage(t)]
-        for i, columns in enumerate(mma.panel_slices(k)):
-            left = queries[i] if queries else [self.load_query_fragment(n, columns) for n in tiles]
-            right = mma.load_right(k.at[:, columns], transposed=True)
-            scores = [plgpu.mma(s, q, right) for s, q in zip(scores, left, strict=True)]
-        return scores
+
+        def fragments(i: int, columns: Any) -> list[list[jax.Array]]:
+            tiles = range(self.config.row_tiles)
+            return queries[i] if queries else [self.load_query_fragment(n, columns) for n in tiles]
+
+        return products.multiply_queries(self.config, fragments, self.memory.k.at[self.stage(t)])
 
     def apply_mods(self, scores: list[jax.Array], t: Any, j: Any) -> list[tuple[jax.Array, float]]:
         """Return the scores of each tile of rows after the score functions and the mask, and their factor to base 2."""
-        scored = [self.mods(n, j, masked=False).apply_score(s) for n, s in enumerate(scores)]
+        scored = [self.load_mods(n, j, masked=False).apply_score(s) for n, s in enumerate(scores)]
         values = [s for s, _ in scored]
         if self.schedule.has_partial_blocks:
 
@@ -157,55 +152,29 @@ class RowBlock:
             batch, _, tile = self.coordinates
             fragment = self.warpgroup * self.config.row_tiles + n
             bits = load_bits(self.inputs.mask_bits, batch, tile, j, fragment)
-        return self.mods(n, j, masked=True).apply_mask(s, bits)
+        return self.load_mods(n, j, masked=True).apply_mask(s, bits)
 
     def apply_dropout(self, updates: list[tuple[jax.Array, Softmax]], j: Any) -> list[tuple]:
-        """Return P of each tile of rows as a left operand, with 0 where it is dropped, and its statistics."""
+        """Return P of each tile of rows as the terms of a left operand, with 0 where it is dropped, and its statistics."""
         dropped = []
         for n, (p, state) in enumerate(updates):
-            if self.spec.dropout is not None:
-                keys = pl.ds(0, self.config.block_kv)
-                p = self.mods(n, j, masked=False).apply_dropout(p, keys)
-            dropped.append((mma.as_left(p.astype(self.inputs.q.dtype)), state))
+            # Loaded anew: kept since the scores, the rows' keys spill 104 bytes more (H = 64, compute capability 8.0).
+            mods = self.load_mods(n, j, masked=False)
+            p = mods.apply_dropout(p, pl.ds(0, self.config.block_kv))
+            terms = mma.split_left(p, self.inputs.q.dtype, self.config.terms)
+            dropped.append((terms, state))
         return dropped
 
-    def mods(self, n: int, j: Any, masked: bool) -> RowMods:
+    def load_mods(self, n: int, j: Any, masked: bool) -> RowMods:
         """Load what scores and dropout, and the mask if `masked`, read of the n-th tile of rows."""
-        spec, aux, block_kv = self.spec, self.inputs.aux, self.config.block_kv
-        first_row, first_key = self.tile_row(n), j * block_kv
-        row_inputs, key_inputs = RowInputs(AxisInputs(0), {}, None), None
-        if aux is not None:
-            row_inputs = RowInputs.load(spec, aux, self.head, first_row, masked)
-            keys = pl.ds(first_key, block_kv)
-            key_inputs = KeyBlockInputs.in_gmem(spec, aux, self.head, first_row, keys)
-        return RowMods(spec, block_kv, lambda: first_row, first_key, row_inputs, key_inputs)
-
-    def update(self, s: jax.Array, scale: float, state: Softmax) -> tuple[jax.Array, Softmax]:
-        """Return P, line 9, and m, l and O rescaled to the new maximum, as line 10 begins."""
-        highest = layouts.fold_octets(jnp.maximum, s).max(axis=1) * scale
-        maximum = jnp.maximum(state.maximum, highest)
-        factor = jnp.exp2(state.maximum - maximum)
-        p = jnp.exp2(s * scale - layouts.broadcast_rows(maximum, s.shape))
-        row_sum = state.row_sum * layouts.broadcast_rows(factor, state.row_sum.shape)
-        row_sum += layouts.fold_octets(jnp.add, p)
-        out = state.out * layouts.broadcast_rows(factor, state.out.shape)
-        return p, Softmax(maximum, row_sum, out)
-
-    def accumulate(self, updates: list[tuple[jax.Array, Softmax]], t: Any) -> list[Softmax]:
-        """Add P V_j to the output of each tile of rows, which share the fragments of V."""
-        v, states = self.memory.v.at[self.stage(t)], [state for _, state in updates]
-        for start in range(0, self.config.block_kv, mma.K_STEP):
-            right = mma.load_right(v.at[pl.ds(start, mma.K_STEP)])
-            states = [
-                state._replace(out=plgpu.mma(state.out, p[:, start : start + mma.K_STEP], right))
-                for (p, _), state in zip(updates, states, strict=True)
-            ]
-        return states
+        first_row, block_kv = self.tile_row(n), self.config.block_kv
+        tile = first_row, pl.ds(j * block_kv, block_kv), block_kv
+        return RowMods.load(self.spec, self.inputs.aux, self.head, *tile, masked)
 
     def store(self, states: list[Softmax]) -> None:
         """Store O = diag(l)^-1 O and lse = m + log l: Algorithm 1, lines 12-15."""
         # Everyone has read Q: its buffer takes the output.
-        limit = self.spec.q_len - self.first_row
+        limit = self.spec.q_len - self.compute_first_row()
         for n, state in enumerate(states):
             total = plgpu.layout_cast(state.row_sum.sum(axis=1), ROW_LAYOUT)
             empty = total == 0
@@ -213,19 +182,33 @@ class RowBlock:
                 empty |= state.maximum == self.no_key_threshold
             share = jnp.where(empty, 0.0, self.spec.dropout_scale / total)
             lse = state.maximum * (1 / LOG2E) + jnp.log(total)
-            out = state.out * layouts.broadcast_rows(share, state.out.shape)
-            own = self.own_rows(self.memory.q, n).at[:, pl.ds(0, self.config.value_dim)]
-            own[...] = out.astype(self.out.dtype)
+            out = [x * layouts.broadcast_rows(share, x.shape) for x in state.out]
+            self.store_tile(n, out)
             row = self.tile_row(n)
             async_copy.store_row_values(
                 jnp.where(empty, -jnp.inf, lse),
                 self.lse.at[(*self.head, pl.ds(row, 64))],
                 self.spec.q_len - row,
             )
+        if self.config.is_split:
+            return
         async_copy.sync_cta(self.config.warpgroups)
-        rows = pl.ds(self.first_row, self.config.block_q)
+        rows = pl.ds(self.compute_first_row(), self.config.block_q)
         target = self.out.at[self.coordinates[0], rows, self.coordinates[1]]
         async_copy.store_rows(self.memory.q, target, self.config.warpgroups, limit)
+
+    def store_tile(self, n: int, out: list[jax.Array]) -> None:
+        """Store O of the warpgroup's n-th tile: to the buffer of Q, or float32 to device memory."""
+        if not self.config.is_split:
+            (whole,) = out
+            own = self.own_rows(self.memory.q, n).at[:, pl.ds(0, self.config.value_dim)]
+            own[...] = whole.astype(self.out.dtype)
+            return
+        batch, head = self.head
+        row, power = self.tile_row(n), self.inputs.scales.heads[batch, self.compute_kv_head()]
+        target = self.out.at[batch, pl.ds(row, 64), head]
+        for columns, x in zip(products.out_panels(self.config), out, strict=True):
+            register_io.store_rows(target, x * power, columns.start, self.spec.q_len - row)
 
     @property
     def no_key_threshold(self) -> float:
@@ -236,13 +219,15 @@ class RowBlock:
         return Softmax(
             layouts.splat_constant(self.no_key_threshold, (64,), ROW_LAYOUT),
             layouts.splat_constant(0.0, (64, 8), ACC_LAYOUT),
-            thread_values.zero_accumulator((64, self.config.value_dim)),
+            products.zero_out(self.config),
         )
 
     def load_queries(self) -> None:
-        rows = pl.ds(self.first_row, self.config.block_q)
+        rows = pl.ds(self.compute_first_row(), self.config.block_q)
         limit = (
-            None if self.spec.q_len % self.config.block_q == 0 else self.spec.q_len - self.first_row
+            None
+            if self.spec.q_len % self.config.block_q == 0
+            else self.spec.q_len - self.compute_first_row()
         )
         source = self.inputs.q.at[self.coordinates[0], rows, self.coordinates[1]]
         async_copy.load_rows(source, self.memory.q, self.config.warpgroups, limit)
@@ -251,9 +236,7 @@ class RowBlock:
         """Return the block of keys that is visited as the t-th; of the one after the last, whatever follows there."""
         if self.inputs.block_mask is None:
             return t
-        indices = self.inputs.block_mask.block_indices
-        t = jnp.minimum(t, indices.shape[-1] - 1)
-        return block_id(layouts.index_broadcast(indices, *self.coordinates)[t])
+        return block_id(self.inputs.block_mask.load_entry(self.coordinates, t))
 
     def load_block(self, source: Any, buffers: Any, t: Any, j: Any) -> None:
         """Begin to copy block j of keys or values, the t-th, if there is one, and make a group of the copies so far."""
@@ -261,8 +244,13 @@ class RowBlock:
 
         def load() -> None:
             limit = None if self.spec.kv_len % block_kv == 0 else self.spec.kv_len - j * block_kv
-            rows = source.at[self.coordinates[0], pl.ds(j * block_kv, block_kv), self.kv_head]
+            rows = source.at[
+                self.coordinates[0], pl.ds(j * block_kv, block_kv), self.compute_kv_head()
+            ]
             async_copy.load_rows(rows, buffers.at[self.stage(t)], self.config.warpgroups, limit)
+            if self.config.is_split and source is self.inputs.v:
+                scales = self.inputs.scales.keys.at[self.coordinates[0], self.compute_kv_head(), j]
+                async_copy.load_vector(scales, self.memory.key_scales)
 
         when(t < self.num_blocks)(load)
         async_copy.commit_group()
@@ -272,17 +260,28 @@ class RowBlock:
         async_copy.wait_groups(pending)
         async_copy.sync_cta(self.config.warpgroups)
 
-    def query_fragments(self) -> list[list[jax.Array]] | None:
-        """Return Q's fragments of each panel of columns and tile of rows, if they are kept in registers."""
+    def query_fragments(self) -> list | None:
+        """Return the terms of Q's fragments of each panel of columns and tile of rows, if they are kept in registers."""
         if not self.config.q_in_registers:
             return None
         self.wait_for_copies(self.config.stages - 1)
         tiles = range(self.config.row_tiles)
-        panels = mma.panel_slices(self.memory.q)
+        panels = mma.panel_slices(self.memory.q, self.config.terms)
         return [[self.load_query_fragment(n, columns) for n in tiles] for columns in panels]
 
-    def load_query_fragment(self, n: int, columns: Any) -> jax.Array:
-        return mma.load_left(self.own_rows(self.memory.q, n).at[:, columns])
+    def load_query_fragment(self, n: int, columns: Any) -> list[jax.Array]:
+        """Load some columns of each term of the n-th tile."""
+        q = self.own_rows(self.memory.q, n)
+        slices = mma.term_slices(self.memory.q, columns, self.config.terms)
+        return [mma.load_left(q.at[:, x]) for x in slices]
+
+    def load_row_powers(self) -> list[jax.Array]:
+        """Load the powers of two of each tile's rows, if Q is split."""
+        if not self.config.is_split:
+            return []
+        powers = self.inputs.scales.queries
+        rows = [pl.ds(self.tile_row(n), 64) for n in range(self.config.row_tiles)]
+        return [layouts.load_row(0, powers.at[(*self.head, x)], jnp.float32) for x in rows]
 
     def own_rows(self, buffer: Any, n: int) -> Any:
         """Return the rows of the warpgroup's n-th tile."""
@@ -291,7 +290,7 @@ class RowBlock:
 
     def tile_row(self, n: int) -> Any:
         """Return the first row of the warpgroup's n-th tile, in the sequence."""
-        return self.first_row + self.warpgroup * self.config.rows_per_warpgroup + 64 * n
+        return self.compute_first_row() + self.warpgroup * self.config.rows_per_warpgroup + 64 * n
 
     def stage(self, t: Any) -> Any:
         return arithmetic.rem(t, self.config.stages) if self.config.stages > 1 else 0

@@ -97,7 +97,7 @@ class _ThreadChunks:
             yield _Pass(row, smem, gmem, first, first + self._chunks * self.columns_per_chunk)
 
     def exists(self, step: _Pass, limit: MlirValue | None) -> MlirValue | None:
-        """Returns whether the thread's chunk is one of the array's; None if all are."""
+        """Return whether the thread's chunk is one of the array's; None if all are."""
         conditions = []
         if limit is not None:
             row = arith.addi(self.row, i32(step.row))

@@ -1,12 +1,16 @@
 """Operands of mma.sync (m16n8k16): fragments of swizzled shared memory and of accumulators."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_fa2.backends.common.inline import inline_op
-from pallas_fa2.backends.common.primitives import layouts
+from pallas_fa2.backends.common.primitives import layouts, thread_values
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT
 from pallas_fa2.backends.common.primitives.types import Ref, Registers, Slice
 
@@ -38,10 +42,56 @@ def as_left(tile: jax.Array) -> jax.Array:
     return rename(tile)
 
 
-def panel_slices(buffer: Ref) -> list[Slice]:
-    """Return slices of a buffer's columns, whole swizzled panels each: 64 columns, or 32 where rows are no multiple."""
-    columns = buffer.shape[-1]
-    return layouts.slices(columns, 64 if columns % 64 == 0 else 32)
+def panel_width(columns: int) -> int:
+    """Return the columns of a swizzled panel: 64, or 32 where rows are no multiple."""
+    return 64 if columns % 64 == 0 else 32
+
+
+def panel_slices(buffer: Ref, terms: int = 1) -> list[Slice]:
+    """Return slices of a buffer's columns, whole swizzled panels each; of an operand of several terms, of the first."""
+    columns = buffer.shape[-1] // terms
+    return layouts.slices(columns, panel_width(columns))
+
+
+def term_slices(buffer: Ref, columns: Slice, terms: int) -> list[Slice]:
+    """Return where some columns of each term of an operand are: rows have their terms one after the other."""
+    dim = buffer.shape[-1] // terms
+    return [pl.ds(i * dim + columns.start, columns.size) for i in range(terms)]
+
+
+def split_left(tile: jax.Array, dtype: DTypeLike, terms: int) -> list[jax.Array]:
+    """Return a float32 tile as left operands of 16 bits, whose sum it is but for the rounding of the last."""
+    operands = []
+    for i in range(terms):
+        term = tile.astype(dtype)
+        operands.append(as_left(term))
+        if i + 1 < terms:
+            tile -= term.astype(jnp.float32)
+    return operands
+
+
+# Accumulators of products, by the size of the products: of term i of the left and term j of the right operand at i + j,
+# which are 2^-11 (i + j) of the largest in size.
+Sums = list[list[jax.Array]]  # of each of the tiles that share right operands
+
+
+def zero_sums(terms: int, tiles: int, shape: tuple[int, int]) -> Sums:
+    return [[thread_values.zero_accumulator(shape) for _ in range(tiles)] for _ in range(terms)]
+
+
+def add_products(sums: Sums, lefts: list[list[jax.Array]], rights: list[jax.Array]) -> Sums:
+    """Add left @ right of each tile, `lefts[tile][term]` and `rights[term]`, but the products below the last sum."""
+    sums = list(sums)
+    for i in range(len(rights)):
+        for j in range(len(rights) - i):
+            tiles = zip(sums[i + j], lefts, strict=True)
+            sums[i + j] = [plgpu.mma(acc, left[i], rights[j]) for acc, left in tiles]
+    return sums
+
+
+def total(sums: Sums) -> list[jax.Array]:
+    """Add up the sums of each tile, the smallest first."""
+    return [functools.reduce(jnp.add, reversed(tile)) for tile in zip(*sums, strict=True)]
 
 
 def multiply_rows(accs: list[jax.Array], lefts: list[jax.Array], buffer: Ref) -> list[jax.Array]:

@@ -1,7 +1,7 @@
-"""Which blocks of keys a block of queries visits."""
+"""Which blocks of keys a block of queries visits: in the forward, and where dQ has a kernel of its own."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +9,36 @@ import jax.numpy as jnp
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.schedule import raster
 
 # Of keys and values of the heads that run at the same time: a half of an A100's 40 MB of L2.
 L2_BUDGET = 20 << 20
 
 
+class RowConfig(Protocol):
+    """A configuration of a kernel whose CTAs have `block_q` queries each and visit blocks of keys.
+
+    An element of K or V is `terms` 16-bit numbers.
+    """
+
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def block_q(self) -> int: ...
+    @property
+    def block_kv(self) -> int: ...
+    @property
+    def terms(self) -> int: ...
+
+
 @dataclasses.dataclass(frozen=True)
-class ForwardSchedule:
+class RowSchedule[C: RowConfig]:
     """The order of CTAs, and the blocks of keys that each visits."""
 
     spec: KernelSpec
-    config: ForwardConfig
+    config: C
 
     @property
     def q_tiles(self) -> int:
@@ -33,9 +50,10 @@ class ForwardSchedule:
 
     @property
     def raster_order(self) -> raster.RasterOrder:
-        """Returns the order of tiles: under a causal mask the longest first."""
+        """Return the order of tiles: under a causal mask the longest first."""
         p = self.spec
-        kv_bytes = 2 * p.kv_len * (self.config.head_dim + self.config.value_dim)
+        dims = self.config.head_dim + self.config.value_dim
+        kv_bytes = 2 * self.config.terms * p.kv_len * dims
         group = raster.heads_per_l2_group(p.kv_heads, kv_bytes, L2_BUDGET) * p.group
         return raster.RasterOrder(p.batch, p.q_heads, self.q_tiles, group, p.causal)
 
@@ -45,7 +63,7 @@ class ForwardSchedule:
         return p.causal or p.mask is not None or p.kv_len % self.config.block_kv != 0
 
     def block_counts(self, q_tile: jax.Array) -> tuple[Any, Any]:
-        """Returns how many blocks of keys a tile visits, and how many of these, the first ones, are full."""
+        """Return how many blocks of keys a tile visits, and how many of these, the first ones, are full."""
         p, block_kv = self.spec, self.config.block_kv
         whole = p.kv_len // block_kv
         if p.causal_offset is None:

@@ -10,18 +10,15 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
-from pallas_fa2.backends.common.inline import asm, i32, inline_op
+from pallas_fa2.backends.common.inline import asm, inline_op
 from pallas_fa2.backends.common.primitives import register_io
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, THREADS
 from pallas_fa2.backends.common.primitives.thread_values import (
-    address,
     scalars,
     vector,
-    warpgroup_thread_index,
 )
-from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers
+from pallas_fa2.backends.common.primitives.types import Ref, Registers
 
 
 def add_tile(target: Ref, tile: jax.Array, vectors: bool) -> None:
@@ -36,7 +33,7 @@ def load_tile(source: Ref, columns: int, vectors: bool) -> jax.Array:
 
 @inline_op("add_fragment_words", plgpu.RefType(), ACC_LAYOUT)
 def _add_words(_, target: Ref, tile: Registers) -> None:
-    start = _thread_start(target)
+    start = register_io.thread_start(target, 4)
     for i, value in enumerate(scalars(tile)):
         code = f"red.relaxed.gpu.global.add.f32 [$0 + {4 * THREADS * i}], $1;"
         asm(code, "l,f", start, value)
@@ -51,7 +48,7 @@ def _load_words(source: Ref, columns: int) -> jax.Array:
         result=plgpu.ShapeDtypeStruct(shape, jnp.float32, ACC_LAYOUT),
     )
     def load(_, source: Ref) -> Registers:
-        start, layout = _thread_start(source), ACC_LAYOUT.to_mgpu()
+        start, layout = register_io.thread_start(source, 4), ACC_LAYOUT.to_mgpu()
         registers = np.empty(layout.registers_shape(shape), object)
         for i in range(registers.size):
             values = (
@@ -68,10 +65,3 @@ def _load_words(source: Ref, columns: int) -> jax.Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return load(source)
-
-
-def _thread_start(ref: Ref) -> MlirValue:
-    """Return the address of the thread's first value."""
-    i64 = ir.IntegerType.get_signless(64)
-    offset = arith.shli(warpgroup_thread_index(), i32(2))
-    return arith.addi(address(ref), arith.extui(i64, offset))

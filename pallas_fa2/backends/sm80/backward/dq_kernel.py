@@ -1,0 +1,39 @@
+"""The kernel of dQ alone: a CTA for each block of query rows of a head, for gradients that are bitwise the same in every
+run."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import launch
+from pallas_fa2.backends.sm80.backward.config import DqConfig
+from pallas_fa2.backends.sm80.backward.memory import DqStorage, Inputs, dq_storage
+from pallas_fa2.backends.sm80.backward.query_block import QueryBlock
+from pallas_fa2.backends.sm80.row_schedule import RowSchedule
+
+
+def query_gradients(spec: KernelSpec, config: DqConfig, inputs: Inputs) -> jax.Array:
+    """Return dq like q `[B, T, N, H]`, from what `kernel.gradients` reads as well.
+
+    Under a mask, `inputs.block_mask` lists the blocks of keys of every block of queries, and mask bits are those of rows of
+    queries.
+    """
+    schedule = RowSchedule(spec, config)
+    if inputs.aux is not None:
+        inputs = inputs._replace(aux=inputs.aux.with_index_row(*config.tile))
+    inputs = inputs._replace(block_mask=jax.tree.map(jnp.asarray, inputs.block_mask))
+    leaves, tree = jax.tree.flatten(inputs)
+
+    def run(refs: tuple, memory: DqStorage) -> None:
+        *inputs, dq = refs
+        QueryBlock.start(schedule, jax.tree.unflatten(tree, inputs), dq, memory).differentiate()
+
+    kernel = launch.build_kernel(
+        "attention_dq",
+        run,
+        dq_storage(config, inputs.q.dtype),
+        jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype),
+        {"cta": schedule.raster_order.count},
+        config.warpgroups,
+    )
+    return kernel(*leaves)

@@ -1,0 +1,63 @@
+"""dK and dV of a block of keys, from registers to device memory."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+
+from pallas_fa2 import arithmetic
+from pallas_fa2.backends.common.primitives import register_io
+from pallas_fa2.backends.sm80.backward.memory import Outputs, SharedStorage
+from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
+from pallas_fa2.backends.sm80.primitives import async_copy
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyEpilogue:
+    """The stores of dK and dV of a block of keys, or of one of them."""
+
+    schedule: BackwardSchedule
+    outputs: Outputs
+    memory: SharedStorage
+    coordinates: tuple[Any, Any, Any]  # batch entry, head and block of keys
+    warpgroup: Any
+
+    def store(self, dk: list[jax.Array], dv: list[jax.Array], score_rows: list[Any]) -> None:
+        """Store the tiles of keys of those that are formed: through shared memory, or of a head of a group as they lie in
+        registers."""
+        (batch, head, block), spec = self.coordinates, self.schedule.spec
+        config = self.schedule.config
+        if spec.group > 1:
+            for target, tiles in ((self.outputs.dk, dk), (self.outputs.dv, dv)):
+                for n, tile in enumerate(tiles):
+                    self._store_share(target, n, tile)
+            return
+        if config.adds_dq or config.stages > 1:
+            async_copy.sync_cta(config.warpgroups)  # everyone has read K and V
+        memory, outputs, first_key = self.memory, self.outputs, block * config.block_kv
+        dv_buffer = memory.dout.at[0] if memory.v is None else memory.v
+        stores = (
+            (memory.k, dk, spec.scale, outputs.dk),
+            (dv_buffer, dv, spec.dropout_scale, outputs.dv),
+        )
+        stores = [store for store in stores if store[1]]
+        for buffer, tiles, scale, _ in stores:
+            columns = pl.ds(0, buffer.shape[1])
+            if config.split_columns:
+                columns = config.share(buffer.shape[1], self.warpgroup)
+            for rows, tile in zip(score_rows, tiles, strict=True):
+                buffer.at[rows, columns][...] = (tile * scale).astype(buffer.dtype)
+        async_copy.sync_cta(config.warpgroups)
+        kv_head = arithmetic.div(head, spec.group)
+        for buffer, _, _, target in stores:
+            target = target.at[batch, pl.ds(first_key, config.block_kv), kv_head]
+            async_copy.store_rows(buffer, target, config.warpgroups, spec.kv_len - first_key)
+
+    def _store_share(self, target: Any, n: int, tile: jax.Array) -> None:
+        """Store the n-th tile of keys of a head of a group."""
+        (batch, head, block), config = self.coordinates, self.schedule.config
+        first, share = block * (config.block_kv // 64), self.warpgroup
+        if not config.split_columns:
+            first, share = first + self.warpgroup * config.key_tiles, 0
+        register_io.store_fragments(target.at[batch, head, first + n, share], tile)
