@@ -1,7 +1,9 @@
 """`flash_attention`: parses the call, plans it, and runs the backend's kernel."""
 
+import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -149,18 +151,25 @@ def flash_attention(
         out = jnp.zeros((*query.shape[:-1], spec.value_dim), spec.dtype)
         lse = jnp.zeros((*query.shape[:-3], spec.q_heads, spec.q_len), spec.accumulator)
     else:
-        try:
+        with naming_the_cure_of_forward_mode(plan.implementation):
             out, lse = attention(spec, plan, query, key, value, operands)
-        except TypeError as error:
-            if "forward-mode" not in str(error):
-                raise
-            raise TypeError(
-                f"implementation {plan.implementation!r} has no forward-mode autodiff (jax.jvp, jax.jacfwd, "
-                "jax.hessian); ask for implementation='reference'"
-            ) from error
     if sinks is not None:
         out, lse = add_sinks(out, lse, jnp.asarray(sinks))
     return (out, lse) if return_lse else out
+
+
+@contextlib.contextmanager
+def naming_the_cure_of_forward_mode(implementation: str) -> Iterator[None]:
+    """Replace JAX's error about `jax.jvp` of a `custom_vjp` by one that names the implementation with forward mode."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            f"implementation {implementation!r} has no forward-mode autodiff (jax.jvp, jax.jacfwd, jax.hessian); ask "
+            "for implementation='reference'"
+        ) from error
 
 
 def as_run_time_data(tree: Any) -> Any:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from pallas_fa2.api import as_run_time_data, warn_of_fallback
+from pallas_fa2.api import as_run_time_data, naming_the_cure_of_forward_mode, warn_of_fallback
 from pallas_fa2.cached_autodiff import attention_on_cache
 from pallas_fa2.caches import Cache, Packed, Pages
 from pallas_fa2.device import device_of
@@ -123,11 +123,13 @@ def cached_attention(
     if implementation is None:
         warn_of_fallback(spec.call, plan.implementation, plan.rejected, device)
     if spec.call.batch == 0:
-        out = jnp.zeros((*query.shape[:-1], spec.call.value_dim), query.dtype)
-        lse = jnp.full((*query.shape[:-3], *query.shape[-3:-1][::-1]), -jnp.inf, jnp.float32)
+        *batch, rows, heads, _ = query.shape
+        out = jnp.zeros((*batch, rows, heads, spec.call.value_dim), spec.call.dtype)
+        lse = jnp.full((*batch, heads, rows), -jnp.inf, spec.call.accumulator)
     else:
         key, value = jnp.asarray(cache.key), jnp.asarray(cache.value)
-        out, lse = attention_on_cache(spec, plan, query, key, value, operands)
+        with naming_the_cure_of_forward_mode(plan.implementation):
+            out, lse = attention_on_cache(spec, plan, query, key, value, operands)
     if sinks is not None:
         out, lse = add_sinks(out, lse, jnp.asarray(sinks))
         if operands.starts is not None:

@@ -67,6 +67,10 @@ def check_packed(queries: Any, batch: int, tokens: int) -> None:
             f"queries must be pallas_fa2.Packed(starts) or None, but it is {_short(queries)}; wrap the starts"
         )
     _check_integers("Packed.starts", queries.starts, ("R + 1",))
+    if batch == 0:
+        raise ValueError(
+            "queries must be left out where the cache has no sequence, and so no request; leave out the call"
+        )
     if queries.starts.shape[0] != batch + 1:
         raise ValueError(
             f"Packed.starts must have shape [R + 1] = [{batch + 1}], a request for each of the cache's {batch} "

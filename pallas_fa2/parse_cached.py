@@ -56,7 +56,7 @@ def parse_cached(
         sinks=sinks,
         q_positions=positions if q_positions is None else q_positions,
     )
-    if request is not None and batch:
+    if request is not None:
         operands = _own_rows(operands, jnp.minimum(request, batch - 1))
     if packed is None:
         assert operands.q_index is not None
