@@ -16,13 +16,19 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.inline import asm, asm_words, i32, inline_op
-from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, LANES, ROWS_PER_WARPGROUP
+from pallas_fa2.backends.common.primitives.layouts import (
+    ACC_LAYOUT,
+    COL_LAYOUT,
+    LANES,
+    ROWS_PER_WARPGROUP,
+)
 from pallas_fa2.backends.common.primitives.thread_values import (
     address,
     elements,
     scalars,
     thread_index,
     vector,
+    warpgroup_thread_index,
 )
 from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers, Scalar
 
@@ -206,6 +212,20 @@ def _thread_start(target: Ref, size: int) -> MlirValue:
     i64 = ir.IntegerType.get_signless(64)
     thread = arith.andi(thread_index(), i32(127))
     return arith.addi(address(target), arith.extui(i64, arith.muli(thread, i32(size))))
+
+
+@inline_op("scatter_columns", plgpu.RefType(), COL_LAYOUT, COL_LAYOUT)
+def scatter_columns(_, target: Ref, values: Registers, indices: Registers) -> None:
+    """Store the float32 of each column at its index in device memory `[n]`, if there is such an index."""
+    # Every warp has all columns: a lane has two of each eight, the same as seven others.
+    (size,) = ir.MemRefType(target.type).shape
+    thread, start = warpgroup_thread_index(), address(target)
+    for value, index in zip(scalars(values), scalars(indices), strict=True):
+        code = (
+            f"{{ .reg .pred p; .reg .b64 a; setp.lt.u32 p, $2, {size}; setp.lt.and.u32 p, $3, 4, p; "
+            "mad.wide.u32 a, $2, 4, $0; @p st.global.f32 [a], $1; }"
+        )
+        asm(code, "l,f,r,r", start, value, index, thread)
 
 
 @inline_op("add_row_sums", plgpu.RefType(), ACC_LAYOUT)
