@@ -1,7 +1,9 @@
 """The decode kernel of Hopper: its plan against NumPy, interpreted with race detection, and compiled for an H200."""
 
 import dataclasses
+import itertools
 import math
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ from pallas_fa2.backends.sm90.decode.kernel import decode
 from pallas_fa2.backends.sm90.decode.schedule import Entry, Share, plan_decode
 from pallas_fa2.backends.sm90.decode.spec import DecodeSpec
 from pallas_fa2.ir.affine import DistanceRange
-from tests.support import compile_gate, interpreter, programs
+from tests.support import compile_gate, interpreter, launches, programs
 from tests.support.shared import RaceDetected
 from tests.support.tiers import slow_but
 
@@ -136,7 +138,8 @@ def check(case: Case, jit: Callable = interpreter.jit) -> None:
         for row, length in zip(pages, case.lengths, strict=True):
             row[-(-length // case.page_size) :] = (1 << 30, -5)[length % 2]  # no pages at all
         rest.append(pages)
-    out, lse = jit(case.run)(q, k, v, *rest)
+    # JAX would know the method of an equal case, and have it from before a bug was planted.
+    out, lse = jit(lambda *args: case.run(*args))(q, k, v, *rest)
     exists = np.isfinite(truth_lse)
     np.testing.assert_array_equal(np.asarray(lse)[~exists], -np.inf)
     np.testing.assert_array_equal(np.asarray(out, np.float32)[~exists], 0)
@@ -147,6 +150,7 @@ def check(case: Case, jit: Callable = interpreter.jit) -> None:
 
 CASES = {
     "splits": Case((256, 70)),
+    "two_splits_of_a_cta": Case((256, 250), num_ctas=5),
     "one_cta": Case((130, 64), num_ctas=1),
     "more_ctas_than_blocks": Case((100,), num_ctas=7),
     "empty": Case((200, 0, 70), heads=(2, 1)),
@@ -170,7 +174,7 @@ CASES = {
     "future": Case((130, 3), queries=2, q_len=2, distances=DistanceRange(-40, 5)),
     "past": Case((130, 3), queries=2, q_len=2, distances=DistanceRange(None, -4)),
     "full": Case((130, 64), queries=2, q_len=2, distances=FULL),
-    "packed": Case((100, 13, 0, 250), queries=(1, 13, 0, 5), q_len=4),
+    "packed": Case((100, 13, 0, 250), queries=(1, 13, 0, 5), q_len=4, num_ctas=9),
     "packed_full": Case((100, 13), queries=(1, 11), q_len=8, distances=FULL),
     "packed_pages": Case((70, 130), queries=(9, 3), q_len=2, page_size=64),
 }
@@ -267,41 +271,55 @@ def refill_too_early(self: Any, step: Any, num_steps: Any, cursor: Any) -> Any:
     return refill(self, step + 1, num_steps, cursor)
 
 
-def merge_at_once(self: Any) -> Any:
-    return arrive(self) * 0 + jnp.where(self.last_cta == jax.lax.axis_index("cta"), 1, 0)
+def one_split_of_each_cta(self: Any, cta: Any) -> Any:
+    return 2 * cta
 
 
-def wrong_split(self: Any, cta: Any) -> Any:
-    return 2 * cta + jnp.where(cta == self.last_cta, 1, 0)
-
-
-refill, arrive = loader.KvLoader.refill, merge.TileSplits.arrive
+refill = loader.KvLoader.refill
 
 BUGS: dict[str, tuple[Any, str, Callable]] = {
     "a slot filled while it is read": (loader.KvLoader, "refill", refill_too_early),
     "a missing fence": (plgpu, "commit_smem", lambda: None),
     "values that do not exist": (tile.Split, "zero_missing_values", lambda *_: None),
-    "splits where others are": (merge.TileSplits, "_index", wrong_split),
+    "splits where others are": (merge.TileSplits, "_index", one_split_of_each_cta),
     "a skipped wait": (plgpu, "barrier_wait", lambda barrier: None),
 }
 
 
+@pytest.fixture
+def last_block_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are interpreted one after another: a tile's first CTA is then the last one that arrives."""
+    reverse = types.SimpleNamespace(product=lambda *x: list(itertools.product(*x))[::-1])
+    monkeypatch.setattr(launches, "itertools", reverse)
+
+
+def test_the_order_of_arrivals_does_not_matter(request: pytest.FixtureRequest) -> None:
+    case = CASES["two_splits_of_a_cta"]
+    arrays = case.arrays()
+    before = interpreter.run(lambda *args: case.run(*args), *arrays)
+    request.getfixturevalue("last_block_first")
+    after = interpreter.run(lambda *args: case.run(*args), *arrays)
+    for x, y in zip(before, after, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.usefixtures("last_block_first")
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*BUGS[bug])
-    with pytest.raises((RaceDetected, AssertionError, ValueError, TimeoutError)):
-        check(CASES["splits"])
+    with pytest.raises((RaceDetected, AssertionError)):
+        check(CASES["two_splits_of_a_cta"])
 
 
 def test_a_merge_before_all_splits_are_stored_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are interpreted one after another, so the last one finds all splits; but nothing orders them."""
+    """The last block that is interpreted finds all splits, but nothing orders them."""
     monkeypatch.setattr(
         merge.TileSplits,
         "arrive",
         lambda self: jnp.where(self.last_cta == jax.lax.axis_index("cta"), 1, 0),
     )
     with pytest.raises(RaceDetected, match="is not ordered after"):
-        check(CASES["splits"])
+        check(CASES["two_splits_of_a_cta"])
 
 
 # Requests, queries of each, (N, K), (H, Hv), size of pages, distances: with a capacity of 8192.

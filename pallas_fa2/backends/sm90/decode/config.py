@@ -7,7 +7,7 @@ from pallas_fa2.arithmetic import round_up
 from pallas_fa2.backends.sm90.decode.spec import DecodeSpec
 from pallas_fa2.backends.sm90.primitives.pipeline import SHARED_MEMORY_BYTES
 
-# The driver keeps 1 KiB of a multiprocessor's 228 KiB for each CTA (CUDA C++ Programming Guide, 16.8.3).
+# The driver keeps 1 KiB of a multiprocessor's 228 KiB for each CTA (NVIDIA's Hopper Tuning Guide).
 SM_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 # Bytes of mbarriers and of alignment beside the buffers.
 BARRIER_BYTES = 2048
