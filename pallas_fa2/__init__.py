@@ -4,6 +4,9 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 from pallas_fa2.api import FallbackWarning, flash_attention
+from pallas_fa2.cached_api import CachedOptions, cached_attention
+from pallas_fa2.cached_explanation import CachedExplanation
+from pallas_fa2.caches import Cache, Packed, Pages
 from pallas_fa2.device import Device
 from pallas_fa2.drop_in import dot_product_attention
 from pallas_fa2.explanation import Explanation, explain
@@ -18,9 +21,11 @@ from pallas_fa2.masks import (
     Prefix,
     Segments,
     SlidingWindow,
+    Tree,
     Window,
     mask_fn,
 )
+from pallas_fa2.merging import merge
 from pallas_fa2.options import Implementation, Options, Scores
 from pallas_fa2.planning.autotune import Tuning, autotune
 from pallas_fa2.planning.tuned import load_autotuned, save_autotuned
@@ -29,11 +34,12 @@ from pallas_fa2.scores import Score, alibi, bias, score_fn, soft_cap
 __version__ = "0.1.0"
 
 __all__ = [
-    "Causal", "Chunked", "Context", "Dense", "Device", "Documents", "Explanation", "FallbackWarning", "Implementation",
-    "Lengths", "Mask", "Options", "Prefix", "Score", "Scores", "Segments", "SlidingWindow", "Token", "Tuning", "Window",
-    "alibi", "autotune", "bias", "dot_product_attention", "explain", "flash_attention",
+    "Cache", "CachedExplanation", "CachedOptions", "Causal", "Chunked", "Context", "Dense", "Device", "Documents", "Explanation",
+    "FallbackWarning", "Implementation", "Lengths", "Mask", "Options", "Packed", "Pages", "Prefix", "Score", "Scores",
+    "Segments", "SlidingWindow", "Token", "Tree", "Tuning", "Window", "alibi", "autotune", "bias", "cached_attention",
+    "dot_product_attention", "explain", "flash_attention",
     "linen",  # pyright: ignore[reportUnsupportedDunderAll]
-    "load_autotuned", "mask_fn",
+    "load_autotuned", "mask_fn", "merge",
     "nnx",  # pyright: ignore[reportUnsupportedDunderAll]
     "save_autotuned", "score_fn", "soft_cap",
 ]  # fmt: skip

@@ -3,13 +3,15 @@
 import dataclasses
 import inspect
 import math
-from typing import Any
+from typing import Any, overload
 
 import jax
 import numpy as np
 
 from pallas_fa2.api import flash_attention
 from pallas_fa2.backends.registry import BACKENDS
+from pallas_fa2.cached_explanation import CachedExplanation, explain_cached
+from pallas_fa2.caches import Cache, Pages
 from pallas_fa2.device import Device, device_of
 from pallas_fa2.ir import block_classes
 from pallas_fa2.ir.call_spec import CallSpec
@@ -73,27 +75,38 @@ class Explanation:
         return "\n".join(lines)
 
 
+@overload
+def explain(  # pyright: ignore[reportOverlappingOverload]  # arrays may be anything
+    query: Any, key: Cache | Pages,
+    *, implementation: Implementation | None = ..., device: Device | None = ..., **options: Any,
+) -> CachedExplanation: ...  # fmt: skip
+@overload
+def explain(
+    query: Any, key: Any, value: Any,
+    *, implementation: Implementation | None = ..., device: Device | None = ..., **options: Any,
+) -> Explanation: ...  # fmt: skip
 def explain(
     query: Any,
     key: Any,
-    value: Any,
+    value: Any = None,
     *,
     implementation: Implementation | None = None,
     device: Device | None = None,
     **options: Any,
-) -> Explanation:
+) -> Explanation | CachedExplanation:
     """Explain how `flash_attention` would run the same call, and why no faster backend does.
 
-    Nothing is computed but the classes of the mask's tiles.
+    Nothing is computed but the classes of the mask's tiles. `explain(query, cache)` explains a call of
+    `cached_attention` with its options.
 
     Args:
-      query, key, value: arrays, or `jax.ShapeDtypeStruct`s, as `flash_attention` takes them.
+      query, key, value: arrays, or `jax.ShapeDtypeStruct`s, as `flash_attention` takes them; or query and a cache.
       implementation: as in `flash_attention`.
       device: where the call would run; by default the device of query.
       options: any other argument of `flash_attention`; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
-      An `Explanation`, which prints as text.
+      An `Explanation`, or a `CachedExplanation`, which print as text.
 
     Raises:
       ValueError, TypeError: as `flash_attention`; a TypeError for arguments that it does not have.
@@ -103,6 +116,8 @@ def explain(
       >>> x = jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.bfloat16)
       >>> print(fa.explain(x, x, x, mask=fa.Causal()))          # doctest: +SKIP
     """
+    if value is None:
+        return explain_cached(query, key, implementation=implementation, device=device, **options)
     known = inspect.signature(flash_attention).parameters
     if unknown := [name for name in options if name not in known]:
         raise TypeError(

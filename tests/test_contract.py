@@ -44,6 +44,13 @@ def test_contract_of_compiled_xla_backends(case: Case) -> None:
     suite.check(case, "reference", "blockwise")
 
 
+@pytest.mark.parametrize(
+    "case", slow_but(lambda case: case.name in COMPILED, PLAIN + GENERAL), ids=str
+)
+def test_contract_of_caches(case: Case) -> None:
+    suite.check(case, "reference", "blockwise", jit=interpreter.jit, on_cache=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case, tuned", each_variant(PLAIN + MASKED), ids=name)
 def test_contract_of_hopper(case: Case, tuned: ConfigRule) -> None:

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import api, pytree_fn, trace_mods
+from pallas_fa2 import api, parse_cached, pytree_fn, trace_mods
 from pallas_fa2.backends.common import dropout
 from pallas_fa2.backends.xla import blockwise, tile
+from pallas_fa2.ir import equivalent_call
+from tests.fuzz.cached import Cached
 from tests.fuzz.case import Case, draw
 from tests.fuzz.check import Wrong, implementations
 from tests.fuzz.decoding import Decoding
@@ -125,6 +127,7 @@ def one_later(*args: Any, q_positions: Any = None, **options: Any) -> Any:
 
 
 row_delta, dropout_bits = tile.row_delta, dropout.bits
+clamp_lengths, requests_of = parse_cached.clamp_lengths, equivalent_call.requests_of
 SMALL = {"q_len": 33, "kv_len": 31, "blocks": (16, 16)}
 BUGS = {
     "the cotangent of lse": (tile, "row_delta", drop_dlse, Case(seed=1, **SMALL)),
@@ -155,6 +158,18 @@ BUGS = {
         one_later,
         Decoding(pieces=(5, 1, 1), mask=Window(2)),
     ),
+    "the length of a sequence in a cache": (
+        parse_cached,
+        "clamp_lengths",
+        lambda cache: clamp_lengths(cache) + np.int32(1),
+        Cached(lengths=(5, 8), new=(1, 1), page=4, mask=None),
+    ),
+    "the request of a packed query": (
+        equivalent_call,
+        "requests_of",
+        lambda starts, tokens: requests_of(starts + np.int32(1), tokens),
+        Cached(lengths=(5, 8), new=(1, 2), packed=True),
+    ),
     "what a function reads": (
         pytree_fn,
         "fingerprint",
@@ -173,7 +188,13 @@ BUGS = {
 product = tile.product
 
 
-QUICK = "the cotangent of lse", "the position of a token that is decoded", "what a function reads"
+QUICK = (
+    "the cotangent of lse",
+    "the position of a token that is decoded",
+    "the length of a sequence in a cache",
+    "the request of a packed query",
+    "what a function reads",
+)
 
 
 @pytest.mark.parametrize("bug", slow_but(QUICK.__contains__, BUGS))

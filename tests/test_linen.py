@@ -550,3 +550,46 @@ def test_layers_can_be_pickled_and_copied():
     expected = apply(layer, params, X)
     for same in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
         close(same.apply(params, X), expected)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["cache", "pages"])
+def test_a_cache_of_the_callers_gives_the_causal_forward(paged):
+    """Prompts of 6 and 0 tokens, then all other tokens of both, packed."""
+    options = {"num_heads": 4, "num_kv_heads": 2, "normalize_qk": True}
+    layer = MultiHeadAttention(causal=True, **options)
+    params = perturbed(init(layer, X))
+    expected = apply(layer, params, X)
+    lengths = jnp.zeros(2, jnp.int32)
+    if paged:
+        pool = jnp.full((9, 4, 2, 8), jnp.nan)
+        cache = fa.Pages(pool, pool, jnp.array([[3, 1, 8, 2], [0, 4, 7, 5]]), lengths)
+    else:
+        cache = fa.Cache.zeros(2, 16, kv_heads=2, head_dim=8, dtype=jnp.float32)
+    step = jit(
+        lambda params, x, cache, queries: layer.apply(params, x, cache=cache, queries=queries)
+    )
+    starts = np.array([0, 6, 6], np.int32), np.array([0, LENGTH - 6, 2 * LENGTH - 6], np.int32)
+    outs = []
+    for rows, limits in zip((X[0, :6], np.concatenate([X[0, 6:], X[1]])), starts, strict=True):
+        out, cache = step(params, rows, cache, fa.Packed(jnp.asarray(limits)))
+        outs.append(out)
+    actual = np.concatenate(outs).reshape(X.shape)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    assert cache.lengths.tolist() == [LENGTH, LENGTH]
+
+
+def test_masks_and_rows_of_a_cache():
+    layer = MultiHeadAttention(num_heads=4)
+    params = perturbed(init(layer, X))
+    expected = apply(layer, params, X, mask=fa.Causal() & fa.Window(3))
+    cache = fa.Cache.zeros(2, LENGTH, kv_heads=4, head_dim=8, dtype=jnp.float32)
+    out, cache = layer.apply(params, X, mask=fa.SlidingWindow(4), cache=cache)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for wrong in (
+        MultiHeadAttention(num_heads=4, decode=True),
+        MultiHeadAttention(num_heads=4, dropout_rate=0.1, deterministic=False),
+    ):
+        with pytest.raises(ValueError, match="cache must be left out with decode"):
+            wrong.apply(params, X, cache=cache)
+    with pytest.raises(ValueError, match="cache must be left out"):
+        layer.apply(params, X, X + 1, cache=cache)

@@ -246,3 +246,24 @@ def test_layers_can_be_pickled_and_copied():
     graph, state = nnx.split(layer)
     close(nnx.merge(pickle.loads(pickle.dumps(graph)), state)(X), expected)
     close(copy.deepcopy(layer)(X), expected)
+
+
+def test_a_cache_of_the_callers_gives_the_causal_forward():
+    layer = build(MultiHeadAttention, causal=True, num_kv_heads=2, normalize_qk=True)
+    expected = layer(jnp.asarray(X))
+    pool = jnp.full((9, 4, 2, 8), jnp.nan)
+    table = jnp.array([[3, 1, 8, 2], [0, 4, 7, 5]])
+    pages = fa.Pages(pool, pool, table, jnp.zeros(2, jnp.int32))
+    first, pages = layer(jnp.asarray(X[:, :6]), cache=pages)
+    rows = fa.Packed(jnp.array([0, LENGTH - 6, 2 * (LENGTH - 6)]))
+    rest, pages = layer(jnp.concatenate([X[0, 6:], X[1, 6:]]), cache=pages, queries=rows)
+    close(jnp.concatenate([first, rest.reshape(2, LENGTH - 6, 32)], 1), expected)
+    masked, _ = layer(
+        jnp.asarray(X[:, :6]),
+        cache=fa.Cache.zeros(2, 6, kv_heads=2, head_dim=8, dtype=jnp.float32),
+        mask=fa.Window(2),
+        implementation="reference",
+    )
+    close(masked, layer(jnp.asarray(X[:, :6]), mask=fa.Window(2)))
+    with pytest.raises(ValueError, match="cache must be left out with decode"):
+        layer(jnp.asarray(X), cache=pages, decode=True)

@@ -21,19 +21,22 @@ FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 # module's name begins with is its own.
 ORDER = [
     *("arithmetic", "control_flow", "device", "fingerprint"),
-    *("ir", "pytree_fn", "masks", "scores", "options", "check_args", "trace_mods", "sinks", "parse_call"),
+    *("ir", "pytree_fn", "masks", "scores", "options", "check_args", "trace_mods", "sinks", "merging", "parse_call"),
+    *("check_caches", "caches", "parse_cached"),
     *("schedule", "distributed.sharding"),
     *("backends.protocol", "backends.common", "backends.xla", "backends.reference"),
     *("backends.sm90.primitives", "backends.sm90.nonfinite"),
     *("backends.sm90.forward", "backends.sm90.decode", "backends.sm90.backward", "backends.sm90"),
     *("backends.sm80.primitives", "backends.sm80.forward", "backends.sm80.backward", "backends.sm80"),
-    *("backends", "planning.tuned", "planning.plan", "autodiff", "api", "drop_in", "explanation", "planning", "flax", "distributed"),
+    *("backends", "planning.tuned", "planning.plan", "planning.cached_plan", "autodiff", "cached_autodiff"),
+    *("api", "cached_api", "cached_explanation", "drop_in", "explanation", "planning", "flax", "distributed"),
     *("__init__", "__main__"),
 ]  # fmt: skip
 
 PUBLIC = ["flash_attention", "dot_product_attention", "explain", "linen", "nnx", "Causal", "Window",
           "Segments", "Documents", "Lengths", "Prefix", "Chunked", "Dense", "mask_fn", "score_fn", "soft_cap",
-          "alibi", "bias", "autotune"]  # fmt: skip
+          "alibi", "bias", "autotune",
+          "Cache", "Pages", "Packed", "Tree", "cached_attention", "merge"]  # fmt: skip
 
 
 def imports(file):

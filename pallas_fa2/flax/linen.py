@@ -16,6 +16,8 @@ from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from pallas_fa2.api import flash_attention
+from pallas_fa2.cached_api import cached_attention
+from pallas_fa2.caches import Cache, Packed, Pages
 from pallas_fa2.flax.attention_fn import as_boolean, attention_fn, forbid_weights
 from pallas_fa2.masks import Causal, Lengths, Mask, as_mask
 from pallas_fa2.options import Implementation, Scores
@@ -44,6 +46,8 @@ class MultiHeadAttention(nn.Module):
     to which of the tokens written so far they attend (the prompt of a prefix language model attends to itself in
     both directions; `causal=True` joins `Causal()`). Masks and scores read positions in the whole sequence, and
     S is the length of the cache. Tokens beyond the greatest length overwrite the last ones.
+
+    A `Cache` or `Pages` of the caller's is an argument of the call instead, and comes back with the new tokens.
 
     Attributes:
       num_heads: query heads N.
@@ -120,7 +124,9 @@ class MultiHeadAttention(nn.Module):
         deterministic: bool | None = None,
         dropout_rng: PRNGKeyArray | None = None,
         sow_weights: bool = False,
-    ) -> Float[Array, "*B T out"]:
+        cache: Cache | Pages | None = None,
+        queries: Packed | None = None,
+    ) -> Any:
         """Project the inputs to queries, keys and values, attend, and project the result.
 
         Args:
@@ -134,9 +140,13 @@ class MultiHeadAttention(nn.Module):
             `dropout_rate` is not 0.
           dropout_rng: the key for dropout; the stream "dropout" by default.
           sow_weights: must be False, as the attention weights are never formed.
+          cache: a cache to which the tokens' keys and values are appended, and to whose tokens they then attend: `inputs_q`
+            is `[B, T, F]`, causal without a mask. The attribute `decode` is of Flax's own cache and must be False.
+          queries: the `Packed` rows of requests, where `inputs_q` is `[tokens, F]`.
 
         Returns:
-          `[*B, T, out_features]` in the dtype of the computation.
+          `[*B, T, out_features]` in the dtype of the computation; with a cache, a pair of it and the cache with the new
+          tokens.
 
         Raises:
           ValueError, TypeError: as `flash_attention`; a ValueError for heads that do not divide each other, and in
@@ -152,6 +162,8 @@ class MultiHeadAttention(nn.Module):
         inputs_v = inputs_k if inputs_v is None else inputs_v
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
 
+        if cache is not None:
+            self._check_options_of_caches(inputs_k is inputs_q, deterministic)
         masks = [] if mask is None else [as_mask(as_boolean(mask))]
         start = positions = None
         if self.decode:
@@ -172,18 +184,30 @@ class MultiHeadAttention(nn.Module):
             elif dropout_rng is None:
                 dropout_rng = self.make_rng("dropout")
         query, key, value = promote(query, key, value, dtype=self.dtype)
-        x = flash_attention(
-            query,
-            key,
-            value,
-            mask=functools.reduce(operator.and_, masks) if masks else None,
-            score=score,
-            dropout_rate=rate,
-            dropout_rng=dropout_rng,
-            q_positions=positions,
-            implementation=self.implementation,
-        )
-        return DenseGeneral(
+        joined = functools.reduce(operator.and_, masks) if masks else None
+        if cache is not None:
+            cache = cache.append(key, value, queries=queries)
+            x = cached_attention(
+                query,
+                cache,
+                queries=queries,
+                mask=Causal() if joined is None else joined,
+                score=score,
+                implementation=self.implementation,
+            )
+        else:
+            x = flash_attention(
+                query,
+                key,
+                value,
+                mask=joined,
+                score=score,
+                dropout_rate=rate,
+                dropout_rng=dropout_rng,
+                q_positions=positions,
+                implementation=self.implementation,
+            )
+        out = DenseGeneral(
             features=self.out_features or inputs_q.shape[-1],
             axis=(-2, -1),
             kernel_init=self.out_kernel_init or self.kernel_init,
@@ -194,6 +218,16 @@ class MultiHeadAttention(nn.Module):
             precision=self.precision,
             name="out",
         )(x)
+        return out if cache is None else (out, cache)
+
+    def _check_options_of_caches(self, is_self: bool, deterministic: bool | None) -> None:
+        drops = self.dropout_rate > 0.0 and not (self.deterministic or deterministic)
+        if self.decode or drops or not is_self:
+            raise ValueError(
+                f"cache must be left out with decode (= {self.decode}), with dropout (dropout_rate = {self.dropout_rate}) "
+                "and with inputs_k or inputs_v, as tokens are appended to it and attend to themselves; leave these out, "
+                "or pass deterministic=True"
+            )
 
     def _project(
         self, inputs_q: jax.Array, inputs_k: jax.Array, inputs_v: jax.Array

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_fa2.flax.attention_fn import DECODING_STEP, DecodingStep, attention_fn
-from pallas_fa2.masks import Mask, as_mask
+from pallas_fa2.cached_api import cached_attention
+from pallas_fa2.caches import Cache, Packed, Pages
+from pallas_fa2.flax.attention_fn import DECODING_STEP, DecodingStep, as_boolean, attention_fn
+from pallas_fa2.masks import Causal, Mask, as_mask
 
 __all__ = ["MultiHeadAttention", "attention_fn"]
 
@@ -76,14 +78,28 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         mask: Mask | Callable | Array | None = None,
         is_causal: bool | None = None,
         decode: bool | None = None,
+        cache: Cache | Pages | None = None,
+        queries: Packed | None = None,
         **options: Any,
-    ) -> Float[Array, "*B T out"]:
+    ) -> Any:
         """Project the inputs, attend, and project the result to `[*B, T, out_features]`; `options` are Flax's.
+
+        With a `cache`, the keys and values of `inputs_q` `[B, T, F]`, or `[tokens, F]` of packed `queries`, are appended
+        to it, and the result is a pair of the output and the cache. Attention is causal then unless a mask is given, and
+        `options` are the scores and the implementation of `cached_attention`.
 
         Raises:
           ValueError, TypeError: as Flax's layer and `flash_attention`; a ValueError where a mask object or function would
             not reach `attention_fn` in decoding.
         """
+        if cache is not None:
+            if inputs_k is not None or inputs_v is not None or decode:
+                raise ValueError(
+                    f"cache must be left out with decode (= {decode}), inputs_k and inputs_v, as tokens are appended to it "
+                    "and attend to themselves; leave these out"
+                )
+            causal = self.causal if is_causal is None else is_causal
+            return self._attend_on_cache(inputs_q, cache, queries, mask, causal, **options)
         decoding = self.decode if decode is None else decode
         keys, index = self.cached_key, self.cache_index
         run = functools.partial(
@@ -111,3 +127,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 "attention_fn out, or wrap pallas_fa2.nnx.attention_fn in one that calls it"
             )
         return out
+
+    def _attend_on_cache(
+        self, x: jax.Array, cache: Any, queries: Any, mask: Any, causal: bool, **options: Any
+    ) -> Any:
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if self.query_ln is not None and self.key_ln is not None:
+            query, key = self.query_ln(query), self.key_ln(key)
+        cache = cache.append(key, value, queries=queries)
+        mask = Causal() if mask is None else as_mask(as_boolean(mask))
+        mask = mask & Causal() if causal else mask
+        out = cached_attention(query, cache, queries=queries, mask=mask, **options)
+        return self.out(out), cache

@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_fa2.ir.affine import DistanceRange, distance_range
 from pallas_fa2.ir.call_spec import CallSpec, Operands
@@ -61,3 +62,10 @@ class CachedOperands(NamedTuple):
     call: Operands
     table: jax.Array | None = None  # int32 [B, S / page], 0 to P - 1; unused entries too
     starts: jax.Array | None = None  # int32 [B + 1], not falling, 0 to tokens
+
+
+def requests_of(starts: jax.Array, tokens: int) -> jax.Array:
+    """Return the request of each row of packed queries, and R for rows of none: int32 `[tokens]`."""
+    rows = jnp.arange(tokens, dtype=jnp.int32)
+    request = jnp.searchsorted(starts, rows, side="right").astype(jnp.int32) - 1
+    return jnp.where(request < 0, starts.shape[0] - 1, request)

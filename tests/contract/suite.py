@@ -15,16 +15,21 @@ from tests.contract.rule import assert_within_rule
 from tests.support.hopper import asking_first
 
 
-def value_and_gradients(case: Case, implementation: str, gradients: bool = True) -> Callable:
-    """(q, k, v, dout, dlse) -> out, lse, dq, dk, dv; or out and lse alone."""
+def value_and_gradients(
+    case: Case, implementation: str, gradients: bool = True, on_cache: bool = False
+) -> Callable:
+    """(q, k, v, dout, dlse) -> out, lse, dq, dk, dv; or out and lse alone. `on_cache`: by a cache that is full."""
     mask = case.mask(case)[0] if case.mask else None
     score = case.score(case)[0] if case.score else None
 
+    options: dict[str, Any] = {"mask": mask, "score": score, "scale": case.scale}
+    options |= {"return_lse": True, "implementation": implementation}
+
     def attend(q: Any, k: Any, v: Any) -> tuple:
-        return fa.flash_attention(
-            q, k, v, mask=mask, score=score, scale=case.scale, return_lse=True,
-            implementation=implementation,
-        )  # fmt: skip
+        if on_cache:
+            cache = fa.Cache(k, v, jnp.full(case.batch, case.kv_len))
+            return fa.cached_attention(q, cache, q_positions=jnp.arange(case.q_len), **options)
+        return fa.flash_attention(q, k, v, **options)
 
     def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple:
         if not gradients:
@@ -80,18 +85,22 @@ def arrangements(case: Case, inputs: list, interpreted: bool) -> list[tuple[str,
 
 
 def check(
-    case: Case, *implementations: str, jit: Callable = jax.jit, gradients: bool = True
+    case: Case,
+    *implementations: str,
+    jit: Callable = jax.jit,
+    gradients: bool = True,
+    on_cache: bool = False,
 ) -> None:
     """Values and gradients of each, on clean inputs and with NaN where nobody may look.
 
-    `jit` is that of JAX or of the interpreter.
+    `jit` is that of JAX or of the interpreter; `on_cache` calls `cached_attention`.
     """
     inputs = case.inputs()
     goal, unfused = expected(case, inputs)
     for implementation in implementations:
         interpreted = implementation == "hopper" and jit is not jax.jit
         runs = arrangements(case, inputs, interpreted)
-        call = jit(value_and_gradients(case, implementation, gradients))
+        call = jit(value_and_gradients(case, implementation, gradients, on_cache))
         for where, arrays, entries in runs:
             results = zip(Truth._fields, call(*arrays), unfused, goal, strict=gradients)
             for name, *of in results:

@@ -19,8 +19,9 @@ from collections import Counter
 
 import jax
 
+from tests.fuzz import cached, decoding, masks, scores
 from tests.fuzz import case as calls
-from tests.fuzz import decoding, masks, scores
+from tests.fuzz.cached import Cached
 from tests.fuzz.case import Case
 from tests.fuzz.check import Checked, Wrong, implementations
 from tests.fuzz.check import check as check_call
@@ -39,44 +40,53 @@ def _prepare(gpu: bool) -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-DECODINGS = 5  # one in so many cases
+AnyCase = Case | Cached | Decoding
+DECODINGS = 5  # one in so many cases is a layer that decodes, and one a step on a cache
 
 
-def nth(seed: int, n: int, gpu: bool) -> Case | Decoding:
+def nth(seed: int, n: int, gpu: bool) -> AnyCase:
     pick = random.Random(f"{seed}/{n}").choice
     if not gpu and n % DECODINGS == DECODINGS - 1:
         return decoding.draw(pick)
+    if n % DECODINGS == DECODINGS - 2:
+        return cached.draw(pick)
     return calls.draw(pick, for_hopper=gpu)
 
 
-def check(case: Case | Decoding, *names: str | None, draws: int = 1) -> Checked:
+def check(case: AnyCase, *names: str | None, draws: int = 1) -> Checked:
     """Raises `Wrong`. A layer that decodes runs by the implementation that the case says."""
     if isinstance(case, Case):
         return check_call(case, *names, draws=draws)
+    ran = {f"{case.layer} decoding"} if isinstance(case, Decoding) else set()
     try:
-        decoding.check(case)
+        if isinstance(case, Cached):
+            ran = {f"{cached.check(case, name)} on caches" for name in names}
+        else:
+            decoding.check(case)
     except Exception as e:
         raise Wrong(
             case, str(e) if isinstance(e, AssertionError) else f"{type(e).__name__}: {e}"
         ) from e
-    return Checked(0.0, {f"{case.layer} decoding"})
+    return Checked(0.0, ran)
 
 
-def parse(line: str) -> Case | Decoding:
+def parse(line: str) -> AnyCase:
     """The case of a line that a failure has printed."""
-    known = (calls, decoding, masks, scores)
+    known = (calls, cached, decoding, masks, scores)
     names = {n: x for m in known for n, x in vars(m).items() if isinstance(x, type)}
     case = eval(line, {"__builtins__": {}, "float": float, **names})
-    if not isinstance(case, Case | Decoding):
+    if not isinstance(case, AnyCase):
         raise TypeError(f"a case looks like Case(q_len=33, mask=Causal()), not {line!r}")
     return case
 
 
-def simpler(case: Case | Decoding) -> list:
+def simpler(case: AnyCase) -> list:
+    if isinstance(case, Cached):
+        return cached.simpler(case)
     return calls.simpler(case) if isinstance(case, Case) else decoding.simpler(case)
 
 
-def fault(case: Case | Decoding, gpu: bool) -> Wrong | None:
+def fault(case: AnyCase, gpu: bool) -> Wrong | None:
     try:
         check(case, *implementations(gpu))
     except Wrong as e:

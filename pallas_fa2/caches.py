@@ -1,0 +1,233 @@
+"""Caches of keys and values, contiguous (`Cache`) and paged (`Pages`), and queries that requests share (`Packed`).
+
+Slot i of a sequence holds the key at position i. Lengths, tables and starts are run-time data: a program that was compiled
+for some values runs for any others. Where they are known, wrong ones raise a ValueError; where they are traced, what is
+outside of the cache is neither read nor written.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_fa2.check_caches import check_append
+from pallas_fa2.ir.cached_spec import requests_of
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packed:
+    """Queries of several requests in one array: those of request r are rows `starts[r]` to `starts[r + 1] - 1`.
+
+    They are the last tokens of its sequence; a request may have none. Rows from `starts[R]` on belong to no request.
+
+    Attributes:
+      starts: int32 `[R + 1]`, 0 first and never falling, as FlashAttention's `cu_seqlens_q`.
+    """
+
+    starts: Int[Array, " R+1"]
+
+    def locate(self, lengths: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
+        """Return the request of each row, R if there is none, and its position: int32 `[tokens]` both.
+
+        `lengths` `[R]` are those of the sequences with these tokens.
+        """
+        starts = jnp.asarray(self.starts, jnp.int32)
+        request = requests_of(starts, tokens)
+        # The last token of a request is the last one of its sequence; a row of no request gets any position.
+        from_end = jnp.arange(tokens, dtype=jnp.int32) - jnp.take(starts, request + 1, mode="clip")
+        return request, jnp.take(lengths, request, mode="clip") + from_end
+
+    def counts(self) -> jax.Array:
+        """Return the number of tokens of each request, int32 `[R]`."""
+        return jnp.diff(jnp.asarray(self.starts, jnp.int32))
+
+
+class _Appends:
+    """What both kinds of caches do with new tokens."""
+
+    key: Any
+    value: Any
+    lengths: Any
+
+    def append(
+        self,
+        key: Float[Array, "B T K H"] | Float[Array, "tokens K H"],
+        value: Float[Array, "B T K Hv"] | Float[Array, "tokens K Hv"],
+        new: Int[Array, " B"] | None = None,
+        *,
+        queries: Packed | None = None,
+    ) -> Self:
+        """Return the cache with new tokens behind each sequence, longer by their number.
+
+        Under `jit` with the cache donated it is written in place. Traced lengths may exceed the capacity: tokens beyond
+        it are dropped, and `jnp.any(cache.lengths > cache.capacity)` tells. Those that a page out of range would hold are
+        dropped too.
+
+        Args:
+          key, value: `[B, T, K, H]` and `[B, T, K, Hv]` in the cache's dtype, T tokens for each sequence; with
+            `queries`, `[tokens, K, H]` and `[tokens, K, Hv]`.
+          new: integers `[B]`, 0 to T: how many tokens each sequence gets, T by default. They are the last ones of its
+            row, as queries are (prompts are padded on the left).
+          queries: the `Packed` rows of requests, one request for each sequence.
+
+        Raises:
+          ValueError, TypeError: shapes and dtypes do not fit; known lengths would exceed the capacity; a known table has
+            no page for a new token.
+        """
+        check_append(self, key, value, new, queries)
+        key, value, lengths = jnp.asarray(key), jnp.asarray(value), jnp.asarray(self.lengths)
+        if queries is not None:
+            new = queries.counts()
+            request, position = queries.locate(lengths.astype(jnp.int32) + new, key.shape[0])
+            is_new = request < lengths.shape[0]
+        else:
+            tokens = key.shape[1]
+            new = jnp.full_like(lengths, tokens) if new is None else jnp.asarray(new)
+            request = jnp.arange(lengths.shape[0], dtype=jnp.int32)[:, None]
+            before_end = jnp.arange(-tokens, 0, dtype=jnp.int32)[None]
+            token = before_end + new.astype(jnp.int32)[:, None]
+            is_new, position = token >= 0, lengths.astype(jnp.int32)[:, None] + token
+        arrays = [
+            self._write(cached, x, request, position, is_new & (position >= 0))
+            for cached, x in ((self.key, key), (self.value, value))
+        ]
+        lengths = lengths + new.astype(lengths.dtype)
+        return dataclasses.replace(self, key=arrays[0], value=arrays[1], lengths=lengths)  # pyright: ignore
+
+    @property
+    def capacity(self) -> int:
+        raise NotImplementedError
+
+    def _write(self, cached: Any, x: Any, request: Any, position: Any, is_new: Any) -> jax.Array:
+        """Write the tokens that are new at their requests and positions, without a copy if `cached` is donated.
+
+        Tokens at positions beyond the capacity are dropped.
+        """
+        raise NotImplementedError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cache(_Appends):
+    """Keys and values of B sequences, each in S consecutive slots of which the first `lengths` are used.
+
+    Attributes:
+      key: `[B, S, K, H]`.
+      value: `[B, S, K, Hv]`; unused slots may hold anything, NaN too.
+      lengths: integers `[B]`, the tokens in each sequence.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> cache = Cache.zeros(2, 64, kv_heads=4, head_dim=16, dtype=jnp.float32)
+      >>> cache = cache.append(jnp.ones((2, 3, 4, 16)), jnp.ones((2, 3, 4, 16)))
+      >>> cache.lengths
+      Array([3, 3], dtype=int32)
+    """
+
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K Hv"]
+    lengths: Int[Array, " B"]
+
+    @classmethod
+    def zeros(
+        cls,
+        batch: int,
+        capacity: int,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: Any = jnp.bfloat16,
+    ) -> "Cache":
+        """Make an empty cache for `batch` sequences of up to `capacity` tokens; `value_dim` is `head_dim` by default."""
+        key, value = (
+            jnp.zeros((batch, capacity, kv_heads, dim), dtype)
+            for dim in (head_dim, head_dim if value_dim is None else value_dim)
+        )
+        return cls(key, value, jnp.zeros(batch, jnp.int32))
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens of a sequence, S."""
+        return self.key.shape[1]
+
+    def _write(self, cached: Any, x: Any, request: Any, position: Any, is_new: Any) -> jax.Array:
+        # A scatter drops slots that are negative or beyond the last. All differ, as it is promised.
+        slot = jnp.where(is_new, position, jnp.arange(-x.shape[-3], 0, dtype=jnp.int32))
+        if x.ndim == 3:
+            request = jnp.where(is_new, request, 0)
+            return _scatter(jnp.asarray(cached), x, request, slot)
+        # As batching axes of a scatter, sequences stay divided over devices.
+        return jax.vmap(_scatter)(jnp.asarray(cached), x, slot)
+
+
+def _scatter(cached: jax.Array, x: jax.Array, *index: jax.Array) -> jax.Array:
+    return cached.at[index].set(x, mode="drop", unique_indices=True, wrap_negative_indices=False)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pages(_Appends):
+    """Keys and values of B sequences in pages of a pool; page i of a sequence holds its tokens from `i * page` on.
+
+    Which sequence has which pages is the caller's decision. Several may share those that no tokens are appended to.
+
+    Attributes:
+      key: `[P, page, K, H]`, P pages of `page` tokens.
+      value: `[P, page, K, Hv]`.
+      table: integers `[B, W]`, the pages of each sequence, 0 to P - 1; entries that no token needs may be anything. An
+        entry out of range, where it is traced, is read as the nearest page.
+      lengths: integers `[B]`, the tokens in each sequence.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> pool = jnp.zeros((8, 16, 4, 64))
+      >>> pages = Pages(pool, pool, jnp.array([[5, 2], [7, -1]]), jnp.zeros(2, jnp.int32))
+      >>> pages.capacity
+      32
+    """
+
+    key: Float[Array, "P page K H"]
+    value: Float[Array, "P page K Hv"]
+    table: Int[Array, "B W"]
+    lengths: Int[Array, " B"]
+
+    @property
+    def page_size(self) -> int:
+        """The tokens of a page."""
+        return self.key.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens of a sequence, W pages."""
+        return self.table.shape[1] * self.page_size
+
+    def _write(self, cached: Any, x: Any, request: Any, position: Any, is_new: Any) -> jax.Array:
+        # A column beyond the table has page -1.
+        table, column = jnp.asarray(self.table), position // self.page_size
+        page = table.at[request, column].get(mode="fill", fill_value=-1).astype(jnp.int32)
+        is_new &= (page >= 0) & (page < cached.shape[0])
+        page = jnp.where(is_new, page, cached.shape[0])
+        # Not promised to be unique: a table may name a page twice.
+        return jnp.asarray(cached).at[page, position % self.page_size].set(x, mode="drop")
+
+
+def clamp_lengths(cache: Cache | Pages) -> jax.Array:
+    """Return the lengths as int32 `[B]`, 0 to the capacity."""
+    return jnp.clip(jnp.asarray(cache.lengths), 0, cache.capacity).astype(jnp.int32)
+
+
+def clamp_table(cache: Cache | Pages) -> jax.Array | None:
+    """Return the table of pages as int32 `[B, W]`, 0 to P - 1; None for a contiguous cache."""
+    if isinstance(cache, Cache):
+        return None
+    return jnp.clip(jnp.asarray(cache.table), 0, cache.key.shape[0] - 1).astype(jnp.int32)
+
+
+def clamp_starts(queries: Packed, tokens: int) -> Packed:
+    """Return the starts as int32 that never fall, 0 to the number of rows."""
+    starts = jnp.clip(jnp.asarray(queries.starts), 0, tokens).astype(jnp.int32)
+    return Packed(jax.lax.cummax(starts))

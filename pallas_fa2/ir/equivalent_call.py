@@ -1,0 +1,99 @@
+"""The equivalent call of `flash_attention` for a call on a cache: the definition of that call, on any backend.
+
+Contiguous keys are those of a call with explicit positions, under a mask of lengths; pages are gathered first. Packed
+queries `[tokens, N, H]` become one batch entry against the slots of all sequences in a row, under a mask of requests, like
+packed documents. That is linear in the size of the cache, where a batch entry for each request would have R times the
+queries, and for each query its own copy of the keys; blocks of other requests are EMPTY.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.ir.arrays import K_AXIS, NUM_LEADING_AXES, Q_AXIS
+from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec, requests_of
+from pallas_fa2.ir.call_spec import CallSpec, Operands
+from pallas_fa2.ir.trace import TracedFn, trace
+
+
+def equivalent_spec(spec: CachedSpec) -> CallSpec:
+    """Return the spec of the equivalent call."""
+    call = dataclasses.replace(spec.call, mask=_with_existing_keys(spec.call.mask, spec.is_packed))
+    if not spec.is_packed:
+        return call
+    return dataclasses.replace(call, batch=1, kv_len=call.batch * call.kv_len)
+
+
+@functools.lru_cache(maxsize=512)
+def _with_existing_keys(mask: TracedFn | None, is_packed: bool) -> TracedFn:
+    """Join to a mask that a key exists and, of packed queries, that it is the same request's."""
+
+    def visible(q_index: Any, k_index: Any, length: Any, requests: tuple, data: list) -> Any:
+        result = k_index < length
+        if requests:
+            q_request, k_request = requests
+            result &= q_request == k_request
+        return result if mask is None else result & mask(q_index, k_index, *data)
+
+    def scalar(dtype: Any, shape: tuple = ()) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1,) * NUM_LEADING_AXES + shape, dtype)
+
+    index = scalar(jnp.int32)
+    data = [] if mask is None else [scalar(x.dtype, x.shape) for x in mask.jaxpr.in_avals[2:]]  # pyright: ignore
+    requests = (index, index) if is_packed else ()
+    name = "existing keys" if mask is None else f"({mask} & existing keys)"
+    return trace(name, visible, index, index, index, requests, data)
+
+
+def equivalent_arrays(
+    spec: CachedSpec, q: Any, k: Any, v: Any, operands: CachedOperands
+) -> tuple[jax.Array, jax.Array, jax.Array, Operands]:
+    """Return q, k, v with a batch axis and the operands of the equivalent call."""
+    table, call = operands.table, operands.call
+    if table is not None:
+        k, v = (_gather_pages(x, table) for x in (k, v))
+    if not spec.is_packed:
+        data = _on_axis(operands.lengths, 0), (), jax.tree.leaves(call.mask)
+        return q, k, v, call._replace(mask=data)
+    assert operands.starts is not None
+    batch, capacity = spec.call.batch, spec.call.kv_len
+    request = requests_of(operands.starts, spec.call.q_len)
+    requests = _on_axis(request, Q_AXIS), _on_axis(jnp.repeat(jnp.arange(batch), capacity), K_AXIS)
+    lengths = _on_axis(jnp.repeat(operands.lengths, capacity), K_AXIS)
+    flatten = functools.partial(_in_one_row, spec, jnp.minimum(request, batch - 1))
+    mask, scores = jax.tree.map(flatten, (call.mask, call.scores))
+    assert call.k_index is not None
+    k_index = jnp.tile(call.k_index, (1, 1, 1, 1, batch))
+    data = lengths, requests, jax.tree.leaves(mask)
+    k, v = (x.reshape(1, batch * capacity, *x.shape[2:]) for x in (k, v))
+    return q[None], k, v, call._replace(mask=data, scores=scores, k_index=k_index)
+
+
+def _gather_pages(pool: jax.Array, table: jax.Array) -> jax.Array:
+    """Return `[B, W * page, K, H]`, the pages of each sequence in a row."""
+    pages = jnp.take(pool, table, axis=0, mode="clip")
+    return pages.reshape(pages.shape[0], -1, *pages.shape[3:])
+
+
+def _on_axis(x: jax.Array, axis: int) -> jax.Array:
+    shape = [1] * NUM_LEADING_AXES
+    shape[axis] = x.shape[0]
+    return x.astype(jnp.int32).reshape(shape)
+
+
+def _in_one_row(spec: CachedSpec, request: jax.Array, x: jax.Array) -> jax.Array:
+    """Return data of B sequences as data of one: with the axis of keys B times as long, or that of queries alone."""
+    batch, capacity = x.shape[0], x.shape[K_AXIS]
+    if capacity > 1:  # the keys of all sequences in a row
+        x = jnp.broadcast_to(x, (spec.call.batch, *x.shape[1:]))
+        x = jnp.moveaxis(x, 0, K_AXIS - 1)
+        return x.reshape(1, *x.shape[: K_AXIS - 1], -1, *x.shape[NUM_LEADING_AXES:])
+    if batch == 1:
+        return x
+    # One value a sequence: that of each query's.
+    return jnp.moveaxis(jnp.take(x, request, axis=0), 0, Q_AXIS).reshape(
+        1, *x.shape[1:Q_AXIS], request.size, 1, *x.shape[NUM_LEADING_AXES:]
+    )

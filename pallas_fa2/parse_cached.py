@@ -1,0 +1,129 @@
+"""Parses the arguments of one call of `cached_attention` into a `CachedSpec` and its `CachedOperands`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_fa2.caches import Cache, Packed, Pages, clamp_lengths, clamp_starts, clamp_table
+from pallas_fa2.check_caches import check_cache, check_packed, is_known
+from pallas_fa2.ir.arrays import Q_AXIS
+from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec
+from pallas_fa2.ir.call_spec import Operands
+from pallas_fa2.masks import as_mask
+from pallas_fa2.masks.tree import MAX_TOKENS, Tree, with_context
+from pallas_fa2.parse_call import parse_call
+
+
+def parse_cached(
+    query: Any,
+    cache: Any,
+    *,
+    queries: Any = None,
+    mask: Any = None,
+    score: Any = None,
+    scale: Any = None,
+    sinks: Any = None,
+    q_positions: Any = None,
+) -> tuple[CachedSpec, CachedOperands]:
+    """Check the arguments of `cached_attention` and describe the call; query may be a `jax.ShapeDtypeStruct`."""
+    tokens, packed = _check_query(query, cache, queries)
+    lengths = clamp_lengths(cache)
+    if packed is None:
+        context = lengths - tokens
+        positions = context[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+        request = None
+    else:
+        context = lengths - packed.counts()
+        request, positions = packed.locate(lengths, tokens)
+    # The equivalent contiguous call. Packed queries are a row that all requests share.
+    batch, heads = lengths.shape[0], cache.key.shape[2]
+    query_like = jax.ShapeDtypeStruct((batch, tokens, *query.shape[-2:]), query.dtype)
+    key, value = (
+        jax.ShapeDtypeStruct((batch, cache.capacity, heads, x.shape[-1]), x.dtype)
+        for x in (cache.key, cache.value)
+    )
+    mask = None if mask is None else with_context(as_mask(mask), context)
+    _check_trees(mask, tokens, packed)
+    call, operands = parse_call(
+        query_like,
+        key,
+        value,
+        mask=mask,
+        score=score,
+        scale=scale,
+        sinks=sinks,
+        q_positions=positions if q_positions is None else q_positions,
+    )
+    if request is not None and batch:
+        operands = _own_rows(operands, jnp.minimum(request, batch - 1))
+    if packed is None:
+        assert operands.q_index is not None
+        q_index = jnp.broadcast_to(operands.q_index, (batch, 1, 1, tokens, 1))
+        operands = operands._replace(q_index=q_index)
+    page_size = None if isinstance(cache, Cache) else cache.page_size
+    spec = CachedSpec(call, page_size, packed is not None)
+    starts = None if packed is None else packed.starts
+    return spec, CachedOperands(lengths, operands, clamp_table(cache), starts)
+
+
+def _check_query(query: Any, cache: Any, queries: Any) -> tuple[int, Packed | None]:
+    """Return the number of query rows of a sequence, or of all packed ones, and these with starts in range."""
+    if not isinstance(cache, Cache | Pages):
+        raise TypeError(
+            f"cache must be a pallas_fa2.Cache or pallas_fa2.Pages, but it is {type(cache).__name__}; for arrays of keys "
+            "and values use flash_attention"
+        )
+    check_cache(cache)
+    if not hasattr(query, "shape") or not hasattr(query, "dtype"):
+        raise TypeError(
+            f"query must be an array, but it is {type(query).__name__}; use jnp.asarray"
+        )
+    batch = cache.lengths.shape[0]
+    if queries is None:
+        if len(query.shape) != 4 or query.shape[0] != batch:
+            raise ValueError(
+                f"query must have shape [B, T, N, H] with the cache's B = {batch} sequences, but it has shape "
+                f"{query.shape}; for one token a sequence add an axis, query[:, None]; rows of several requests in one "
+                "array need queries=Packed(starts)"
+            )
+        return query.shape[1], None
+    if len(query.shape) != 3:
+        raise ValueError(
+            f"query must have shape [tokens, N, H] where queries are packed, but it has shape {query.shape}; leave out "
+            "its batch axis"
+        )
+    check_packed(queries, batch, query.shape[0])
+    return query.shape[0], clamp_starts(queries, query.shape[0])
+
+
+def _check_trees(mask: Any, tokens: int, packed: Packed | None) -> None:
+    """Raise a ValueError if a tree is known to have more new tokens than a word has bits."""
+    if not _has_tree(mask):
+        return
+    most = tokens
+    if packed is not None:
+        most = int(np.max(packed.counts(), initial=0)) if is_known(packed.starts) else 0
+    if most > MAX_TOKENS:
+        raise ValueError(
+            f"Tree must have at most {MAX_TOKENS} new tokens, the bits of a word, but there are {most}; use a mask_fn "
+            "with pairs=, or a dense mask, for more"
+        )
+
+
+def _has_tree(mask: Any) -> bool:
+    nodes = jax.tree.leaves(mask, is_leaf=lambda node: isinstance(node, Tree))
+    return any(isinstance(node, Tree) for node in nodes)
+
+
+def _own_rows(operands: Operands, request: jax.Array) -> Operands:
+    """Return the operands with data that vary by sequence and query as those of each query's own sequence."""
+    row = jnp.arange(request.size, dtype=jnp.int32)
+
+    def own(x: jax.Array) -> jax.Array:
+        if x.shape[0] == 1 or x.shape[Q_AXIS] == 1:
+            return x
+        return jnp.moveaxis(x[request, :, :, row], 0, Q_AXIS - 1)[None]
+
+    return jax.tree.map(own, operands)

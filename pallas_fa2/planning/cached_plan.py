@@ -1,0 +1,59 @@
+"""Chooses the backend and its configuration for a `CachedSpec` on a device."""
+
+import dataclasses
+from typing import Any
+
+from pallas_fa2.backends.registry import BACKENDS, FUSED
+from pallas_fa2.device import Device
+from pallas_fa2.ir.cached_spec import CachedSpec
+from pallas_fa2.ir.equivalent_call import equivalent_spec
+from pallas_fa2.planning.plan import Plan, make_plan
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedPlan:
+    """The backend that runs a call on a cache.
+
+    Attributes:
+      implementation: the name of the backend.
+      call: the plan of the equivalent call. It runs the forward where `reads_cache` is False, and the backward always.
+      reads_cache: whether the backend's own `cached` forward reads the cache.
+      config: that forward's configuration.
+      rejected: the names of the faster backends and why they cannot run the call.
+    """
+
+    implementation: str
+    call: Plan
+    reads_cache: bool = False
+    config: Any = None
+    rejected: tuple[tuple[str, str], ...] = ()
+
+    def summary(self, spec: CachedSpec) -> str:
+        """Say in one line which backend runs a call and why no faster one does."""
+        reasons = [f"not {name}: {reason}" for name, reason in self.rejected]
+        return "; ".join([f"{self.implementation} runs {spec}", *reasons])
+
+
+def make_cached_plan(
+    spec: CachedSpec, device: Device, implementation: str | None = None
+) -> CachedPlan:
+    """Choose the fastest backend that reads the cache itself, or else the one of the equivalent call.
+
+    Raises:
+      ValueError: the requested one supports neither.
+    """
+    names = FUSED if implementation == "fused" else (implementation,)
+    names = tuple(BACKENDS) if implementation is None else names
+    call = equivalent_spec(spec)
+    rejected = []
+    for name in BACKENDS:
+        cached = BACKENDS[name].cached
+        if cached is None or name not in names:
+            continue
+        reason = cached.unsupported_reason(spec, device)
+        if reason is None:
+            config = cached.configure(spec, device)
+            return CachedPlan(name, make_plan(call, device), True, config, tuple(rejected))
+        rejected.append((name, reason))
+    plan = make_plan(call, device, implementation)
+    return CachedPlan(plan.implementation, plan, rejected=(*rejected, *plan.rejected))

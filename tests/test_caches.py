@@ -1,0 +1,204 @@
+"""Caches against arrays that NumPy writes token by token: what is appended, where, and what is never touched."""
+
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa2 as fa
+from tests.support import interpreter
+
+B, S, PAGE, K, H, HV = 3, 12, 4, 2, 4, 6
+LENGTHS = np.array([0, 5, 11], np.int32)
+TABLE = np.array([[7, 1, 0], [2, 9, 3], [4, 5, 6]], np.int32)
+RNG = np.random.default_rng(0)
+POOL = RNG.standard_normal((2, 10, PAGE, K, H)).astype("f")
+SLOTS = RNG.standard_normal((2, B, S, K, H)).astype("f")
+
+
+def _random(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype("f")
+
+
+def _contiguous(lengths: Any = LENGTHS) -> fa.Cache:
+    return fa.Cache(jnp.asarray(SLOTS[0]), jnp.asarray(SLOTS[1]), jnp.asarray(lengths))
+
+
+def _paged(lengths: Any = LENGTHS, table: Any = TABLE) -> fa.Pages:
+    arrays = map(jnp.asarray, (POOL[0], POOL[1], table, lengths))
+    return fa.Pages(*arrays)
+
+
+def _expected(cache: Any, new: list[np.ndarray]) -> Any:
+    """The arrays with `new[b]`, `[tokens, K, H]`, behind sequence b, and the value's negative; beyond S are none."""
+    key, value, lengths = np.array(cache.key), np.array(cache.value), np.array(cache.lengths)
+    for b, tokens in enumerate(new):
+        for token in tokens:
+            n = lengths[b]
+            lengths[b] += 1
+            if n >= S:
+                continue
+            slot = (b, n) if isinstance(cache, fa.Cache) else (TABLE[b, n // PAGE], n % PAGE)
+            key[slot], value[slot] = token, -token
+    return key, value, lengths
+
+
+def _append(cache: Any, x: np.ndarray, **options: Any) -> Any:
+    return interpreter.run(
+        lambda cache, x, options: cache.append(x, -x, **options), cache, x, options
+    )
+
+
+def _assert_equal(cache: Any, expected: Any) -> None:
+    actual = [np.asarray(x) for x in (cache.key, cache.value, cache.lengths)]
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+CACHES = pytest.mark.parametrize("make", [_contiguous, _paged], ids=["cache", "pages"])
+
+
+@CACHES
+@pytest.mark.parametrize("tokens", [1, 4, 12])
+def test_tokens_are_appended_to_each_sequence(make: Any, tokens: int) -> None:
+    """Traced lengths that exceed the capacity: tokens beyond it are dropped, and the lengths tell."""
+    x = _random(B, tokens, K, H)
+    cache = _append(make(), x)
+    _assert_equal(cache, _expected(make(), list(x)))
+    assert np.array_equal(cache.lengths > cache.capacity, LENGTHS + tokens > S)
+
+
+@CACHES
+def test_of_padded_rows_the_last_tokens_are_appended(make: Any) -> None:
+    x, new = _random(B, 3, K, H), np.array([2, 0, 1], np.int32)
+    expected = [x[b, 3 - n :] for b, n in enumerate(new)]
+    _assert_equal(_append(make(), x, new=new), _expected(make(), expected))
+
+
+@CACHES
+@pytest.mark.parametrize(
+    "starts", [[0, 1, 4, 5], [0, 0, 0, 0], [0, 5, 5, 7], [0, 0, 6, 7]], ids=str
+)
+def test_packed_tokens_go_to_their_requests(make: Any, starts: list[int]) -> None:
+    x = _random(7, K, H)
+    cache = _append(make(), x, queries=fa.Packed(np.array(starts, np.int32)))
+    rows = [x[a:b] for a, b in itertools.pairwise(starts)]
+    _assert_equal(cache, _expected(make(), rows))
+
+
+@CACHES
+@pytest.mark.parametrize("lengths", [[-5, 2**31 - 1, S], [-(2**31), -1, 10**6]], ids=str)
+def test_traced_garbage_writes_nothing(make: Any, lengths: list[int]) -> None:
+    cache = make(np.array(lengths, np.int32))
+    after = _append(cache, _random(B, 1, K, H))
+    _assert_equal(after, (cache.key, cache.value, np.asarray(cache.lengths) + np.int32(1)))
+
+
+def test_pages_out_of_range_are_not_written() -> None:
+    for entry in (-1, 10, 2**31 - 1, -(2**31)):
+        cache = _paged(table=np.full_like(TABLE, entry))
+        after = _append(cache, _random(B, 2, K, H))
+        _assert_equal(after, (cache.key, cache.value, LENGTHS + 2))
+
+
+def test_values_may_have_another_head_dim() -> None:
+    cache = fa.Cache.zeros(2, 8, kv_heads=3, head_dim=4, value_dim=6)
+    assert cache.key.shape == (2, 8, 3, 4) and cache.value.shape == (2, 8, 3, 6)
+    assert cache.key.dtype == jnp.bfloat16 and cache.capacity == 8
+    one = [jnp.ones((2, 1, 3, d), jnp.bfloat16) for d in (4, 6)]
+    after = cache.append(*one)
+    assert float(after.value.sum()) == 2 * 3 * 6
+
+
+@CACHES
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_a_donated_cache_is_written_in_place(make: Any, packed: bool) -> None:
+    """No copy of the cache in the program, and every array of it is an alias of its input."""
+    x = jnp.ones((3, K, H) if packed else (B, 1, K, H))
+    queries = fa.Packed(jnp.array([0, 1, 2, 3], jnp.int32)) if packed else None
+
+    @jax.jit(donate_argnames="cache")
+    def step(cache: Any, x: Any, queries: Any) -> Any:
+        for _ in range(2):  # layers
+            cache = cache.append(x, x, queries=queries)
+        return cache
+
+    cache = make()
+    compiled = step.lower(cache, x, queries).compile()
+    shape = ",".join(map(str, cache.key.shape))
+    copies = re.findall(rf"f32\[{shape}\][^ ]* copy\(.*", compiled.as_text())
+    assert not copies
+    aliased = compiled.memory_analysis().alias_size_in_bytes
+    assert aliased >= cache.key.nbytes + cache.value.nbytes
+    where = cache.key.unsafe_buffer_pointer()
+    assert step(cache, x, queries).key.unsafe_buffer_pointer() == where
+
+
+def test_a_step_that_attends_copies_no_cache() -> None:
+    """A decode step of several layers, each with a cache of its own."""
+    caches = [_contiguous(), _paged()] * 2
+    q, x = jnp.ones((B, 1, 2 * K, H)), jnp.ones((B, 1, K, H))
+
+    @jax.jit(donate_argnames="caches")
+    def step(caches: Any, q: Any, x: Any) -> Any:
+        after = []
+        for cache in caches:
+            cache = cache.append(x, x)
+            q = fa.cached_attention(q, cache, implementation="reference")
+            after.append(cache)
+        return q, after
+
+    text = step.lower(jax.tree.map(jnp.copy, caches), q, x).compile().as_text()
+    for cache in caches[:2]:
+        shape = ",".join(map(str, cache.key.shape))
+        assert not re.findall(rf"f32\[{shape}\][^ ]* copy\(.*", text)
+
+
+def test_caches_are_pytrees_of_their_arrays() -> None:
+    for cache in (_contiguous(), _paged()):
+        names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(cache)]
+        assert names == [f".{field.name}" for field in dataclasses.fields(cache)]
+        chex.assert_trees_all_equal(jax.tree.map(lambda x: x, cache), cache)
+    jax.tree.map(lambda x: None, _paged())  # no check stands in the way of other leaves
+    assert _paged().page_size == 4 and _paged().capacity == S
+
+
+TOKEN = jnp.zeros((B, 1, K, H))
+
+
+@pytest.mark.parametrize(
+    "message, cache, tokens, options",
+    [
+        ("at most 12 tokens, the cache's capacity, but would have", _contiguous(), jnp.zeros((B, 2, K, H)), {}),
+        ("at most 12 tokens", _paged(), jnp.zeros((B, 2, K, H)), {}),
+        (r"entry 1 of sequence 1 is 10", _paged(table=np.where(TABLE == 9, 10, TABLE)), TOKEN, {}),
+        (r"entry 2 of sequence 2 is -1", _paged(table=np.where(TABLE == 6, -1, TABLE)), TOKEN, {}),
+        (r"key must have shape \[B, T, K, H\].*key\[:, None\]", _contiguous(), TOKEN[:, 0], {}),
+        (r"heads \(2, 4\), but it has shape \(3, 1, 2, 5\)", _contiguous(), jnp.zeros((B, 1, K, 5)), {}),
+        (r"with the cache's 3 sequences", _contiguous(), TOKEN[:2], {}),
+        (r"dtype must be the cache's, float32, but it is bfloat16", _contiguous(), TOKEN.astype(jnp.bfloat16), {}),
+        (r"new must be 0 to T = 1", _contiguous(), TOKEN, {"new": jnp.array([0, 2, 0])}),
+        (r"new must have shape \[B\] = \[3\]", _contiguous(), TOKEN, {"new": jnp.array([0, 1])}),
+        (r"new must be an array of integers", _contiguous(), TOKEN, {"new": 1}),
+        (r"key must have shape \[tokens, K, H\] for packed", _contiguous(), TOKEN, {"queries": fa.Packed(jnp.array([0, 1, 2, 3]))}),
+        (r"new must be left out", _contiguous(), TOKEN[:, 0], {"queries": fa.Packed(jnp.array([0, 1, 2, 3])), "new": jnp.ones(3, jnp.int32)}),
+        (r"starts must begin with 0", _contiguous(), TOKEN[:, 0], {"queries": fa.Packed(jnp.array([0, 1, 2, 4]))}),
+    ],
+)  # fmt: skip
+def test_known_mistakes_are_errors(message: str, cache: Any, tokens: Any, options: dict) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        cache.append(tokens, tokens, **options)
+
+
+def test_a_known_overflow_counts_the_tokens_that_are_new() -> None:
+    cache = _contiguous()
+    cache.append(TOKEN, TOKEN, new=jnp.array([1, 1, 1]))
+    two = jnp.zeros((B, 2, K, H))
+    after = cache.append(two, two, new=jnp.array([2, 2, 1]))
+    assert after.lengths.tolist() == [2, 7, 12]
