@@ -63,7 +63,7 @@ def parse_cached(
         q_index = jnp.broadcast_to(operands.q_index, (batch, 1, 1, tokens, 1))
         operands = operands._replace(q_index=q_index)
     page_size = None if isinstance(cache, Cache) else cache.page_size
-    spec = CachedSpec(call, page_size, packed is not None)
+    spec = CachedSpec(call, page_size, packed is not None, q_positions is not None)
     starts = None if packed is None else packed.starts
     return spec, CachedOperands(lengths, operands, clamp_table(cache), starts)
 

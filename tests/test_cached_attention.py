@@ -17,12 +17,14 @@ import pallas_fa2 as fa
 from pallas_fa2 import cached_autodiff
 from pallas_fa2.backends import registry
 from pallas_fa2.backends.protocol import CachedForward
+from pallas_fa2.backends.sm90.decode.cached_forward import CACHED_FORWARD
 from pallas_fa2.ir.affine import DistanceRange
 from pallas_fa2.ir.equivalent_call import equivalent_spec
 from pallas_fa2.parse_cached import parse_cached
 from pallas_fa2.planning.cached_plan import make_cached_plan
 from pallas_fa2.planning.plan import make_plan
 from tests.support import cached, interpreter
+from tests.support.hopper import A100, H200, planned_for_h200
 from tests.support.tiers import slow_but
 
 IMPLEMENTATIONS = ["reference", "blockwise"]
@@ -154,6 +156,28 @@ def check(
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_on_every_cache(feature: str, layout: str, implementation: str) -> None:
     check(LAYOUTS[layout](), implementation, FEATURES[feature])
+
+
+# What the decode kernel of Hopper does without the equivalent call.
+KERNEL_FEATURES = ["causal", "no_mask", "window", "scale", "sinks"]
+
+
+def on_the_kernel(layout: str, **options: Any) -> cached.Problem:
+    return LAYOUTS[layout](dtype=jnp.bfloat16, dims=(64, 128), page=8, **options)
+
+
+def check_on_the_kernel(problem: cached.Problem, feature: Feature) -> None:
+    """Interpreted, with what it claims to support."""
+    spec, _ = _spec(problem, **feature.options(problem))
+    assert CACHED_FORWARD.unsupported_reason(spec, H200) is None
+    with planned_for_h200(cores=2):
+        check(problem, None, feature, tolerance=0.02)
+
+
+@pytest.mark.parametrize("layout", slow_but(lambda name: "paged" in name, LAYOUTS))
+@pytest.mark.parametrize("feature", KERNEL_FEATURES)
+def test_features_on_the_kernel_of_hopper(feature: str, layout: str) -> None:
+    check_on_the_kernel(on_the_kernel(layout), FEATURES[feature])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -512,13 +536,66 @@ def test_what_no_kernel_reads_runs_as_the_equivalent_call(monkeypatch: Any) -> N
 
 
 def test_the_equivalent_call_runs_on_a_gpu_by_its_kernels() -> None:
-    """Until a backend has a kernel of its own, 16-bit caches run on the kernels of `flash_attention`."""
-    spec, _ = _spec(cached.make(1, dtype=jnp.bfloat16), mask=fa.Causal())
-    plan = make_cached_plan(spec, fa.Device("gpu", "NVIDIA H200", "9.0", 132))
-    assert plan.implementation in registry.FUSED
-    assert plan.call == make_plan(
-        equivalent_spec(spec), fa.Device("gpu", "NVIDIA H200", "9.0", 132)
+    """Calls on 16-bit caches that no kernel reads run on the kernels of `flash_attention`."""
+    spec, _ = _spec(cached.make(1, dtype=jnp.bfloat16, paged=True), mask=fa.Causal())
+    plan = make_cached_plan(spec, H200)
+    assert plan.implementation in registry.FUSED and not plan.reads_cache
+    assert plan.rejected[0] == ("hopper", "a page has a multiple of 8 tokens, and here 4")
+    assert plan.call == make_plan(equivalent_spec(spec), H200)
+
+
+@pytest.mark.parametrize("layout", ["several", "paged", "packed"])
+def test_vmap_of_the_kernel_of_hopper(layout: str) -> None:
+    problems = [on_the_kernel(layout, seed=seed) for seed in range(2)]
+    queries = problems[0].queries
+
+    def attend(query: Any, cache: Any) -> Any:
+        return fa.cached_attention(query, cache, queries=queries, return_lse=True)
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *[(p.query, p.cache) for p in problems])
+    with planned_for_h200(cores=2):
+        out, lse = interpreter.run(jax.vmap(attend), *stacked)
+    for i, problem in enumerate(problems):
+        expected_out, expected_lse = cached.dense(problem)
+        np.testing.assert_allclose(problem.flatten(out[i]), expected_out, atol=0.02)
+        np.testing.assert_allclose(problem.flatten(lse[i], True), expected_lse, atol=1e-3)
+
+
+def test_explain_the_kernel_of_hopper() -> None:
+    explanation = fa.explain(
+        (problem := on_the_kernel("packed_paged")).query,
+        problem.cache,
+        queries=problem.queries,
+        device=H200,
     )
+    assert explanation.implementation == "hopper" and explanation.gathered_bytes == 0
+    assert "64 keys x 32 columns, for 4 queries of 2 heads" in explanation.forward
+    assert "read the pages in the pool" in explanation.forward
+
+
+UNSUPPORTED: dict[str, tuple[Callable[[], cached.Problem], dict, str]] = {
+    "float32": (lambda: cached.make(1), {}, "bfloat16 or float16, not float32"),
+    "queries": (lambda: cached.make(9, dtype=jnp.bfloat16), {}, "64 at most, and here are 9 times 8"),
+    "packed": (
+        lambda: cached.make(None, dtype=jnp.bfloat16, heads=(72, 1)), {}, "here are 1 times 72"
+    ),
+    "partial_panels": (
+        lambda: cached.make(1, dtype=jnp.bfloat16, paged=True, page=8),
+        {},
+        "with pages of 8 tokens head dims are multiples of 64, and here 8 and 16",
+    ),
+    "odd_dims": (
+        lambda: cached.make(1, dtype=jnp.bfloat16, dims=(8, 12)), {}, "up to 256, but Hv is 12"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_the_kernel_of_hopper_does_not_support(name: str) -> None:
+    make, options, reason = UNSUPPORTED[name]
+    spec, _ = _spec(make(), **{"mask": fa.Causal(), **options})
+    assert reason in (CACHED_FORWARD.unsupported_reason(spec, H200) or "")
+    assert "needs a Hopper GPU" in (CACHED_FORWARD.unsupported_reason(spec, A100) or "")
 
 
 def test_explain(monkeypatch: Any) -> None:

@@ -17,7 +17,7 @@ from pallas_fa2.backends.sm90.decode import loader, merge, schedule, tile
 from pallas_fa2.backends.sm90.decode.config import DecodeConfig
 from pallas_fa2.backends.sm90.decode.kernel import decode
 from pallas_fa2.backends.sm90.decode.schedule import Entry, Share, plan_decode
-from pallas_fa2.backends.sm90.decode.spec import DecodeSpec
+from pallas_fa2.backends.sm90.decode.spec import DecodeSpec, max_packed_entries
 from pallas_fa2.ir.affine import DistanceRange
 from tests.support import compile_gate, interpreter, launches, programs
 from tests.support.shared import RaceDetected
@@ -56,7 +56,7 @@ class Case(NamedTuple):
     @property
     def spec(self) -> DecodeSpec:
         requests = len(self.lengths)
-        entries = schedule.max_packed_entries(self.num_tokens, requests, self.q_len)
+        entries = max_packed_entries(self.num_tokens, requests, self.q_len)
         return DecodeSpec(
             max_entries=entries if self.is_packed else requests,
             q_len=self.q_len,

@@ -20,11 +20,13 @@ class CachedSpec:
       page_size: tokens of a page, where keys are `[P, page, K, H]` and S is a multiple of it; None for contiguous keys.
       is_packed: whether queries are `[tokens, N, H]`; then `call.q_len` is the number of tokens. Without, they are
         `[B, T, N, H]`, the last T tokens of each sequence.
+      has_given_positions: whether the caller gave the queries' positions. Without, they follow from lengths and starts.
     """
 
     call: CallSpec
     page_size: int | None = None
     is_packed: bool = False
+    has_given_positions: bool = False
 
     @property
     def distances(self) -> DistanceRange | None:

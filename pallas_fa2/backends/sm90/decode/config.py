@@ -11,9 +11,6 @@ from pallas_fa2.backends.sm90.primitives.pipeline import SHARED_MEMORY_BYTES
 SM_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 # Bytes of mbarriers and of alignment beside the buffers.
 BARRIER_BYTES = 2048
-# A thread has (Hv + 3 * 64) / 128 registers for each column in O^T, S^T, P^T and the sums of its rows: with 64 columns at
-# Hv = 128 all 255 are in use.
-MAX_COLUMNS = 64
 # What two CTAs have in flight at H = 64, 192 KiB an SM, is several times what its share of 4.8 TB/s brings in the latency
 # of device memory (36 KiB in a microsecond): more stages would wait for the same bytes.
 MAX_STAGES = 8

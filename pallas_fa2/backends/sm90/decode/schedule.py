@@ -110,14 +110,6 @@ def _step_entries(spec: DecodeSpec, lengths: jax.Array) -> Entry:
     return Entry(0, 0, request, lengths, lengths - queries, request * spec.q_len, queries)
 
 
-def max_packed_entries(tokens: int, requests: int, q_len: int) -> int:
-    """Return how many entries of up to `q_len` queries so many requests and tokens make at most.
-
-    The tokens before the first request's and after the last one's make entries as well, which attend to nothing.
-    """
-    return min(tokens, tokens // q_len + requests + 2)
-
-
 def _packed_entries(
     spec: DecodeSpec, lengths: jax.Array, starts: jax.Array
 ) -> tuple[Entry, jax.Array]:

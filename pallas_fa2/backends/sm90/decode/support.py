@@ -1,16 +1,41 @@
-"""The launches that the decode kernel supports."""
+"""The calls that the decode kernel supports."""
 
+from pallas_fa2.backends.common.limits import MAX_HEAD_DIM
 from pallas_fa2.backends.common.primitives.swizzle import SWIZZLE_ROWS
-from pallas_fa2.backends.sm90.decode.config import MAX_COLUMNS, DecodeConfig
+from pallas_fa2.backends.sm90.decode.config import DecodeConfig
 from pallas_fa2.backends.sm90.decode.memory import page_rows
-from pallas_fa2.backends.sm90.decode.spec import DecodeSpec
+from pallas_fa2.backends.sm90.decode.spec import MAX_COLUMNS, DecodeSpec
+from pallas_fa2.device import Device
+from pallas_fa2.ir.cached_spec import CachedSpec
 
 # Rows of a head dim that fills no whole panel are loaded 8 at a time by each of a warpgroup's four warps.
 PARTIAL_PANEL_ROWS = 4 * SWIZZLE_ROWS
 
 
-def unsupported_reason(spec: DecodeSpec) -> str | None:
-    """Return why the kernel does not support a launch, or None."""
+def unsupported_reason(cached: CachedSpec, device: Device) -> str | None:
+    """Return why the kernel does not support a call on a cache on this device, or None."""
+    call = cached.call
+    if not device.is_sm90:
+        return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
+    if not (isinstance(call.batch, int) and call.has_known_lengths):
+        return "its arrays have sizes that are known, and here some are symbols"
+    if call.dtype.name not in ("bfloat16", "float16"):
+        return f"its inputs are bfloat16 or float16, not {call.dtype.name}"
+    for name, dim in (("H", call.head_dim), ("Hv", call.value_dim)):
+        if dim > MAX_HEAD_DIM or dim % 8 or dim == 0:
+            return f"head dims are multiples of 8 up to {MAX_HEAD_DIM}, but {name} is {dim}"
+    if 0 in (call.batch, call.q_len, call.kv_len):
+        return "it has queries and slots for keys, and here are none"
+    if cached.distances is None:
+        return "its masks are ranges of distances, such as causal ones and windows, and here is another one"
+    if cached.has_given_positions and call.mask is not None:
+        return "under a mask, its queries are at the last positions of their sequences, and here others are given"
+    if call.scores:
+        return "it has no score functions, and here are some"
+    return _unsupported_launch(DecodeSpec.of_call(cached))
+
+
+def _unsupported_launch(spec: DecodeSpec) -> str | None:
     if spec.columns > MAX_COLUMNS:
         return (
             f"queries times heads of a group, rounded up to a multiple of 8, are {MAX_COLUMNS} at most, and here are "
