@@ -158,10 +158,6 @@ def test_features_on_every_cache(feature: str, layout: str, implementation: str)
     check(LAYOUTS[layout](), implementation, FEATURES[feature])
 
 
-# What the decode kernel of Hopper does without the equivalent call.
-KERNEL_FEATURES = ["causal", "no_mask", "window", "scale", "sinks"]
-
-
 def on_the_kernel(layout: str, **options: Any) -> cached.Problem:
     return LAYOUTS[layout](dtype=jnp.bfloat16, dims=(64, 128), page=8, **options)
 
@@ -175,7 +171,7 @@ def check_on_the_kernel(problem: cached.Problem, feature: Feature) -> None:
 
 
 @pytest.mark.parametrize("layout", slow_but(lambda name: "paged" in name, LAYOUTS))
-@pytest.mark.parametrize("feature", KERNEL_FEATURES)
+@pytest.mark.parametrize("feature", FEATURES)
 def test_features_on_the_kernel_of_hopper(feature: str, layout: str) -> None:
     check_on_the_kernel(on_the_kernel(layout), FEATURES[feature])
 
@@ -207,11 +203,12 @@ def test_packed_starts_of_every_kind() -> None:
         check(cached.make(None, counts=np.array(counts)), "blockwise", FEATURES["sinks"])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "hopper"])
 @pytest.mark.parametrize("layout", ["several", "paged", "packed"])
 def test_trees(layout: str, implementation: str) -> None:
     """Ancestors of random trees; positions are depths."""
-    problem = LAYOUTS[layout]()
+    on_kernel = implementation == "hopper"
+    problem = on_the_kernel(layout) if on_kernel else LAYOUTS[layout]()
     rows, rng = problem.rows, np.random.default_rng(3)
     counts = cached.COUNTS if problem.is_packed else np.full(BATCH, problem.tokens)
     starts = np.concatenate([[0], np.cumsum(counts)])
@@ -237,7 +234,10 @@ def test_trees(layout: str, implementation: str) -> None:
         "score": fa.alibi(SLOPES),
     }
     dense = {"visible": visible, "positions": positions, "score": _alibi}
-    check(problem, implementation, constant(options, **dense))
+    if on_kernel:
+        check_on_the_kernel(problem, constant(options, **dense))
+    else:
+        check(problem, implementation, constant(options, **dense))
 
 
 def test_a_tree_on_contiguous_keys_is_its_picture() -> None:
@@ -535,13 +535,27 @@ def test_what_no_kernel_reads_runs_as_the_equivalent_call(monkeypatch: Any) -> N
         make_cached_plan(spec, fa.Device(), "hopper")
 
 
-def test_the_equivalent_call_runs_on_a_gpu_by_its_kernels() -> None:
+@pytest.mark.parametrize("tokens", [1, None], ids=["one", "packed"])
+def test_the_equivalent_call_runs_on_a_gpu_by_its_kernels(tokens: int | None) -> None:
     """Calls on 16-bit caches that no kernel reads run on the kernels of `flash_attention`."""
-    spec, _ = _spec(cached.make(1, dtype=jnp.bfloat16, paged=True), mask=fa.Causal())
+    problem = cached.make(tokens, dtype=jnp.bfloat16, paged=True)
+    with planned_for_h200(cores=2):
+        check(problem, "fused", FEATURES["token_data"], tolerance=0.02)
+    spec, _ = _spec(problem, mask=fa.Causal())
     plan = make_cached_plan(spec, H200)
     assert plan.implementation in registry.FUSED and not plan.reads_cache
     assert plan.rejected[0] == ("hopper", "a page has a multiple of 8 tokens, and here 4")
     assert plan.call == make_plan(equivalent_spec(spec), H200)
+
+
+def test_no_kernel_takes_a_value_of_each_sequence_of_packed_queries() -> None:
+    """The equivalent call's one entry has the queries of all sequences."""
+    spec, _ = _spec(cached.make(None, dtype=jnp.float16), mask=fa.Prefix(PREFIX))
+    plan = make_cached_plan(spec, A100)
+    assert plan.implementation == "blockwise"
+    assert plan.rejected[-1][1].startswith("its masks and scores read a value for each sequence")
+    spec, _ = _spec(cached.make(1, dtype=jnp.float16), mask=fa.Prefix(PREFIX))
+    assert make_cached_plan(spec, A100).implementation == "ampere"
 
 
 @pytest.mark.parametrize("layout", ["several", "paged", "packed"])

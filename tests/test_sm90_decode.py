@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import pallas_fa2 as fa
 from pallas_fa2.backends.sm90.decode import loader, merge, schedule, tile
 from pallas_fa2.backends.sm90.decode.config import DecodeConfig
 from pallas_fa2.backends.sm90.decode.kernel import decode
 from pallas_fa2.backends.sm90.decode.schedule import Entry, Share, plan_decode
 from pallas_fa2.backends.sm90.decode.spec import DecodeSpec, max_packed_entries
 from pallas_fa2.ir.affine import DistanceRange
-from tests.support import compile_gate, interpreter, launches, programs
+from tests.support import compile_gate, hopper, interpreter, launches, programs
 from tests.support.shared import RaceDetected
-from tests.support.tiers import slow_but
+from tests.support.tiers import slow, slow_but
 
 CAUSAL, FULL = DistanceRange(most=0), DistanceRange()
 
@@ -386,3 +387,80 @@ def test_the_cache_is_not_copied() -> None:
         run, q, k, k, jax.ShapeDtypeStruct((4,), jnp.int32)
     )
     assert temporary < 4 << 20 < k.size * 2
+
+
+# Masks and scores, of several blocks and splits: the features of `tests/test_cached_attention.py` have one block.
+
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+STREAMING = fa.Causal() & (fa.Prefix(3) | fa.Window(70))
+
+
+def mods_of(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """A mask and scores on queries and keys of this shape, (B, N, T, S)."""
+    batch, heads, queries, keys = shape
+    rng = np.random.default_rng(0)
+    ids = np.sort(rng.integers(0, 3, (batch, keys)))
+    return {
+        "soft_cap": {"score": fa.soft_cap(5.0)},
+        "alibi": {"score": fa.alibi(np.resize(SLOPES, heads))},
+        "streaming": {"mask": STREAMING},
+        "images": {"mask": fa.Causal() & fa.Segments(ids[:, -queries:], kv_ids=ids)},
+        "bias": {"score": fa.bias(rng.normal(size=shape).astype(jnp.bfloat16))},
+        "masked_scores": {"score": fa.bias(np.where(ids == 2, 0, -1e9)[:, None, None])},
+        "dense": {"mask": rng.random((batch, 1, 1, keys)) < 0.5},
+        "tree": {
+            "mask": fa.Tree(jnp.asarray(np.tile([1, 3, 5, 13], (batch, 1))[:, :queries], "uint32")),
+            "score": fa.soft_cap(9.0),
+        },
+    }[name]
+
+
+MODS = ["soft_cap", "alibi", "streaming", "images", "bias", "masked_scores", "dense", "tree"]
+
+
+@pytest.mark.parametrize("name", slow_but(lambda name: name in ("alibi", "streaming"), MODS))
+def test_mods_over_splits(name: str) -> None:
+    """Against the reference, with lengths that end in other blocks."""
+    case = Case((250, 0, 133), queries=2, q_len=2)
+    q, k, v, lengths, _ = case.arrays()
+    q = q.reshape(3, 2, *q.shape[1:])
+    options = mods_of(name, (3, 4, 2, case.capacity))
+
+    def run(q: Any, k: Any, v: Any, lengths: Any, implementation: str) -> Any:
+        cache = fa.Cache(k, v, lengths)
+        options_ = {"return_lse": True, "implementation": implementation}
+        return fa.cached_attention(q, cache, **options, **options_)
+
+    wide = (np.asarray(x, np.float32) for x in (q, k, v))
+    expected, expected_lse = run(*wide, lengths, "reference")
+    with hopper.planned_for_h200(cores=3):
+        out, lse = interpreter.run(lambda *args: run(*args, "hopper"), q, k, v, lengths)
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.02)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-4)
+
+
+# With 64 columns, and these masks, all registers are in use and 10 values of a thread spill.
+SPILLS = {("images", 4)}
+
+
+@pytest.mark.parametrize("queries", [1, slow(4)])
+@pytest.mark.parametrize("name", slow_but(lambda name: name in ("alibi", "bias"), MODS))
+def test_mods_compile_clean(name: str, queries: int) -> None:
+    """With 64 columns if there are 4 queries."""
+    shape = 4, 64, queries, 4096
+
+    def run(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        options = mods_of(name, shape)
+        return fa.cached_attention(q, fa.Cache(k, v, lengths), implementation="hopper", **options)
+
+    arrays = [
+        jax.ShapeDtypeStruct(x, jnp.bfloat16)
+        for x in ((4, queries, 64, 128), (4, 4096, 4, 128), (4, 4096, 4, 128))
+    ]
+    with hopper.planned_for_h200():
+        (report,) = compile_gate.compile_for_h200(run, *arrays, jax.ShapeDtypeStruct((4,), "int32"))
+    assert report.name.startswith("decode")
+    if (name, queries) in SPILLS:
+        assert report.spill_stores <= 40
+        report = dataclasses.replace(report, spill_stores=0, spill_loads=0)
+    compile_gate.assert_clean(report)

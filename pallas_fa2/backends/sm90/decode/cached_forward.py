@@ -11,6 +11,7 @@ from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.backends.sm90.decode import support
 from pallas_fa2.backends.sm90.decode.config import DecodeConfig
 from pallas_fa2.backends.sm90.decode.kernel import decode
+from pallas_fa2.backends.sm90.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.sm90.decode.schedule import plan_decode
 from pallas_fa2.backends.sm90.decode.spec import DecodeSpec
 from pallas_fa2.device import Device
@@ -50,16 +51,20 @@ def forward(
     """Return `out [B, T, N, Hv]` and natural `lse [B, N, T]`; of packed queries `[tokens, N, Hv]` and `[N, tokens]`."""
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, lengths: Any, rest: tuple) -> tuple:
-        starts, table = rest
+        starts, table, mods = rest
         launch = DecodeSpec.of_call(spec, lengths.size, k.shape[2])
         plan = plan_decode(launch, config, lengths, starts)
         rows = q.reshape(-1, *q.shape[-2:])
-        out, lse = decode(launch, config, rows, k, v, plan, table)
+        out, lse = decode(launch, config, rows, k, v, plan, table, mods.in_rows())
         lse = jnp.swapaxes(lse.reshape(q.shape[:-1]), -1, -2)
         return out.reshape(*q.shape[:-1], out.shape[-1]), lse
 
-    rest = operands.starts, operands.table
-    rest_axes = jax.tree.map(lambda x: "." * x.ndim, rest)
+    needs_arrays = DecodeSpec.of_call(spec).mods is not None
+    mods = ModArrays.pack(spec, operands) if needs_arrays else NO_MODS
+    rest = operands.starts, operands.table, mods
+    batch = "." if spec.is_packed or spec.page_size else "b"
+    starts_and_table = jax.tree.map(lambda x: "." * x.ndim, rest[:2])
+    rest_axes = *starts_and_table, mods.axes(batch)
     args = q, k, v, operands.lengths, rest
     if spec.is_packed or spec.page_size is not None:
         # Any row may be any request's, and any page: only heads are divided, and under vmap a call follows another.

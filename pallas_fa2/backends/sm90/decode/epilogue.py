@@ -14,7 +14,7 @@ from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.backends.sm90.decode.loader import group_rows
 from pallas_fa2.backends.sm90.decode.memory import Cta
 from pallas_fa2.backends.sm90.decode.schedule import Entry
-from pallas_fa2.backends.sm90.decode.softmax import NO_MAXIMUM
+from pallas_fa2.backends.sm90.decode.spec import NO_MAXIMUM
 from pallas_fa2.control_flow import when
 
 

@@ -18,6 +18,7 @@ from pallas_fa2.backends.sm90.decode.epilogue import TileOutput
 from pallas_fa2.backends.sm90.decode.loader import KvCursor, KvLoader, Tile
 from pallas_fa2.backends.sm90.decode.memory import Cta, Inputs, Outputs, SharedStorage
 from pallas_fa2.backends.sm90.decode.merge import TileSplits
+from pallas_fa2.backends.sm90.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.sm90.decode.schedule import (
     FIRST_ENTRY_COLUMN,
     DecodePlan,
@@ -38,17 +39,19 @@ def decode(
     v: jax.Array,
     plan: DecodePlan,
     table: jax.Array | None = None,
+    mods: ModArrays = NO_MODS,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [tokens, N, Hv]` and natural `lse [tokens, N]`, float32.
 
     q is `[tokens, N, H]`, bfloat16 or float16; k and v are `[B, S, K, H]` and `[B, S, K, Hv]`, or pages `[P, page size,
-    K, H]` and `[P, page size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request.
+    K, H]` and `[P, page size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request. `mods` are what masks and
+    scores read.
     """
     shape = spec.num_tokens * spec.kv_heads, spec.group, 1, spec.head_dim
     # Q is small: where TMA would load partial panels one by one, they are filled before.
     missing_columns = config.head_dim - spec.head_dim
     grouped = jnp.pad(q.reshape(shape), [(0, 0)] * 3 + [(0, missing_columns)])
-    inputs = Inputs(grouped, k, v, plan, table)
+    inputs = Inputs(grouped, k, v, plan, table, mods)
     flat, tree = jax.tree.flatten(inputs)
 
     def run(refs: tuple, memory: SharedStorage) -> None:
@@ -110,9 +113,11 @@ def visit_share(cta: Cta) -> None:
 
         q_slot = rem(num_tiles, 2)
         plgpu.barrier_wait(cta.memory.q_full.at("q", q_slot))
-        split = Split(cta, loader, entry, first_index, step, num_steps, num_blocks, q_slot)
+        split = Split(
+            cta, loader, entry, tile.head, first_index, step, num_steps, num_blocks, q_slot
+        )
         softmax, cursor = split.attend(cursor)
-        acc, lse = softmax.finish()
+        acc, lse = softmax.finish(cta.spec.no_key_threshold)
         output = TileOutput(cta, entry, tile.head)
 
         def store_split() -> None:

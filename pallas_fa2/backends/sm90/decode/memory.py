@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from pallas_fa2.backends.common.primitives import swizzle
 from pallas_fa2.backends.common.primitives.types import Ref, Scratch
 from pallas_fa2.backends.sm90.decode.config import DecodeConfig
+from pallas_fa2.backends.sm90.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.sm90.decode.schedule import DecodePlan
 from pallas_fa2.backends.sm90.decode.spec import DecodeSpec
 from pallas_fa2.backends.sm90.primitives.pipeline import Barriers
@@ -65,6 +66,7 @@ class Inputs(NamedTuple):
     v: Any
     plan: DecodePlan
     table: Any = None  # int32 [B, pages of a request]: the pages, of a paged cache
+    mods: ModArrays = NO_MODS
 
 
 class Outputs(NamedTuple):

@@ -28,7 +28,7 @@ from pallas_fa2.backends.common.primitives.named_barriers import NamedBarrier
 from pallas_fa2.backends.common.primitives.types import Ref, Registers, Scalar
 from pallas_fa2.backends.sm90.decode.memory import Cta
 from pallas_fa2.backends.sm90.decode.schedule import ARRIVALS_COLUMN, Share
-from pallas_fa2.backends.sm90.decode.softmax import NO_MAXIMUM
+from pallas_fa2.backends.sm90.decode.spec import NO_MAXIMUM
 from pallas_fa2.control_flow import rematerialize
 
 # Registers of a thread that hold splits which are loaded together: with 128, a kernel of 64 columns spills.

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 
 from pallas_fa2.backends.common.primitives import layouts
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, COL_LAYOUT, broadcast_columns
-
-# Below any score, but finite: a query that attends to no key has P = 0 rather than NaN.
-NO_MAXIMUM = -1e30
+from pallas_fa2.backends.sm90.decode.spec import NO_MAXIMUM
 
 
 class OnlineSoftmax(NamedTuple):
@@ -39,10 +37,10 @@ class OnlineSoftmax(NamedTuple):
         acc = self.acc * broadcast_columns(factor, self.acc.shape)
         return p, OnlineSoftmax(acc, maximum, total)
 
-    def finish(self) -> tuple[jax.Array, jax.Array]:
+    def finish(self, no_key_threshold: float) -> tuple[jax.Array, jax.Array]:
         """Return lines 12 and 13: O^T, normalized, and its lse in base 2, which is `NO_MAXIMUM` where it is empty."""
         total = jnp.sum(self.total, axis=0)
-        is_empty = total == 0
+        is_empty = (total == 0) | (self.maximum <= no_key_threshold)
         scale = jnp.where(is_empty, 0.0, 1 / total)
         lse = jnp.where(is_empty, NO_MAXIMUM, self.maximum + jnp.log2(total))
         return self.acc * broadcast_columns(scale, self.acc.shape), lse

@@ -2,15 +2,19 @@
 
 import dataclasses
 
-from pallas_fa2.arithmetic import round_up
+from pallas_fa2.arithmetic import LOG2E, round_up
+from pallas_fa2.backends.sm90.decode.mods import DecodeMods, needs_mask_code
 from pallas_fa2.ir.affine import DistanceRange
 from pallas_fa2.ir.cached_spec import CachedSpec
+from pallas_fa2.ir.call_spec import MASKED_SCORE_THRESHOLD
 
 # The rows of a swizzle atom, and the least N of WGMMA: the queries of a tile are columns, in groups of so many.
 COLUMN_MULTIPLE = 8
 # A thread has (Hv + 3 * 64) / 128 registers for each column in O^T, S^T, P^T and the sums of its rows: with 64 columns at
 # Hv = 128 all 255 are in use.
 MAX_COLUMNS = 64
+# Below any score, but finite: a query that attends to no key has P = 0 rather than NaN.
+NO_MAXIMUM = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,7 @@ class DecodeSpec:
     scale: float
     distances: DistanceRange  # of the keys that a query attends to, from its own position
     page_size: int | None = None  # keys of a page, if the cache is paged
+    mods: DecodeMods | None = None
 
     @classmethod
     def of_call(
@@ -49,7 +54,9 @@ class DecodeSpec:
         if cached.is_packed:
             tokens, q_len = call.q_len, packed_q_len(call.q_len, requests, call.group)
             entries = max_packed_entries(tokens, requests, q_len)
-        assert cached.distances is not None
+        distances = cached.distances
+        if distances is None or needs_mask_code(cached):
+            distances = DistanceRange()
         return cls(
             max_entries=entries,
             q_len=q_len,
@@ -60,8 +67,9 @@ class DecodeSpec:
             head_dim=call.head_dim,
             value_dim=call.value_dim,
             scale=call.scale,
-            distances=cached.distances,
+            distances=distances,
             page_size=cached.page_size,
+            mods=DecodeMods.compile(cached),
         )
 
     @property
@@ -77,6 +85,12 @@ class DecodeSpec:
     def attends_past_its_own(self) -> bool:
         """Whether a query may attend to keys after its own, so that those that exist limit it as well."""
         return self.distances.most is None or self.distances.most > 0
+
+    @property
+    def no_key_threshold(self) -> float:
+        """The score in base 2 such that a query whose scores are all as low or lower attends to no key."""
+        has_score = self.mods is not None and self.mods.score is not None
+        return MASKED_SCORE_THRESHOLD * LOG2E if has_score else NO_MAXIMUM
 
     @property
     def columns(self) -> int:

@@ -1,15 +1,19 @@
 """The calls that the decode kernel supports."""
 
+from pallas_fa2.backends.common import compile_mods, limits
 from pallas_fa2.backends.common.limits import MAX_HEAD_DIM
 from pallas_fa2.backends.common.primitives.swizzle import SWIZZLE_ROWS
 from pallas_fa2.backends.sm90.decode.config import DecodeConfig
 from pallas_fa2.backends.sm90.decode.memory import page_rows
+from pallas_fa2.backends.sm90.decode.mods import needs_mask_code
 from pallas_fa2.backends.sm90.decode.spec import MAX_COLUMNS, DecodeSpec
 from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
 
 # Rows of a head dim that fills no whole panel are loaded 8 at a time by each of a warpgroup's four warps.
 PARTIAL_PANEL_ROWS = 4 * SWIZZLE_ROWS
+# As float32, in which scores compute with them, the positions of more keys are not exact (`TileValue.of_index`).
+MAX_INDEX = 1 << 23
 
 
 def unsupported_reason(cached: CachedSpec, device: Device) -> str | None:
@@ -26,13 +30,23 @@ def unsupported_reason(cached: CachedSpec, device: Device) -> str | None:
             return f"head dims are multiples of 8 up to {MAX_HEAD_DIM}, but {name} is {dim}"
     if 0 in (call.batch, call.q_len, call.kv_len):
         return "it has queries and slots for keys, and here are none"
-    if cached.distances is None:
-        return "its masks are ranges of distances, such as causal ones and windows, and here is another one"
-    if cached.has_given_positions and call.mask is not None:
-        return "under a mask, its queries are at the last positions of their sequences, and here others are given"
-    if call.scores:
-        return "it has no score functions, and here are some"
-    return _unsupported_launch(DecodeSpec.of_call(cached))
+    return _unsupported_mods(cached) or _unsupported_launch(DecodeSpec.of_call(cached))
+
+
+def _unsupported_mods(cached: CachedSpec) -> str | None:
+    call = cached.call
+    if not (needs_mask_code(cached) or call.scores):
+        return None
+    if reason := compile_mods.unsupported_reason(call):
+        return reason
+    if call.kv_len > MAX_INDEX:
+        return f"under masks and scores sequences have {MAX_INDEX} slots at most, and here {call.kv_len}"
+    # Of the arrays that masks and scores read: those of pairs may have all axes.
+    queries = call.q_len if cached.is_packed else call.batch * call.q_len
+    sizes = [compile_mods.num_token_rows(call, "k") * call.batch * call.kv_len]
+    if compile_mods.pairwise_bytes(call):
+        sizes.append(call.q_heads * queries * call.kv_len)
+    return limits.too_many_elements(max(sizes))
 
 
 def _unsupported_launch(spec: DecodeSpec) -> str | None:

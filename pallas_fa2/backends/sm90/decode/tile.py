@@ -5,6 +5,7 @@ numbers are the paper's. docs/design/decode.md explains the whole.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -17,10 +18,12 @@ from pallas_fa2.arithmetic import I32, LOG2E
 from pallas_fa2.backends.common.primitives import layouts, masking
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, broadcast_rows
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar
+from pallas_fa2.backends.common.tile_mods import by_columns
 from pallas_fa2.backends.sm90.decode.loader import KvCursor, KvLoader
 from pallas_fa2.backends.sm90.decode.memory import Cta
 from pallas_fa2.backends.sm90.decode.schedule import Entry
 from pallas_fa2.backends.sm90.decode.softmax import OnlineSoftmax
+from pallas_fa2.backends.sm90.decode.tile_inputs import TileMods
 from pallas_fa2.backends.sm90.primitives import pipeline
 from pallas_fa2.control_flow import when
 
@@ -39,6 +42,7 @@ class Split:
     cta: Cta
     loader: KvLoader
     entry: Entry
+    head: Scalar  # of keys
     first_index: Scalar  # of its first block, among those that the tile visits
     first_step: Scalar  # how many blocks the CTA has visited before
     num_steps: Scalar  # how many it visits in all
@@ -91,10 +95,23 @@ class Split:
 
         return pl.run_scoped(multiply, pipeline.accumulator(*acc.shape))
 
+    def apply_mods(self, s: jax.Array, first_key: Scalar) -> jax.Array:
+        """Return the scores of a block in base 2, by the score functions and under the mask that are code."""
+        spec, arrays = self.cta.spec, self.cta.inputs.mods
+        if spec.mods is None:
+            return s * (spec.scale * LOG2E)
+        tile = TileMods(spec, spec.mods, arrays, self.entry, self.head, first_key)
+        if spec.mods.score is None:
+            s = s * (spec.scale * LOG2E)
+        else:
+            score = functools.partial(spec.mods.score.evaluate, scale=spec.scale)
+            s = by_columns(lambda piece, inputs: score(piece, inputs=inputs), s, tile.inputs_at)
+        return s if spec.mods.mask is None else spec.mods.mask.apply(s, tile.inputs_at)
+
     def mask(self, s: jax.Array, first_key: Scalar) -> jax.Array:
         """Return the scores of a block in base 2, -inf where a query does not attend to a key."""
         spec, entry = self.cta.spec, self.entry
-        s = s * (spec.scale * LOG2E)
+        s = self.apply_mods(s, first_key)
         key = layouts.index(s.shape, 0, first_key)
         # Bounds on the columns of each key: those on the keys of each column would hold more registers.
         distance = key - entry.first_position  # from the first query
