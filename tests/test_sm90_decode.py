@@ -423,6 +423,9 @@ def test_mods_over_splits(name: str) -> None:
     """Against the reference, with lengths that end in other blocks."""
     case = Case((250, 0, 133), queries=2, q_len=2)
     q, k, v, lengths, _ = case.arrays()
+    if name == "streaming":  # keys that no query attends to
+        k, v = k.copy(), v.copy()
+        k[0, 5:100], v[0, 5:100] = np.nan, np.nan
     q = q.reshape(3, 2, *q.shape[1:])
     options = mods_of(name, (3, 4, 2, case.capacity))
 
@@ -464,3 +467,58 @@ def test_mods_compile_clean(name: str, queries: int) -> None:
         assert report.spill_stores <= 40
         report = dataclasses.replace(report, spill_stores=0, spill_loads=0)
     compile_gate.assert_clean(report)
+
+
+FLASH: dict[str, dict] = {
+    "full": {},
+    "causal": {"mask": fa.Causal(), "align": "end"},
+    "window": {"mask": fa.SlidingWindow(300), "align": "end"},
+    "flax": {"mask": np.arange(1100)[None, None, None] < 777},
+    "alibi": {"mask": fa.Causal(), "align": "end", "score": fa.alibi(SLOPES)},
+}
+
+
+@pytest.mark.parametrize("name", slow_but(lambda name: name in ("causal", "flax"), FLASH))
+def test_few_queries_of_flash_attention(name: str) -> None:
+    """With gradients, of which the backward takes out and lse from the decode kernel."""
+    options = FLASH[name]
+    q, dout, k, v = (
+        jnp.asarray(np.random.default_rng(i).normal(size=x), jnp.bfloat16)
+        for i, x in enumerate(((1, 2, 4, 64),) * 2 + ((1, 1100, 2, 64),) * 2)
+    )
+
+    def run(q: Any, k: Any, v: Any, dout: Any, implementation: str) -> Any:
+        def attend(*arrays: Any) -> Any:
+            return fa.flash_attention(*arrays, implementation=implementation, **options)
+
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(dout)
+
+    arrays = q, k, v, dout
+    expected = run(*(x.astype(jnp.float32) for x in arrays), "blockwise")
+    with hopper.planned_for_h200(cores=3):
+        explanation = fa.explain(q, k, v, **options)
+        assert "merges its splits" in explanation.forward
+        actual = interpreter.run(lambda *args: run(*args, "hopper"), *arrays)
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), y, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "shape, options",
+    [
+        ((1, 2, 4, 2, 900), {}),  # few keys
+        ((1, 20, 4, 2, 2000), {}),  # many queries
+        ((64, 1, 8, 8, 2000), {}),  # enough heads, of their own keys
+        ((1, 2, 4, 2, 2000), {"mask": fa.Causal()}),  # with as few keys as queries
+        ((1, 2, 4, 2, 2000), {"q_positions": np.array([[3, 4]])}),
+    ],
+)
+def test_other_calls_of_flash_attention_have_the_other_kernels(shape: tuple, options: dict) -> None:
+    batch, queries, heads, kv_heads, keys = shape
+    q, k = (
+        jax.ShapeDtypeStruct((batch, *x, 64), jnp.bfloat16)
+        for x in ((queries, heads), (keys, kv_heads))
+    )
+    with hopper.planned_for_h200():
+        assert "warpgroups multiply" in fa.explain(q, k, k, **options).forward

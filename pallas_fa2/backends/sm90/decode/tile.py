@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32, LOG2E
-from pallas_fa2.backends.common.primitives import layouts, masking
+from pallas_fa2.backends.common.primitives import layouts, masking, votes
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, broadcast_rows
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar
 from pallas_fa2.backends.common.tile_mods import by_columns
@@ -64,6 +64,7 @@ class Split:
         first_key = (self.entry.first_block + self.first_index + i) * config.block_kv
         plgpu.barrier_wait(memory.kv_full.at("k", slot))
         s = self.mask(self.multiply_s(slot), first_key)
+        attended = self.attended_keys(s)
         p, softmax = state.softmax.update(s)
         memory.p.transpose((1, 0))[...] = plgpu.layout_cast(
             p.astype(memory.p.dtype), plgpu.Layout.WGMMA_TRANSPOSED
@@ -71,7 +72,7 @@ class Split:
         plgpu.commit_smem()  # all warps meet here, and so have left the block before
         cursor = self.loader.refill(step, self.num_steps, state.cursor)
         plgpu.barrier_wait(memory.kv_full.at("v", slot))
-        self.zero_missing_values(slot, first_key)
+        self.zero_missing_values(slot, first_key, attended)
         return LoopState(softmax._replace(acc=self.multiply_pv(softmax.acc, slot)), cursor)
 
     def multiply_s(self, slot: Scalar) -> jax.Array:
@@ -129,18 +130,32 @@ class Split:
             return s
         return masking.mask_after(s, first_column(distance - least + 1) - 1)
 
-    def zero_missing_values(self, slot: Scalar, first_key: Scalar) -> None:
+    def attended_keys(self, s: jax.Array) -> jax.Array | None:
+        """Return the largest score of each key, [64], which is -inf if no query attends to it; None where bounds say so."""
+        if self.cta.spec.mods is None or self.cta.spec.mods.mask is None:
+            return None
+        return layouts.fold_octets(jnp.maximum, s).max(axis=1)
+
+    def zero_missing_values(
+        self, slot: Scalar, first_key: Scalar, attended: jax.Array | None
+    ) -> None:
         """Set V to 0 where no query of the tile attends to a key: there may be NaN, and 0 times that is no 0."""
         spec, config, entry = self.cta.spec, self.cta.config, self.entry
+        if attended is not None:
+            missing = votes.warpgroup_any_nonfinite(-attended, I32(0)) != 0
+            when(missing)(lambda: self.zero_values(slot, attended > -jnp.inf))
+            return
         first, end = I32(0), entry.kv_len
         if spec.distances.least is not None:
             first = entry.first_position + spec.distances.least
+        key = layouts.index((64, 64), 0, first_key)
+        is_partial = (first_key < first) | (first_key + config.block_kv > end)
+        when(is_partial)(lambda: self.zero_values(slot, (key >= first) & (key < end)))
 
-        @when((first_key < first) | (first_key + config.block_kv > end))
-        def zero() -> None:
-            for columns in layouts.slices(config.value_dim, 64):
-                panel = self.cta.memory.v.at[slot, :, columns]
-                v = plgpu.load(panel, layout=ACC_LAYOUT, optimized=False)
-                key = broadcast_rows(layouts.index((64, 64), 0, first_key), v.shape)
-                panel[...] = jnp.where((key >= first) & (key < end), v, jnp.zeros_like(v))
-            plgpu.commit_smem()
+    def zero_values(self, slot: Scalar, kept: jax.Array) -> None:
+        """Set V of a block to 0 where a key is not kept, [64]."""
+        for columns in layouts.slices(self.cta.config.value_dim, 64):
+            panel = self.cta.memory.v.at[slot, :, columns]
+            v = plgpu.load(panel, layout=ACC_LAYOUT, optimized=False)
+            panel[...] = jnp.where(broadcast_rows(kept, v.shape), v, jnp.zeros_like(v))
+        plgpu.commit_smem()
