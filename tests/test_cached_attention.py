@@ -25,7 +25,7 @@ from pallas_fa2.planning.cached_plan import make_cached_plan
 from pallas_fa2.planning.plan import make_plan
 from tests.support import cached, interpreter
 from tests.support.hopper import A100, H200, planned_for_h200
-from tests.support.tiers import slow_but
+from tests.support.tiers import slow, slow_but
 
 IMPLEMENTATIONS = ["reference", "blockwise"]
 LAYOUTS = {
@@ -174,6 +174,27 @@ def check_on_the_kernel(problem: cached.Problem, feature: Feature) -> None:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_on_the_kernel_of_hopper(feature: str, layout: str) -> None:
     check_on_the_kernel(on_the_kernel(layout), FEATURES[feature])
+
+
+@pytest.mark.parametrize("layout", slow_but(lambda name: name == "packed_paged", LAYOUTS))
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (12, 1)], ids=str)
+def test_grouped_heads_on_the_kernel_of_hopper(layout: str, heads: tuple[int, int]) -> None:
+    if layout == "several" and heads == (12, 1):
+        pytest.skip("7 queries of 12 heads are more columns than a tile has")
+    check_on_the_kernel(on_the_kernel(layout, heads=heads), FEATURES["causal"])
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0, 0], slow([24, 24, 24, 24])], ids=["empty", "full"])
+@pytest.mark.parametrize("layout", slow_but(lambda name: name == "paged", LAYOUTS))
+def test_empty_and_full_sequences_on_the_kernel_of_hopper(layout: str, lengths: list[int]) -> None:
+    counts = {"counts": np.minimum(cached.COUNTS, lengths)} if "packed" in layout else {}
+    problem = on_the_kernel(layout, lengths=np.array(lengths), **counts)
+    check_on_the_kernel(problem, FEATURES["key_bias"])
+
+
+@pytest.mark.parametrize("counts", [[1, 0, 1, 1], slow([0, 0, 0, 0]), slow([0, 0, 9, 0])], ids=str)
+def test_packed_starts_on_the_kernel_of_hopper(counts: list[int]) -> None:
+    check_on_the_kernel(on_the_kernel("packed", counts=np.array(counts)), FEATURES["sinks"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
