@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.sm90.decode import loader, merge, schedule, tile
+from pallas_fa2.backends.sm90.decode import flash_forward, loader, merge, schedule, tile
 from pallas_fa2.backends.sm90.decode.config import DecodeConfig
 from pallas_fa2.backends.sm90.decode.kernel import decode
 from pallas_fa2.backends.sm90.decode.schedule import Entry, Share, plan_decode
@@ -479,8 +479,9 @@ FLASH: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("name", slow_but(lambda name: name in ("causal", "flax"), FLASH))
-def test_few_queries_of_flash_attention(name: str) -> None:
+def test_few_queries_of_flash_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients, of which the backward takes out and lse from the decode kernel."""
+    monkeypatch.setattr(flash_forward, "MIN_KEYS", 1024)
     options = FLASH[name]
     q, dout, k, v = (
         jnp.asarray(np.random.default_rng(i).normal(size=x), jnp.bfloat16)
@@ -507,11 +508,11 @@ def test_few_queries_of_flash_attention(name: str) -> None:
 @pytest.mark.parametrize(
     "shape, options",
     [
-        ((1, 2, 4, 2, 900), {}),  # few keys
-        ((1, 20, 4, 2, 2000), {}),  # many queries
-        ((64, 1, 8, 8, 2000), {}),  # enough heads, of their own keys
-        ((1, 2, 4, 2, 2000), {"mask": fa.Causal()}),  # with as few keys as queries
-        ((1, 2, 4, 2, 2000), {"q_positions": np.array([[3, 4]])}),
+        ((1, 2, 4, 2, 4000), {}),  # few keys
+        ((1, 20, 4, 2, 5000), {}),  # many queries
+        ((64, 1, 8, 8, 5000), {}),  # enough heads, of their own keys
+        ((1, 2, 4, 2, 5000), {"mask": fa.Causal()}),  # with as few keys as queries
+        ((1, 2, 4, 2, 5000), {"q_positions": np.array([[3, 4]])}),
     ],
 )
 def test_other_calls_of_flash_attention_have_the_other_kernels(shape: tuple, options: dict) -> None:

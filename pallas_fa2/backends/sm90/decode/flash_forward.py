@@ -15,8 +15,9 @@ from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec
 from pallas_fa2.ir.call_spec import CallSpec, Operands
 from pallas_fa2.ir.trace import TracedFn, trace
 
-# Fewer keys are a few blocks, which the kernels of long sequences visit in about the time that a plan takes.
-MIN_KEYS = 1024
+# A plan is eight small kernels of XLA's, about 15 us by estimate, in which the other kernels visit 2000 keys or so. (Not
+# measured.)
+MIN_KEYS = 4096
 
 
 def configure(spec: CallSpec, device: Device) -> DecodeConfig | None:
