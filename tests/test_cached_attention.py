@@ -23,7 +23,7 @@ from pallas_fa2.ir.equivalent_call import equivalent_spec
 from pallas_fa2.parse_cached import parse_cached
 from pallas_fa2.planning.cached_plan import make_cached_plan
 from pallas_fa2.planning.plan import make_plan
-from tests.support import cached, interpreter
+from tests.support import cached, compile_gate, interpreter
 from tests.support.hopper import A100, H200, planned_for_h200
 from tests.support.tiers import slow, slow_but
 
@@ -594,6 +594,39 @@ def test_vmap_of_the_kernel_of_hopper(layout: str) -> None:
         expected_out, expected_lse = cached.dense(problem)
         np.testing.assert_allclose(problem.flatten(out[i]), expected_out, atol=0.02)
         np.testing.assert_allclose(problem.flatten(lse[i], True), expected_lse, atol=1e-3)
+
+
+@pytest.mark.parametrize("placed", ["sequences", slow("heads"), slow("pages"), "packed"])
+def test_the_kernel_of_hopper_on_two_gpus(placed: str) -> None:
+    """Each has its sequences, or its heads; nothing is gathered."""
+    mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",))
+    sequences, heads = ("x", None) if placed == "sequences" else (None, "x")
+
+    def array(dtype: Any, shape: tuple[int, ...], *axes: Any) -> Any:
+        sharding = jax.NamedSharding(mesh, jax.P(*axes))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    bf16, i32 = jnp.bfloat16, jnp.int32
+    q, starts = array(bf16, (4, 1, 32, 128), sequences, None, heads), None
+    if placed in ("pages", "packed"):
+        pool = array(bf16, (99, 64, 8, 128), None, None, heads)
+        cache = fa.Pages(pool, pool, array(i32, (4, 20)), array(i32, (4,)))
+    else:
+        keys = array(bf16, (4, 4096, 8, 128), sequences, None, heads)
+        cache = fa.Cache(keys, keys, array(i32, (4,), sequences))
+    if placed == "packed":
+        q, starts = array(bf16, (8, 32, 128), None, heads), array(i32, (5,))
+
+    def run(q: Any, cache: Any, starts: Any) -> Any:
+        queries = None if starts is None else fa.Packed(starts)
+        score = fa.alibi(np.ones(32, np.float32))
+        return fa.cached_attention(q, cache, queries=queries, score=score, return_lse=True)
+
+    with planned_for_h200():
+        hlo = compile_gate.hlo_for_h200s(run, q, cache, starts)
+    assert not re.search("all-gather|all-to-all|all-reduce|collective-permute", hlo)
+    half = 2 * 8 if placed == "sequences" else (8 if placed == "packed" else 4) * 4
+    assert f"bf16[{half},4,1,128]" in hlo  # rows of tokens and key heads
 
 
 def test_explain_the_kernel_of_hopper() -> None:
