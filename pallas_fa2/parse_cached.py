@@ -8,7 +8,7 @@ import numpy as np
 
 from pallas_fa2.caches import Cache, Packed, Pages, clamp_lengths, clamp_starts, clamp_table
 from pallas_fa2.check_caches import check_cache, check_packed, is_known
-from pallas_fa2.ir.arrays import Q_AXIS
+from pallas_fa2.ir.arrays import K_AXIS, Q_AXIS
 from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec
 from pallas_fa2.ir.call_spec import Operands
 from pallas_fa2.masks import as_mask
@@ -63,7 +63,14 @@ def parse_cached(
         q_index = jnp.broadcast_to(operands.q_index, (batch, 1, 1, tokens, 1))
         operands = operands._replace(q_index=q_index)
     page_size = None if isinstance(cache, Cache) else cache.page_size
-    spec = CachedSpec(call, page_size, packed is not None)
+    has_sequence_data = packed is not None and any(map(_is_of_sequences, jax.tree.leaves(operands)))
+    spec = CachedSpec(
+        call,
+        page_size,
+        is_packed=packed is not None,
+        has_given_positions=q_positions is not None,
+        has_sequence_data=has_sequence_data,
+    )
     starts = None if packed is None else packed.starts
     return spec, CachedOperands(lengths, operands, clamp_table(cache), starts)
 
@@ -115,6 +122,11 @@ def _check_trees(mask: Any, tokens: int, packed: Packed | None) -> None:
 def _has_tree(mask: Any) -> bool:
     nodes = jax.tree.leaves(mask, is_leaf=lambda node: isinstance(node, Tree))
     return any(isinstance(node, Tree) for node in nodes)
+
+
+def _is_of_sequences(x: jax.Array) -> bool:
+    """Return whether an array has a value for each sequence, and none for each token."""
+    return x.shape[0] > 1 and x.shape[Q_AXIS] == x.shape[K_AXIS] == 1
 
 
 def _own_rows(operands: Operands, request: jax.Array) -> Operands:

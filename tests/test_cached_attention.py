@@ -18,13 +18,15 @@ import pallas_fa2 as fa
 from pallas_fa2 import cached_autodiff
 from pallas_fa2.backends import registry
 from pallas_fa2.backends.protocol import CachedForward
+from pallas_fa2.backends.sm90.decode.cached_forward import CACHED_FORWARD
 from pallas_fa2.ir.affine import DistanceRange
 from pallas_fa2.ir.equivalent_call import equivalent_spec
 from pallas_fa2.parse_cached import parse_cached
 from pallas_fa2.planning.cached_plan import make_cached_plan
 from pallas_fa2.planning.plan import make_plan
-from tests.support import cached, interpreter
-from tests.support.tiers import slow_but
+from tests.support import cached, compile_gate, interpreter
+from tests.support.hopper import A100, H200, planned_for_h200
+from tests.support.tiers import slow, slow_but
 
 IMPLEMENTATIONS = ["reference", "blockwise"]
 LAYOUTS = {
@@ -157,6 +159,45 @@ def test_features_on_every_cache(feature: str, layout: str, implementation: str)
     check(LAYOUTS[layout](), implementation, FEATURES[feature])
 
 
+def on_the_kernel(layout: str, **options: Any) -> cached.Problem:
+    return LAYOUTS[layout](dtype=jnp.bfloat16, dims=(64, 128), page=8, **options)
+
+
+def check_on_the_kernel(problem: cached.Problem, feature: Feature) -> None:
+    """Interpreted, with what it claims to support."""
+    spec, _ = _spec(problem, **feature.options(problem))
+    assert CACHED_FORWARD.unsupported_reason(spec, H200) is None
+    with planned_for_h200(cores=2):
+        check(problem, None, feature, tolerance=0.02)
+
+
+@pytest.mark.parametrize("layout", slow_but(lambda name: "paged" in name, LAYOUTS))
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_on_the_kernel_of_hopper(feature: str, layout: str) -> None:
+    check_on_the_kernel(on_the_kernel(layout), FEATURES[feature])
+
+
+@pytest.mark.parametrize("layout", slow_but(lambda name: name == "packed_paged", LAYOUTS))
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (12, 1)], ids=str)
+def test_grouped_heads_on_the_kernel_of_hopper(layout: str, heads: tuple[int, int]) -> None:
+    if layout == "several" and heads == (12, 1):
+        pytest.skip("7 queries of 12 heads are more columns than a tile has")
+    check_on_the_kernel(on_the_kernel(layout, heads=heads), FEATURES["causal"])
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0, 0], slow([24, 24, 24, 24])], ids=["empty", "full"])
+@pytest.mark.parametrize("layout", slow_but(lambda name: name == "paged", LAYOUTS))
+def test_empty_and_full_sequences_on_the_kernel_of_hopper(layout: str, lengths: list[int]) -> None:
+    counts = {"counts": np.minimum(cached.COUNTS, lengths)} if "packed" in layout else {}
+    problem = on_the_kernel(layout, lengths=np.array(lengths), **counts)
+    check_on_the_kernel(problem, FEATURES["key_bias"])
+
+
+@pytest.mark.parametrize("counts", [[1, 0, 1, 1], slow([0, 0, 0, 0]), slow([0, 0, 9, 0])], ids=str)
+def test_packed_starts_on_the_kernel_of_hopper(counts: list[int]) -> None:
+    check_on_the_kernel(on_the_kernel("packed", counts=np.array(counts)), FEATURES["sinks"])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (12, 1)], ids=str)
 def test_grouped_heads(layout: str, heads: tuple[int, int]) -> None:
@@ -223,11 +264,12 @@ def test_packed_starts_of_every_kind() -> None:
         check(cached.make(None, counts=np.array(counts)), "blockwise", FEATURES["sinks"])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "hopper"])
 @pytest.mark.parametrize("layout", ["several", "paged", "packed"])
 def test_trees(layout: str, implementation: str) -> None:
     """Ancestors of random trees; positions are depths."""
-    problem = LAYOUTS[layout]()
+    on_kernel = implementation == "hopper"
+    problem = on_the_kernel(layout) if on_kernel else LAYOUTS[layout]()
     rows, rng = problem.rows, np.random.default_rng(3)
     counts = cached.COUNTS if problem.is_packed else np.full(BATCH, problem.tokens)
     starts = np.concatenate([[0], np.cumsum(counts)])
@@ -253,7 +295,10 @@ def test_trees(layout: str, implementation: str) -> None:
         "score": fa.alibi(SLOPES),
     }
     dense = {"visible": visible, "positions": positions, "score": _alibi}
-    check(problem, implementation, constant(options, **dense))
+    if on_kernel:
+        check_on_the_kernel(problem, constant(options, **dense))
+    else:
+        check(problem, implementation, constant(options, **dense))
 
 
 def test_a_tree_on_contiguous_keys_is_its_picture() -> None:
@@ -552,14 +597,114 @@ def test_what_no_kernel_reads_runs_as_the_equivalent_call(monkeypatch: Any) -> N
         make_cached_plan(spec, fa.Device(), "hopper")
 
 
-def test_the_equivalent_call_runs_on_a_gpu_by_its_kernels() -> None:
-    """Until a backend has a kernel of its own, 16-bit caches run on the kernels of `flash_attention`."""
-    spec, _ = _spec(cached.make(1, dtype=jnp.bfloat16), mask=fa.Causal())
-    plan = make_cached_plan(spec, fa.Device("gpu", "NVIDIA H200", "9.0", 132))
-    assert plan.implementation in registry.FUSED
-    assert plan.call == make_plan(
-        equivalent_spec(spec), fa.Device("gpu", "NVIDIA H200", "9.0", 132)
+@pytest.mark.parametrize("tokens", [1, None], ids=["one", "packed"])
+def test_the_equivalent_call_runs_on_a_gpu_by_its_kernels(tokens: int | None) -> None:
+    """Calls on 16-bit caches that no kernel reads run on the kernels of `flash_attention`."""
+    problem = cached.make(tokens, dtype=jnp.bfloat16, paged=True)
+    with planned_for_h200(cores=2):
+        check(problem, "fused", FEATURES["token_data"], tolerance=0.02)
+    spec, _ = _spec(problem, mask=fa.Causal())
+    plan = make_cached_plan(spec, H200)
+    assert plan.implementation in registry.FUSED and not plan.reads_cache
+    assert plan.rejected[0] == ("hopper", "a page has a multiple of 8 tokens, and here 4")
+    assert plan.call == make_plan(equivalent_spec(spec), H200)
+
+
+def test_no_kernel_takes_a_value_of_each_sequence_of_packed_queries() -> None:
+    """The equivalent call's one entry has the queries of all sequences."""
+    spec, _ = _spec(cached.make(None, dtype=jnp.float16), mask=fa.Prefix(PREFIX))
+    plan = make_cached_plan(spec, A100)
+    assert plan.implementation == "blockwise"
+    assert plan.rejected[-1][1].startswith("its masks and scores read a value for each sequence")
+    spec, _ = _spec(cached.make(1, dtype=jnp.float16), mask=fa.Prefix(PREFIX))
+    assert make_cached_plan(spec, A100).implementation == "ampere"
+
+
+@pytest.mark.parametrize("layout", ["several", "paged", "packed"])
+def test_vmap_of_the_kernel_of_hopper(layout: str) -> None:
+    problems = [on_the_kernel(layout, seed=seed) for seed in range(2)]
+    queries = problems[0].queries
+
+    def attend(query: Any, cache: Any) -> Any:
+        return fa.cached_attention(query, cache, queries=queries, return_lse=True)
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *[(p.query, p.cache) for p in problems])
+    with planned_for_h200(cores=2):
+        out, lse = interpreter.run(jax.vmap(attend), *stacked)
+    for i, problem in enumerate(problems):
+        expected_out, expected_lse = cached.dense(problem)
+        np.testing.assert_allclose(problem.flatten(out[i]), expected_out, atol=0.02)
+        np.testing.assert_allclose(problem.flatten(lse[i], True), expected_lse, atol=1e-3)
+
+
+@pytest.mark.parametrize("placed", ["sequences", slow("heads"), slow("pages"), "packed"])
+def test_the_kernel_of_hopper_on_two_gpus(placed: str) -> None:
+    """Each has its sequences, or its heads; nothing is gathered."""
+    mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",))
+    sequences, heads = ("x", None) if placed == "sequences" else (None, "x")
+
+    def array(dtype: Any, shape: tuple[int, ...], *axes: Any) -> Any:
+        sharding = jax.NamedSharding(mesh, jax.P(*axes))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    bf16, i32 = jnp.bfloat16, jnp.int32
+    q, starts = array(bf16, (4, 1, 32, 128), sequences, None, heads), None
+    if placed in ("pages", "packed"):
+        pool = array(bf16, (99, 64, 8, 128), None, None, heads)
+        cache = fa.Pages(pool, pool, array(i32, (4, 20)), array(i32, (4,)))
+    else:
+        keys = array(bf16, (4, 4096, 8, 128), sequences, None, heads)
+        cache = fa.Cache(keys, keys, array(i32, (4,), sequences))
+    if placed == "packed":
+        q, starts = array(bf16, (8, 32, 128), None, heads), array(i32, (5,))
+
+    def run(q: Any, cache: Any, starts: Any) -> Any:
+        queries = None if starts is None else fa.Packed(starts)
+        score = fa.alibi(np.ones(32, np.float32))
+        return fa.cached_attention(q, cache, queries=queries, score=score, return_lse=True)
+
+    with planned_for_h200():
+        hlo = compile_gate.hlo_for_h200s(run, q, cache, starts)
+    assert not re.search("all-gather|all-to-all|all-reduce|collective-permute", hlo)
+    half = 2 * 8 if placed == "sequences" else (8 if placed == "packed" else 4) * 4
+    assert f"bf16[{half},4,1,128]" in hlo  # rows of tokens and key heads
+
+
+def test_explain_the_kernel_of_hopper() -> None:
+    explanation = fa.explain(
+        (problem := on_the_kernel("packed_paged")).query,
+        problem.cache,
+        queries=problem.queries,
+        device=H200,
     )
+    assert explanation.implementation == "hopper" and explanation.gathered_bytes == 0
+    assert "64 keys x 32 columns, for 4 queries of 2 heads" in explanation.forward
+    assert "read the pages in the pool" in explanation.forward
+
+
+UNSUPPORTED: dict[str, tuple[Callable[[], cached.Problem], dict, str]] = {
+    "float32": (lambda: cached.make(1), {}, "bfloat16 or float16, not float32"),
+    "queries": (lambda: cached.make(9, dtype=jnp.bfloat16), {}, "64 at most, and here are 9 times 8"),
+    "packed": (
+        lambda: cached.make(None, dtype=jnp.bfloat16, heads=(72, 1)), {}, "here are 1 times 72"
+    ),
+    "partial_panels": (
+        lambda: cached.make(1, dtype=jnp.bfloat16, paged=True, page=8),
+        {},
+        "with pages of 8 tokens head dims are multiples of 64, and here 8 and 16",
+    ),
+    "odd_dims": (
+        lambda: cached.make(1, dtype=jnp.bfloat16, dims=(8, 12)), {}, "up to 256, but Hv is 12"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_the_kernel_of_hopper_does_not_support(name: str) -> None:
+    make, options, reason = UNSUPPORTED[name]
+    spec, _ = _spec(make(), **{"mask": fa.Causal(), **options})
+    assert reason in (CACHED_FORWARD.unsupported_reason(spec, H200) or "")
+    assert "needs a Hopper GPU" in (CACHED_FORWARD.unsupported_reason(spec, A100) or "")
 
 
 def test_explain(monkeypatch: Any) -> None:

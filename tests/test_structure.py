@@ -26,7 +26,7 @@ ORDER = [
     *("schedule", "distributed.sharding"),
     *("backends.protocol", "backends.common", "backends.xla", "backends.reference"),
     *("backends.sm90.primitives", "backends.sm90.nonfinite"),
-    *("backends.sm90.forward", "backends.sm90.backward", "backends.sm90"),
+    *("backends.sm90.forward", "backends.sm90.decode", "backends.sm90.backward", "backends.sm90"),
     *("backends.sm80.primitives", "backends.sm80.row_schedule", "backends.sm80.forward", "backends.sm80.backward", "backends.sm80"),
     *("backends", "planning.tuned", "planning.plan", "planning.cached_plan", "autodiff", "cached_autodiff"),
     *("api", "cached_api", "cached_explanation", "drop_in", "explanation", "planning", "flax", "distributed"),
@@ -89,7 +89,7 @@ def test_every_entry_of_the_order_exists():
 
 def test_forward_and_backward_and_architectures_do_not_import_each_other():
     """Shared modules do not import those of an architecture either."""
-    apart = ["backends.sm90.forward", "backends.sm90.backward"]
+    apart = ["backends.sm90.forward", "backends.sm90.decode", "backends.sm90.backward"]
     for file in FILES:
         for other in imported_modules(file):
             mine, theirs = (

@@ -128,7 +128,7 @@ class _ShardedArgs:
         """Return the `PartitionSpec` of each array where the first one has this sharding."""
         mesh_axes: dict[str, tuple[str, ...]] = {}
         heads = self.sizes["k"] if self.sizes["k"] > 1 else self.sizes["n"]
-        counts = {ENTRIES: self.sizes["b"], HEADS: heads}
+        counts = {ENTRIES: self.sizes.get("b", 1), HEADS: heads}
         for axis, factors in enumerate(self.factors[0]):
             names = _divided_over(mesh, sharding, self.shapes[0], axis)
             if factors and counts[factors[0]] % math.prod(mesh.shape[x] for x in names) == 0:

@@ -20,11 +20,16 @@ class CachedSpec:
       page_size: tokens of a page, where keys are `[P, page, K, H]` and S is a multiple of it; None for contiguous keys.
       is_packed: whether queries are `[tokens, N, H]`; then `call.q_len` is the number of tokens. Without, they are
         `[B, T, N, H]`, the last T tokens of each sequence.
+      has_given_positions: whether the caller gave the queries' positions. Without, they follow from lengths and starts.
+      has_sequence_data: whether queries are packed, and the mask or a score reads arrays with a value for each sequence
+        that all its tokens share.
     """
 
     call: CallSpec
     page_size: int | None = None
     is_packed: bool = False
+    has_given_positions: bool = False
+    has_sequence_data: bool = False
 
     @property
     def distances(self) -> DistanceRange | None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_fa2.ir.arrays import K_AXIS, NUM_LEADING_AXES, Q_AXIS
+from pallas_fa2.ir.arrays import K_AXIS, NUM_LEADING_AXES, Q_AXIS, AuxArrays
 from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec, requests_of
 from pallas_fa2.ir.call_spec import CallSpec, Operands
 from pallas_fa2.ir.trace import TracedFn, trace
@@ -31,21 +31,37 @@ def equivalent_spec(spec: CachedSpec) -> CallSpec:
 def _with_existing_keys(mask: TracedFn | None, is_packed: bool) -> TracedFn:
     """Join to a mask that a key exists and, of packed queries, that it is the same request's."""
 
-    def visible(q_index: Any, k_index: Any, length: Any, requests: tuple, data: list) -> Any:
+    def visible(q_index: Any, k_index: Any, data: tuple[AuxArrays, Any]) -> Any:
+        keys, mask_data = data
+        length = keys.k_tokens["length"] if is_packed else keys.per_batch["length"]
         result = k_index < length
-        if requests:
-            q_request, k_request = requests
+        if is_packed:
+            q_request, k_request = keys.q_tokens["request"], keys.k_tokens["request"]
             result &= q_request == k_request
-        return result if mask is None else result & mask(q_index, k_index, *data)
+        return result if mask is None else result & mask(q_index, k_index, mask_data)
 
-    def scalar(dtype: Any, shape: tuple = ()) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((1,) * NUM_LEADING_AXES + shape, dtype)
-
-    index = scalar(jnp.int32)
-    data = [] if mask is None else [scalar(x.dtype, x.shape) for x in mask.jaxpr.in_avals[2:]]  # pyright: ignore
-    requests = (index, index) if is_packed else ()
+    index = jax.ShapeDtypeStruct((1,) * NUM_LEADING_AXES, jnp.int32)
+    mask_data = ()
+    if mask is not None:
+        # as what they are: kernels take arrays by the names of `AuxArrays`
+        _, structure = mask.key
+        types = [
+            jax.ShapeDtypeStruct(index.shape + x.shape, x.dtype)  # pyright: ignore
+            for x in mask.jaxpr.in_avals
+        ]
+        *_, mask_data = jax.tree.unflatten(structure, types)
+    keys = _existing_keys(is_packed, index, index, index)
     name = "existing keys" if mask is None else f"({mask} & existing keys)"
-    return trace(name, visible, index, index, index, requests, data)
+    return trace(name, visible, index, index, (keys, mask_data))
+
+
+def _existing_keys(is_packed: bool, lengths: Any, q_request: Any, k_request: Any) -> AuxArrays:
+    """Return what says which keys exist for a query: lengths of sequences, or of packed queries those of keys."""
+    if not is_packed:
+        return AuxArrays(per_batch={"length": lengths})
+    return AuxArrays(
+        q_tokens={"request": q_request}, k_tokens={"length": lengths, "request": k_request}
+    )
 
 
 def equivalent_arrays(
@@ -56,8 +72,8 @@ def equivalent_arrays(
     if table is not None:
         k, v = (_gather_pages(x, table) for x in (k, v))
     if not spec.is_packed:
-        data = _on_axis(operands.lengths, 0), (), jax.tree.leaves(call.mask)
-        return q, k, v, call._replace(mask=data)
+        keys = _existing_keys(False, _on_axis(operands.lengths, 0), None, None)
+        return q, k, v, call._replace(mask=(keys, call.mask))
     assert operands.starts is not None
     batch, capacity = spec.call.batch, spec.call.kv_len
     request = requests_of(operands.starts, spec.call.q_len)
@@ -67,7 +83,7 @@ def equivalent_arrays(
     mask, scores = jax.tree.map(flatten, (call.mask, call.scores))
     assert call.k_index is not None
     k_index = jnp.tile(call.k_index, (1, 1, 1, 1, batch))
-    data = lengths, requests, jax.tree.leaves(mask)
+    data = _existing_keys(True, lengths, *requests), mask
     k, v = (x.reshape(1, batch * capacity, *x.shape[2:]) for x in (k, v))
     return q[None], k, v, call._replace(mask=data, scores=scores, k_index=k_index)
 

@@ -46,7 +46,8 @@ class AxisInputs:
 
 
 class TileInputs(NamedTuple):
-    """What the code reads of a tile: of its two axes, of its pairs of tokens, and of its head."""
+    """What the code reads of a tile: of its two axes, of its pairs of tokens, and of its head, or of the heads of its
+    queries along their axis."""
 
     q: AxisInputs
     k: AxisInputs
@@ -58,7 +59,8 @@ class TileInputs(NamedTuple):
         if source.side == "pair":
             return TileValue(self.pairwise[source], (0, 1))
         if source.side in ("integer", "real"):
-            return TileValue(self.head_scalars[source])
+            value = self.head_scalars[source]
+            return TileValue(value, (self.q.axis,) if value.ndim else ())
         inputs = self.q if source.side == "q" else self.k
         if source.position is None:
             return TileValue.of_index(inputs.index, inputs.axis)

@@ -70,8 +70,8 @@ def autotune(
     candidates = BACKENDS[chosen.implementation].candidates(spec, device)
     if not candidates:
         raise ValueError(
-            f"implementation must be one whose kernels can be measured, but it is {name!r}, which has no choice of them; "
-            "leave it out for the fused one that runs the call"
+            f"implementation must be one whose kernels can be measured, but it is {name!r}, and {chosen.implementation} has "
+            "no choice of them for this call; leave it out for the fused one that runs the call, which may be one kernel"
         )
 
     def measure(config: Any) -> float:

@@ -44,7 +44,6 @@ def make_cached_plan(
     """
     names = FUSED if implementation == "fused" else (implementation,)
     names = tuple(BACKENDS) if implementation is None else names
-    call = equivalent_spec(spec)
     rejected = []
     for name in BACKENDS:
         cached = BACKENDS[name].cached
@@ -53,7 +52,19 @@ def make_cached_plan(
         reason = cached.unsupported_reason(spec, device)
         if reason is None:
             config = cached.configure(spec, device)
-            return CachedPlan(name, make_plan(call, device), True, config, tuple(rejected))
+            return CachedPlan(
+                name, _plan_equivalent_call(spec, device), True, config, tuple(rejected)
+            )
         rejected.append((name, reason))
-    plan = make_plan(call, device, implementation)
+    plan = _plan_equivalent_call(spec, device, implementation)
     return CachedPlan(plan.implementation, plan, rejected=(*rejected, *plan.rejected))
+
+
+def _plan_equivalent_call(
+    spec: CachedSpec, device: Device, implementation: str | None = None
+) -> Plan:
+    reason = None
+    if spec.has_sequence_data:
+        # Kernels read one value of an entry, and here an entry has the queries of all sequences.
+        reason = "its masks and scores read a value for each sequence of packed queries"
+    return make_plan(equivalent_spec(spec), device, implementation, not_fused=reason)

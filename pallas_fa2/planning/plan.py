@@ -38,8 +38,16 @@ class Plan:
         return "; ".join([f"{self.implementation} runs {spec}", *reasons])
 
 
-def make_plan(spec: CallSpec, device: Device, implementation: str | None = None) -> Plan:
-    """Choose the fastest backend that supports the call, or the requested one; raise a ValueError if none does."""
+def make_plan(
+    spec: CallSpec,
+    device: Device,
+    implementation: str | None = None,
+    not_fused: str | None = None,
+) -> Plan:
+    """Choose the fastest backend that supports the call, or the requested one; raise a ValueError if none does.
+
+    `not_fused` says why no kernel of this package supports it, if that is known.
+    """
     if implementation is None:
         names = tuple(BACKENDS)
     else:
@@ -51,7 +59,8 @@ def make_plan(spec: CallSpec, device: Device, implementation: str | None = None)
         )
     rejected = []
     for name in names:
-        reason = BACKENDS[name].unsupported_reason(spec, device)
+        reason = not_fused if BACKENDS[name].is_fused else None
+        reason = reason or BACKENDS[name].unsupported_reason(spec, device)
         if reason is None:
             return _configure(BACKENDS[name], spec, device, tuple(rejected))
         rejected.append((name, reason))

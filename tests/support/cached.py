@@ -60,6 +60,8 @@ def make(
     counts: np.ndarray = COUNTS,
     dtype: Any = np.float32,
     heads: tuple[int, int] = (HEADS, KV_HEADS),
+    dims: tuple[int, int] = (HEAD_DIM, VALUE_DIM),
+    page: int = PAGE,
     seed: int = 0,
 ) -> Problem:
     """`tokens` queries of each sequence, or packed ones by `counts` if that is None."""
@@ -69,9 +71,8 @@ def make(
     def random(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32).astype(dtype)
 
-    dims = (HEAD_DIM, VALUE_DIM)
     if paged:
-        cache, slots = _pages(rng, random, lengths, kv_heads)
+        cache, slots = _pages(rng, random, lengths, kv_heads, dims, page)
         arrays = [
             [np.asarray(x)[slots[b]].reshape(-1, *x.shape[2:])[:n] for b, n in enumerate(lengths)]
             for x in (cache.key, cache.value)
@@ -90,27 +91,34 @@ def make(
         sequence = np.where(sequence < batch, sequence, -1)
         position = lengths[sequence] - starts[sequence + 1] + row
         queries = fa.Packed(jnp.asarray(starts, jnp.int32))
-        query = random(total, q_heads, HEAD_DIM)
+        query = random(total, q_heads, dims[0])
     else:
         sequence, row = (x.ravel() for x in np.mgrid[:batch, :tokens])
         position = lengths[sequence] - tokens + row
-        queries, query = None, random(batch, tokens, q_heads, HEAD_DIM)
+        queries, query = None, random(batch, tokens, q_heads, dims[0])
     return Problem(cache, query, queries, *arrays, Rows(sequence, row, position))
 
 
-def _pages(rng: Any, random: Callable, lengths: np.ndarray, kv_heads: int) -> tuple:
+def _pages(
+    rng: Any,
+    random: Callable,
+    lengths: np.ndarray,
+    kv_heads: int,
+    dims: tuple[int, int],
+    page: int,
+) -> tuple:
     """Pages in any order, of which two sequences share the first; what no token needs is NaN, or no page."""
-    batch, width = len(lengths), CAPACITY // PAGE
+    batch, width = len(lengths), CAPACITY // page
     num_pages = batch * width + 3
     slots = rng.permutation(num_pages)[: batch * width].reshape(batch, width)
     slots[2, 0] = slots[0, 0]
-    keys, values = (random(num_pages, PAGE, kv_heads, dim) for dim in (HEAD_DIM, VALUE_DIM))
-    used = np.zeros((num_pages, PAGE), bool)
+    keys, values = (random(num_pages, page, kv_heads, dim) for dim in dims)
+    used = np.zeros((num_pages, page), bool)
     for b, n in enumerate(lengths):
         for i in range(n):
-            used[slots[b, i // PAGE], i % PAGE] = True
+            used[slots[b, i // page], i % page] = True
     keys[~used], values[~used] = np.nan, np.nan
-    needed = np.arange(width) * PAGE < lengths[:, None]
+    needed = np.arange(width) * page < lengths[:, None]
     anything = rng.choice([-7, num_pages, 10**9, 0], slots.shape)
     table = jnp.asarray(np.where(needed, slots, anything), jnp.int32)
     lengths = jnp.asarray(lengths, jnp.int32)
@@ -133,7 +141,7 @@ def dense(
     rows = problem.rows
     query = np.asarray(problem.query, np.float64).reshape(-1, *problem.query.shape[-2:])
     count, heads, head_dim = query.shape
-    out = np.zeros((count, heads, VALUE_DIM))
+    out = np.zeros((count, heads, problem.value[0].shape[-1]))
     lse = np.full((count, heads), -np.inf)
     scale = head_dim**-0.5 if scale is None else scale
     for i, (b, row) in enumerate(zip(rows.sequence, rows.row, strict=True)):

@@ -31,7 +31,7 @@ A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0", 108)
 def planned_for(device: Device) -> Iterator[None]:
     """What is traced inside may be interpreted or compiled, not run."""
     with contextlib.ExitStack() as patches:
-        for module in ("api", "explanation"):
+        for module in ("api", "explanation", "cached_api", "cached_explanation"):
             patches.enter_context(
                 mock.patch(f"pallas_fa2.{module}.device_of", lambda array: device)
             )

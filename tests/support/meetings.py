@@ -89,6 +89,28 @@ def _signal_stored(thread, place, first, **_):
         memory.turns.tell(add)
 
 
+def _arrive_last(thread, place, others, **_):
+    """Count an arrival, after which the count begins again; the last one comes after what all others had done."""
+    memory, arrivals = the_memory(), []
+    released = shared.current.released[place[0], str(place[1].range)]
+
+    def arrive() -> None:
+        before, _, _ = memory.get_buffer_content(*place, thread)
+        arrivals.append(before)
+        count = np.int32(0 if before >= others else before + 1)
+        memory.store_buffer_content(*place, count, thread)
+        if memory.detect_races:
+            clock = memory.incr_clock(thread).copy()
+            released[gpu_callbacks.get_races().cluster] = clock.generic_clock
+
+    memory.turns.tell(arrive)
+    is_last = arrivals[0] == others
+    if is_last and memory.detect_races:
+        shared.current.acquired.setdefault(thread, {}).update(released)
+        released.clear()
+    return [np.int32(is_last)]
+
+
 def _claim_tile(thread, last_claim, entries, slot, first_claim, num_claims, phase, tiles, **_):
     memory = the_memory()
 
@@ -158,6 +180,7 @@ def _cluster_wait(thread, arrived, _turn, **_):
 
 # By the names of inline operations.
 OPERATIONS = {
+    "arrive_last": _arrive_last,
     "claim_tile": _claim_tile,
     "cluster_send": _cluster_send,
     "cluster_wait": _cluster_wait,

@@ -227,12 +227,41 @@ def _scatter(thread, target, places, *values, source_info):
         gpu_callbacks.get_races().check_scatter(thread, key, written, source_info)
 
 
+def _scatter_columns(thread, target, values, indices, *, source_info):
+    """Store the value of each column at its index of a row; an index beyond it is dropped."""
+    memory, (key, row) = the_memory(), target
+    (inside,) = row.range
+    for value, index in zip(values, indices, strict=True):
+        assert index >= 0
+        if index < inside.stop - inside.start:
+            access = interpret_utils.Access((slice(int(index), int(index) + 1, 1),))
+            memory.store_buffer_content(key, access, value[None], thread)
+            if memory.detect_races:
+                clock = memory.incr_clock(thread).generic_clock
+                gpu_callbacks.get_races().check_write(thread, clock, key, access, source_info)
+
+
+def _gather_elements(thread, source, index, *, source_info):
+    """Return the elements at these indices of an array as it lies in memory, as the bits of 32."""
+    memory, (key, place) = the_memory(), source
+    found, _, _ = memory.get_buffer_content(key, place, thread)
+    if memory.detect_races:
+        clock = memory.incr_clock(thread).async_smem_clock
+        gpu_callbacks.get_races().check_read(thread, clock, key, place, source_info)
+    values = found.reshape(-1)[np.minimum(index.astype(np.uint32), found.size - 1)]
+    if values.dtype.itemsize == 2:
+        values = values.astype(np.float32)
+    return [values.astype(np.int32) if values.dtype.itemsize == 1 else values.view(np.int32)]
+
+
 # By the names of inline operations.
 OPERATIONS = {
     **bulk.OPERATIONS,
     **meetings.OPERATIONS,
     "gather": _gather,
+    "gather_elements": _gather_elements,
     "scatter": _scatter,
+    "scatter_columns": _scatter_columns,
     "put_fragments": _put_fragments,
     "store_rows": _store_rows,
     "take_fragments": _take_fragments,

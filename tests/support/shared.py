@@ -6,7 +6,7 @@ The classes take the places of those of JAX's interpreter (`interpreter.install`
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -73,6 +73,12 @@ class Run:
     added: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     # the cluster that has told that the first dQ of a row is stored
     told: dict[int, int] = dataclasses.field(default_factory=dict)
+    # by word in device memory, the clocks with which clusters have arrived there (`meetings._arrive_last`)
+    released: dict[Any, dict[int, Clock]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(dict)
+    )
+    # by thread, those of the clusters that had arrived before it
+    acquired: dict[Thread, dict[int, Clock]] = dataclasses.field(default_factory=dict)
     failure: Exception | None = None  # the first: the others only say that a thread was aborted
 
 
@@ -90,12 +96,16 @@ class Access:
     generic: Clock | None  # a TMA load's view through the generic proxy
     cluster: int
     follows: int | None  # another cluster, whose accesses come before
+    acquired: Mapping[int, Clock]  # other clusters, whose accesses before these clocks come before
     source_info: Any
 
     def happens_before(self, later: "Access") -> bool:
         """Is this access ordered with one that was made after it?"""
-        if self.cluster != later.cluster:
-            return self.cluster == later.follows  # nothing else orders the blocks of a grid
+        if self.cluster != later.cluster:  # nothing else orders the blocks of a grid
+            released = later.acquired.get(self.cluster)
+            return self.cluster == later.follows or (
+                released is not None and self.clock.lt(released)
+            )
         if self.clock.ordered(later.clock):
             return True
         # An mbarrier alone lets TMA refill what was only read: no data crosses between proxies.
@@ -168,13 +178,15 @@ class Races:
         """The blocks so far are done. Only what they did to global memory still matters."""
         with self.lock:
             self.cluster += 1
+            current.acquired = {}
             self.history = {k: h for k, h in self.history.items() if k.memory_space_id == GLOBAL}
 
     def _check(self, kind, thread, clock, key, access, source_info, generic=None, follows=None):
         if key.memory_space_id == REGISTERS:
             return  # a thread's own; see Memory.check_accumulator
         storage, alias = self.union_of.get(key, (key, None))
-        of_whom = alias, thread, clock, generic, self.cluster, follows, source_info
+        acquired = current.acquired.get(thread, {})
+        of_whom = alias, thread, clock, generic, self.cluster, follows, acquired, source_info
         now = Access(kind, key, access.range, *of_whom)
         with self.lock:
             history = self.history.setdefault(storage, {"read": [], "write": [], "add": []})

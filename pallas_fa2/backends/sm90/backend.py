@@ -20,6 +20,9 @@ from pallas_fa2.backends.sm90.backward import postprocess, preprocess
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.dq import DqRequest, DqStrategy, choose
 from pallas_fa2.backends.sm90.backward.kernel import gradients
+from pallas_fa2.backends.sm90.decode import flash_forward
+from pallas_fa2.backends.sm90.decode.cached_forward import CACHED_FORWARD
+from pallas_fa2.backends.sm90.decode.config import DecodeConfig
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.kernel import attention
 from pallas_fa2.ir import block_classes, coverage
@@ -42,7 +45,7 @@ def _dq_strategy(
 
 def describe(
     spec: CallSpec,
-    forward: ForwardConfig,
+    forward: ForwardConfig | DecodeConfig,
     backward: BackwardConfig,
     operands: Operands,
 ) -> KernelDescription:
@@ -63,10 +66,17 @@ def describe(
     q_stages, do_stages = backward.stages
     tiles = "tiles listed by a block mask" if spec.has_general_mask else "tiles in order"
     pairs = ", in pairs" if backward.two_cta else ""
+    if isinstance(forward, DecodeConfig):
+        tile, text = (spec.q_len, forward.block_kv), flash_forward.describe(spec, forward)
+    else:
+        tile = forward.tile
+        text = (
+            f"{forward.block_q} queries x {forward.block_kv} keys, {forward.stages} stages, {forward.warpgroups} "
+            f"warpgroups multiply, {forward.num_ctas} persistent CTAs, {tiles}"
+        )
     return KernelDescription(
-        forward.tile,
-        f"{forward.block_q} queries x {forward.block_kv} keys, {forward.stages} stages, {forward.warpgroups} "
-        f"warpgroups multiply, {forward.num_ctas} persistent CTAs, {tiles}",
+        tile,
+        text,
         f"{backward.block_kv} keys x {backward.block_q} queries, {q_stages} stages of Q, {do_stages} of dO, "
         f"{backward.num_ctas} persistent CTAs{pairs}, {tiles}; {strategy.summary}",
         strategy.workspace_bytes,
@@ -75,13 +85,15 @@ def describe(
 
 def forward(
     spec: CallSpec,
-    config: ForwardConfig,
+    config: ForwardConfig | DecodeConfig,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     operands: Operands,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
+    if isinstance(config, DecodeConfig):
+        return flash_forward.forward(spec, config, q, k, v, operands)
     trim = causal_trim(spec)
     mods = CompiledMods.compile(spec, trim, trim.operands(operands), *config.tile)
 
@@ -177,5 +189,6 @@ BACKEND = Backend(
     describe=describe,
     candidates=configs.candidates,
     config_type=ForwardConfig,
+    cached=CACHED_FORWARD,
     is_fused=True,
 )

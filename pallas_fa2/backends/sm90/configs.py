@@ -8,6 +8,7 @@ from pallas_fa2.backends.common import aux_inputs, compile_mods
 from pallas_fa2.backends.protocol import Configuration
 from pallas_fa2.backends.sm90 import support
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
+from pallas_fa2.backends.sm90.decode import flash_forward
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
@@ -124,8 +125,11 @@ def forward_configs(head_dim: int, value_dim: int) -> list[ConfigRule]:
 
 def configure(spec: CallSpec, device: Device) -> Configuration:
     """Return the measured configuration of a call on this device."""
-    rules = forward_configs(spec.head_dim, spec.value_dim)
-    forward = next(rule.config for rule in rules if rule.matches(spec))
+    forward = flash_forward.configure(spec, device)
+    if forward is None:
+        rules = forward_configs(spec.head_dim, spec.value_dim)
+        rule = next(rule for rule in rules if rule.matches(spec))
+        forward = dataclasses.replace(rule.config, num_ctas=device.num_sms)
     backward = BackwardConfig(
         *support.kernel_dims(spec.head_dim, spec.value_dim),
         num_ctas=device.num_sms,
@@ -133,7 +137,6 @@ def configure(spec: CallSpec, device: Device) -> Configuration:
     )
     # The kernels sum gradients of score data in any order.
     score_gradients = "blockwise" if spec.deterministic and spec.scores else None
-    forward = dataclasses.replace(forward, num_ctas=device.num_sms)
     return Configuration(forward, backward, score_gradients)
 
 
@@ -143,7 +146,10 @@ L2_BUDGETS = (16 << 20, 32 << 20, 48 << 20)
 
 def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:
     """Return the forward configs that `autotune` tries: those of the call's head dims; under a mask alone, those for
-    calls without one as well; for causal calls, with several numbers of heads that share the L2."""
+    calls without one as well; for causal calls, with several numbers of heads that share the L2. The decode kernel has no
+    others."""
+    if flash_forward.configure(spec, device) is not None:
+        return []
 
     def suits(rule: ConfigRule) -> bool:
         plain = spec.has_only_mask and not rule.for_mods

@@ -32,11 +32,13 @@ def build_kernel(
     grid: dict[str, int],
     warpgroups: int,
     cluster: Mapping[str, int] = types.MappingProxyType({}),
+    reduction_bytes: int = 0,
 ) -> Callable[..., Any]:
     """Return a kernel: run(arrays in device memory, memory) in every warpgroup of every CTA.
 
     Profiles show its name. `memory` is a pytree of what a CTA allocates; `grid` counts clusters. Without `out_type` the
     kernel writes to references, and the caller has to isolate from fusion what makes these (`isolate_from_fusion`).
+    Pallas's reductions across warps take `reduction_bytes` of shared memory.
     """
     flat, tree = jax.tree.flatten(memory)
 
@@ -49,7 +51,7 @@ def build_kernel(
     params = plgpu.CompilerParams(
         approx_math=True,
         unsafe_no_auto_barriers=True,
-        reduction_scratch_bytes=0,
+        reduction_scratch_bytes=reduction_bytes,
         # The kernels name their layouts. Pallas's default infers them, for longer than all else takes.
         lowering_semantics=plgpu.LoweringSemantics.Lane,
     )

@@ -1,0 +1,133 @@
+"""Decoding on Hopper: FlashAttention-2, Algorithm 1, of few queries over splits of a cache (docs/design/decode.md).
+
+Persistent CTAs of one warpgroup, which loads and multiplies, have equal shares of the blocks of keys of all tiles.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa2.arithmetic import I32, rem
+from pallas_fa2.backends.common.primitives.launch import build_kernel
+from pallas_fa2.backends.common.primitives.types import Scalar
+from pallas_fa2.backends.sm90.decode.config import DecodeConfig, reduction_bytes
+from pallas_fa2.backends.sm90.decode.epilogue import TileOutput
+from pallas_fa2.backends.sm90.decode.loader import KvCursor, KvLoader, Tile
+from pallas_fa2.backends.sm90.decode.memory import Cta, Inputs, Outputs, SharedStorage
+from pallas_fa2.backends.sm90.decode.merge import TileSplits
+from pallas_fa2.backends.sm90.decode.mods import NO_MODS, ModArrays
+from pallas_fa2.backends.sm90.decode.schedule import (
+    FIRST_ENTRY_COLUMN,
+    DecodePlan,
+    Entry,
+    KeyBlocks,
+    Share,
+)
+from pallas_fa2.backends.sm90.decode.spec import DecodeSpec
+from pallas_fa2.backends.sm90.decode.tile import Split
+from pallas_fa2.control_flow import cond, when
+
+
+def decode(
+    spec: DecodeSpec,
+    config: DecodeConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan: DecodePlan,
+    table: jax.Array | None = None,
+    mods: ModArrays = NO_MODS,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `out [tokens, N, Hv]` and natural `lse [tokens, N]`, float32.
+
+    q is `[tokens, N, H]`, bfloat16 or float16; k and v are `[B, S, K, H]` and `[B, S, K, Hv]`, or pages `[P, page size,
+    K, H]` and `[P, page size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request. `mods` are what masks and
+    scores read.
+    """
+    shape = spec.num_tokens * spec.kv_heads, spec.group, 1, spec.head_dim
+    # Q is small: where TMA would load partial panels one by one, they are filled before.
+    missing_columns = config.head_dim - spec.head_dim
+    grouped = jnp.pad(q.reshape(shape), [(0, 0)] * 3 + [(0, missing_columns)])
+    inputs = Inputs(grouped, k, v, plan, table, mods)
+    flat, tree = jax.tree.flatten(inputs)
+
+    def run(refs: tuple, memory: SharedStorage) -> None:
+        inputs, outputs = jax.tree.unflatten(tree, refs[: len(flat)]), Outputs(*refs[len(flat) :])
+        visit_share(Cta(spec, config, inputs, outputs, memory))
+
+    out_types = Outputs.types(spec, config, q.dtype)
+    memory = SharedStorage.allocate(spec, config, q.dtype)
+    kernel = build_kernel(
+        "decode",
+        run,
+        memory,
+        tuple(out_types),
+        {"cta": config.num_ctas},
+        1,
+        reduction_bytes=reduction_bytes(spec),
+    )
+    out, lse, _, _ = kernel(*flat)
+    out = out[..., : spec.value_dim].reshape(*q.shape[:2], spec.value_dim)
+    return out, lse.reshape(q.shape[:2])
+
+
+class ShareState(NamedTuple):
+    """Where a CTA is in its share, before a tile."""
+
+    num_tiles: Scalar  # that it has visited
+    step: Scalar  # the blocks that it has visited
+    tile: Tile
+    first_index: Scalar  # of the tile's blocks, the first that the CTA visits
+    cursor: KvCursor
+
+
+def visit_share(cta: Cta) -> None:
+    """Visit the blocks of one CTA, a tile after another."""
+    shares, cta_index = cta.inputs.plan.shares, lax.axis_index("cta")
+    share = Share.load(shares, cta_index)
+    first_entry = Entry.load(shares, cta_index, FIRST_ENTRY_COLUMN)
+    num_steps = Share.load(shares, cta_index + 1).begin - share.begin
+    loader = KvLoader(cta, share)
+    tile, first_index = Tile(share.entry, share.head), share.begin - share.tile_begin
+
+    @when(num_steps > 0)
+    def load_first_q() -> None:
+        loader.load_q(I32(0), first_entry.first_query, share.head)
+
+    first_blocks = KeyBlocks(*first_entry[:3])
+    cursor = loader.fill_ring(loader.start(tile, first_index, first_blocks), num_steps)
+
+    def visit_tile(state: ShareState) -> ShareState:
+        num_tiles, step, tile, first_index, cursor = state
+        entry = Entry.load(cta.inputs.plan.entries, tile.entry)
+        num_blocks = jnp.minimum(entry.num_blocks - first_index, num_steps - step)
+        next_tile = loader.next_tile(tile)
+
+        @when(step + num_blocks < num_steps)
+        def load_next_q() -> None:
+            first_query = Entry.load(cta.inputs.plan.entries, next_tile.entry).first_query
+            loader.load_q(num_tiles + 1, first_query, next_tile.head)
+
+        q_slot = rem(num_tiles, 2)
+        plgpu.barrier_wait(cta.memory.q_full.at("q", q_slot))
+        split = Split(
+            cta, loader, entry, tile.head, first_index, step, num_steps, num_blocks, q_slot
+        )
+        softmax, cursor = split.attend(cursor)
+        acc, lse = softmax.finish(cta.spec.no_key_threshold)
+        output = TileOutput(cta, entry, tile.head)
+
+        def store_split() -> None:
+            splits = TileSplits.load(cta, begins_here=first_index == 0)
+            splits.store(acc, lse)
+            when(splits.arrive() != 0)(lambda: output.store(*splits.merge()))
+
+        cond(num_blocks == entry.num_blocks, lambda: output.store(acc, lse), store_split)
+        return ShareState(num_tiles + 1, step + num_blocks, next_tile, I32(0), cursor)
+
+    state = ShareState(I32(0), I32(0), tile, first_index, cursor)
+    lax.while_loop(lambda state: state.step < num_steps, visit_tile, state)
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,121 @@
+"""What a decode kernel is specialized on."""
+
+import dataclasses
+
+from pallas_fa2.arithmetic import LOG2E, round_up
+from pallas_fa2.backends.sm90.decode.mods import DecodeMods, needs_mask_code
+from pallas_fa2.ir.affine import DistanceRange
+from pallas_fa2.ir.cached_spec import CachedSpec
+from pallas_fa2.ir.call_spec import MASKED_SCORE_THRESHOLD
+
+# The rows of a swizzle atom, and the least N of WGMMA: the queries of a tile are columns, in groups of so many.
+COLUMN_MULTIPLE = 8
+# A thread has (Hv + 3 * 64) / 128 registers for each column in O^T, S^T, P^T and the sums of its rows: with 64 columns at
+# Hv = 128 all 255 are in use.
+MAX_COLUMNS = 64
+# Below any score, but finite: a query that attends to no key has P = 0 rather than NaN.
+NO_MAXIMUM = -1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSpec:
+    """The static description of one launch; one kernel is compiled for each.
+
+    Queries come in entries: up to `q_len` consecutive queries of one request, a decode step or a part of a prompt. How
+    many entries there are, and where each begins, is data (`schedule.DecodePlan`).
+    """
+
+    max_entries: int
+    q_len: int
+    num_tokens: int  # rows of Q
+    kv_len: int  # the capacity of a request
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    distances: DistanceRange  # of the keys that a query attends to, from its own position
+    page_size: int | None = None  # keys of a page, if the cache is paged
+    mods: DecodeMods | None = None
+
+    @classmethod
+    def of_call(
+        cls,
+        cached: CachedSpec,
+        requests: int | None = None,
+        kv_heads: int | None = None,
+    ) -> "DecodeSpec":
+        """Return the launch of a call, or of the part of it that has these requests and heads."""
+        call = cached.call
+        requests = call.batch if requests is None else requests
+        kv_heads = call.kv_heads if kv_heads is None else kv_heads
+        q_heads, q_len, tokens = kv_heads * call.group, call.q_len, requests * call.q_len
+        entries = requests
+        if cached.is_packed:
+            tokens, q_len = call.q_len, packed_q_len(call.q_len, requests, call.group)
+            entries = max_packed_entries(tokens, requests, q_len)
+        distances = cached.distances
+        if distances is None or needs_mask_code(cached):
+            distances = DistanceRange()
+        return cls(
+            max_entries=entries,
+            q_len=q_len,
+            num_tokens=tokens,
+            kv_len=call.kv_len,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=call.head_dim,
+            value_dim=call.value_dim,
+            scale=call.scale,
+            distances=distances,
+            page_size=cached.page_size,
+            mods=DecodeMods.compile(cached),
+        )
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @property
+    def padded_group(self) -> int:
+        """The columns that the query heads of one token and key head take."""
+        return pad_group(self.group)
+
+    @property
+    def attends_past_its_own(self) -> bool:
+        """Whether a query may attend to keys after its own, so that those that exist limit it as well."""
+        return self.distances.most is None or self.distances.most > 0
+
+    @property
+    def no_key_threshold(self) -> float:
+        """The score in base 2 such that a query whose scores are all as low or lower attends to no key."""
+        has_score = self.mods is not None and self.mods.score is not None
+        return MASKED_SCORE_THRESHOLD * LOG2E if has_score else NO_MAXIMUM
+
+    @property
+    def columns(self) -> int:
+        """The columns of a tile of S^T: token t and head g of the group have column `t * padded_group + g`."""
+        return self.q_len * self.padded_group
+
+
+def pad_group(group: int) -> int:
+    """Return the columns that a group takes."""
+    return round_up(group, COLUMN_MULTIPLE)
+
+
+def packed_q_len(tokens: int, requests: int, group: int) -> int:
+    """Return how many queries an entry of packed queries has: as many as a request has on the average.
+
+    A decode step has 1, and any more are columns of zeros; a prompt reads its keys once for each entry.
+    """
+    average = -(-tokens // requests)
+    most = max(1, MAX_COLUMNS // pad_group(group))
+    return min(1 << (average - 1).bit_length(), 1 << (most.bit_length() - 1))
+
+
+def max_packed_entries(tokens: int, requests: int, q_len: int) -> int:
+    """Return how many entries of up to `q_len` queries so many requests and tokens make at most.
+
+    The tokens before the first request's and after the last one's make entries as well, which attend to nothing.
+    """
+    return min(tokens, tokens // q_len + requests + 2)

@@ -1,0 +1,525 @@
+"""The decode kernel of Hopper: its plan against NumPy, interpreted with race detection, and compiled for an H200."""
+
+import dataclasses
+import itertools
+import math
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import pallas_fa2 as fa
+from pallas_fa2.backends.sm90.decode import flash_forward, loader, merge, schedule, tile
+from pallas_fa2.backends.sm90.decode.config import DecodeConfig
+from pallas_fa2.backends.sm90.decode.kernel import decode
+from pallas_fa2.backends.sm90.decode.schedule import Entry, Share, plan_decode
+from pallas_fa2.backends.sm90.decode.spec import DecodeSpec, max_packed_entries
+from pallas_fa2.ir.affine import DistanceRange
+from tests.support import compile_gate, hopper, interpreter, launches, programs
+from tests.support.shared import RaceDetected
+from tests.support.tiers import slow, slow_but
+
+CAUSAL, FULL = DistanceRange(most=0), DistanceRange()
+
+
+class Case(NamedTuple):
+    """Requests of these lengths, whose last queries, so many of each, attend to their keys."""
+
+    lengths: tuple[int, ...]
+    queries: int | tuple[int, ...] = 1  # of each request; several numbers are packed
+    q_len: int = 1  # of an entry
+    capacity: int = 256
+    heads: tuple[int, int] = (4, 2)  # N, K
+    dims: tuple[int, int] = (64, 64)  # H, Hv
+    page_size: int | None = None
+    distances: DistanceRange = CAUSAL
+    dtype: Any = jnp.bfloat16
+    num_ctas: int = 3
+
+    @property
+    def starts(self) -> np.ndarray:
+        queries = np.broadcast_to(self.queries, len(self.lengths))
+        return np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+
+    @property
+    def is_packed(self) -> bool:
+        return isinstance(self.queries, tuple)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.starts[-1]) + (3 if self.is_packed else 0)  # some belong to no request
+
+    @property
+    def spec(self) -> DecodeSpec:
+        requests = len(self.lengths)
+        entries = max_packed_entries(self.num_tokens, requests, self.q_len)
+        return DecodeSpec(
+            max_entries=entries if self.is_packed else requests,
+            q_len=self.q_len,
+            num_tokens=self.num_tokens,
+            kv_len=self.capacity,
+            q_heads=self.heads[0],
+            kv_heads=self.heads[1],
+            head_dim=self.dims[0],
+            value_dim=self.dims[1],
+            scale=1 / math.sqrt(self.dims[0]),
+            page_size=self.page_size,
+            distances=self.distances,
+        )
+
+    @property
+    def config(self) -> DecodeConfig:
+        config = DecodeConfig.choose(self.spec, self.num_ctas)
+        assert config is not None
+        return dataclasses.replace(config, ctas_per_sm=1, stages=2)
+
+    def plan(self, lengths: Any, starts: Any) -> schedule.DecodePlan:
+        return plan_decode(self.spec, self.config, lengths, starts if self.is_packed else None)
+
+    def run(self, q: Any, k: Any, v: Any, lengths: Any, starts: Any, *table: Any) -> Any:
+        return decode(self.spec, self.config, q, k, v, self.plan(lengths, starts), *table)
+
+    def arrays(self) -> tuple[Any, ...]:
+        """q, k, v, lengths and starts. Keys that do not exist are NaN."""
+        rng, requests = np.random.default_rng(0), len(self.lengths)
+        (n, heads), (h, hv) = self.heads, self.dims
+        q = rng.normal(size=(self.num_tokens, n, h))
+        k, v = (rng.normal(size=(requests, self.capacity, heads, d)) for d in (h, hv))
+        missing = np.arange(self.capacity) >= np.array(self.lengths)[:, None]
+        for x in (k, v):
+            x[missing] = np.nan
+        q, k, v = (np.asarray(jnp.asarray(x, self.dtype)) for x in (q, k, v))
+        return q, k, v, np.array(self.lengths, np.int32), self.starts
+
+    def paged(self, x: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """The keys of all requests in pages, of which the i-th of all is `pages[i]`."""
+        assert self.page_size is not None
+        result = np.empty((pages.size, self.page_size, *x.shape[2:]), x.dtype)
+        result[pages.reshape(-1)] = x.reshape(result.shape)
+        return result
+
+
+def dense(case: Case, q: Any, k: Any, v: Any) -> tuple[np.ndarray, np.ndarray]:
+    """out [tokens, N, Hv] and lse [tokens, N] in float64, by the definition."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    (n, heads), least, most = case.heads, *case.distances
+    out = np.zeros((case.num_tokens, n, case.dims[1]))
+    lse = np.full((case.num_tokens, n), -np.inf)
+    for r, (length, start, end) in enumerate(
+        zip(case.lengths, case.starts, case.starts[1:], strict=False)
+    ):
+        length = min(length, case.capacity)
+        for token in range(start, end):
+            distance = np.arange(length) - (length - end + token)
+            attends = np.ones(length, bool)
+            attends &= True if least is None else distance >= least
+            attends &= True if most is None else distance <= most
+            for head in range(n if attends.any() else 0):
+                keys, values = (x[r, :length][attends, head * heads // n] for x in (k, v))
+                s = keys @ q[token, head] * case.spec.scale
+                lse[token, head] = np.log(np.exp(s - s.max()).sum()) + s.max()
+                out[token, head] = np.exp(s - lse[token, head]) @ values
+    return out, lse
+
+
+def check(case: Case, jit: Callable = interpreter.jit) -> None:
+    """Compare with the definition, and run twice: a plan serves several launches."""
+    q, k, v, *rest = case.arrays()
+    truth, truth_lse = dense(case, q, k, v)
+    if case.page_size:
+        shape = len(case.lengths), case.capacity // case.page_size
+        pages = np.random.default_rng(1).permutation(math.prod(shape)).astype(np.int32)
+        k, v = (case.paged(x, pages) for x in (k, v))
+        pages = pages.reshape(shape)
+        for row, length in zip(pages, case.lengths, strict=True):
+            row[-(-length // case.page_size) :] = (1 << 30, -5)[length % 2]  # no pages at all
+        rest.append(pages)
+    # JAX would know the method of an equal case, and have it from before a bug was planted.
+    out, lse = jit(lambda *args: case.run(*args))(q, k, v, *rest)
+    exists = np.isfinite(truth_lse)
+    np.testing.assert_array_equal(np.asarray(lse)[~exists], -np.inf)
+    np.testing.assert_array_equal(np.asarray(out, np.float32)[~exists], 0)
+    np.testing.assert_allclose(np.asarray(lse)[exists], truth_lse[exists], atol=2e-5)
+    error = np.linalg.norm(np.asarray(out, np.float64) - truth) / np.linalg.norm(truth)
+    assert error < (4e-3 if case.dtype == jnp.bfloat16 else 6e-4)
+
+
+CASES = {
+    "splits": Case((256, 70)),
+    "two_splits_of_a_cta": Case((256, 250), num_ctas=5),
+    "one_cta": Case((130, 64), num_ctas=1),
+    "more_ctas_than_blocks": Case((100,), num_ctas=7),
+    "empty": Case((200, 0, 70), heads=(2, 1)),
+    "all_empty": Case((0, 0)),
+    "too_long": Case((300, 1 << 30), capacity=100),
+    "short": Case((40, 7), capacity=40),
+    "mha": Case((100,), heads=(3, 3)),
+    "group_12": Case((150, 64), heads=(12, 1)),
+    "group_20": Case((150,), heads=(20, 1), distances=FULL),
+    "queries_2": Case((130, 1), queries=2, q_len=2),
+    "queries_8": Case((140,), queries=8, q_len=8, heads=(8, 1)),
+    "h128_float16": Case((150,), dims=(128, 128), dtype=jnp.float16),
+    "h256_hv64": Case((90,), dims=(256, 64)),
+    "h64_hv192": Case((90,), dims=(64, 192)),
+    "h80": Case((90,), dims=(80, 40)),
+    "pages_16": Case((256, 33), page_size=16),
+    "pages_24": Case((120, 50), capacity=120, page_size=24),
+    "pages_128": Case((200, 129), page_size=128),
+    "window": Case((250, 90, 3), queries=3, q_len=3, distances=DistanceRange(-69, 0)),
+    "window_pages": Case((250, 90), page_size=32, distances=DistanceRange(-99, 0)),
+    "future": Case((130, 3), queries=2, q_len=2, distances=DistanceRange(-40, 5)),
+    "past": Case((130, 3), queries=2, q_len=2, distances=DistanceRange(None, -4)),
+    "full": Case((130, 64), queries=2, q_len=2, distances=FULL),
+    "packed": Case((100, 13, 0, 250), queries=(1, 13, 0, 5), q_len=4, num_ctas=9),
+    "packed_full": Case((100, 13), queries=(1, 11), q_len=8, distances=FULL),
+    "packed_pages": Case((70, 130), queries=(9, 3), q_len=2, page_size=64),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_interpreted(case: Case) -> None:
+    if case.lengths == (0, 0):
+        return check_all_empty(case)
+    check(case)
+
+
+def check_all_empty(case: Case) -> None:
+    out, lse = interpreter.run(case.run, *case.arrays())
+    assert not np.asarray(out, np.float32).any() and (np.asarray(lse) == -np.inf).all()
+
+
+def test_results_do_not_depend_on_the_number_of_ctas_beyond_rounding() -> None:
+    one, three = (Case((256, 70), num_ctas=n) for n in (1, 3))
+    arrays = one.arrays()
+    outs = [np.asarray(interpreter.run(x.run, *arrays)[0], np.float32) for x in (one, three)]
+    np.testing.assert_allclose(*outs, atol=2e-2)
+
+
+def line_of_blocks(case: Case, entries: Entry) -> list[tuple[int, int, int]]:
+    """(head, entry, index of the block) of every block, in order."""
+    return [
+        (head, entry, i)
+        for head in range(case.heads[1])
+        for entry, count in enumerate(entries.num_blocks)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["splits", "empty", "too_long", "window", "past", "packed", "packed_full"]
+)
+@pytest.mark.parametrize("num_ctas", [1, 2, 3, 5, 40])
+def test_the_plan_deals_every_block_once(name: str, num_ctas: int) -> None:
+    case = CASES[name]._replace(num_ctas=num_ctas)
+    lengths = np.array(case.lengths, np.int32)
+    plan = programs.evaluate(case.plan, lengths, case.starts)
+    entries = Entry(*plan.entries.T)
+    shares = Share(*plan.shares.T[: len(Share._fields)])
+    np.testing.assert_array_equal(
+        plan.shares[:num_ctas, schedule.FIRST_ENTRY_COLUMN :], plan.entries[shares.entry[:-1]]
+    )
+    assert not shares.arrivals.any()
+    line = line_of_blocks(case, entries)
+    assert shares.begin[0] == 0 and shares.begin[-1] == len(line)
+    sizes = np.diff(shares.begin)
+    assert (sizes >= 0).all()
+    used = sizes[sizes > 0]
+    assert np.ptp(used) <= 1 or (used[:-1] == case.config.min_share).all()
+    owner = np.repeat(np.arange(num_ctas), sizes)
+    for cta in np.flatnonzero(sizes):
+        head, entry, i = line[shares.begin[cta]]
+        assert (shares.head[cta], shares.entry[cta]) == (head, entry)
+        assert shares.tile_begin[cta] == shares.begin[cta] - i
+        of_tile = owner[[x[:2] == (head, entry) for x in line]]
+        assert (shares.first_cta[cta], shares.last_cta[cta]) == (of_tile[0], of_tile[-1])
+
+
+@pytest.mark.parametrize("name", ["splits", "window", "past", "future", "packed", "packed_full"])
+def test_entries_are_all_queries_and_the_keys_that_they_attend_to(name: str) -> None:
+    case = CASES[name]
+    plan = programs.evaluate(case.plan, np.array(case.lengths, np.int32), case.starts)
+    tokens = []
+    least, most = case.distances
+    for row in plan.entries:
+        entry = Entry(*row.tolist())
+        if not entry.num_blocks:
+            continue
+        queries = range(entry.first_query, entry.first_query + entry.num_queries)
+        tokens += queries
+        request = np.searchsorted(case.starts, queries[0], side="right") - 1
+        if request == len(case.lengths):
+            assert entry.kv_len == 0 and entry.num_blocks == 1
+            continue
+        assert entry.request == request
+        length, end = min(case.lengths[request], case.capacity), case.starts[request + 1]
+        assert entry.first_position == length - end + queries[0]
+        last = entry.first_position + entry.num_queries - 1
+        kv_len = length if most is None else max(0, min(length, last + most + 1))
+        assert entry.kv_len == kv_len
+        first = 0 if least is None else max(0, entry.first_position + least)
+        blocks = range(entry.first_block, entry.first_block + entry.num_blocks)
+        assert blocks.stop == max(-(-kv_len // 64), 1)
+        assert blocks.start == min(first // 64, blocks.stop - 1)
+    assert sorted(tokens) == list(range(case.num_tokens))
+
+
+def refill_too_early(self: Any, step: Any, num_steps: Any, cursor: Any) -> Any:
+    return refill(self, step + 1, num_steps, cursor)
+
+
+def one_split_of_each_cta(self: Any, cta: Any) -> Any:
+    return 2 * cta
+
+
+refill = loader.KvLoader.refill
+
+BUGS: dict[str, tuple[Any, str, Callable]] = {
+    "a slot filled while it is read": (loader.KvLoader, "refill", refill_too_early),
+    "a missing fence": (plgpu, "commit_smem", lambda: None),
+    "values that do not exist": (tile.Split, "zero_missing_values", lambda *_: None),
+    "splits where others are": (merge.TileSplits, "_index", one_split_of_each_cta),
+    "a skipped wait": (plgpu, "barrier_wait", lambda barrier: None),
+}
+
+
+@pytest.fixture
+def last_block_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are interpreted one after another: a tile's first CTA is then the last one that arrives."""
+    reverse = types.SimpleNamespace(product=lambda *x: list(itertools.product(*x))[::-1])
+    monkeypatch.setattr(launches, "itertools", reverse)
+
+
+def test_the_order_of_arrivals_does_not_matter(request: pytest.FixtureRequest) -> None:
+    case = CASES["two_splits_of_a_cta"]
+    arrays = case.arrays()
+    before = interpreter.run(lambda *args: case.run(*args), *arrays)
+    request.getfixturevalue("last_block_first")
+    after = interpreter.run(lambda *args: case.run(*args), *arrays)
+    for x, y in zip(before, after, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.usefixtures("last_block_first")
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*BUGS[bug])
+    with pytest.raises((RaceDetected, AssertionError)):
+        check(CASES["two_splits_of_a_cta"])
+
+
+def test_a_merge_before_all_splits_are_stored_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block that is interpreted finds all splits, but nothing orders them."""
+    monkeypatch.setattr(
+        merge.TileSplits,
+        "arrive",
+        lambda self: jnp.where(self.last_cta == jax.lax.axis_index("cta"), 1, 0),
+    )
+    with pytest.raises(RaceDetected, match="is not ordered after"):
+        check(CASES["two_splits_of_a_cta"])
+
+
+# Requests, queries of each, (N, K), (H, Hv), size of pages, distances: with a capacity of 8192.
+COMPILED: dict[str, tuple] = {
+    "group_4": (16, 1, (32, 8), (128, 128), None, CAUSAL),
+    "pages_16": (16, 1, (32, 8), (128, 128), 16, CAUSAL),
+    "pages_256": (16, 1, (32, 8), (128, 128), 256, CAUSAL),
+    "mha": (16, 1, (32, 32), (128, 128), None, CAUSAL),
+    "group_12": (16, 1, (96, 8), (128, 128), None, CAUSAL),
+    "window": (16, 1, (32, 8), (128, 128), None, DistanceRange(-1023, 0)),
+    "full": (16, 1, (32, 8), (128, 128), None, FULL),
+    "queries_4": (16, 4, (32, 8), (128, 128), None, CAUSAL),
+    "columns_64": (16, 8, (64, 8), (128, 128), None, CAUSAL),
+    "columns_64_pages": (16, 8, (64, 8), (128, 128), 16, CAUSAL),
+    "columns_64_window": (16, 8, (64, 8), (128, 128), None, DistanceRange(-511, 0)),
+    "columns_64_mqa": (16, 1, (64, 1), (128, 128), None, CAUSAL),
+    "h64": (16, 1, (32, 8), (64, 64), None, CAUSAL),
+    "h80": (16, 1, (32, 8), (80, 80), 64, CAUSAL),
+    "h192_hv128": (16, 1, (32, 8), (192, 128), None, CAUSAL),
+    "h256": (16, 1, (32, 8), (256, 256), None, CAUSAL),
+    "h256_queries_4": (16, 4, (32, 8), (256, 256), None, CAUSAL),
+}
+COMPILED_QUICKLY = {"group_4", "pages_16", "columns_64_window", "h256_queries_4"}
+
+
+@pytest.mark.parametrize("name", slow_but(COMPILED_QUICKLY.__contains__, COMPILED))
+def test_compiles_clean(name: str) -> None:
+    requests, queries, (n, heads), (h, hv), page_size, distances = COMPILED[name]
+    tokens, capacity = requests * queries, 8192
+    spec = DecodeSpec(
+        requests, queries, tokens, capacity, n, heads, h, hv, 0.125, distances, page_size
+    )
+    config = DecodeConfig.choose(spec, 132)
+    assert config is not None
+
+    def run(q: Any, k: Any, v: Any, lengths: Any, *table: Any) -> Any:
+        return decode(spec, config, q, k, v, plan_decode(spec, config, lengths), *table)
+
+    keys, table = (requests, capacity), []
+    if page_size is not None:
+        keys = requests * capacity // page_size, page_size
+        table = [jax.ShapeDtypeStruct((requests, capacity // page_size), jnp.int32)]
+    shapes = (tokens, n, h), (*keys, heads, h), (*keys, heads, hv)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    lengths = jax.ShapeDtypeStruct((requests,), jnp.int32)
+    (report,) = compile_gate.compile_for_h200(run, *arrays, lengths, *table)
+    compile_gate.assert_clean(report)
+    # all CTAs of an SM fit its registers and its shared memory
+    assert config.ctas_per_sm * report.registers * 128 <= 65_536
+    assert config.ctas_per_sm * (report.smem_bytes + 1024) <= 228 << 10
+
+
+def test_the_cache_is_not_copied() -> None:
+    """Between the arguments and the kernel there are operations on small arrays alone."""
+    spec = DecodeSpec(4, 1, 4, 8192, 32, 8, 128, 128, 0.125, CAUSAL)
+    config = DecodeConfig.choose(spec, 132)
+    assert config is not None
+
+    def run(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        return decode(spec, config, q, k, v, plan_decode(spec, config, lengths))
+
+    q, k = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((4, 32, 128), (4, 8192, 8, 128)))
+    temporary = compile_gate.temporary_bytes_for_h200(
+        run, q, k, k, jax.ShapeDtypeStruct((4,), jnp.int32)
+    )
+    assert temporary < 4 << 20 < k.size * 2
+
+
+# Masks and scores, of several blocks and splits: the features of `tests/test_cached_attention.py` have one block.
+
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+STREAMING = fa.Causal() & (fa.Prefix(3) | fa.Window(70))
+
+
+def mods_of(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """A mask and scores on queries and keys of this shape, (B, N, T, S)."""
+    batch, heads, queries, keys = shape
+    rng = np.random.default_rng(0)
+    ids = np.sort(rng.integers(0, 3, (batch, keys)))
+    return {
+        "soft_cap": {"score": fa.soft_cap(5.0)},
+        "alibi": {"score": fa.alibi(np.resize(SLOPES, heads))},
+        "streaming": {"mask": STREAMING},
+        "images": {"mask": fa.Causal() & fa.Segments(ids[:, -queries:], kv_ids=ids)},
+        "bias": {"score": fa.bias(rng.normal(size=shape).astype(jnp.bfloat16))},
+        "masked_scores": {"score": fa.bias(np.where(ids == 2, 0, -1e9)[:, None, None])},
+        "dense": {"mask": rng.random((batch, 1, 1, keys)) < 0.5},
+        "tree": {
+            "mask": fa.Tree(jnp.asarray(np.tile([1, 3, 5, 13], (batch, 1))[:, :queries], "uint32")),
+            "score": fa.soft_cap(9.0),
+        },
+    }[name]
+
+
+MODS = ["soft_cap", "alibi", "streaming", "images", "bias", "masked_scores", "dense", "tree"]
+
+
+@pytest.mark.parametrize("name", slow_but(lambda name: name in ("alibi", "streaming"), MODS))
+def test_mods_over_splits(name: str) -> None:
+    """Against the reference, with lengths that end in other blocks."""
+    case = Case((250, 0, 133), queries=2, q_len=2)
+    q, k, v, lengths, _ = case.arrays()
+    if name == "streaming":  # keys that no query attends to
+        k, v = k.copy(), v.copy()
+        k[0, 5:100], v[0, 5:100] = np.nan, np.nan
+    q = q.reshape(3, 2, *q.shape[1:])
+    options = mods_of(name, (3, 4, 2, case.capacity))
+
+    def run(q: Any, k: Any, v: Any, lengths: Any, implementation: str) -> Any:
+        cache = fa.Cache(k, v, lengths)
+        options_ = {"return_lse": True, "implementation": implementation}
+        return fa.cached_attention(q, cache, **options, **options_)
+
+    wide = (np.asarray(x, np.float32) for x in (q, k, v))
+    expected, expected_lse = run(*wide, lengths, "reference")
+    with hopper.planned_for_h200(cores=3):
+        out, lse = interpreter.run(lambda *args: run(*args, "hopper"), q, k, v, lengths)
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.02)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-4)
+
+
+# With 64 columns, and these masks, all registers are in use and 10 values of a thread spill.
+SPILLS = {("images", 4)}
+
+
+@pytest.mark.parametrize("queries", [1, slow(4)])
+@pytest.mark.parametrize("name", slow_but(lambda name: name in ("alibi", "bias"), MODS))
+def test_mods_compile_clean(name: str, queries: int) -> None:
+    """With 64 columns if there are 4 queries."""
+    shape = 4, 64, queries, 4096
+
+    def run(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        options = mods_of(name, shape)
+        return fa.cached_attention(q, fa.Cache(k, v, lengths), implementation="hopper", **options)
+
+    arrays = [
+        jax.ShapeDtypeStruct(x, jnp.bfloat16)
+        for x in ((4, queries, 64, 128), (4, 4096, 4, 128), (4, 4096, 4, 128))
+    ]
+    with hopper.planned_for_h200():
+        (report,) = compile_gate.compile_for_h200(run, *arrays, jax.ShapeDtypeStruct((4,), "int32"))
+    assert report.name.startswith("decode")
+    if (name, queries) in SPILLS:
+        assert report.spill_stores <= 40
+        report = dataclasses.replace(report, spill_stores=0, spill_loads=0)
+    compile_gate.assert_clean(report)
+
+
+FLASH: dict[str, dict] = {
+    "full": {},
+    "causal": {"mask": fa.Causal(), "align": "end"},
+    "window": {"mask": fa.SlidingWindow(300), "align": "end"},
+    "flax": {"mask": np.arange(1100)[None, None, None] < 777},
+    "alibi": {"mask": fa.Causal(), "align": "end", "score": fa.alibi(SLOPES)},
+}
+
+
+@pytest.mark.parametrize("name", slow_but(lambda name: name in ("causal", "flax"), FLASH))
+def test_few_queries_of_flash_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients, of which the backward takes out and lse from the decode kernel."""
+    monkeypatch.setattr(flash_forward, "MIN_KEYS", 1024)
+    options = FLASH[name]
+    q, dout, k, v = (
+        jnp.asarray(np.random.default_rng(i).normal(size=x), jnp.bfloat16)
+        for i, x in enumerate(((1, 2, 4, 64),) * 2 + ((1, 1100, 2, 64),) * 2)
+    )
+
+    def run(q: Any, k: Any, v: Any, dout: Any, implementation: str) -> Any:
+        def attend(*arrays: Any) -> Any:
+            return fa.flash_attention(*arrays, implementation=implementation, **options)
+
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(dout)
+
+    arrays = q, k, v, dout
+    expected = run(*(x.astype(jnp.float32) for x in arrays), "blockwise")
+    with hopper.planned_for_h200(cores=3):
+        explanation = fa.explain(q, k, v, **options)
+        assert "merges its splits" in explanation.forward
+        actual = interpreter.run(lambda *args: run(*args, "hopper"), *arrays)
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), y, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "shape, options",
+    [
+        ((1, 2, 4, 2, 4000), {}),  # few keys
+        ((1, 20, 4, 2, 5000), {}),  # many queries
+        ((64, 1, 8, 8, 5000), {}),  # enough heads, of their own keys
+        ((1, 2, 4, 2, 5000), {"mask": fa.Causal()}),  # with as few keys as queries
+        ((1, 2, 4, 2, 5000), {"q_positions": np.array([[3, 4]])}),
+    ],
+)
+def test_other_calls_of_flash_attention_have_the_other_kernels(shape: tuple, options: dict) -> None:
+    batch, queries, heads, kv_heads, keys = shape
+    q, k = (
+        jax.ShapeDtypeStruct((batch, *x, 64), jnp.bfloat16)
+        for x in ((queries, heads), (keys, kv_heads))
+    )
+    with hopper.planned_for_h200():
+        assert "warpgroups multiply" in fa.explain(q, k, k, **options).forward
