@@ -76,7 +76,7 @@ class Case(NamedTuple):
     def config(self) -> DecodeConfig:
         config = DecodeConfig.choose(self.spec, self.num_ctas)
         assert config is not None
-        return dataclasses.replace(config, ctas_per_sm=1, stages=2)
+        return dataclasses.replace(config, ctas_per_sm=1, stages=2, min_share=2)
 
     def plan(self, lengths: Any, starts: Any) -> schedule.DecodePlan:
         return plan_decode(self.spec, self.config, lengths, starts if self.is_packed else None)
@@ -200,6 +200,34 @@ def test_results_do_not_depend_on_the_number_of_ctas_beyond_rounding() -> None:
     np.testing.assert_allclose(*outs, atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    "lengths, num_ctas, whole",
+    [
+        (
+            (256, 256, 200, 193),
+            9,
+            False,
+        ),  # 8 tiles of 4 blocks: 9 CTAs would be done at 1.13 of the mean
+        ((256, 256, 200, 193), 8, True),
+        ((256, 256, 200, 193), 4, True),
+        ((256, 256, 200, 192), 8, False),
+    ],
+)
+def test_equal_tiles_are_not_split_where_whole_ones_come_out_even(
+    lengths: tuple[int, ...], num_ctas: int, whole: bool
+) -> None:
+    case = Case(lengths, num_ctas=num_ctas)
+    plan = programs.evaluate(case.plan, np.array(lengths, np.int32), case.starts)
+    sizes = np.diff(Share(*plan.shares.T[: len(Share._fields)]).begin)
+    assert (sizes[sizes > 0] % 4 == 0).all() == whole
+
+
+def test_a_cta_has_all_of_an_sm_where_tiles_are_as_many_as_sms() -> None:
+    spec = Case((256,) * 16, heads=(32, 8), dims=(128, 128)).spec
+    chosen = [DecodeConfig.choose(spec, num_sms) for num_sms in (127, 128, 132, 140)]
+    assert [c.ctas_per_sm for c in chosen if c] == [2, 1, 1, 2]
+
+
 def line_of_blocks(case: Case, entries: Entry) -> list[tuple[int, int, int]]:
     """(head, entry, index of the block) of every block, in order."""
     return [
@@ -228,8 +256,9 @@ def test_the_plan_deals_every_block_once(name: str, num_ctas: int) -> None:
     assert shares.begin[0] == 0 and shares.begin[-1] == len(line)
     sizes = np.diff(shares.begin)
     assert (sizes >= 0).all()
-    used = sizes[sizes > 0]
-    assert np.ptp(used) <= 1 or (used[:-1] == case.config.min_share).all()
+    used, counts = sizes[sizes > 0], entries.num_blocks[entries.num_blocks > 0]
+    has_whole_tiles = np.ptp(counts) == 0 and (used % counts[0] == 0).all()
+    assert has_whole_tiles or np.ptp(used) <= 1 or (used[:-1] == case.config.min_share).all()
     owner = np.repeat(np.arange(num_ctas), sizes)
     for cta in np.flatnonzero(sizes):
         head, entry, i = line[shares.begin[cta]]
@@ -272,7 +301,7 @@ def refill_too_early(self: Any, step: Any, num_steps: Any, cursor: Any) -> Any:
     return refill(self, step + 1, num_steps, cursor)
 
 
-def one_split_of_each_cta(self: Any, cta: Any) -> Any:
+def one_split_of_each_cta(cta: Any, begins_tile: Any) -> Any:
     return 2 * cta
 
 
@@ -282,7 +311,7 @@ BUGS: dict[str, tuple[Any, str, Callable]] = {
     "a slot filled while it is read": (loader.KvLoader, "refill", refill_too_early),
     "a missing fence": (plgpu, "commit_smem", lambda: None),
     "values that do not exist": (tile.Split, "zero_missing_values", lambda *_: None),
-    "splits where others are": (merge.TileSplits, "_index", one_split_of_each_cta),
+    "splits where others are": (merge, "_split_index", one_split_of_each_cta),
     "a skipped wait": (plgpu, "barrier_wait", lambda barrier: None),
 }
 

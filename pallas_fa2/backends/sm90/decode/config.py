@@ -14,6 +14,9 @@ BARRIER_BYTES = 2048
 # What two CTAs have in flight at H = 64, 192 KiB an SM, is several times what its share of 4.8 TB/s brings in the latency
 # of device memory (36 KiB in a microsecond): more stages would wait for the same bytes.
 MAX_STAGES = 8
+# How much later than with equal shares the last CTA may be done where each has whole tiles, and nothing is merged. With
+# 128 tiles on 132 SMs, 1.03, the call takes 0.96 of the time (docs/decisions/0074-decode-kernel.md).
+MAX_IMBALANCE = 1.04
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +28,9 @@ class DecodeConfig:
     stages: int  # blocks of K and V in the ring
     ctas_per_sm: int
     num_sms: int
+    # The blocks that a CTA has at least, if it has any. With fewer, more splits are merged: 4096 tokens of 8 key heads take
+    # 7.6 us with 4, 8.9 with 2 and 9.1 with 3 (docs/decisions/0074-decode-kernel.md).
+    min_share: int = 4
 
     block_kv: ClassVar[int] = 64  # the M of WGMMA: keys are the rows of S^T
 
@@ -32,20 +38,18 @@ class DecodeConfig:
     def num_ctas(self) -> int:
         return self.num_sms * self.ctas_per_sm
 
-    @property
-    def min_share(self) -> int:
-        """The blocks that a CTA has at least, if it has any: its ring loads so many at once, in the time of one."""
-        return self.stages
-
     @classmethod
     def choose(cls, spec: DecodeSpec, num_sms: int) -> "DecodeConfig | None":
         """Return the configuration of a launch: two CTAs per SM if both have room for two stages, else one.
 
-        One CTA's products and softmax leave its loads idle unless another one's are in flight. None if shared memory has
-        no room for two stages.
+        One CTA's products and softmax leave its loads idle unless another one's are in flight. But where tiles are about
+        as many as SMs, each CTA may have a whole one (`MAX_IMBALANCE`), and all of an SM's memory for its ring.
+        None if shared memory has no room for two stages.
         """
+        num_tiles = spec.max_entries * spec.kv_heads
+        fills_sms_once = num_sms / MAX_IMBALANCE <= num_tiles <= num_sms
         dims = round_up(spec.head_dim, 64), round_up(spec.value_dim, 64)
-        for ctas_per_sm in (2, 1):
+        for ctas_per_sm in (1,) if fills_sms_once else (2, 1):
             available = min(SM_BYTES // ctas_per_sm - RESERVED_BYTES, SHARED_MEMORY_BYTES)
             stages = (available - _fixed_bytes(spec, *dims)) // (2 * cls.block_kv * sum(dims))
             if stages >= 2:

@@ -6,7 +6,6 @@ are read in the order of their keys, the CTA's own one as well, so that the resu
 
 import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,33 +30,32 @@ from pallas_fa2.backends.sm90.decode.schedule import ARRIVALS_COLUMN, Share
 from pallas_fa2.backends.sm90.decode.spec import NO_MAXIMUM
 from pallas_fa2.control_flow import rematerialize
 
-# Registers of a thread that hold splits which are loaded together: with 128, a kernel of 64 columns spills.
-LOAD_REGISTERS = 64
+# The splits that are loaded together, as long as their O^T and the sum take no more registers of a thread: with more,
+# kernels of 64 columns spill.
+MAX_LOADS, MAX_REGISTERS = 16, 128
 
 
 class TileSplits(NamedTuple):
     """The splits of a tile that several CTAs visit, from `first_cta` on one CTA after another."""
 
     cta: Cta
+    begins_here: jax.Array  # whether this CTA has the first split
     first_cta: Scalar
     last_cta: Scalar
 
     @classmethod
-    def load(cls, cta: Cta, begins_here: jax.Array | bool) -> "TileSplits":
+    def load(cls, cta: Cta, begins_here: jax.Array) -> "TileSplits":
         """Load which CTAs visit the tile that this CTA visits in part: the first or the last one of its share."""
         # Loaded here: they would hold registers through the loops. The CTA after a tile's first one begins with it.
         index = rematerialize(lax.axis_index("cta"))
-        row = jnp.where(begins_here, index + 1, index)
-        share = Share.load(cta.inputs.plan.shares, row)
-        return cls(cta, jnp.where(begins_here, index, share.first_cta), share.last_cta)
-
-    def _index(self, cta: Scalar) -> Scalar:
-        """Compute the index of a CTA's split: only the first CTA begins the tile."""
-        return 2 * cta + jnp.where(cta == self.first_cta, 1, 0)
+        share = Share.load(cta.inputs.plan.shares, jnp.where(begins_here, index + 1, index))
+        first_cta = jnp.where(begins_here, index, share.first_cta)
+        return cls(cta, begins_here, first_cta, share.last_cta)
 
     def store(self, acc: jax.Array, lse: jax.Array) -> None:
         """Store the split of this CTA: O^T, normalized, `[Hv, columns]`, and lse in base 2, `[columns]`."""
-        index, outputs = self._index(lax.axis_index("cta")), self.cta.outputs
+        index = _split_index(lax.axis_index("cta"), self.begins_here)
+        outputs = self.cta.outputs
         for i, rows in enumerate(layouts.slices(acc.shape[0], 64)):
             tile = acc[rows.start : rows.start + rows.size]
             register_io.store_fragments(outputs.split_out.at[index, i], tile)
@@ -69,55 +67,37 @@ class TileSplits(NamedTuple):
         return _arrive(word, self.last_cta - self.first_cta)
 
     def merge(self) -> tuple[jax.Array, jax.Array]:
-        """Return O^T and lse in base 2 of the tile, of which all splits are stored."""
-        lse = self._merge_lse()
-        # 0 where no split has a key: as all have `NO_MAXIMUM`, they would weigh 1
-        shift = jnp.where(lse <= NO_MAXIMUM, jnp.inf, lse)
+        """Return O^T and lse in base 2 of the tile, of which all splits are stored: an online softmax over splits."""
+        columns = self.cta.spec.columns
+        shape = self.cta.config.value_dim, columns
+        registers = math.prod(shape) // THREADS
+        unroll = max(1, min(MAX_LOADS, (MAX_REGISTERS - registers) // registers))
 
-        def add(ctas: Sequence[Scalar], acc: jax.Array) -> jax.Array:
-            loaded = [(self._load_out(cta), self._load_lse(cta)) for cta in ctas]
-            for out, split_lse in loaded:
-                acc += out * broadcast_columns(jnp.exp2(split_lse - shift), acc.shape)
-            return acc
+        def add(i: Scalar, state: Any) -> Any:
+            acc, maximum, total = state
+            ctas = [self.first_cta + i * unroll + u for u in range(unroll)]
+            splits = [(self._load_out(cta), self._load_lse(cta)) for cta in ctas]
+            new = functools.reduce(jnp.maximum, (lse for _, lse in splits), maximum)
+            factor = jnp.exp2(maximum - new)
+            acc, total = acc * broadcast_columns(factor, shape), total * factor
+            for out, lse in splits:
+                weight = jnp.exp2(lse - new)
+                acc, total = acc + out * broadcast_columns(weight, shape), total + weight
+            return acc, new, total
 
-        shape = self.cta.config.value_dim, self.cta.spec.columns
         zeros = layouts.splat_constant(0.0, shape, ACC_LAYOUT)
-        return self._fold(add, zeros, registers=math.prod(shape) // THREADS), lse
-
-    def _merge_lse(self) -> jax.Array:
-        """Return log2 sum_i 2^lse_i of each column."""
-        columns = (self.cta.spec.columns,)
-
-        def add(ctas: Sequence[Scalar], state: Any) -> Any:
-            maximum, total = state
-            loaded = list(map(self._load_lse, ctas))
-            new = functools.reduce(jnp.maximum, loaded, maximum)
-            terms = (jnp.exp2(lse - new) for lse in loaded)
-            return new, functools.reduce(jnp.add, terms, total * jnp.exp2(maximum - new))
-
-        zeros = layouts.splat_constant(0.0, columns, COL_LAYOUT)
-        start = layouts.splat_constant(NO_MAXIMUM, columns, COL_LAYOUT), zeros
-        maximum, total = self._fold(add, start, registers=columns[0] // 4)
-        return jnp.where(maximum <= NO_MAXIMUM, NO_MAXIMUM, maximum + jnp.log2(total))
-
-    def _fold(self, add: Callable[[Sequence[Scalar], Any], Any], start: Any, registers: int) -> Any:
-        """Return add(CTAs, carry) of all CTAs, in order, several at once, of which each loads so many registers."""
-        unroll = max(1, LOAD_REGISTERS // registers)
+        no_sum = layouts.splat_constant(0.0, (columns,), COL_LAYOUT)
+        no_maximum = layouts.splat_constant(NO_MAXIMUM, (columns,), COL_LAYOUT)
         turns = lax.div(self.last_cta - self.first_cta + unroll, I32(unroll))
-
-        def add_some(i: Scalar, carry: Any) -> Any:
-            first = self.first_cta + i * unroll
-            return add([first + u for u in range(unroll)], carry)
-
-        return lax.fori_loop(I32(0), turns, add_some, start)
+        acc, maximum, total = lax.fori_loop(I32(0), turns, add, (zeros, no_maximum, no_sum))
+        # Where no split has a key, each weighs 1, and O is 0.
+        lse = jnp.where(maximum <= NO_MAXIMUM, NO_MAXIMUM, maximum + jnp.log2(total))
+        return acc * broadcast_columns(1 / total, shape), lse
 
     def _load_out(self, cta: Scalar) -> jax.Array:
         """Load O^T of a CTA's split, or zeros if it comes after the last."""
         split_out, columns = self.cta.outputs.split_out, self.cta.spec.columns
-        index, exists = (
-            self._index(jnp.minimum(cta, self.last_cta)),
-            jnp.asarray(cta <= self.last_cta),
-        )
+        index, exists = self._index(cta), jnp.asarray(cta <= self.last_cta)
         tiles = [
             register_io.take_fragments(split_out.at[index, i], columns, exists)
             for i in range(split_out.shape[1])
@@ -126,9 +106,18 @@ class TileSplits(NamedTuple):
 
     def _load_lse(self, cta: Scalar) -> jax.Array:
         """Load lse of a CTA's split, or -inf if it comes after the last."""
-        index = self._index(jnp.minimum(cta, self.last_cta))
-        lse = plgpu.load(self.cta.outputs.split_lse.at[index], layout=COL_LAYOUT, optimized=False)
+        lse = self.cta.outputs.split_lse.at[self._index(cta)]
+        lse = plgpu.load(lse, layout=COL_LAYOUT, optimized=False)
         return lse + jnp.where(cta <= self.last_cta, 0.0, -jnp.inf)
+
+    def _index(self, cta: Scalar) -> Scalar:
+        """Compute the index of a CTA's split, or of the last one's."""
+        return _split_index(jnp.minimum(cta, self.last_cta), cta == self.first_cta)
+
+
+def _split_index(cta: Scalar, begins_tile: Any) -> Scalar:
+    """Compute the index of a CTA's split: a CTA has at most two, and begins the tile of one of them."""
+    return 2 * cta + jnp.where(begins_tile, 1, 0)
 
 
 @inline_op("arrive_last", plgpu.RefType(), plgpu.Layout.WG_SPLAT, result=thread_values.SCALAR_I32)

@@ -2,7 +2,7 @@
 
 A tile is an entry and a key head. The 64-key blocks of all tiles form one line, one key head after another, and each
 CTA has an equal share of it (stream-K, arXiv:2301.03598): how often a tile is split depends on the lengths, the number
-of CTAs does not. Neighboring CTAs then read neighboring heads of the same tokens at about the same time, and those lie
+of CTAs does not. Where all tiles are as long, and whole ones come out nearly even, each CTA has whole tiles. Neighboring CTAs then read neighboring heads of the same tokens at about the same time, and those lie
 side by side in device memory.
 """
 
@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar
-from pallas_fa2.backends.sm90.decode.config import DecodeConfig
+from pallas_fa2.backends.sm90.decode.config import MAX_IMBALANCE, DecodeConfig
 from pallas_fa2.backends.sm90.decode.spec import DecodeSpec
 
 
@@ -144,15 +144,25 @@ def _visited_blocks(spec: DecodeSpec, block_kv: int, entries: Entry) -> tuple[An
 def _deal_shares(
     spec: DecodeSpec, config: DecodeConfig, counts: jax.Array, num_entries: jax.Array
 ) -> Share:
-    """Return the share of each CTA, and one that begins where the last one ends."""
+    """Return the share of each CTA, and one that begins where the last one ends.
+
+    `counts`, int32 `[entries]`, are the blocks of each entry, 0 for those that do not exist.
+    """
     num_ctas = config.num_ctas
     starts = jnp.cumsum(counts, dtype=I32) - counts  # of entries, in the line of one head
     of_head = counts.sum(dtype=I32)
     total = of_head * spec.kv_heads
     cta = jnp.arange(num_ctas + 1, dtype=I32)
     least, rest = lax.div(total, I32(num_ctas)), lax.rem(total, I32(num_ctas))
-    even = cta * least + jnp.minimum(cta, rest)
-    begin = jnp.where(least < config.min_share, jnp.minimum(cta * config.min_share, total), even)
+    begin = cta * least + jnp.minimum(cta, rest)
+    num_tiles = num_entries * spec.kv_heads
+    whole_tiles = counts.max() * lax.div(num_tiles + (num_ctas - 1), I32(num_ctas))
+    has_whole_tiles = (counts.max() * num_entries == of_head) & (
+        (whole_tiles * num_ctas).astype(jnp.float32) <= MAX_IMBALANCE * total.astype(jnp.float32)
+    )
+    fixed_share = jnp.where(has_whole_tiles, whole_tiles, config.min_share)
+    is_fixed = has_whole_tiles | (least < config.min_share)
+    begin = jnp.where(is_fixed, jnp.minimum(cta * fixed_share, total), begin)
     head, in_head = lax.div(begin, of_head), lax.rem(begin, of_head)
     entry = jnp.minimum((starts[None] <= in_head[:, None]).sum(1, dtype=I32), num_entries) - 1
     tile_begin = head * of_head + starts[entry]
