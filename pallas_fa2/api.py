@@ -20,7 +20,7 @@ from pallas_fa2.ir.call_spec import CallSpec
 from pallas_fa2.masks import as_mask
 from pallas_fa2.options import Implementation, Key, MaskLike, Options, Out, Query, Scores, Value
 from pallas_fa2.parse_call import parse_call
-from pallas_fa2.planning.plan import Plan, make_plan
+from pallas_fa2.planning.plan import make_plan
 from pallas_fa2.scores import as_scores
 from pallas_fa2.sinks import add_sinks
 
@@ -124,7 +124,7 @@ def flash_attention(
     check_arrays(query, key, value)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     if isinstance(query, Tracer):
-        mask, score = _as_run_time_data((None if mask is None else as_mask(mask), as_scores(score)))
+        mask, score = as_run_time_data((None if mask is None else as_mask(mask), as_scores(score)))
     spec, operands = parse_call(
         query,
         key,
@@ -144,7 +144,7 @@ def flash_attention(
     device = device_of(query)
     plan = make_plan(spec, device, implementation)
     if implementation is None:
-        _warn_of_fallback(spec, plan, device)
+        warn_of_fallback(spec, plan.implementation, plan.rejected, device)
     if spec.batch == 0:
         out = jnp.zeros((*query.shape[:-1], spec.value_dim), spec.dtype)
         lse = jnp.zeros((*query.shape[:-3], spec.q_heads, spec.q_len), spec.accumulator)
@@ -163,7 +163,7 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def _as_run_time_data(tree: Any) -> Any:
+def as_run_time_data(tree: Any) -> Any:
     """Return the same masks and scores with their constant arrays behind an optimization barrier.
 
     XLA would fold what is computed from them while it compiles: 30 s for a dense mask of 1024 x 1024. An array that
@@ -184,11 +184,13 @@ def _as_run_time_data(tree: Any) -> Any:
 _warned: set[str] = set()
 
 
-def _warn_of_fallback(spec: CallSpec, plan: Plan, device: Device) -> None:
+def warn_of_fallback(
+    spec: CallSpec, implementation: str, rejected: tuple[tuple[str, str], ...], device: Device
+) -> None:
     """Issue a `FallbackWarning` once for each reason; where warnings are errors, each time."""
-    if device.platform != "gpu" or plan.implementation in FUSED or not plan.rejected:
+    if device.platform != "gpu" or implementation in FUSED or not rejected:
         return
-    reason = plan.rejected[0][1]
+    reason = rejected[0][1]
     if reason in _warned:
         return
     remedy = (
@@ -197,8 +199,8 @@ def _warn_of_fallback(spec: CallSpec, plan: Plan, device: Device) -> None:
         else "see explain(...) and the table in README"
     )
     warnings.warn(
-        f"no fused kernel supports this call, which runs on {plan.implementation}, slower: {reason} ({spec}). To avoid "
-        f"this, {remedy}; implementation={plan.implementation!r} runs it without this warning, "
+        f"no fused kernel supports this call, which runs on {implementation}, slower: {reason} ({spec}). To avoid "
+        f"this, {remedy}; implementation={implementation!r} runs it without this warning, "
         "implementation='fused' makes it an error",
         FallbackWarning,
         skip_file_prefixes=(os.path.dirname(__file__),),
