@@ -5,6 +5,8 @@ from typing import Any as _Any
 
 from pallas_fa2.api import FallbackWarning, flash_attention
 from pallas_fa2.device import Device
+from pallas_fa2.distributed.context_parallel import context_parallel_attention
+from pallas_fa2.distributed.zigzag import Zigzag, zigzag
 from pallas_fa2.drop_in import dot_product_attention
 from pallas_fa2.explanation import Explanation, explain
 from pallas_fa2.ir.tokens import Context, Token
@@ -31,11 +33,11 @@ __version__ = "0.1.0"
 __all__ = [
     "Causal", "Chunked", "Context", "Dense", "Device", "Documents", "Explanation", "FallbackWarning", "Implementation",
     "Lengths", "Mask", "Options", "Prefix", "Score", "Scores", "Segments", "SlidingWindow", "Token", "Tuning", "Window",
-    "alibi", "autotune", "bias", "dot_product_attention", "explain", "flash_attention",
+    "Zigzag", "alibi", "autotune", "bias", "context_parallel_attention", "dot_product_attention", "explain", "flash_attention",
     "linen",  # pyright: ignore[reportUnsupportedDunderAll]
     "load_autotuned", "mask_fn",
     "nnx",  # pyright: ignore[reportUnsupportedDunderAll]
-    "save_autotuned", "score_fn", "soft_cap",
+    "save_autotuned", "score_fn", "soft_cap", "zigzag",
 ]  # fmt: skip
 
 

@@ -1,0 +1,54 @@
+"""XLA's collectives on the tokens and heads of a sequence that is divided over devices; all run inside `shard_map`."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_fa2.ir.mesh import match_varying_axes
+
+AxisName = Any  # the name of a mesh axis, or a tuple of names
+
+
+def shift(tree: Any, axis_name: AxisName, by: int) -> Any:
+    """Send the arrays of device i to device i + by, around the ring."""
+    size = lax.axis_size(axis_name)
+    if by % size == 0:
+        return tree
+    pairs = [(i, (i + by) % size) for i in range(size)]
+    return jax.tree.map(lambda x: lax.ppermute(x, axis_name, pairs), tree)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather(x: jax.Array, axis_name: AxisName, axis: int) -> jax.Array:
+    """Concatenate the arrays of all devices along an axis; gradients are summed over the devices in float32."""
+    return lax.all_gather(x, axis_name, axis=axis, tiled=True)
+
+
+def _gather_fwd(x: jax.Array, axis_name: AxisName, axis: int) -> tuple[jax.Array, None]:
+    return gather(x, axis_name, axis), None
+
+
+def _gather_bwd(axis_name: AxisName, axis: int, _: None, dx: jax.Array) -> tuple[jax.Array]:
+    dtype = jnp.promote_types(dx.dtype, jnp.float32)
+    total = lax.psum_scatter(dx.astype(dtype), axis_name, scatter_dimension=axis, tiled=True)
+    return (total.astype(dx.dtype),)
+
+
+gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+def gather_any(x: jax.Array, axis_name: AxisName, axis: int) -> jax.Array:
+    """Concatenate arrays of any dtype, which are made to vary over the mesh axis."""
+    x = match_varying_axes(x, lax.axis_index(axis_name))
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return gather(x, axis_name, axis)
+    return lax.all_gather(x, axis_name, axis=axis, tiled=True)
+
+
+def all_to_all(x: jax.Array, axis_name: AxisName, split: int, concat: int) -> jax.Array:
+    """Divide one axis over the devices and concatenate another one of all devices."""
+    axes = {"split_axis": split % x.ndim, "concat_axis": concat % x.ndim}
+    return lax.all_to_all(x, axis_name, **axes, tiled=True)

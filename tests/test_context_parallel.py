@@ -1,0 +1,187 @@
+"""Attention of a sequence divided over devices is that on one device, and moves no more than it must.
+
+Values and gradients are computed by NumPy, with devices as a mapped axis (`jax.vmap` has the collectives of `shard_map`);
+fewer tests compile programs for several devices.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa2 as fa
+from tests.support import programs
+from tests.support.tiers import slow
+
+AXIS = "sequence"
+B, T, N, K, H = 2, 32, 4, 2, 4
+TOKENS, PAIRS, WHOLE = (
+    "tokens",
+    "pairs",
+    "whole",
+)  # how data are divided: along T, along T with keys of all, not
+
+
+class Case(NamedTuple):
+    """The options of a call from its data, and the data: `name: (how it is divided, array)`."""
+
+    options: Callable[[dict], dict]
+    data: dict[str, tuple[str, Any]] = {}  # noqa: RUF012
+    kv_len: int = T
+
+
+def random(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+IDS = np.sort(np.random.default_rng(1).integers(0, 4, (B, T)), 1).astype(np.int32)
+POSITIONS = np.broadcast_to((np.arange(T, dtype=np.int32) * 7) % T, (B, T))
+DISTANCE = fa.score_fn(
+    lambda s, q, k, c: s + q.b * k.b - c.slope * abs(q.index - k.index).astype(s.dtype)
+)
+CASES = {
+    "full": Case(lambda d: {}),
+    "causal": Case(lambda d: {"is_causal": True}),
+    "sliding window": Case(lambda d: {"mask": fa.SlidingWindow(5)}),
+    "window of documents": Case(
+        lambda d: {"mask": fa.Window(9, 3) & fa.Segments(d["ids"])}, {"ids": (TOKENS, IDS)}
+    ),
+    "causal documents": Case(
+        lambda d: {"mask": fa.Causal() & fa.Segments(d["ids"])}, {"ids": (TOKENS, IDS)}
+    ),
+    "documents by starts": Case(
+        lambda d: {"mask": fa.Causal() & fa.Documents(d["starts"])},
+        {"starts": (TOKENS, np.repeat([[0, 5, 5, 24], [0, 0, 20, 20]], 8, 1).astype(np.int32))},
+    ),
+    "prefix": Case(lambda d: {"mask": fa.Prefix(d["n"]) | fa.Causal()}, {"n": (WHOLE, np.int32([5, 11]))}),
+    "dropout": Case(lambda d: {"is_causal": True, "dropout_rate": 0.4, "dropout_rng": jax.random.key(3)}),
+    "scores with data": Case(
+        lambda d: {"is_causal": True, "score": DISTANCE(tokens={"b": d["b"]}, heads={"slope": d["slope"]})},
+        {"b": (TOKENS, random(2, B, T)), "slope": (WHOLE, random(3, N))},
+    ),
+    "bias": Case(lambda d: {"is_causal": True, "score": fa.bias(d["bias"])}, {"bias": (PAIRS, random(4, 1, N, T, T))}),
+    "dense mask and sinks": Case(
+        lambda d: {"mask": d["dense"], "sinks": d["sinks"]},
+        {"dense": (PAIRS, random(5, B, 1, T, T) > 0), "sinks": (WHOLE, random(6, N))},
+    ),
+    "explicit positions": Case(
+        lambda d: {"is_causal": True, "q_positions": d["at"], "kv_positions": d["at"]},
+        {"at": (TOKENS, POSITIONS)},
+    ),
+    "keys of another sequence": Case(lambda d: {"is_causal": True, "align": "end"}, kv_len=2 * T),
+    "nothing": Case(lambda d: {"mask": fa.Causal() & fa.Window(-1, -1) & ~fa.Causal()}),
+}  # fmt: skip
+
+
+class Devices(NamedTuple):
+    """The devices of a mesh axis, and the layout of sequences over them."""
+
+    n: int
+    layout: str
+
+    def permutation(self, length: int) -> np.ndarray:
+        return (
+            fa.zigzag(length, self.n).permutation if self.layout == "zigzag" else np.arange(length)
+        )
+
+    def split(self, x: Any, axis: int = 1) -> Any:
+        """Return the arrays of all devices, `[n, ...]`."""
+        x = np.take(x, self.permutation(x.shape[axis]), axis)
+        return np.stack(np.split(x, self.n, axis))
+
+    def join(self, x: Any, axis: int = 1) -> Any:
+        """Return the array of a whole sequence from those of all devices."""
+        x = np.concatenate(list(np.asarray(x)), axis)
+        return np.take(x, np.argsort(self.permutation(x.shape[axis])), axis)
+
+    def split_data(self, how: str, x: Any) -> Any:
+        if how == WHOLE:
+            return np.stack([np.asarray(x)] * self.n)
+        if how == TOKENS:
+            return self.split(x)
+        return self.split(np.take(x, self.permutation(x.shape[3]), 3), 2)
+
+    def join_gradient(self, how: str, x: Any) -> Any:
+        if how == WHOLE:
+            return np.sum(x, 0)
+        if how == TOKENS:
+            return self.join(x)
+        x = self.join(x, 2)
+        return np.take(x, np.argsort(self.permutation(x.shape[3])), 3)
+
+
+def inputs(case: Case) -> dict[str, np.ndarray]:
+    shapes = {"q": (B, T, N, H), "k": (B, case.kv_len, K, H), "v": (B, case.kv_len, K, H + 2)}
+    arrays = {name: random(i, *shape) for i, (name, shape) in enumerate(shapes.items(), 10)}
+    return arrays | {"dout": random(20, B, T, N, H + 2), "dlse": random(21, B, N, T)}
+
+
+def results(attend: Callable, case: Case, x: dict, data: dict) -> tuple:
+    """Return out, lse and the gradients of q, k, v and of the floating-point data."""
+    floats = {name: y for name, y in data.items() if jnp.issubdtype(y.dtype, jnp.floating)}
+
+    def call(q: Any, k: Any, v: Any, floats: dict) -> Any:
+        return attend(q, k, v, return_lse=True, **case.options({**data, **floats}))
+
+    (out, lse), pull = jax.vjp(call, x["q"], x["k"], x["v"], floats)
+    dlse = jnp.where(lse == -jnp.inf, 0.0, x["dlse"])
+    return out, lse, pull((x["dout"], dlse))
+
+
+@functools.cache
+def on_one_device(name: str) -> tuple:
+    case = CASES[name]
+    attend = functools.partial(fa.flash_attention, implementation="reference")
+    data = {name: x for name, (_, x) in case.data.items()}
+    return programs.evaluate(lambda x, data: results(attend, case, x, data), inputs(case), data)
+
+
+def on_devices(name: str, devices: Devices, strategy: str, implementation: str) -> tuple:
+    """Return what `results` does, with devices as a mapped axis."""
+    case = CASES[name]
+    attend = functools.partial(
+        fa.context_parallel_attention,
+        axis_name=AXIS, strategy=strategy, layout=devices.layout, implementation=implementation,
+    )  # fmt: skip
+    x = {name: devices.split(y, 2 if name == "dlse" else 1) for name, y in inputs(case).items()}
+    data = {name: devices.split_data(*y) for name, y in case.data.items()}
+    local = jax.vmap(lambda x, data: results(attend, case, x, data), axis_name=AXIS)
+    out, lse, (*dqkv, ddata) = programs.evaluate(local, x, data)
+    ddata = {name: devices.join_gradient(case.data[name][0], dx) for name, dx in ddata.items()}
+    return devices.join(out), devices.join(lse, 2), (*map(devices.join, dqkv), ddata)
+
+
+QUICK = {
+    # (case, strategy, layout): each kind of step at least once
+    ("causal", "ring", "zigzag"), ("window of documents", "ring", "contiguous"), ("scores with data", "ring", "contiguous"),
+    ("causal documents", "ring", "zigzag"), ("dropout", "ring", "zigzag"), ("bias", "ring", "zigzag"),
+    ("scores with data", "all_gather", "zigzag"), ("dropout", "all_gather", "contiguous"),
+    ("dropout", "ulysses", "zigzag"), ("bias", "ulysses", "zigzag"), ("causal documents", "ulysses", "zigzag"),
+    ("explicit positions", "ring", "contiguous"), ("dense mask and sinks", "ring", "contiguous"),
+    ("keys of another sequence", "ring", "contiguous"), ("nothing", "ring", "contiguous"),
+}  # fmt: skip
+ALL = [
+    (case, strategy, layout)
+    for case in CASES
+    for strategy in ("ring", "all_gather", "ulysses")
+    for layout in ("contiguous", "zigzag")
+]
+
+
+@pytest.mark.parametrize("name, strategy, layout", [x if x in QUICK else slow(*x) for x in ALL])
+def test_devices_equal_one(name: str, strategy: str, layout: str) -> None:
+    devices = Devices(4, layout)
+    actual = on_devices(name, devices, strategy, "blockwise")
+    for x, y in zip(*map(jax.tree.leaves, (actual, on_one_device(name))), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["scores with data", slow("dense mask and sinks"), slow("causal")])
+def test_jax_differentiates_the_reference(name: str) -> None:
+    actual = on_devices(name, Devices(2, "zigzag"), "ring", "reference")
+    for x, y in zip(*map(jax.tree.leaves, (actual, on_one_device(name))), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
