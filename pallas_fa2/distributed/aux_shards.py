@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from pallas_fa2.distributed.collectives import AxisName, gather_any
-from pallas_fa2.distributed.zigzag import Layout, chunk_starts
+from pallas_fa2.distributed.zigzag import Layout, positions
 from pallas_fa2.ir.arrays import K_AXIS, NUM_LEADING_AXES, AuxArrays
 from pallas_fa2.ir.call_spec import Operands
 
@@ -36,13 +36,10 @@ def gather_key_data(operands: Operands, axis_name: AxisName, kv_len: int) -> Ope
     return map_aux(gather_node, operands)._replace(k_index=k_index)
 
 
-def device_positions(
-    layout: Layout, length: int, shards: int, device: Any, first_position: int = 0
-) -> jax.Array:
-    """Return the positions of a device's tokens, int32 `[length]`."""
-    starts = chunk_starts(layout, length, shards) + np.int32(first_position)
-    tokens = np.arange(length // starts.shape[1], dtype=np.int32)
-    return (jax.numpy.asarray(starts)[device][:, None] + tokens[None]).reshape(-1)
+def own_positions(layout: Layout, length: int, axis_name: AxisName) -> jax.Array:
+    """Return the positions of this device's tokens, int32 `[length]`."""
+    table = jnp.asarray(positions(layout, length, lax.axis_size(axis_name)))
+    return lax.dynamic_index_in_dim(table, lax.axis_index(axis_name), keepdims=False)
 
 
 def with_positions(
@@ -53,11 +50,9 @@ def with_positions(
     first_position: int,
 ) -> Operands:
     """Add the positions of this device's queries and of all keys; `lengths` are those of a device."""
-    shards, device = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    q_index = device_positions(layout, lengths[0], shards, device, first_position)
-    keys = [device_positions(layout, lengths[1], shards, i) for i in range(shards)]
+    q_index = own_positions(layout, lengths[0], axis_name) + np.int32(first_position)
+    k_index = jnp.asarray(positions(layout, lengths[1], lax.axis_size(axis_name)))
     ones = (1,) * (NUM_LEADING_AXES - 2)
     return operands._replace(
-        q_index=q_index.reshape(*ones, -1, 1),
-        k_index=jax.numpy.concatenate(keys).reshape(*ones, 1, -1),
+        q_index=q_index.reshape(*ones, -1, 1), k_index=k_index.reshape(*ones, 1, -1)
     )

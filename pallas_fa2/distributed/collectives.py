@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_fa2.ir.call_spec import accumulator_dtype
 from pallas_fa2.ir.mesh import match_varying_axes
 
 AxisName = Any  # the name of a mesh axis, or a tuple of names
@@ -32,8 +33,8 @@ def _gather_fwd(x: jax.Array, axis_name: AxisName, axis: int) -> tuple[jax.Array
 
 
 def _gather_bwd(axis_name: AxisName, axis: int, _: None, dx: jax.Array) -> tuple[jax.Array]:
-    dtype = jnp.promote_types(dx.dtype, jnp.float32)
-    total = lax.psum_scatter(dx.astype(dtype), axis_name, scatter_dimension=axis, tiled=True)
+    wide = dx.astype(accumulator_dtype(dx.dtype))
+    total = lax.psum_scatter(wide, axis_name, scatter_dimension=axis, tiled=True)
     return (total.astype(dx.dtype),)
 
 

@@ -12,7 +12,7 @@ from pallas_fa2.api import Lse, as_run_time_data, warn_of_fallback
 from pallas_fa2.autodiff import CHECKPOINT_NAMES, attention
 from pallas_fa2.check_args import check_arrays
 from pallas_fa2.device import device_of
-from pallas_fa2.distributed.aux_shards import device_positions, gather_key_data, with_positions
+from pallas_fa2.distributed.aux_shards import gather_key_data, own_positions, with_positions
 from pallas_fa2.distributed.collectives import AxisName, gather
 from pallas_fa2.distributed.ring import Ring, ring_attention
 from pallas_fa2.distributed.ring_schedule import RingSchedule, select_operands, split_conjuncts
@@ -151,10 +151,8 @@ def _complete_positions(
     names = ("q_positions", "kv_positions")
     given = [arguments.get(name) is not None for name in names]
     if any(given) and not all(given):
-        x = arrays[given[0]]
-        arguments[names[given[0]]] = device_positions(
-            layout, x.shape[TOKENS], lax.axis_size(axis_name), lax.axis_index(axis_name)
-        )
+        length = arrays[given[0]].shape[TOKENS]
+        arguments[names[given[0]]] = own_positions(layout, length, axis_name)
 
 
 def _plan(arrays: tuple, implementation: Any, spec: CallSpec) -> Plan:

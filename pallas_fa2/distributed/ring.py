@@ -34,7 +34,7 @@ from pallas_fa2.distributed.ring_steps import (
     send_on,
 )
 from pallas_fa2.ir.arrays import add_to_tile
-from pallas_fa2.ir.call_spec import Operands, split_floats
+from pallas_fa2.ir.call_spec import Operands, accumulator_dtype, split_floats
 from pallas_fa2.ir.mesh import match_varying_axes
 
 
@@ -83,7 +83,7 @@ def merge(a: Rows, b: Rows) -> Rows:
 def _forward(
     ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
 ) -> tuple[jax.Array, jax.Array]:
-    dtype = _accumulator(q)
+    dtype = accumulator_dtype(q.dtype)
     rows = Rows(
         jnp.zeros((*q.shape[:-1], v.shape[-1]), dtype),
         jnp.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -jnp.inf, dtype),
@@ -163,7 +163,7 @@ def _backward(
     """Return the gradients of q, k, v and of the floating-point leaves of the score data."""
 
     def zeros(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, _accumulator(x)), tree)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, accumulator_dtype(x.dtype)), tree)
 
     def add(total: jax.Array, x: jax.Array) -> jax.Array:
         return total + x.astype(total.dtype)
@@ -212,7 +212,3 @@ def _backward(
     dk, dv = jax.tree.map(lambda *x: sum(x[1:], x[0]), *home) if home else zeros((k, v))
     dscores = [dx.astype(x.dtype) for dx, x in zip(sums.dscores, floats, strict=True)]
     return sums.dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dscores
-
-
-def _accumulator(x: jax.Array) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 Layout = Literal["contiguous", "zigzag"]
-LAYOUTS = ("contiguous", "zigzag")
 
 
 class Zigzag(NamedTuple):
@@ -37,10 +36,15 @@ def zigzag(length: int, shards: int) -> Zigzag:
         raise ValueError(
             f"zigzag: length must be a multiple of 2 * shards = {2 * shards}, but it is {length}; pad the sequence"
         )
-    chunk = length // (2 * shards)
-    starts = chunk_starts("zigzag", length // shards, shards)
-    permutation = (starts[..., None] + np.arange(chunk, dtype=np.int32)).reshape(-1)
+    permutation = positions("zigzag", length // shards, shards).reshape(-1)
     return Zigzag(permutation, np.argsort(permutation).astype(np.int32))
+
+
+def positions(layout: Layout, length: int, shards: int) -> np.ndarray:
+    """Return the positions of the tokens of all devices, of which each has `length`: int32 `[shards, length]`."""
+    starts = chunk_starts(layout, length, shards)
+    tokens = np.arange(length // starts.shape[1], dtype=np.int32)
+    return (starts[..., None] + tokens).reshape(shards, length)
 
 
 def chunk_starts(layout: Layout, length: int, shards: int) -> np.ndarray:
