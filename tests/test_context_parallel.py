@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_fa2 as fa
@@ -22,7 +22,8 @@ from pallas_fa2.distributed import context_parallel
 from pallas_fa2.distributed.ring import Ring
 from pallas_fa2.distributed.ring_schedule import BlockCall
 from pallas_fa2.distributed.zigzag import to_sequence_order, to_zigzag_order
-from tests.support import programs
+from tests.support import compile_gate, programs
+from tests.support.hopper import planned_for_h200
 from tests.support.tiers import slow
 
 AXIS = "sequence"
@@ -385,24 +386,24 @@ Q_BYTES, KV_BYTES, SUM_BYTES = (
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_ring_sends_keys_on_and_sums_home(layout: str) -> None:
-    """Of n devices each sends n - 1 blocks of K and V, in the backward again, and as many of dK and dV in float32."""
-    once = [KV_BYTES] * 2
+    """Of n devices each sends n - 1 blocks of K and V, each in one transfer, in the backward again, and as many of dK and dV in float32."""
+    once = [2 * KV_BYTES]
     assert lowered("ring", layout, 3, backward=False, is_causal=True) == {
         "collective_permute": once * 2
     }
     sizes = lowered("ring", layout, 3, backward=True, is_causal=True)
     assert {kind: sorted(x) for kind, x in sizes.items()} == {
-        "collective_permute": once * 4 + [SUM_BYTES] * 4
+        "collective_permute": once * 4 + [2 * SUM_BYTES] * 2
     }
 
 
 def test_a_window_sends_one_block() -> None:
     options = {"mask": fa.SlidingWindow(9)}
     assert lowered("ring", "contiguous", 4, False, **options) == {
-        "collective_permute": [KV_BYTES] * 2
+        "collective_permute": [2 * KV_BYTES]
     }
     sizes = lowered("ring", "contiguous", 4, True, **options)["collective_permute"]
-    assert sorted(sizes) == [KV_BYTES] * 4 + [SUM_BYTES] * 2
+    assert sorted(sizes) == [2 * KV_BYTES] * 2 + [2 * SUM_BYTES]
 
 
 def test_gathered_keys_are_not_kept_and_sums_are_scattered_in_float32() -> None:
@@ -466,6 +467,38 @@ def test_compiled_on_a_mesh(mesh: str, strategy: str) -> None:
         actual[1][3].pop("slope"), expected[1][3].pop("slope")
     for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=5e-5, atol=5e-5)
+
+
+@pytest.mark.slow
+def test_on_gpus_keys_arrive_while_kernels_compute() -> None:
+    """XLA schedules a kernel between the start and the end of every transfer but the last, which brings the sums home."""
+    mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), (AXIS,))
+    spec = P(None, AXIS)
+    attend = functools.partial(
+        fa.context_parallel_attention, axis_name=AXIS, layout="zigzag", is_causal=True
+    )
+
+    def step(q: Any, k: Any, v: Any) -> Any:
+        out, pull = jax.vjp(attend, q, k, v)
+        return pull(out)
+
+    run = jax.shard_map(
+        step, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3, check_vma=False
+    )
+    x = [
+        jax.ShapeDtypeStruct((1, 2048, heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for heads in (4, 2, 2)
+    ]
+    with planned_for_h200():
+        hlo = compile_gate.hlo_for_h200s(run, *x)
+    pattern = r"= .*? (collective-permute-start|collective-permute-done|custom-call)\((?=.*)"
+    events = [m[1] for line in hlo.splitlines() if (m := re.search(pattern, line)) and
+              (m[1] != "custom-call" or "mosaic_gpu" in line)]  # fmt: skip
+    text = "".join(
+        {"collective-permute-start": "<", "collective-permute-done": ">"}.get(x, "k")
+        for x in events
+    )
+    assert re.fullmatch(r"k*(<k+>k*){2}<k*>k*", text), text
 
 
 ERRORS = {

@@ -1,6 +1,7 @@
 """XLA's collectives on the tokens and heads of a sequence that is divided over devices; all run inside `shard_map`."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -13,13 +14,23 @@ from pallas_fa2.ir.mesh import match_varying_axes
 AxisName = Any  # the name of a mesh axis, or a tuple of names
 
 
-def shift(tree: Any, axis_name: AxisName, by: int) -> Any:
-    """Send the arrays of device i to device i + by, around the ring."""
+def shift(arrays: Any, axis_name: AxisName, by: int) -> Any:
+    """Send a pytree of arrays of one dtype from device i to device i + by, around the ring, in one transfer.
+
+    XLA has one transfer in flight at a time, and would combine those of small arrays only.
+    """
     size = lax.axis_size(axis_name)
     if by % size == 0:
-        return tree
-    pairs = [(i, (i + by) % size) for i in range(size)]
-    return jax.tree.map(lambda x: lax.ppermute(x, axis_name, pairs), tree)
+        return arrays
+    leaves, tree = jax.tree.flatten(arrays)
+    packed = jnp.concatenate([x.reshape(-1) for x in leaves]) if leaves[1:] else leaves[0]
+    sent = lax.ppermute(packed, axis_name, [(i, (i + by) % size) for i in range(size)])
+    ends = itertools.accumulate(x.size for x in leaves)
+    pieces = [
+        lax.slice_in_dim(sent.reshape(-1), end - x.size, end).reshape(x.shape)
+        for x, end in zip(leaves, ends, strict=True)
+    ]
+    return jax.tree.unflatten(tree, pieces)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

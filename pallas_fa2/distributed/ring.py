@@ -29,9 +29,9 @@ from pallas_fa2.distributed.ring_steps import (
     Block,
     Turn,
     blocks_of,
+    end_step,
     make_turns,
     repeat,
-    send_on,
 )
 from pallas_fa2.ir.arrays import add_to_tile
 from pallas_fa2.ir.call_spec import Operands, accumulator_dtype, split_floats
@@ -80,6 +80,14 @@ def merge(a: Rows, b: Rows) -> Rows:
     return Rows(out, jnp.where(empty, -jnp.inf, top + jnp.log(total)))
 
 
+def _no_keys(rows: Rows) -> Rows:
+    """Return the results on no keys, of these shapes."""
+    return Rows(
+        jnp.zeros(rows.out.shape, rows.out.dtype),
+        jnp.full(rows.lse.shape, -jnp.inf, rows.lse.dtype),
+    )
+
+
 def _forward(
     ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
 ) -> tuple[jax.Array, jax.Array]:
@@ -90,22 +98,27 @@ def _forward(
     )
 
     def visit(turn: Turn, carry: Any, shift_by: Any) -> Any:
-        following, (k, v), rows = send_on(ring.axis_name, turn, *carry)
-        for block in blocks_of(ring.axis_name, turn.step, shift_by, operands, k.shape[TOKENS]):
+        (k, v), rows = carry
+        following = shift((k, v), ring.axis_name, turn.stride)
+        blocks = list(blocks_of(ring.axis_name, turn.step, shift_by, operands, k.shape[TOKENS]))
+        parts = []
+        for block in blocks:
 
-            def compute(rows: Rows, block: Block = block) -> Rows:
+            def forward(block: Block = block) -> Rows:
                 q_block, k_block, v_block = block.slice_qkv(q, k, v)
-                out, lse, _ = run_forward(
-                    *block.call[:2], q_block, k_block, v_block, block.operands
-                )
-                before = Rows(block.queries(rows.out), block.queries(rows.lse, -1))
-                after = merge(before, Rows(out, lse))
-                return Rows(
-                    block.replace_queries(rows.out, after.out),
-                    block.replace_queries(rows.lse, after.lse, -1),
-                )
+                spec, plan = block.call.spec, block.call.plan
+                out, lse, _ = run_forward(spec, plan, q_block, k_block, v_block, block.operands)
+                return Rows(out, lse)
 
-            rows = block.run(compute, rows)
+            parts.append(block.run(forward, _no_keys, q))
+        following, parts = end_step((following, parts))
+        for block, part in zip(blocks, parts, strict=True):
+            before = Rows(block.queries(rows.out), block.queries(rows.lse, -1))
+            after = merge(before, part)
+            rows = Rows(
+                block.replace_queries(rows.out, after.out),
+                block.replace_queries(rows.lse, after.lse, -1),
+            )
         return following, rows
 
     turns = make_turns(ring.steps)
@@ -141,6 +154,15 @@ def _bwd_rule(ring: Ring, residuals: tuple, cotangents: tuple) -> tuple:
 _ring_vjp.defvjp(_fwd_rule, _bwd_rule, symbolic_zeros=True)
 
 
+def _zeros(tree: Any) -> Any:
+    """Return sums to which nothing has been added."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, accumulator_dtype(x.dtype)), tree)
+
+
+def _zeros_like(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+
+
 class Sums(NamedTuple):
     """The gradients of q and of the score data so far, in the accumulator dtype."""
 
@@ -162,46 +184,45 @@ def _backward(
 ) -> tuple:
     """Return the gradients of q, k, v and of the floating-point leaves of the score data."""
 
-    def zeros(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, accumulator_dtype(x.dtype)), tree)
-
     def add(total: jax.Array, x: jax.Array) -> jax.Array:
         return total + x.astype(total.dtype)
 
     def visit(turn: Turn, carry: Any, shift_by: Any) -> Any:
-        kv, travelling, sums = carry
-        following, (k, v), sums = send_on(ring.axis_name, turn, kv, sums)
+        (k, v), travelling, (dq, dscores) = carry
+        following = shift((k, v), ring.axis_name, turn.stride)
         if turn.arrival is not None:  # the sums of the steps before arrive while this one computes
             travelling = shift(travelling, ring.axis_name, turn.arrival)
-        dkv = match_varying_axes(zeros((k, v)), q)
-        for block in blocks_of(ring.axis_name, turn.step, shift_by, operands, k.shape[TOKENS]):
+        blocks = list(blocks_of(ring.axis_name, turn.step, shift_by, operands, k.shape[TOKENS]))
+        parts = []
+        for block in blocks:
 
-            def compute(carry: Any, block: Block = block) -> Any:
-                (dq, dscores), dkv = carry
+            def backward(block: Block = block) -> tuple:
                 arrays = *block.slice_qkv(q, k, v), block.queries(out), block.queries(lse, -1)
                 cotangents = block.queries(dout), dlse if dlse is None else block.queries(dlse, -1)
-                *gradients, block_dscores = run_backward(
-                    *block.call[:2], (*arrays, *cotangents, None), block.operands, needs_grad
-                )
-                dq = block.replace_queries(dq, add(block.queries(dq), gradients[0]))
-                dkv = tuple(
-                    block.replace_keys(total, add(block.keys(total), x))
-                    for total, x in zip(dkv, gradients[1:], strict=True)
-                )
-                dscores = [
-                    add_to_tile(total, x.astype(total.dtype), block.q_start, block.first_key)
-                    for total, x in zip(dscores, block_dscores, strict=True)
-                ]
-                return Sums(dq, dscores), dkv
+                arrays = *arrays, *cotangents, None
+                return run_backward(*block.call[:2], arrays, block.operands, needs_grad)
 
-            sums, dkv = block.run(compute, (sums, dkv))
-        travelling = dkv if turn.arrival is None else jax.tree.map(add, travelling, dkv)
-        return following, travelling, sums
+            parts.append(block.run(backward, _zeros_like, q))
+        following, travelling, parts = end_step((following, travelling, parts))
+        dkv = match_varying_axes(_zeros((k, v)), q) if turn.arrival is None else travelling
+        for block, (dq_part, *dkv_part, dscores_part) in zip(blocks, parts, strict=True):
+            dq = block.replace_queries(dq, add(block.queries(dq), dq_part))
+            dkv = tuple(
+                block.replace_keys(total, add(block.keys(total), x))
+                for total, x in zip(dkv, dkv_part, strict=True)
+            )
+            dscores = [
+                add_to_tile(total, x.astype(total.dtype), block.q_start, block.first_key)
+                for total, x in zip(dscores, dscores_part, strict=True)
+            ]
+        return following, dkv, Sums(dq, dscores)
 
+    # Keys are sent anew: otherwise XLA would keep what the forward's first step sent.
+    k, v, dout = lax.optimization_barrier((k, v, dout))
     turns = make_turns(ring.steps)
     floats = split_floats(operands.scores)[0]
     kv = shift((k, v), ring.axis_name, turns[0].step.shift if turns else 0)
-    sums = match_varying_axes(Sums(zeros(q), zeros(floats)), q)
+    sums = match_varying_axes(Sums(_zeros(q), _zeros(floats)), q)
     home, travelling = [], None
     for turn, same in itertools.groupby(turns):
         kv, travelling, sums = repeat(list(same), visit, (kv, travelling, sums))
@@ -209,6 +230,6 @@ def _backward(
             home, travelling = [travelling], None
     if travelling is not None:
         home.append(shift(travelling, ring.axis_name, -turns[-1].step.shift))
-    dk, dv = jax.tree.map(lambda *x: sum(x[1:], x[0]), *home) if home else zeros((k, v))
+    dk, dv = jax.tree.map(lambda *x: sum(x[1:], x[0]), *home) if home else _zeros((k, v))
     dscores = [dx.astype(x.dtype) for dx, x in zip(sums.dscores, floats, strict=True)]
     return sums.dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dscores

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa2.distributed.collectives import AxisName, shift
+from pallas_fa2.distributed.collectives import AxisName
 from pallas_fa2.distributed.ring_schedule import BlockCall, Step, select_operands
 from pallas_fa2.ir.arrays import AuxArrays
 from pallas_fa2.ir.block_classes import EMPTY, block_classes_all_heads
 from pallas_fa2.ir.call_spec import Operands
+from pallas_fa2.ir.mesh import match_varying_axes
 
 TOKENS = -3  # the axis of tokens in q, k, v and out
 
@@ -27,7 +28,6 @@ class Turn(NamedTuple):
     step: Step
     stride: int
     arrival: int | None
-    is_first: bool
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Turn) and self._key == other._key
@@ -48,7 +48,7 @@ def make_turns(steps: tuple[Step, ...]) -> list[Turn]:
         stride if before > 0 else None for before, stride in zip(shifts[:-1], strides, strict=True)
     ]
     rows = zip(steps, [*strides, 0], [None, *arrivals], strict=True) if steps else ()
-    return [Turn(*row, is_first=i == 0) for i, row in enumerate(rows)]
+    return [Turn(*row) for row in rows]
 
 
 def repeat(turns: list[Turn], visit: Callable, carry: Any) -> Any:
@@ -59,16 +59,13 @@ def repeat(turns: list[Turn], visit: Callable, carry: Any) -> Any:
     return lax.scan(lambda carry, x: (visit(turns[0], carry, x), None), carry, shifts)[0]
 
 
-def send_on(axis_name: AxisName, turn: Turn, kv: Any, state: Any) -> tuple[Any, Any, Any]:
-    """Send keys and values to where the next step reads them; return these, and the arguments.
+def end_step(results: Any) -> Any:
+    """Have what follows a step wait for all of these: what its kernels computed, and what was sent meanwhile.
 
-    They are sent when the results of the step before are there, so that no device holds more than two blocks.
+    XLA's scheduler does not know how long kernels take. Without this it may hide a transfer behind the small operations
+    that follow them, or send blocks early, of which a device then holds more than two.
     """
-    if turn.stride == 0:
-        return kv, kv, state
-    if not turn.is_first:
-        kv, state = lax.optimization_barrier((kv, state))
-    return shift(kv, axis_name, turn.stride), kv, state
+    return lax.optimization_barrier(results)
 
 
 class Block(NamedTuple):
@@ -99,11 +96,16 @@ class Block(NamedTuple):
     def replace_keys(self, x: jax.Array, rows: jax.Array, axis: int = TOKENS) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(x, rows, self.k_start, axis % x.ndim)
 
-    def run(self, compute: Callable, carry: Any) -> Any:
-        """Return `compute(carry)`, or the carry on devices where the call does not run."""
+    def run(self, compute: Callable[[], Any], otherwise: Callable[[Any], Any], like: Any) -> Any:
+        """Return `compute()`, or where the call does not run `otherwise` of its shapes; both vary over mesh axes as `like`."""
         if self.condition is None:
-            return compute(carry)
-        return lax.cond(self.condition, compute, lambda carry: carry, carry)
+            return compute()
+        shapes = jax.eval_shape(compute)
+        return lax.cond(
+            self.condition,
+            lambda: match_varying_axes(compute(), like),
+            lambda: match_varying_axes(otherwise(shapes), like),
+        )
 
 
 def _slice(x: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
