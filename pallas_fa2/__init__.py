@@ -8,6 +8,8 @@ from pallas_fa2.cached_api import CachedOptions, cached_attention
 from pallas_fa2.cached_explanation import CachedExplanation
 from pallas_fa2.caches import Cache, Packed, Pages
 from pallas_fa2.device import Device
+from pallas_fa2.distributed.context_parallel import context_parallel_attention
+from pallas_fa2.distributed.zigzag import Zigzag, zigzag
 from pallas_fa2.drop_in import dot_product_attention
 from pallas_fa2.explanation import Explanation, explain
 from pallas_fa2.ir.tokens import Context, Token
@@ -36,12 +38,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Cache", "CachedExplanation", "CachedOptions", "Causal", "Chunked", "Context", "Dense", "Device", "Documents", "Explanation",
     "FallbackWarning", "Implementation", "Lengths", "Mask", "Options", "Packed", "Pages", "Prefix", "Score", "Scores",
-    "Segments", "SlidingWindow", "Token", "Tree", "Tuning", "Window", "alibi", "autotune", "bias", "cached_attention",
-    "dot_product_attention", "explain", "flash_attention",
+    "Segments", "SlidingWindow", "Token", "Tree", "Tuning", "Window", "Zigzag", "alibi", "autotune", "bias",
+    "cached_attention", "context_parallel_attention", "dot_product_attention", "explain", "flash_attention",
     "linen",  # pyright: ignore[reportUnsupportedDunderAll]
     "load_autotuned", "mask_fn", "merge",
     "nnx",  # pyright: ignore[reportUnsupportedDunderAll]
-    "save_autotuned", "score_fn", "soft_cap",
+    "save_autotuned", "score_fn", "soft_cap", "zigzag",
 ]  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def attention(
     q, k, v, operands = match_varying_axes((q, k, v, operands))
     if BACKENDS[plan.implementation].backward is None:
         operands = operands._replace(mask=jax.lax.stop_gradient(operands.mask))
-        out, lse, _ = _run_forward(spec, plan, q, k, v, operands)
+        out, lse, _ = run_forward(spec, plan, q, k, v, operands)
     else:
         # JAX's error about forward mode under `jit` is raised later and shows this line, with the remedy.
         results = _attention_vjp(
@@ -52,7 +52,7 @@ def attention(
     return out.astype(spec.dtype), lse
 
 
-def _run_forward(spec: CallSpec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Results:
+def run_forward(spec: CallSpec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Results:
     """Return `out [*B, T, N, Hv]` in the backend's dtype, `lse [*B, N, T]` and the row sums, if it returns them."""
     backend, batch, mesh = BACKENDS[plan.implementation], q.shape[:-3], jax.typeof(q).sharding.mesh
 
@@ -73,7 +73,7 @@ def _run_forward(spec: CallSpec, plan: Plan, q: Any, k: Any, v: Any, operands: O
     return run(q, k, v, operands)
 
 
-_attention_vjp = jax.custom_vjp(_run_forward, nondiff_argnums=(0, 1))
+_attention_vjp = jax.custom_vjp(run_forward, nondiff_argnums=(0, 1))
 
 
 def _on_mesh(run: Callable, mesh: Any, specs: Any) -> Callable:
@@ -116,19 +116,24 @@ class NeedsGrad(tuple[bool, ...]):
     """For each floating-point leaf of the score data, whether its gradient is needed."""
 
 
-def _fwd_rule(
-    spec: CallSpec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands
-) -> tuple[Results, tuple]:
-    """Return the results and the residuals; arguments are `custom_vjp`'s, with `value` and `perturbed`."""
+def split_primals(args: Any, scores: Any) -> tuple[Any, NeedsGrad]:
+    """Return the values of the arguments of a `custom_vjp`'s forward rule, and which score data need a gradient."""
 
     def is_primal(x: Any) -> bool:
         return hasattr(x, "perturbed")
 
-    *qkv, values = jax.tree.map(lambda x: x.value, (q, k, v, operands), is_leaf=is_primal)
-    scores = jax.tree.leaves(operands.scores, is_leaf=is_primal)
-    needs_grad = NeedsGrad(
-        x.perturbed for x in scores if jnp.issubdtype(x.value.dtype, jnp.floating)
+    values = jax.tree.map(lambda x: x.value, args, is_leaf=is_primal)
+    leaves = jax.tree.leaves(scores, is_leaf=is_primal)
+    return values, NeedsGrad(
+        x.perturbed for x in leaves if jnp.issubdtype(x.value.dtype, jnp.floating)
     )
+
+
+def _fwd_rule(
+    spec: CallSpec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands
+) -> tuple[Results, tuple]:
+    """Return the results and the residuals; arguments are `custom_vjp`'s, with `value` and `perturbed`."""
+    (*qkv, values), needs_grad = split_primals((q, k, v, operands), operands.scores)
     out, *rows = cast(Results, _attention_vjp(spec, plan, *qkv, values))
     out = checkpoint_name(out, CHECKPOINT_NAMES[0])
     lse, sums = jax.tree.map(lambda x: checkpoint_name(x, CHECKPOINT_NAMES[1]), rows)
@@ -140,12 +145,25 @@ def _bwd_rule(spec: CallSpec, plan: Plan, residuals: tuple, cotangents: Results)
     """Return the cotangents of q, k, v and the operands: None for the mask, the positions and the seed."""
     q, k, v, out, lse, sums, operands, needs_grad = residuals
     dout, dlse, dsums = cotangents
-    dout = jnp.zeros_like(out) if _is_zero(dout) else dout
-    dlse = None if _is_zero(dlse) else dlse
-    if sums is not None and dsums is not None and not _is_zero(dsums.total):
+    dout = jnp.zeros_like(out) if is_zero(dout) else dout
+    dlse = None if is_zero(dlse) else dlse
+    if sums is not None and dsums is not None and not is_zero(dsums.total):
         # In second derivatives. The maximum is a constant that cancels: dtotal = total * dlse.
         through_total = dsums.total * sums.total
         dlse = through_total if dlse is None else dlse + through_total
+    arrays = q, k, v, out, lse, dout.astype(q.dtype), dlse, sums
+    dq, dk, dv, dscores = run_backward(spec, plan, arrays, operands, needs_grad)
+    return dq, dk, dv, Operands(scores=as_cotangent(operands.scores, dscores))
+
+
+def run_backward(
+    spec: CallSpec, plan: Plan, arrays: tuple, operands: Operands, needs_grad: NeedsGrad
+) -> tuple:
+    """Return the gradients of q, k, v and of the floating-point leaves of the score data, by the backend.
+
+    `arrays` are q, k, v, out, lse, dout, dlse and the row sums: either lse or these may be None, and so may dlse.
+    """
+    q, k, v = arrays[:3]
     name, config = plan.backward_for(any(needs_grad))
     backward, batch = BACKENDS[name].backward, q.shape[:-3]
     assert backward is not None, "JAX differentiates such a backend's forward itself"
@@ -157,18 +175,23 @@ def _bwd_rule(spec: CallSpec, plan: Plan, residuals: tuple, cotangents: Results)
         *dqkv, dscores = match_varying_axes(results, saved[0])
         return *_split_batch(batch, dqkv), dscores
 
-    arrays = q, k, v, out, lse, dout.astype(q.dtype), dlse, sums
     floats = tuple(split_floats(operands.scores)[0])
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (q, k, v, floats))
     run = _on_mesh(run, jax.typeof(q).sharding.mesh, specs)
-    dq, dk, dv, dscores = run(arrays, operands)
-    leaves, tree = jax.tree.flatten(operands.scores)
-    remaining = iter(dscores)
-    dscores = [next(remaining) if jnp.issubdtype(x.dtype, jnp.floating) else None for x in leaves]
-    return dq, dk, dv, Operands(scores=jax.tree.unflatten(tree, dscores))
+    return run(arrays, operands)
 
 
-def _is_zero(cotangent: Any) -> bool:
+def as_cotangent(scores: tuple, gradients: Any) -> tuple:
+    """Return the cotangent of score data, None for leaves of integers, from the gradients of the others."""
+    leaves, tree = jax.tree.flatten(scores)
+    remaining = iter(gradients)
+    return jax.tree.unflatten(
+        tree,
+        [next(remaining) if jnp.issubdtype(x.dtype, jnp.floating) else None for x in leaves],
+    )
+
+
+def is_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, SymbolicZero)
 
 

@@ -1,10 +1,11 @@
 """Parses the arguments of one call into a `CallSpec` and its `Operands`."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_fa2.check_args import (
     check_arrays,
@@ -19,13 +20,71 @@ from pallas_fa2.ir.affine import causal_offset
 from pallas_fa2.ir.arrays import K_AXIS, Q_AXIS, CallShape, check_align, default_positions
 from pallas_fa2.ir.call_spec import CallSpec, Operands, accumulator_dtype
 from pallas_fa2.ir.trace import TracedFn
-from pallas_fa2.masks import Causal, as_mask
-from pallas_fa2.scores import as_scores
+from pallas_fa2.masks import Causal, Mask, as_mask
+from pallas_fa2.scores import Score, as_scores
 from pallas_fa2.sinks import as_sinks
 from pallas_fa2.trace_mods import trace_mod
 
 
-def parse_call(
+class CheckedCall(NamedTuple):
+    """The checked arguments of a call, whose masks and scores are not traced yet; positions are in `operands`."""
+
+    dims: CallShape
+    dtype: np.dtype
+    head_dim: int
+    value_dim: int
+    scale: float
+    mask: Mask | None
+    scores: tuple[Score, ...]
+    first_position: Any  # of query 0, if the operands have no positions
+    dropout_rate: float
+    deterministic: bool
+    operands: Operands
+
+    @property
+    def has_explicit_positions(self) -> bool:
+        return self.operands.q_index is not None
+
+    def spec(self) -> CallSpec:
+        """Trace the mask and the scores, and describe the call."""
+        dims, data = self.dims, self.operands
+        explicit, first_position = self.has_explicit_positions, self.first_position
+        code = None if self.mask is None else trace_mod(self.mask, data.mask, dims, first_position)
+        return CallSpec(
+            batch=math.prod(dims.batch),
+            q_len=dims.q_len,
+            kv_len=dims.kv_len,
+            q_heads=dims.kv_heads * dims.group,
+            kv_heads=dims.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            dtype=self.dtype,
+            scale=self.scale,
+            mask=code,
+            mask_varies_by_head=any(x.shape[1:3] != (1, 1) for x in jax.tree.leaves(data.mask)),
+            scores=tuple(
+                trace_mod(s, x, dims, first_position, accumulator_dtype(self.dtype))
+                for s, x in zip(self.scores, data.scores, strict=True)
+            ),
+            causal=None if code is None or explicit else _causal_alignment(code, dims),
+            has_explicit_positions=explicit,
+            dropout_rate=self.dropout_rate,
+            deterministic=self.deterministic,
+            # Without dropout it is in the code alone.
+            first_position=first_position if self.dropout_rate else 0,
+        )
+
+
+def parse_call(query: Any, key: Any, value: Any, **options: Any) -> tuple[CallSpec, Operands]:
+    """Check the arguments of `flash_attention` and describe the call; arrays may be `jax.ShapeDtypeStruct`s.
+
+    Sinks are checked alone: they are added to the result of the call.
+    """
+    call = check_call(query, key, value, **options)
+    return call.spec(), call.operands
+
+
+def check_call(
     query: Any,
     key: Any,
     value: Any,
@@ -41,13 +100,13 @@ def parse_call(
     kv_positions: Any = None,
     is_causal: bool = False,
     deterministic_gradients: bool = False,
-) -> tuple[CallSpec, Operands]:
-    """Check the arguments of `flash_attention` and describe the call; arrays may be `jax.ShapeDtypeStruct`s.
-
-    Sinks are checked alone: they are added to the result of the call.
-    """
+    shards: int = 1,
+) -> CheckedCall:
+    """Check the arguments of `flash_attention`, where sequences are divided over `shards` devices: those of one."""
     check_arrays(query, key, value)
     dims = check_shapes(query, key, value)
+    if shards > 1:
+        dims = dims._replace(sequence_lengths=(dims.q_len * shards, dims.kv_len * shards))
     dtype = check_dtypes(query, key, value)
     scale, scale_scores = check_scale(scale, query.shape[-1])
     seed = check_dropout(dropout_rate, dropout_rng)
@@ -78,32 +137,21 @@ def parse_call(
 
     mask_data = None if mask is None else mask.normalized_data(dims)
     score_data = tuple(s.normalized_data(dims) for s in scores)
-    code = None if mask is None else trace_mod(mask, mask_data, dims, first_position)
-    spec = CallSpec(
-        batch=math.prod(dims.batch),
-        q_len=dims.q_len,
-        kv_len=dims.kv_len,
-        q_heads=query.shape[-2],
-        kv_heads=key.shape[-2],
-        head_dim=query.shape[-1],
-        value_dim=value.shape[-1],
-        dtype=dtype,
-        scale=scale,
-        mask=code,
-        mask_varies_by_head=any(x.shape[1:3] != (1, 1) for x in jax.tree.leaves(mask_data)),
-        scores=tuple(
-            trace_mod(s, data, dims, first_position, accumulator_dtype(dtype))
-            for s, data in zip(scores, score_data, strict=True)
-        ),
-        causal=None if code is None or explicit else _causal_alignment(code, dims),
-        has_explicit_positions=explicit,
-        dropout_rate=float(dropout_rate),
-        deterministic=bool(deterministic_gradients),
-        first_position=first_position if dropout_rate else 0,  # otherwise it is in the code alone
-    )
     if sinks is not None:
-        as_sinks(sinks, spec.q_heads)
-    return spec, Operands(mask_data, score_data, q_index, k_index, seed)
+        as_sinks(sinks, dims.kv_heads * dims.group)
+    return CheckedCall(
+        dims,
+        dtype,
+        query.shape[-1],
+        value.shape[-1],
+        scale,
+        mask,
+        scores,
+        first_position,
+        float(dropout_rate),
+        bool(deterministic_gradients),
+        Operands(mask_data, score_data, q_index, k_index, seed),
+    )
 
 
 def _causal_alignment(mask: TracedFn, dims: CallShape) -> Literal["start", "end"] | None:

@@ -21,13 +21,23 @@ Q_AXIS, K_AXIS = 3, 4
 
 
 class CallShape(NamedTuple):
-    """The sizes of one call: `batch` is the user's batch shape, `group` query heads share a key head."""
+    """The sizes of one call: `batch` is the user's batch shape, `group` query heads share a key head.
+
+    Where sequences are divided over devices, `q_len` and `kv_len` are the tokens on each, `sequence_lengths` those of the
+    sequences (T, S), and pairwise arrays hold the queries of one device and the keys of all.
+    """
 
     batch: tuple[int, ...]
     q_len: int
     kv_len: int
     kv_heads: int
     group: int
+    sequence_lengths: tuple[int, int] | None = None
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The lengths of the whole sequences of queries and keys."""
+        return self.sequence_lengths or (self.q_len, self.kv_len)
 
 
 def default_positions(length: int, axis: int) -> jax.Array:
@@ -43,7 +53,8 @@ def check_align(align: Any, dims: CallShape) -> Any:
         raise ValueError(
             f"align must be 'start' or 'end', but it is {align!r}; 'end' puts the last query at the last key"
         )
-    return dims.kv_len - dims.q_len if align == "end" else 0
+    q_len, kv_len = dims.lengths
+    return kv_len - q_len if align == "end" else 0
 
 
 @jax.tree_util.register_dataclass
@@ -70,10 +81,11 @@ class AuxArrays:
 
     def views(self, q_index: Any, k_index: Any, dims: CallShape) -> tuple[Token, Token, Context]:
         """Return the arguments of a mask or score function: the query, the key and the context."""
+        q_len, kv_len = dims.lengths
         context = (self.per_head, self.params, self.pairwise, self.pairwise_q, self.pairwise_k)
         return (
-            Token("q", q_index, dims.q_len, self.q_tokens),
-            Token("k", k_index, dims.kv_len, self.k_tokens),
+            Token("q", q_index, q_len, self.q_tokens),
+            Token("k", k_index, kv_len, self.k_tokens),
             Context({name: x for arrays in context for name, x in arrays.items()}),
         )
 
@@ -196,11 +208,12 @@ def _normalize_entries(name: str, x: jax.Array, dims: CallShape) -> jax.Array:
 
 def _normalize_pairwise(name: str, x: jax.Array, dims: CallShape) -> jax.Array:
     heads = dims.kv_heads * dims.group
-    shape = f"[*B, N | 1, T | 1, S | 1] with N = {heads}, T = {dims.q_len}, S = {dims.kv_len}"
+    kv_len = dims.lengths[1]
+    shape = f"[*B, N | 1, T | 1, S | 1] with N = {heads}, T = {dims.q_len}, S = {kv_len}"
     user_shape = x.shape
     _check_leading_axes(name, user_shape, dims)
     x = x.reshape((1,) * max(3 - x.ndim, 0) + x.shape)
-    sizes = (heads, dims.q_len, dims.kv_len)
+    sizes = (heads, dims.q_len, kv_len)
     if any(a not in (1, b) for a, b in zip(x.shape[-3:], sizes, strict=True)):
         raise ValueError(
             f"{name} must have shape {shape}, but it has shape {user_shape}; transpose it, or insert "

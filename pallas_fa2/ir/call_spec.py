@@ -37,6 +37,8 @@ class Operands(NamedTuple):
     q_index: jax.Array | None = None
     k_index: jax.Array | None = None
     seed: jax.Array | None = None  # uint32[2], for dropout
+    # int32, the indices of heads among those of all batch entries, for dropout, where they are not 0, 1, 2, ...
+    head_index: jax.Array | None = None
 
     def slice_tile(self, q_start: Any, q_size: int, k_start: Any, k_size: int) -> "Operands":
         """Slice all arrays to a tile of queries and keys."""
@@ -69,6 +71,11 @@ class CallSpec:
     dropout_rate: float = 0.0
     deterministic: bool = False  # gradients are bitwise the same in every run
     first_position: int = 0  # the position of query 0 if positions are not explicit, for dropout
+
+    @property
+    def codes(self) -> tuple[TracedFn, ...]:
+        """The code of the mask, if there is one, and of the scores."""
+        return *(() if self.mask is None else (self.mask,)), *self.scores
 
     @property
     def group(self) -> int:
@@ -124,11 +131,13 @@ def accumulator_dtype(dtype: np.dtype) -> np.dtype:
 
 def reads_query_positions(spec: CallSpec) -> bool:
     """Return whether the code of the mask or of a score reads `q.index`."""
-
-    def reads(jaxpr: Any, argument: int) -> bool:
-        variables = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
-        return any(v is jaxpr.invars[argument] for v in variables)
-
     # The arguments of a mask's code are (q.index, k.index, data), of a score's (s, q.index, k.index, data).
     codes = [(spec.mask, 0), *((score, 1) for score in spec.scores)]
-    return any(code is not None and reads(code.jaxpr.jaxpr, argument) for code, argument in codes)
+    return any(code is not None and reads_argument(code, argument) for code, argument in codes)
+
+
+def reads_argument(code: TracedFn, argument: int) -> bool:
+    """Return whether traced code reads one of its arguments."""
+    jaxpr = code.jaxpr.jaxpr
+    variables = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
+    return any(v is jaxpr.invars[argument] for v in variables)

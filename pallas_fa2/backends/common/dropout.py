@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa2.ir.call_spec import CallSpec
+from pallas_fa2.ir.call_spec import CallSpec, Operands
 
 HALF_SELECT_BIT = 8  # the bit of a key's position that chooses the half
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B  # C. Wellons, "hash prospector", lowbias32
@@ -66,11 +66,13 @@ def factor(rate: float, keys: RowKeys, column: Any) -> jax.Array:
     return jnp.where(bits(keys, column) < bound, 0.0, scale(bound))
 
 
-def query_row_keys(spec: CallSpec, seed: jax.Array | None, q_index: jax.Array) -> RowKeys:
+def query_row_keys(spec: CallSpec, operands: Operands, q_index: jax.Array) -> RowKeys:
     """Return the row keys, `[B, K, G, t, 1]`, of queries whose positions are `[B | 1, 1, 1, t, 1]`."""
-    assert seed is not None
+    assert operands.seed is not None
     heads = (spec.batch, spec.kv_heads, spec.group)
     if spec.first_position:
         q_index = q_index + np.int32(spec.first_position)
-    head = lax.iota(jnp.uint32, math.prod(heads)).reshape(*heads, 1, 1)
-    return row_keys(seed, head, q_index)
+    head = operands.head_index
+    if head is None:
+        head = lax.iota(jnp.uint32, math.prod(heads)).reshape(*heads, 1, 1)
+    return row_keys(operands.seed, head, q_index)

@@ -57,7 +57,7 @@ def _row_keys(spec: CallSpec, operands: Operands, first_query: int) -> jax.Array
     q_index = operands.q_index
     if q_index is None:
         q_index = (first_query + jnp.arange(spec.q_len, dtype=I32)).reshape(1, 1, 1, -1, 1)
-    words = jnp.stack(dropout.query_row_keys(spec, operands.seed, q_index), 3)  # [B, K, G, 2, T, 1]
+    words = jnp.stack(dropout.query_row_keys(spec, operands, q_index), 3)  # [B, K, G, 2, T, 1]
     return lax.bitcast_convert_type(words, I32).reshape(spec.batch, spec.q_heads, 2, spec.q_len)
 
 

@@ -258,5 +258,5 @@ def backward(
 def dropout_factor(tile: Tile) -> jax.Array:
     """Return 0 where a probability is dropped and 1 / (1 - rate) where it is kept, `[B, K, G, t, s]`."""
     spec = tile.spec
-    keys = query_row_keys(spec, tile.operands.seed, tile.q_index)
+    keys = query_row_keys(spec, tile.operands, tile.q_index)
     return dropout.factor(spec.dropout_rate, keys, tile.k_index).astype(spec.accumulator)

@@ -15,7 +15,7 @@ BARRIER_BYTES = 2048
 # of device memory (36 KiB in a microsecond): more stages would wait for the same bytes.
 MAX_STAGES = 8
 # How much later than with equal shares the last CTA may be done where each has whole tiles, and nothing is merged. With
-# 128 tiles on 132 SMs, 1.03, the call takes 0.96 of the time (docs/decisions/0074-decode-kernel.md).
+# 128 tiles on 132 SMs, 1.03, the call takes 0.96 of the time (docs/decisions/0076-decode-kernel.md).
 MAX_IMBALANCE = 1.04
 
 
@@ -29,7 +29,7 @@ class DecodeConfig:
     ctas_per_sm: int
     num_sms: int
     # The blocks that a CTA has at least, if it has any. With fewer, more splits are merged: 4096 tokens of 8 key heads take
-    # 7.6 us with 4, 8.9 with 2 and 9.1 with 3 (docs/decisions/0074-decode-kernel.md).
+    # 7.6 us with 4, 8.9 with 2 and 9.1 with 3 (docs/decisions/0076-decode-kernel.md).
     min_share: int = 4
 
     block_kv: ClassVar[int] = 64  # the M of WGMMA: keys are the rows of S^T

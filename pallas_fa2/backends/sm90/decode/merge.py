@@ -39,12 +39,12 @@ class TileSplits(NamedTuple):
     """The splits of a tile that several CTAs visit, from `first_cta` on one CTA after another."""
 
     cta: Cta
-    begins_here: jax.Array  # whether this CTA has the first split
+    begins_here: jax.Array | bool  # whether this CTA has the first split
     first_cta: Scalar
     last_cta: Scalar
 
     @classmethod
-    def load(cls, cta: Cta, begins_here: jax.Array) -> "TileSplits":
+    def load(cls, cta: Cta, begins_here: jax.Array | bool) -> "TileSplits":
         """Load which CTAs visit the tile that this CTA visits in part: the first or the last one of its share."""
         # Loaded here: they would hold registers through the loops. The CTA after a tile's first one begins with it.
         index = rematerialize(lax.axis_index("cta"))

@@ -1,0 +1,66 @@
+"""XLA's collectives on the tokens and heads of a sequence that is divided over devices; all run inside `shard_map`."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_fa2.ir.call_spec import accumulator_dtype
+from pallas_fa2.ir.mesh import match_varying_axes
+
+AxisName = Any  # the name of a mesh axis, or a tuple of names
+
+
+def shift(arrays: Any, axis_name: AxisName, by: int) -> Any:
+    """Send a pytree of arrays of one dtype from device i to device i + by, around the ring, in one transfer.
+
+    XLA has one transfer in flight at a time, and would combine those of small arrays only.
+    """
+    size = lax.axis_size(axis_name)
+    if by % size == 0:
+        return arrays
+    leaves, tree = jax.tree.flatten(arrays)
+    packed = jnp.concatenate([x.reshape(-1) for x in leaves]) if leaves[1:] else leaves[0]
+    sent = lax.ppermute(packed, axis_name, [(i, (i + by) % size) for i in range(size)])
+    ends = itertools.accumulate(x.size for x in leaves)
+    pieces = [
+        lax.slice_in_dim(sent.reshape(-1), end - x.size, end).reshape(x.shape)
+        for x, end in zip(leaves, ends, strict=True)
+    ]
+    return jax.tree.unflatten(tree, pieces)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather(x: jax.Array, axis_name: AxisName, axis: int) -> jax.Array:
+    """Concatenate the arrays of all devices along an axis; gradients are summed over the devices in float32."""
+    return lax.all_gather(x, axis_name, axis=axis, tiled=True)
+
+
+def _gather_fwd(x: jax.Array, axis_name: AxisName, axis: int) -> tuple[jax.Array, None]:
+    return gather(x, axis_name, axis), None
+
+
+def _gather_bwd(axis_name: AxisName, axis: int, _: None, dx: jax.Array) -> tuple[jax.Array]:
+    wide = dx.astype(accumulator_dtype(dx.dtype))
+    total = lax.psum_scatter(wide, axis_name, scatter_dimension=axis, tiled=True)
+    return (total.astype(dx.dtype),)
+
+
+gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+def gather_any(x: jax.Array, axis_name: AxisName, axis: int) -> jax.Array:
+    """Concatenate arrays of any dtype, which are made to vary over the mesh axis."""
+    x = match_varying_axes(x, lax.axis_index(axis_name))
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return gather(x, axis_name, axis)
+    return lax.all_gather(x, axis_name, axis=axis, tiled=True)
+
+
+def all_to_all(x: jax.Array, axis_name: AxisName, split: int, concat: int) -> jax.Array:
+    """Divide one axis over the devices and concatenate another one of all devices."""
+    axes = {"split_axis": split % x.ndim, "concat_axis": concat % x.ndim}
+    return lax.all_to_all(x, axis_name, **axes, tiled=True)

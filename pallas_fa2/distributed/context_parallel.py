@@ -1,0 +1,229 @@
+"""`context_parallel_attention`: attention of sequences that are divided over the devices of a mesh axis."""
+
+import dataclasses
+import functools
+from typing import Any, Literal, Unpack, get_args, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_fa2.api import Lse, as_run_time_data, warn_of_fallback
+from pallas_fa2.autodiff import CHECKPOINT_NAMES, attention
+from pallas_fa2.check_args import check_arrays
+from pallas_fa2.device import device_of
+from pallas_fa2.distributed.aux_shards import gather_key_data, own_positions, with_positions
+from pallas_fa2.distributed.collectives import AxisName, gather
+from pallas_fa2.distributed.ring import Ring, ring_attention
+from pallas_fa2.distributed.ring_schedule import RingSchedule, select_operands, split_conjuncts
+from pallas_fa2.distributed.ring_steps import TOKENS
+from pallas_fa2.distributed.ulysses import Ulysses
+from pallas_fa2.distributed.zigzag import Layout
+from pallas_fa2.ir.call_spec import CallSpec, Operands
+from pallas_fa2.ir.mesh import match_varying_axes
+from pallas_fa2.ir.translation import reads_positions
+from pallas_fa2.masks import as_mask
+from pallas_fa2.options import Key, Options, Out, Query, Value
+from pallas_fa2.parse_call import CheckedCall, check_call
+from pallas_fa2.planning.plan import Plan, make_plan
+from pallas_fa2.scores import as_scores
+from pallas_fa2.sinks import add_sinks
+
+Strategy = Literal["ring", "all_gather", "ulysses"]
+
+
+@overload
+def context_parallel_attention(
+    query: Query, key: Key, value: Value, *, axis_name: AxisName, strategy: Strategy = ..., layout: Layout = ...,
+    return_lse: Literal[False] = False, **options: Unpack[Options],
+) -> Out: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    query: Query, key: Key, value: Value, *, axis_name: AxisName, strategy: Strategy = ..., layout: Layout = ...,
+    return_lse: Literal[True], **options: Unpack[Options],
+) -> tuple[Out, Lse]: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    query: Query, key: Key, value: Value, *, axis_name: AxisName, strategy: Strategy = ..., layout: Layout = ...,
+    return_lse: bool = ..., **options: Unpack[Options],
+) -> Out | tuple[Out, Lse]: ...  # fmt: skip
+def context_parallel_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    *,
+    axis_name: AxisName,
+    strategy: Strategy = "ring",
+    layout: Layout = "contiguous",
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Any:
+    """Compute exact attention inside `jax.shard_map`, where sequences are divided over the n devices of a mesh axis.
+
+    The result is that of `flash_attention` on the whole sequences, dropout included, for this device's queries.
+
+    Args:
+      query: `[*B, T/n, N, H]`, the queries of this device; dtypes as in `flash_attention`.
+      key: `[*B, S/n, K, H]`, the keys of this device.
+      value: `[*B, S/n, K, Hv]`, their values.
+      axis_name: the mesh axis over which the tokens of both sequences are divided, or a tuple of axes.
+      strategy: what moves between devices. `"ring"`: keys and values go around, one block is computed while the next one
+        arrives, and each device holds two blocks (Ring Attention, arXiv:2310.01889); the backward sends the sums of dK and
+        dV around as well, in float32. Blocks that a static mask or window excludes are not sent. `"all_gather"`: keys and
+        values of all devices are gathered, in the backward again; one call computes all, and the sums of dK and dV are
+        scattered in float32. `"ulysses"`: tokens are exchanged for heads and back (arXiv:2309.14509); n must divide N, and
+        divide K or be a multiple of it.
+      layout: which tokens are this device's: `"contiguous"`, the next T/n of the sequence, or `"zigzag"`, chunks i and
+        2n - 1 - i of 2n (see `zigzag`), by which devices compute equally much under a causal mask.
+      return_lse: also return the natural logsumexp of the scores.
+      options: those of `flash_attention`. Positions and token data of masks and scores are those of this device's tokens
+        (positions by default those of the layout); pairwise arrays have this device's queries and the keys of all devices,
+        in the order of the layout, `[*B, N, T/n, S]`; data of heads and batch entries are whole.
+
+    Returns:
+      `[*B, T/n, N, Hv]` in query's dtype; with `return_lse` also `[*B, N, T/n]` in float32 (float64 for float64 inputs).
+      Both are differentiable in query, key, value, sinks and score data, as in `flash_attention`.
+
+    Raises:
+      ValueError, TypeError: before anything is compiled, as in `flash_attention`; there is no such mesh axis, a zigzag
+        layout has an odd number of tokens on a device, or heads cannot be divided.
+
+    Example:
+      >>> import functools, jax, pallas_fa2 as fa
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("sequence",))
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 128, 8, 64))
+      >>> attend = functools.partial(
+      ...     fa.context_parallel_attention, axis_name="sequence", is_causal=True
+      ... )
+      >>> spec = P(None, "sequence")
+      >>> jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)(q, k, v).shape
+      (2, 128, 8, 64)
+    """
+    check_arrays(query, key, value)
+    shards = _check_arguments(axis_name, strategy, layout, query, key)
+    arrays = tuple(jnp.asarray(x) for x in (query, key, value))
+    implementation, sinks = options.pop("implementation", None), options.get("sinks")
+    arguments: dict[str, Any] = {**options, "shards": shards}
+    mask = arguments.pop("mask", None)
+    arguments["mask"], arguments["score"] = as_run_time_data(
+        (None if mask is None else as_mask(mask), as_scores(arguments.pop("score", None)))
+    )
+    _complete_positions(arguments, layout, axis_name, arrays)
+    call = check_call(*arrays, **arguments)
+    if strategy == "ulysses":
+        run = _ulysses
+    else:
+        run = _ring if strategy == "ring" or shards == 1 else _all_gather
+    out, lse = run(call, arrays, axis_name, layout, implementation)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, jnp.asarray(sinks))
+    return (out, lse) if return_lse else out
+
+
+def _check_arguments(axis_name: Any, strategy: Any, layout: Any, query: Any, key: Any) -> int:
+    """Return the number of devices of the mesh axis."""
+    for name, value, type_ in (("strategy", strategy, Strategy), ("layout", layout, Layout)):
+        if value not in get_args(type_):
+            names = ", ".join(map(repr, get_args(type_)))
+            raise ValueError(f"{name} must be one of {names}, but it is {value!r}")
+    try:
+        shards = lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name must be an axis over which jax.shard_map divides arrays, but it is {axis_name!r}, and there is "
+            "none of this name here; call context_parallel_attention inside jax.shard_map"
+        ) from None
+    if layout == "zigzag" and shards > 1:
+        for name, x in (("T", query), ("S", key)):
+            if len(x.shape) >= 3 and x.shape[TOKENS] % 2:
+                raise ValueError(
+                    f"layout 'zigzag' needs an even number of tokens on each device, but {name}/n is {x.shape[TOKENS]}; "
+                    f"pad the sequences to a multiple of {2 * shards} tokens"
+                )
+    return shards
+
+
+def _complete_positions(
+    arguments: dict, layout: Layout, axis_name: AxisName, arrays: tuple
+) -> None:
+    """Add the positions of the layout on one side where the user gives those of the other side alone."""
+    names = ("q_positions", "kv_positions")
+    given = [arguments.get(name) is not None for name in names]
+    if any(given) and not all(given):
+        length = arrays[given[0]].shape[TOKENS]
+        arguments[names[given[0]]] = own_positions(layout, length, axis_name)
+
+
+def _plan(arrays: tuple, implementation: Any, spec: CallSpec) -> Plan:
+    """Choose the backend of a call; on a GPU warn where it is not fused."""
+    device = device_of(arrays[0])
+    plan = make_plan(spec, device, implementation)
+    if implementation is None:
+        warn_of_fallback(spec, plan.implementation, plan.rejected, device)
+    return plan
+
+
+def _shard_operands(call: CheckedCall, axis_name: AxisName, layout: Layout) -> Operands:
+    """Return what is read of this device's queries and of all keys; the mask's data are a tuple, by conjuncts."""
+    dims, operands = call.dims, call.operands
+    operands = operands._replace(mask=split_conjuncts(call.mask, operands.mask)[1])
+    operands = gather_key_data(operands, axis_name, dims.kv_len)
+    if call.has_explicit_positions:
+        return operands
+    lengths = dims.q_len, dims.kv_len
+    return with_positions(operands, layout, lengths, axis_name, call.first_position)
+
+
+def _ring(
+    call: CheckedCall, arrays: tuple, axis_name: AxisName, layout: Layout, implementation: Any
+) -> tuple[jax.Array, jax.Array]:
+    operands = _shard_operands(call, axis_name, layout)
+    schedule = RingSchedule(
+        call,
+        operands,
+        lax.axis_size(axis_name),
+        layout,
+        not call.has_explicit_positions,
+        functools.partial(_plan, arrays, implementation),
+    )
+    steps = schedule.steps()
+    if not any(block.spec.has_explicit_positions for step in steps for block in step.calls):
+        operands = operands._replace(q_index=None, k_index=None)
+    q, k, v = arrays
+    return ring_attention(Ring(axis_name, steps), q, k, v, operands)
+
+
+def _all_gather(
+    call: CheckedCall, arrays: tuple, axis_name: AxisName, layout: Layout, implementation: Any
+) -> tuple[jax.Array, jax.Array]:
+    dims, operands = call.dims, _shard_operands(call, axis_name, layout)
+    dims = dims._replace(kv_len=dims.lengths[1])
+    conjuncts = tuple(range(len(operands.mask)))
+    operands = select_operands(operands, conjuncts, True, (0, dims.q_len), (0, dims.kv_len))
+    spec = call._replace(dims=dims, operands=operands, first_position=0).spec()
+    if not (spec.dropout_rate or any(map(reads_positions, spec.codes))):
+        operands = operands._replace(q_index=None, k_index=None)
+        spec = dataclasses.replace(spec, has_explicit_positions=False)
+    plan = _plan(arrays, implementation, spec)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands) -> Any:
+        kv: Any = [gather(x, axis_name, TOKENS % x.ndim) for x in (k, v)]
+        return attention(spec, plan, q, *kv, operands)
+
+    # The backward gathers keys and values again: to keep them would take n times the memory.
+    policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
+    q, k, v = arrays
+    inputs = match_varying_axes((q, k, v, operands), lax.axis_index(axis_name))
+    return jax.checkpoint(attend, policy=policy)(*inputs)
+
+
+def _ulysses(
+    call: CheckedCall, arrays: tuple, axis_name: AxisName, layout: Layout, implementation: Any
+) -> tuple[jax.Array, jax.Array]:
+    ulysses = Ulysses(call, axis_name, layout)
+    ulysses.check_heads()
+    on_heads = ulysses.head_call()
+    spec = on_heads.spec()
+    plan = _plan(arrays, implementation, spec)
+    return ulysses.attend(spec, plan, arrays, on_heads.operands)
