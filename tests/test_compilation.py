@@ -117,6 +117,21 @@ def test_fresh_functions_and_new_data_build_no_kernel_again() -> None:
         assert forwards.call_count > built[0] and backwards.call_count > built[1]
 
 
+def test_a_call_with_its_gradient_traces_each_kernel_once() -> None:
+    def loss(q: Any, k: Any, v: Any) -> jax.Array:
+        out = fa.flash_attention(q, k, v, mask=fa.Window(9, 3), implementation="hopper")
+        return out.astype(jnp.float32).sum()
+
+    forward, backward = backend.attention, backend.gradients
+    with (
+        planned_for_h200(),
+        mock.patch.object(backend, "attention", wraps=forward) as forwards,
+        mock.patch.object(backend, "gradients", wraps=backward) as backwards,
+    ):
+        jax.jit(jax.value_and_grad(loss)).trace(*qkv())
+    assert (forwards.call_count, backwards.call_count) == (1, 1)
+
+
 @fa.mask_fn
 def image_text(q: Any, k: Any) -> Any:
     return (q.index >= k.index) | (q.image == k.image)
