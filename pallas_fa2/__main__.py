@@ -1,4 +1,7 @@
-"""`python -m pallas_fa2`: prints the devices and the chosen backend, and compares it with the definition."""
+"""`python -m pallas_fa2`: prints the devices and the chosen backend, and compares it with the definition.
+
+`python -m pallas_fa2 cache` shows, warms and clears the store of compiled kernels.
+"""
 
 import sys
 import time
@@ -8,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_fa2 as fa
+from pallas_fa2 import cache_command
 
 
 def main() -> int:
@@ -65,4 +69,4 @@ def _causal_attention_and_gradients(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cache_command.run(sys.argv[2:]) if sys.argv[1:2] == ["cache"] else main())

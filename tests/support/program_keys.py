@@ -38,7 +38,16 @@ def program_keys(run: Callable, length: int = 64) -> tuple[list[str], str]:
     """Return the hash of each kernel of a call with its backward, and the key by which JAX's cache knows all."""
     with planned_for_h200():
         text, key = compile_gate.program_for_h200(run, *arrays(length, length, (64, 64)))
-    return re.findall(r'kernel_hash = "(.*?)", module = "', text), key
+    return _hashes(text), key
+
+
+def kernel_hashes(lowered: jax.stages.Lowered) -> list[str]:
+    """Return the hash of each kernel of a program, in order."""
+    return _hashes(lowered.as_text())
+
+
+def _hashes(text: str) -> list[str]:
+    return re.findall(r'kernel_hash = "(.*?)", module = "', text)
 
 
 if __name__ == "__main__":

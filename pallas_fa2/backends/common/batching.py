@@ -8,16 +8,21 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from pallas_fa2.compilation.launches import LaunchKey, reusable
 from pallas_fa2.distributed import sharding
 from pallas_fa2.distributed.sharding import Axes
 
 
-def batched(kernel: Callable, limit: int, axes: Axes | None = None) -> Callable:
+def batched(
+    kernel: Callable, limit: int, axes: Axes | None = None, key: LaunchKey | None = None
+) -> Callable:
     """Return the kernel for any batch, which is the first axis of every array; vmap adds to it.
 
     A launch takes up to `limit` batch entries. An array that they share has a first axis of 1, and so may its
-    gradient have. With `axes`, each device runs its batch entries and heads (`sharding.sharded`).
+    gradient have. With `axes`, each device runs its batch entries and heads (`sharding.sharded`). With `key`, a launch is
+    lowered once in a process (`launches.reusable`).
     """
+    kernel = kernel if key is None else reusable(kernel, key)
 
     def launches(*args: Any) -> Any:
         batch = jax.tree.leaves(args)[0].shape[0]
