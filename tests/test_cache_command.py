@@ -62,6 +62,7 @@ def test_warming_stores_the_kernels_of_a_call(
         launches.compiled_for(device),
         jax.default_device(device),
         mock.patch.object(jax, "default_backend", return_value="gpu"),
+        mock.patch.object(jax, "device_count", return_value=1),
         mock.patch.object(launches, "_programs", {}),
     ):
         assert cache_command.run(["warm", *SHAPES, "--causal", *options]) == 0

@@ -11,7 +11,9 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import pallas_fa2 as fa
 from pallas_fa2.backends.sm90 import backend
@@ -70,9 +72,14 @@ def compilations() -> Iterator[list[Compiled]]:
 
 @contextlib.contextmanager
 def described(num_sms: int = 132) -> Iterator[Any]:
+    """Calls inside are planned and compiled for the one GPU of a described host."""
     device = compile_gate.h200s(1)[0]
-    plan = planned_for(H200._replace(num_sms=num_sms))
-    with plan, launches.compiled_for(device), jax.default_device(device):
+    with (
+        planned_for(H200._replace(num_sms=num_sms)),
+        launches.compiled_for(device),
+        jax.default_device(device),
+        mock.patch.object(jax, "device_count", return_value=1),
+    ):
         yield device
 
 
@@ -106,6 +113,16 @@ def test_a_second_program_traces_no_kernel_again(compilations: list) -> None:
     assert kernel_hashes(second) == kernel_hashes(first)[:1]
 
 
+def test_a_host_without_a_gpu_runs_the_launch_itself() -> None:
+    """Interpreters and the compile gate see it."""
+
+    def launch(x: jax.Array) -> jax.Array:
+        return x + 1
+
+    key = launches.LaunchKey("name", (), "")
+    assert "await_kernels" not in str(jax.make_jaxpr(launches.reusable(launch, key))(1.0))
+
+
 def test_a_launch_in_a_scan_and_twice_in_a_program_is_one(compilations: list) -> None:
     def layers(q: Any, k: Any, v: Any, _: Any) -> Any:
         def layer(q: Any, _: Any) -> Any:
@@ -118,11 +135,28 @@ def test_a_launch_in_a_scan_and_twice_in_a_program_is_one(compilations: list) ->
     assert len(compilations) == 1 and len(set(kernel_hashes(lowered))) == 1
 
 
-def test_kernels_have_the_machine_code_that_they_have_without(tmp_path: pathlib.Path) -> None:
+def test_on_several_gpus_the_launch_of_a_shard_is_compiled() -> None:
+    """The launch of all heads is traced for its shapes alone; the user's mesh is not that of the small programs."""
+    gpus = np.array(compile_gate.h200s(2))
+    mesh = jax.sharding.Mesh(gpus, ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharding = NamedSharding(mesh, PartitionSpec(None, None, "x"))
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in short(heads=4)]
+    default = jax.default_device(gpus[0])
+    with planned_for(H200), launches.compiled_for(gpus[0]), default, jax.set_mesh(mesh):
+        lowered = jax.jit(lambda *x: CALLS["forward"](*x)).trace(*args).lower()
+        assert not launches._programs
+        lowered.compile()
+    (program,) = launches._programs.values()
+    assert isinstance(program, launches._Program)
+    assert [x.shape for x in program._exported.in_avals] == [(2, 64, n, 64) for n in (2, 1, 1)]
+
+
+@pytest.mark.parametrize("name", ["forward", slow("both")])
+def test_kernels_have_the_machine_code_that_they_have_without(name: str) -> None:
     """`jax.export` may write another version of Mosaic's operations."""
 
     def code() -> list[tuple]:
-        reports = compile_gate.compile_for_h200(CALLS["both"], *short())
+        reports = compile_gate.compile_for_h200(CALLS[name], *short())
         found = [
             (x.name, x.registers, x.smem_bytes, tuple(sorted(x.sass.items()))) for x in reports
         ]
@@ -132,7 +166,7 @@ def test_kernels_have_the_machine_code_that_they_have_without(tmp_path: pathlib.
         plain = code()
     jax.clear_caches()
     with described():
-        assert code() == plain
+        assert code() == plain and launches._programs
 
 
 def test_small_programs_compile_the_kernels_of_the_program() -> None:
@@ -155,7 +189,8 @@ def test_small_programs_compile_the_kernels_of_the_program() -> None:
 def test_a_stored_launch_is_neither_traced_nor_compiled(
     directory: pathlib.Path, compilations: list
 ) -> None:
-    first = kernel_hashes(lower(CALLS["both"], *short()))
+    first = lower(CALLS["both"], *short())
+    text = first.as_text()
     assert len(store.files()) == 2 and not any(x.was_loaded for x in compilations)
     compilations.clear()
     new_process()
@@ -163,7 +198,9 @@ def test_a_stored_launch_is_neither_traced_nor_compiled(
         mock.patch.object(backend, "attention", side_effect=AssertionError),
         mock.patch.object(backend, "gradients", side_effect=AssertionError),
     ):
-        assert kernel_hashes(lower(CALLS["both"], *short())) == first
+        loaded = lower(CALLS["both"], *short())
+    assert loaded.as_text() == text, "JAX's own cache finds it"
+    assert kernel_hashes(loaded) == kernel_hashes(first)
     assert all(x.was_loaded and x.serialized[0] == x.kernel.hash for x in compilations)
 
 

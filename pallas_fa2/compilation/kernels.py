@@ -93,9 +93,8 @@ class Compilation:
         self.kernel = kernel
         self.was_loaded = False
         self._device = device
-        self._lowered = kernel.lower(device)
-        self._future = _pool.submit(self._run, serialized)
         self.seconds = 0.0
+        self._future = _pool.submit(self._run, serialized)
 
     def _run(self, serialized: Any) -> Any:
         start = time.perf_counter()
@@ -109,7 +108,8 @@ class Compilation:
             except Exception:
                 log.debug("a stored kernel cannot be loaded", exc_info=True)
         if executable is None:
-            executable = self._lowered.compile()
+            # Lowered here, because the mesh of a caller is not that of this thread.
+            executable = self.kernel.lower(self._device).compile()
         self.seconds = time.perf_counter() - start
         return executable
 

@@ -76,7 +76,7 @@ def reusable(launch: Callable, key: LaunchKey) -> Callable:
         if program is None:
             program = _programs[signature] = _make(launch, signature)
             while len(_programs) > _MAX_LAUNCHES:
-                del _programs[next(iter(_programs))]
+                _programs.pop(next(iter(_programs)), None)
         else:
             log.info("%s: reused in this process", key.name)
         return program(*args)

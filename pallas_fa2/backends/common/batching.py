@@ -20,11 +20,11 @@ def batched(
 
     A launch takes up to `limit` batch entries. An array that they share has a first axis of 1, and so may its
     gradient have. With `axes`, each device runs its batch entries and heads (`sharding.sharded`). With `key`, a launch is
-    lowered once in a process (`launches.reusable`).
+    lowered once in a process (`launches.reusable`), unless XLA is to partition it: of a call on several devices, the
+    launch with all batch entries and heads is traced and never compiled.
     """
-    kernel = kernel if key is None else reusable(kernel, key)
 
-    def launches(*args: Any) -> Any:
+    def launches(kernel: Callable, *args: Any) -> Any:
         batch = jax.tree.leaves(args)[0].shape[0]
         if batch <= limit:
             return kernel(*args)
@@ -41,7 +41,9 @@ def batched(
         chunks = [slice(i, i + limit) for i in range(0, batch, limit)]
         return jax.tree.map(join, *map(launch, chunks))
 
-    call = custom_vmap(launches if axes is None else sharding.sharded(launches, axes))
+    whole = functools.partial(launches, kernel)
+    on_device = whole if key is None else functools.partial(launches, reusable(kernel, key))
+    call = custom_vmap(on_device if axes is None else sharding.sharded(whole, axes, on_device))
 
     @call.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
@@ -55,7 +57,7 @@ def batched(
             return x.reshape(size * batch, *x.shape[2:])
 
         def without_vmap(*args: Any) -> Any:
-            return launches(*jax.tree.map(lambda x, mapped: x[0] if mapped else x, args, batched))
+            return whole(*jax.tree.map(lambda x, mapped: x[0] if mapped else x, args, batched))
 
         def sum_copies(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
             if x.shape[1] == like.shape[0]:
