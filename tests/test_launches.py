@@ -397,6 +397,19 @@ def test_the_key_names_package_compilers_device_and_options(
     assert len({environment.describe(x) for x in kinds}) == 3
 
 
+@pytest.mark.parametrize("stamps", [{}, {pathlib.Path("edited.py"): (1, 2, 3)}])
+def test_a_package_that_was_edited_after_its_import_stores_nothing(stamps: dict) -> None:
+    """Its new files would be the key of its old code. A zip file has no stamps."""
+    edited = signature()
+    try:
+        environment._installation.cache_clear()
+        with mock.patch.object(environment, "_AT_IMPORT", stamps):
+            assert edited.text is None
+    finally:
+        environment._installation.cache_clear()
+    assert edited.text is not None
+
+
 def test_a_callback_in_a_mask_is_not_stored(directory: pathlib.Path, compilations: list) -> None:
     """It is known by its address, which another process gives to another function."""
     key = launches.LaunchKey("name", (), "pure_callback[callback=<function f at 0x7f00>]")

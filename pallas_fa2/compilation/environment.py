@@ -30,12 +30,18 @@ def settings() -> tuple[tuple[str, str], ...]:
     return tuple((name, repr(x)) for name, x in options if not name.startswith(WITHOUT_EFFECT))
 
 
-def describe(device: Any) -> str:
-    """Return a text that differs wherever the package, a compiler, the kind of device or the environment does."""
+def describe(device: Any) -> str | None:
+    """Return a text that differs wherever the package, a compiler, the kind of device or the environment does.
+
+    It is None if the package's files are not those that were imported.
+    """
+    installation = _installation()
+    if installation is None:
+        return None
     attributes = ("platform", "device_kind", "compute_capability", "core_count")
     variables = {k: v for k, v in os.environ.items() if k.startswith(VARIABLES)}
     lines = (
-        _installation(),
+        installation,
         f"{[getattr(device, name, None) for name in attributes]}",
         f"{getattr(device.client, 'platform_version', None)}",
         f"{sorted(variables.items())}",
@@ -44,13 +50,15 @@ def describe(device: Any) -> str:
 
 
 @functools.cache
-def _installation() -> str:
+def _installation() -> str | None:
     """Return the digest of the package's sources, and the versions of what compiles them."""
-    package = pathlib.Path(__file__).parent.parent
     sources = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        for part in (str(path.relative_to(package)).encode(), path.read_bytes()):
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        for part in (str(path.relative_to(_PACKAGE)).encode(), path.read_bytes()):
             sources.update(hashlib.sha256(part).digest())
+    # A file that was edited after it was imported is not the code that runs; a zip file has no files.
+    if not _AT_IMPORT or _stamps() != _AT_IMPORT:
+        return None
     versions = {}
     for name in DISTRIBUTIONS:
         try:
@@ -58,3 +66,12 @@ def _installation() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return f"{sources.hexdigest()}\n{versions}"
+
+
+def _stamps() -> dict[pathlib.Path, tuple[int, ...]]:
+    stats = {path: path.stat() for path in _PACKAGE.rglob("*.py")}
+    return {path: (x.st_mtime_ns, x.st_size, x.st_ino) for path, x in stats.items()}
+
+
+_PACKAGE = pathlib.Path(__file__).parent.parent
+_AT_IMPORT = _stamps()

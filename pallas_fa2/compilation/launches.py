@@ -24,7 +24,7 @@ from pallas_fa2.ir.mesh import without_mesh
 
 log = logging.getLogger("pallas_fa2")
 
-# What JAX does not promise to keep for years; a store is read by the versions that wrote it.
+# JAX does not promise that these calls mean the same for years. A store is read by the versions that wrote it.
 _CHECKS = [export.DisabledSafetyCheck.custom_call(x) for x in (TARGET, "AllocateBuffer")]
 # Launches that a process remembers, of about 1 MB each.
 _MAX_LAUNCHES = 256
@@ -98,12 +98,10 @@ class _Signature(NamedTuple):
     @property
     def text(self) -> str | None:
         """The key in the store, or None if the launch must not be stored."""
-        parts = (
-            environment.describe(self.device or jax.local_devices()[0]),
-            *(self.key.name, self.key.text, self.tree, self.shapes, self.settings),
-        )
-        text = "\n".join(map(str, parts))
-        return None if " at 0x" in text else text
+        described = environment.describe(self.device or jax.local_devices()[0])
+        parts = (self.key.name, self.key.text, self.tree, self.shapes, self.settings)
+        text = "\n".join(map(str, (described, *parts)))
+        return None if described is None or " at 0x" in text else text
 
 
 _programs: dict[_Signature, Callable] = {}
