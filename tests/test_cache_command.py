@@ -57,6 +57,7 @@ def test_warming_stores_the_kernels_of_a_call(
     options: list[str], entries: int, directory: pathlib.Path, capsys: pytest.CaptureFixture
 ) -> None:
     device = compile_gate.h200s(1)[0]
+    jax.clear_caches()  # of programs that hold launches of another test
     with (
         planned_for_h200(),
         launches.compiled_for(device),
