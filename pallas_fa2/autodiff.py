@@ -52,6 +52,9 @@ def attention(
     return out.astype(spec.dtype), lse
 
 
+# The primal function and the forward rule share one trace, which takes a fifth of the time to trace and lower a call
+# with its gradients. Inlined, it leaves nothing in the program.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def run_forward(spec: CallSpec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Results:
     """Return `out [*B, T, N, Hv]` in the backend's dtype, `lse [*B, N, T]` and the row sums, if it returns them."""
     backend, batch, mesh = BACKENDS[plan.implementation], q.shape[:-3], jax.typeof(q).sharding.mesh

@@ -2,7 +2,11 @@
 
 import contextlib
 import functools
-import re
+import json
+import os
+import pathlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -15,9 +19,9 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.autodiff import attention
 from pallas_fa2.backends.sm90 import backend
-from tests.support import compile_gate
-from tests.support.hopper import arrays, attend_and_differentiate, planned_for_h200
+from tests.support.hopper import planned_for_h200
 from tests.support.masks import causal_end
+from tests.support.program_keys import CALLS, program_keys
 
 B, T, N, K, H = 2, 40, 4, 2, 64
 
@@ -115,6 +119,21 @@ def test_fresh_functions_and_new_data_build_no_kernel_again() -> None:
         assert forwards.call_count > built[0] and backwards.call_count > built[1]
 
 
+def test_a_call_with_its_gradient_traces_each_kernel_once() -> None:
+    def loss(q: Any, k: Any, v: Any) -> jax.Array:
+        out = fa.flash_attention(q, k, v, mask=fa.Window(9, 3), implementation="hopper")
+        return out.astype(jnp.float32).sum()
+
+    forward, backward = backend.attention, backend.gradients
+    with (
+        planned_for_h200(),
+        mock.patch.object(backend, "attention", wraps=forward) as forwards,
+        mock.patch.object(backend, "gradients", wraps=backward) as backwards,
+    ):
+        jax.jit(jax.value_and_grad(loss)).trace(*qkv())
+    assert (forwards.call_count, backwards.call_count) == (1, 1)
+
+
 @fa.mask_fn
 def image_text(q: Any, k: Any) -> Any:
     return (q.index >= k.index) | (q.image == k.image)
@@ -171,17 +190,34 @@ def test_what_is_decided_at_trace_time_takes_one_program_each() -> None:
 
 def test_a_program_is_the_same_whatever_was_lowered_before() -> None:
     """JAX's persistent cache would not find it again, and Mosaic compile its kernels again."""
-
-    def program(length: int) -> tuple[list[str], str]:
-        """The hash of each kernel, and the cache's key of all."""
-        run, shapes = attend_and_differentiate(None), arrays(length, length, (64, 64))
-        with planned_for_h200():
-            text, key = compile_gate.program_for_h200(run, *shapes)
-        return re.findall(r'kernel_hash = "(.*?)", module = "', text), key
-
-    first, other = program(64), program(128)
+    full = CALLS["full"]
+    first, other = program_keys(full), program_keys(full, length=128)
     assert len(first[0]) > 1 and set(first[0]).isdisjoint(other[0]) and first[1] != other[1]
-    assert program(64) == first
+    assert program_keys(full) == first
+
+
+def test_a_program_is_the_same_in_every_directory_and_order(tmp_path: pathlib.Path) -> None:
+    """A forward is also the same kernel alone and beside its backward, and in a scope of the user's."""
+    root = pathlib.Path(__file__).parent.parent
+    for package in ("pallas_fa2", "tests"):
+        (tmp_path / package).symlink_to(root / package)
+
+    def keys_in(directory: pathlib.Path, *names: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "tests.support.program_keys", *names]
+        variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(directory)}
+        done = subprocess.run(
+            command, cwd=directory, env=variables, check=True, capture_output=True, timeout=300
+        )
+        keys = json.loads(done.stdout)
+        assert keys.pop("package") == str(directory / "pallas_fa2")
+        return keys
+
+    first = keys_in(root, "forward", "both")
+    others = keys_in(tmp_path, "full", "scoped", "both", "forward")
+    assert {name: others[name] for name in first} == first
+    assert first["forward"][0] == first["both"][0][:1]
+    assert others["scoped"][0] == first["both"][0]
+    assert set(others["full"][0]).isdisjoint(first["forward"][0])
 
 
 ZEROS = jnp.zeros(T, jnp.int32)

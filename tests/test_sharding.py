@@ -111,7 +111,7 @@ def test_inside_shard_map_a_kernel_is_called_as_it_is() -> None:
     assert "custom_partitioning" in str(jax.make_jaxpr(local)(*args))
 
 
-def in_parts(kernel: Callable, axes: Axes) -> Callable:
+def in_parts(_: Callable, axes: Axes, kernel: Callable) -> Callable:
     """Run a kernel on the shards of a 2 x 2 mesh (batch entries and heads) one after another."""
     part_of = jax.jit(kernel)  # all are of one shape, and compiled once
 

@@ -23,14 +23,14 @@ ORDER = [
     *("arithmetic", "control_flow", "device", "fingerprint"),
     *("ir", "pytree_fn", "masks", "scores", "options", "check_args", "trace_mods", "sinks", "merging", "parse_call"),
     *("check_caches", "caches", "parse_cached"),
-    *("schedule", "distributed.sharding"),
+    *("schedule", "distributed.sharding", "compilation.store", "compilation"),
     *("backends.protocol", "backends.common", "backends.xla", "backends.reference"),
     *("backends.sm90.primitives", "backends.sm90.nonfinite"),
     *("backends.sm90.forward", "backends.sm90.decode", "backends.sm90.backward", "backends.sm90"),
     *("backends.sm80.primitives", "backends.sm80.row_schedule", "backends.sm80.forward", "backends.sm80.backward", "backends.sm80"),
     *("backends", "planning.tuned", "planning.plan", "planning.cached_plan", "autodiff", "cached_autodiff"),
     *("api", "cached_api", "cached_explanation", "drop_in", "explanation", "planning", "flax", "distributed"),
-    *("__init__", "__main__"),
+    *("__init__", "cache_command", "__main__"),
 ]  # fmt: skip
 
 PUBLIC = ["flash_attention", "dot_product_attention", "explain", "linen", "nnx", "Causal", "Window",

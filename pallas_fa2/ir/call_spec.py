@@ -106,6 +106,12 @@ class CallSpec:
         """The dtype of scores, softmax statistics and accumulators: float32, or float64 for float64."""
         return accumulator_dtype(self.dtype)
 
+    @property
+    def text(self) -> str:
+        """A text that differs wherever the call does, with the code of masks and scores, the same in every process."""
+        described = dataclasses.replace(self, mask=None, scores=())
+        return repr((described, [f and f.key for f in (self.mask, *self.scores)]))
+
     def __str__(self) -> str:
         fields = [
             (

@@ -111,6 +111,7 @@ def _warp_exclusive_count(x):
 INLINE: dict[str, Callable[..., Any]] = {
     "apply_bits": _apply_bits,
     "as_left": lambda tile: tile,
+    "canonicalize_module": lambda: None,
     "cluster_expect_tx": lambda *_: None,
     "cluster_init": lambda *_: None,
     "column_iota": lambda start, *, count: start + np.arange(count, dtype="int32"),
@@ -119,7 +120,6 @@ INLINE: dict[str, Callable[..., Any]] = {
     "mask_after": lambda s, last: np.where(_columns(s) <= last[:, None], s, -np.inf),
     "mask_before": lambda s, first: np.where(_columns(s) >= first[:, None], s, -np.inf),
     "mask_outside": _mask_outside,
-    "name_module": lambda: None,
     "named_barrier_arrive": lambda _: None,
     "named_barrier_sync": lambda _: None,
     "negate_dropped": _negate_dropped,

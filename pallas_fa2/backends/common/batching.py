@@ -8,18 +8,23 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from pallas_fa2.compilation.launches import LaunchKey, reusable
 from pallas_fa2.distributed import sharding
 from pallas_fa2.distributed.sharding import Axes
 
 
-def batched(kernel: Callable, limit: int, axes: Axes | None = None) -> Callable:
+def batched(
+    kernel: Callable, limit: int, axes: Axes | None = None, key: LaunchKey | None = None
+) -> Callable:
     """Return the kernel for any batch, which is the first axis of every array; vmap adds to it.
 
     A launch takes up to `limit` batch entries. An array that they share has a first axis of 1, and so may its
-    gradient have. With `axes`, each device runs its batch entries and heads (`sharding.sharded`).
+    gradient have. With `axes`, each device runs its batch entries and heads (`sharding.sharded`). With `key`, a launch is
+    lowered once in a process (`launches.reusable`), unless XLA is to partition it: of a call on several devices, the
+    launch with all batch entries and heads is traced and never compiled.
     """
 
-    def launches(*args: Any) -> Any:
+    def launches(kernel: Callable, *args: Any) -> Any:
         batch = jax.tree.leaves(args)[0].shape[0]
         if batch <= limit:
             return kernel(*args)
@@ -36,7 +41,9 @@ def batched(kernel: Callable, limit: int, axes: Axes | None = None) -> Callable:
         chunks = [slice(i, i + limit) for i in range(0, batch, limit)]
         return jax.tree.map(join, *map(launch, chunks))
 
-    call = custom_vmap(launches if axes is None else sharding.sharded(launches, axes))
+    whole = functools.partial(launches, kernel)
+    on_device = whole if key is None else functools.partial(launches, reusable(kernel, key))
+    call = custom_vmap(on_device if axes is None else sharding.sharded(whole, axes, on_device))
 
     @call.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
@@ -50,7 +57,7 @@ def batched(kernel: Callable, limit: int, axes: Axes | None = None) -> Callable:
             return x.reshape(size * batch, *x.shape[2:])
 
         def without_vmap(*args: Any) -> Any:
-            return launches(*jax.tree.map(lambda x, mapped: x[0] if mapped else x, args, batched))
+            return whole(*jax.tree.map(lambda x, mapped: x[0] if mapped else x, args, batched))
 
         def sum_copies(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
             if x.shape[1] == like.shape[0]:

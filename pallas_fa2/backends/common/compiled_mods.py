@@ -1,6 +1,8 @@
 """The mask, scores and dropout of a call, compiled for kernels with tiles of 64 rows in registers."""
 
 import dataclasses
+import hashlib
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +15,7 @@ from pallas_fa2.backends.common.block_mask import BlockMask, mark_last_partial, 
 from pallas_fa2.backends.common.causal_trim import CausalTrim
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.tile_mods import TileDropout, TileMask, TileScore
+from pallas_fa2.compilation.launches import LaunchKey
 from pallas_fa2.distributed.sharding import Axes
 from pallas_fa2.ir import block_classes
 from pallas_fa2.ir.call_spec import CallSpec, Operands
@@ -97,6 +100,13 @@ class CompiledMods(NamedTuple):
         if isinstance(classes, np.ndarray):
             return classes
         return jnp.broadcast_to(classes, (spec.batch, *classes.shape[1:]))
+
+    def launch_key(self, name: str, spec: CallSpec, *static: Hashable) -> LaunchKey:
+        """Return the key of a launch with these mods; classes are data if the call's operands are not traced."""
+        classes = None
+        if self.classes is not None:
+            classes = self.classes.shape, hashlib.sha256(self.classes.tobytes()).hexdigest()
+        return LaunchKey.of(name, spec, *static, classes)
 
     def make_kernel_spec(self, batch: int, q_heads: int, kv_heads: int) -> KernelSpec:
         """Return the description of a launch of so many batch entries and heads."""

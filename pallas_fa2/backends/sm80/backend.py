@@ -46,7 +46,8 @@ def forward(
         return attention(plan.kernel_spec, config, q, k, v, *masks)
 
     axes = mods.sharded_axes(("b.n.", "b.k.", "b.k."), ("b.n.", "bn."))
-    out, lse = batched(kernel, support.batch_limit(spec), axes)(
+    key = mods.launch_key("ampere_forward", spec, config)
+    out, lse = batched(kernel, support.batch_limit(spec), axes, key)(
         trim.queries(q), trim.keys(k), trim.keys(v), mods.runtime
     )
     return trim.untrim_queries(out), trim.untrim_queries(lse, -jnp.inf, axis=2)
@@ -104,7 +105,8 @@ def backward(
     axes = mods.sharded_axes(
         (*arguments, dq_axes), ("b.n.", "b.k.", "b.k.", AuxGrads.axes(mods.score))
     )
-    dq, dk, dv, aux_grads = batched(kernel, support.batch_limit(spec), axes)(
+    key = mods.launch_key("ampere_backward", spec, config, needs_grad)
+    dq, dk, dv, aux_grads = batched(kernel, support.batch_limit(spec), axes, key)(
         trim.queries(q),
         trim.keys(k),
         trim.keys(v),

@@ -105,7 +105,8 @@ def forward(
         )
 
     axes = mods.sharded_axes(("b.n.", "b.k.", "b.k."), ("b.n.", "bn."))
-    out, lse = batched(kernel, support.batch_limit(spec), axes)(
+    key = mods.launch_key("hopper_forward", spec, config)
+    out, lse = batched(kernel, support.batch_limit(spec), axes, key)(
         trim.queries(q), trim.keys(k), trim.keys(v), mods.runtime
     )
     return trim.untrim_queries(out), trim.untrim_queries(lse, -jnp.inf, axis=2)
@@ -159,7 +160,8 @@ def backward(
 
     arguments = ("b.n.", "b.k.", "b.k.", "b.n.", "b.n.", "bn.", None if dlse is None else "bn.")
     axes = mods.sharded_axes(arguments, ("b.n.", "b.k.", "b.k.", AuxGrads.axes(mods.score)))
-    dq, dk, dv, sums = batched(kernel, support.batch_limit(spec), axes)(
+    key = mods.launch_key("hopper_backward", spec, config, needs_grad)
+    dq, dk, dv, sums = batched(kernel, support.batch_limit(spec), axes, key)(
         trim.queries(q),
         trim.keys(k),
         trim.keys(v),

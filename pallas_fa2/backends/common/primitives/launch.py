@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.backends.common.module_name import fix_module_name
+from pallas_fa2.backends.common.canonical_module import canonicalize_module
 from pallas_fa2.backends.common.primitives.types import Ref, Scratch
 
 
@@ -43,9 +43,9 @@ def build_kernel(
     flat, tree = jax.tree.flatten(memory)
 
     def body(*refs: Ref) -> None:
-        fix_module_name()
         num_arrays = len(refs) - len(flat)
         run(refs[:num_arrays], jax.tree.unflatten(tree, refs[num_arrays:]))
+        canonicalize_module()
 
     body.__name__ = name
     params = plgpu.CompilerParams(

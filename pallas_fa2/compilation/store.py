@@ -1,0 +1,152 @@
+"""Files of compiled launches, checked when they are read; nothing that is wrong with a file or a disk is an error.
+
+The directory is that of the environment variable `PALLAS_FA2_CACHE`, or the user's cache directory if that is `1`. Without
+the variable there is no store. Reading a file loads code, as with JAX's own cache, so only files of the user are read,
+from a directory into which nobody else can write.
+"""
+
+import hashlib
+import logging
+import os
+import pathlib
+import pickle
+import stat
+import tempfile
+import zlib
+from typing import Any, NamedTuple
+
+VARIABLE = "PALLAS_FA2_CACHE"
+SUFFIX = ".launch"
+# Changed when `Entry` or the layout of a file changes: another version of the package ignores the file.
+MAGIC = b"pallas_fa2 launch 1\n"
+DIGEST_BYTES = hashlib.sha256().digest_size
+# About 1000 launches: a causal forward with its backward takes 1 MB.
+MAX_BYTES = 2**30
+
+log = logging.getLogger("pallas_fa2")
+
+
+class Entry(NamedTuple):
+    """A compiled launch.
+
+    `program` is what `jax.export` serializes, `out_tree` the structure of its results, and `kernels` has for the hash of
+    each kernel what `serialize_executable.serialize` returns for the small program that calls it.
+    """
+
+    program: bytes
+    out_tree: Any
+    kernels: dict[bytes, tuple]
+
+
+def directory() -> pathlib.Path | None:
+    """Return the directory of the store, which need not exist, or None if there is no store."""
+    value = os.environ.get(VARIABLE, "")
+    if value in ("", "0"):
+        return None
+    if value != "1":
+        return pathlib.Path(value).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return pathlib.Path(home).expanduser() / "pallas_fa2"
+
+
+def read(key: str) -> Entry | None:
+    """Return the entry of a key, or None if there is none, or a damaged one."""
+    path = _path(key)
+    if path is None:
+        return None
+    try:
+        if not _is_private(path.parent) or not _is_private(path):
+            log.warning("%s is not read, because others can write to it", path)
+            return None
+        data = path.read_bytes()
+        digest, body = data[len(MAGIC) :][:DIGEST_BYTES], data[len(MAGIC) + DIGEST_BYTES :]
+        if not data.startswith(MAGIC) or hashlib.sha256(body).digest() != digest:
+            log.warning("%s is damaged and will be replaced", path)
+            return None
+        stored_key, *fields = pickle.loads(zlib.decompress(body))
+        # Two keys of one hash are as good as impossible, a file that somebody renamed is not.
+        if stored_key != key:
+            return None
+        os.utime(path)  # the least recently used files are removed first
+        return Entry(*fields)
+    except FileNotFoundError:
+        return None
+    except Exception:
+        log.debug("%s cannot be read", path, exc_info=True)
+        return None
+
+
+def write(key: str, entry: Entry) -> bool:
+    """Write an entry in one step, and remove old ones beyond `MAX_BYTES`; return whether it was written."""
+    path = _path(key)
+    if path is None:
+        return False
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_private(path.parent):
+            log.warning("nothing is stored in %s, because others can write to it", path.parent)
+            return False
+        body = zlib.compress(pickle.dumps((key, *entry)))
+        data = MAGIC + hashlib.sha256(body).digest() + body
+        # A file of its own, readable by the user alone: another process may write the same entry.
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+        _remove_oldest(path.parent)
+        return True
+    except Exception:
+        log.debug("%s cannot be written", path, exc_info=True)
+        return False
+
+
+def files() -> list[pathlib.Path]:
+    """Return the files of the store, the least recently used first."""
+    path = directory()
+    return [] if path is None or not path.is_dir() else _by_age(path)
+
+
+def clear() -> int:
+    """Remove all entries and what interrupted writes left; return the number of entries."""
+    path = directory()
+    removed = files()
+    leftovers = [] if path is None else path.glob("*.part")
+    for file in (*removed, *leftovers):
+        file.unlink(missing_ok=True)
+    return len(removed)
+
+
+def _path(key: str) -> pathlib.Path | None:
+    path = directory()
+    return path and path / (hashlib.sha256(key.encode()).hexdigest() + SUFFIX)
+
+
+def _is_private(path: pathlib.Path) -> bool:
+    """Return whether it is the user's, and nobody else can write to it."""
+    status = path.stat()
+    others = stat.S_IWGRP | stat.S_IWOTH
+    return status.st_uid == os.getuid() and not status.st_mode & others
+
+
+def _by_age(path: pathlib.Path) -> list[pathlib.Path]:
+    ages = {}
+    for file in path.glob(f"*{SUFFIX}"):
+        try:
+            ages[file] = file.stat().st_mtime
+        except FileNotFoundError:  # another process has just removed it
+            continue
+    return sorted(ages, key=lambda file: ages[file])
+
+
+def _remove_oldest(path: pathlib.Path) -> None:
+    sizes = {file: file.stat().st_size for file in _by_age(path)}
+    excess = sum(sizes.values()) - MAX_BYTES
+    for file, size in sizes.items():
+        if excess <= 0:
+            return
+        file.unlink(missing_ok=True)
+        excess -= size

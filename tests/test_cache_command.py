@@ -1,0 +1,71 @@
+"""`python -m pallas_fa2 cache` shows, warms and clears the store."""
+
+import pathlib
+from unittest import mock
+
+import jax
+import pytest
+
+from pallas_fa2 import cache_command
+from pallas_fa2.compilation import launches, store
+from tests.support import compile_gate
+from tests.support.hopper import planned_for_h200
+from tests.support.tiers import slow
+
+SHAPES = ["--query", "1,64,4,64", "--key", "1,64,2,64"]
+
+
+@pytest.fixture
+def directory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_without_a_store_it_says_how_to_have_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.delenv(store.VARIABLE, raising=False)
+    assert cache_command.run([]) == 1
+    assert "set PALLAS_FA2_CACHE=1" in capsys.readouterr().out
+
+
+def test_it_shows_and_clears(directory: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
+    store.write("key", store.Entry(b"", None, {}))
+    assert cache_command.run([]) == cache_command.run(["show"]) == 0
+    assert capsys.readouterr().out.count(f"{directory}: 1 entries, 0.0 MiB") == 2
+    assert cache_command.run(["clear"]) == 0
+    assert f"1 entries removed from {directory}" in capsys.readouterr().out
+    assert store.files() == []
+
+
+def test_warming_needs_a_gpu(directory: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
+    assert cache_command.run(["warm", *SHAPES]) == 1
+    assert "JAX runs on cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", ["1,64,4", "1,64,4,0", "1,64,4,x"])
+def test_a_shape_has_four_sizes(
+    shape: str, directory: pathlib.Path, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        cache_command.run(["warm", "--query", shape, "--key", shape])
+    assert "--query" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options, entries", [(["--forward-only"], 1), slow([], 2)])
+def test_warming_stores_the_kernels_of_a_call(
+    options: list[str], entries: int, directory: pathlib.Path, capsys: pytest.CaptureFixture
+) -> None:
+    device = compile_gate.h200s(1)[0]
+    jax.clear_caches()  # of programs that hold launches of another test
+    with (
+        planned_for_h200(),
+        launches.compiled_for(device),
+        jax.default_device(device),
+        mock.patch.object(jax, "default_backend", return_value="gpu"),
+        mock.patch.object(jax, "device_count", return_value=1),
+        mock.patch.object(launches, "_programs", {}),
+    ):
+        assert cache_command.run(["warm", *SHAPES, "--causal", *options]) == 0
+    assert f"{entries} entries added to {directory}" in capsys.readouterr().out
+    assert len(store.files()) == entries
