@@ -105,7 +105,8 @@ def backward(
     axes = mods.sharded_axes(
         (*arguments, dq_axes), ("b.n.", "b.k.", "b.k.", AuxGrads.axes(mods.score))
     )
-    key = mods.launch_key("ampere_backward", spec, config, needs_grad)
+    dq_key = None if dq_mods is None else dq_mods.launch_key("dq", spec)
+    key = mods.launch_key("ampere_backward", spec, config, needs_grad, dq_key)
     dq, dk, dv, aux_grads = batched(kernel, support.batch_limit(spec), axes, key)(
         trim.queries(q),
         trim.keys(k),
