@@ -43,11 +43,12 @@ class DecodeConfig:
         """Return the configuration of a launch: two CTAs per SM if both have room for two stages, else one.
 
         One CTA's products and softmax leave its loads idle unless another one's are in flight. But where tiles are about
-        as many as SMs, each CTA may have a whole one (`MAX_IMBALANCE`), and all of an SM's memory for its ring.
+        as many as SMs, each CTA may have a whole one (`MAX_IMBALANCE`), and all of an SM's memory for its ring. (Not of
+        pages: a CTA's loads wait for the table, and one an SM has 0.92 of the speed.)
         None if shared memory has no room for two stages.
         """
         num_tiles = spec.max_entries * spec.kv_heads
-        fills_sms_once = num_sms / MAX_IMBALANCE <= num_tiles <= num_sms
+        fills_sms_once = num_sms / MAX_IMBALANCE <= num_tiles <= num_sms and spec.page_size is None
         dims = round_up(spec.head_dim, 64), round_up(spec.value_dim, 64)
         for ctas_per_sm in (1,) if fills_sms_once else (2, 1):
             available = min(SM_BYTES // ctas_per_sm - RESERVED_BYTES, SHARED_MEMORY_BYTES)
