@@ -103,6 +103,10 @@ def test_recognition_equals_the_dense_definition(compare, q_len, kv_len):
             assert alignment in same if same else alignment is None
 
 
+def same_token(q, k):
+    return q.index == k.index
+
+
 @pytest.mark.parametrize(
     "mask, distances",
     [
@@ -118,9 +122,9 @@ def test_recognition_equals_the_dense_definition(compare, q_len, kv_len):
         (fa.Window(3) | fa.Window(2), None),
         (fa.Causal() & fa.Prefix(3), None),
         (fa.Window(jnp.int32(3)), None),
-        (lambda q, k: q.index == k.index, None),
+        (same_token, None),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_the_range_of_distances_is_that_of_the_code(mask, distances):
     q = jax.ShapeDtypeStruct((2, T, 4, 64), jnp.bfloat16)
