@@ -105,7 +105,8 @@ def _with_query_rows(lse: jax.Array, aux: AuxInputs) -> jax.Array:
     place of the index, and what dropout reads."""
     batch, heads, length = lse.shape
     shape = (batch, heads, aux.q.shape[1] - 1, length)
-    rows = [jnp.broadcast_to(aux.q[:, None, 1:], shape)]
+    # XLA's partitioner (Shardy, in jaxlib 0.11.2) crashes on constants of size 0 that `shard_map` closes over.
+    rows = [jnp.broadcast_to(aux.q[:, None, 1:], shape)] if aux.q.shape[1] > 1 else []
     if aux.row_keys is not None:
         rows.append(aux.row_keys)
     rows = [lax.bitcast_convert_type(x, jnp.float32) for x in rows]
