@@ -418,6 +418,24 @@ def test_the_cache_is_not_copied() -> None:
     assert temporary < 4 << 20 < k.size * 2
 
 
+def test_layers_share_a_plan() -> None:
+    """XLA makes the plan once where layers of a program have the same lengths, and copies no cache."""
+
+    def run(q: Any, layers: list[Any], lengths: Any) -> Any:
+        for k, v in layers:
+            q = fa.cached_attention(q, fa.Cache(k, v, lengths))
+        return q
+
+    q, k = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((4, 1, 32, 128), (4, 8192, 8, 128)))
+    lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
+    with hopper.planned_for_h200():
+        programs = [compile_gate.hlo_for_h200(run, q, [(k, k)] * n, lengths) for n in (1, 2)]
+    one, two = (program[program.index("ENTRY") :] for program in programs)
+    assert (one.count("custom-call("), two.count("custom-call(")) == (1, 2)
+    assert one.count(" fusion(") == two.count(" fusion(")
+    assert " copy(" not in two
+
+
 # Masks and scores, of several blocks and splits: the features of `tests/test_cached_attention.py` have one block.
 
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
