@@ -36,6 +36,7 @@ from pallas_fa2.distributed.ring_steps import (
 from pallas_fa2.ir.arrays import add_to_tile
 from pallas_fa2.ir.call_spec import Operands, accumulator_dtype, split_floats
 from pallas_fa2.ir.mesh import match_varying_axes
+from pallas_fa2.merging import merge
 
 
 class Ring(NamedTuple):
@@ -65,19 +66,6 @@ class Rows(NamedTuple):
 
     out: jax.Array
     lse: jax.Array
-
-
-def merge(a: Rows, b: Rows) -> Rows:
-    """Return attention over two sets of keys; an lse of -inf says that a query attended to none of one."""
-    top = lax.stop_gradient(jnp.maximum(a.lse, b.lse))
-    top = jnp.where(top == -jnp.inf, 0.0, top)
-    weights = [jnp.exp(rows.lse - top) for rows in (a, b)]
-    total = weights[0] + weights[1]
-    empty = total == 0
-    total = jnp.where(empty, 1.0, total)
-    shares = [jnp.moveaxis(weight / total, -1, -2)[..., None] for weight in weights]
-    out = a.out * shares[0] + b.out.astype(a.out.dtype) * shares[1]
-    return Rows(out, jnp.where(empty, -jnp.inf, top + jnp.log(total)))
 
 
 def _no_keys(rows: Rows) -> Rows:
@@ -114,7 +102,8 @@ def _forward(
         following, parts = end_step((following, parts))
         for block, part in zip(blocks, parts, strict=True):
             before = Rows(block.queries(rows.out), block.queries(rows.lse, -1))
-            after = merge(before, part)
+            part = part._replace(out=part.out.astype(before.out.dtype))
+            after = Rows(*merge(before, part))
             rows = Rows(
                 block.replace_queries(rows.out, after.out),
                 block.replace_queries(rows.lse, after.lse, -1),
