@@ -80,12 +80,14 @@ class _Appends:
         check_append(self, key, value, new, queries)
         key, value, lengths = jnp.asarray(key), jnp.asarray(value), jnp.asarray(self.lengths)
         if queries is not None:
+            queries = clamp_starts(queries, key.shape[0])
             new = queries.counts()
             request, position = queries.locate(lengths.astype(jnp.int32) + new, key.shape[0])
             is_new = request < lengths.shape[0]
         else:
             tokens = key.shape[1]
             new = jnp.full_like(lengths, tokens) if new is None else jnp.asarray(new)
+            new = jnp.clip(new.astype(jnp.int32), 0, tokens)
             request = jnp.arange(lengths.shape[0], dtype=jnp.int32)[:, None]
             before_end = jnp.arange(-tokens, 0, dtype=jnp.int32)[None]
             token = before_end + new.astype(jnp.int32)[:, None]
@@ -207,8 +209,8 @@ class Pages(_Appends):
 
     def _write(self, cached: Any, x: Any, request: Any, position: Any, is_new: Any) -> jax.Array:
         # A column beyond the table has page -1.
-        table, column = jnp.asarray(self.table), position // self.page_size
-        page = table.at[request, column].get(mode="fill", fill_value=-1).astype(jnp.int32)
+        table, column = jnp.asarray(self.table).astype(jnp.int32), position // self.page_size
+        page = table.at[request, column].get(mode="fill", fill_value=-1)
         is_new &= (page >= 0) & (page < cached.shape[0])
         page = jnp.where(is_new, page, cached.shape[0])
         # Not promised to be unique: a table may name a page twice.
@@ -217,17 +219,18 @@ class Pages(_Appends):
 
 def clamp_lengths(cache: Cache | Pages) -> jax.Array:
     """Return the lengths as int32 `[B]`, 0 to the capacity."""
-    return jnp.clip(jnp.asarray(cache.lengths), 0, cache.capacity).astype(jnp.int32)
+    # As int32 first: the bound wraps around in a narrower dtype.
+    return jnp.clip(jnp.asarray(cache.lengths).astype(jnp.int32), 0, cache.capacity)
 
 
 def clamp_table(cache: Cache | Pages) -> jax.Array | None:
     """Return the table of pages as int32 `[B, W]`, 0 to P - 1; None for a contiguous cache."""
     if isinstance(cache, Cache):
         return None
-    return jnp.clip(jnp.asarray(cache.table), 0, cache.key.shape[0] - 1).astype(jnp.int32)
+    return jnp.clip(jnp.asarray(cache.table).astype(jnp.int32), 0, cache.key.shape[0] - 1)
 
 
 def clamp_starts(queries: Packed, tokens: int) -> Packed:
     """Return the starts as int32 that never fall, 0 to the number of rows."""
-    starts = jnp.clip(jnp.asarray(queries.starts), 0, tokens).astype(jnp.int32)
+    starts = jnp.clip(jnp.asarray(queries.starts).astype(jnp.int32), 0, tokens)
     return Packed(jax.lax.cummax(starts))

@@ -45,7 +45,7 @@ def parse_cached(
         for x in (cache.key, cache.value)
     )
     mask = None if mask is None else with_context(as_mask(mask), context)
-    _check_trees(mask, tokens, packed)
+    _check_trees(mask, tokens, queries)
     call, operands = parse_call(
         query_like,
         key,
@@ -111,7 +111,10 @@ def _check_trees(mask: Any, tokens: int, packed: Packed | None) -> None:
         return
     most = tokens
     if packed is not None:
-        most = int(np.max(packed.counts(), initial=0)) if is_known(packed.starts) else 0
+        known = is_known(
+            packed.starts
+        )  # under `jit` too, where what is computed from them is traced
+        most = int(np.max(np.diff(np.asarray(packed.starts)), initial=0)) if known else 0
     if most > MAX_TOKENS:
         raise ValueError(
             f"Tree must have at most {MAX_TOKENS} new tokens, the bits of a word, but there are {most}; use a mask_fn "

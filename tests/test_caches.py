@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2 import caches
 from tests.support import interpreter
 
 B, S, PAGE, K, H, HV = 3, 12, 4, 2, 4, 6
@@ -98,6 +99,32 @@ def test_traced_garbage_writes_nothing(make: Any, lengths: list[int]) -> None:
     cache = make(np.array(lengths, np.int32))
     after = _append(cache, _random(B, 1, K, H))
     _assert_equal(after, (cache.key, cache.value, np.asarray(cache.lengths) + np.int32(1)))
+
+
+@pytest.mark.parametrize("new, starts", [(9, [0, 9, 9, 9]), (-2, [3, 1, 9, 9])])
+def test_traced_counts_are_those_of_rows_that_exist(new: int, starts: list[int]) -> None:
+    """A length never counts a slot that was not written: it would be read as a key."""
+    x = _random(B, 2, K, H)
+    after = _append(_contiguous(), x, new=np.full(B, new, np.int32))
+    np.testing.assert_array_equal(after.lengths - LENGTHS, np.clip(new, 0, 2))
+    rows = x[0]
+    after = _append(_contiguous(), rows, queries=fa.Packed(np.array(starts, np.int32)))
+    counts = np.diff(np.maximum.accumulate(np.clip(starts, 0, len(rows))))
+    np.testing.assert_array_equal(after.lengths - LENGTHS, counts)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32"])
+def test_integers_may_be_narrower_than_what_they_are_compared_with(dtype: str) -> None:
+    pool = jnp.zeros((70_000, 1, 1, 8))
+    table, lengths = np.array([[100, 2]], dtype), np.array([100], dtype)
+    pages = fa.Pages(pool, pool, table, np.array([2], dtype))
+    assert np.asarray(caches.clamp_table(pages)).tolist() == [[100, 2]]
+    cache = fa.Cache(*(jnp.zeros((1, 70_000, 1, 8)),) * 2, lengths)
+    assert np.asarray(caches.clamp_lengths(cache)).tolist() == [100]
+    starts = caches.clamp_starts(fa.Packed(np.array([0, 100], dtype)), 70_000).starts
+    assert np.asarray(starts).tolist() == [0, 100]
+    after = _append(pages, np.ones((1, 1, 1, 8), np.float32))  # beyond the capacity
+    assert not np.asarray(after.key).any()
 
 
 def test_pages_out_of_range_are_not_written() -> None:

@@ -489,6 +489,37 @@ def test_mods_over_splits(name: str) -> None:
     np.testing.assert_allclose(lse, expected_lse, atol=1e-4)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_hidden_nan_stays_hidden_from_columns_of_padding(packed: bool) -> None:
+    """Columns that are no query read the mask of some other one, which may show them a key that no query sees."""
+    case = Case((100, 128), queries=(1, 2) if packed else 1, capacity=128)
+    q, k, v, lengths, starts = case.arrays()
+    v = v.copy()
+    v[0, 5:10] = np.nan
+    if packed:
+        flags = np.zeros(case.num_tokens, np.int32)
+        flags[1:] = 1  # the second request's queries see those keys of their own
+        hidden = fa.mask_fn(lambda q, k: (k.index < 5) | (k.index >= 10) | (q.flag == 1))
+        options = {"mask": hidden(q_tokens={"flag": flags}), "queries": fa.Packed(starts)}
+    else:
+        q = q.reshape(2, 1, *q.shape[1:])
+        mask = np.ones((2, 4, 1, 128), bool)
+        mask[0, :, :, 5:10] = False
+        options = {"mask": mask}
+
+    def run(q: Any, k: Any, v: Any, lengths: Any, implementation: str) -> Any:
+        return fa.cached_attention(
+            q, fa.Cache(k, v, lengths), implementation=implementation, **options
+        )
+
+    wide = (np.asarray(x, np.float32) for x in (q, k, v))
+    expected = run(*wide, lengths, "reference")
+    assert np.isfinite(expected).all()
+    with hopper.planned_for_h200(cores=3):
+        out = interpreter.run(lambda *args: run(*args, "hopper"), q, k, v, lengths)
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.02)
+
+
 # With 64 columns, and these masks, all registers are in use and 10 values of a thread spill.
 SPILLS = {("images", 4)}
 

@@ -31,8 +31,8 @@ class Tree(Mask):
         `flash_attention` needs it.
 
     Raises:
-      TypeError, ValueError: ancestors are not uint32; when attention is called: there are more than 32 new tokens, or the
-        context is not known.
+      TypeError, ValueError: ancestors are not uint32; when attention is called: there are more than 32 new tokens (of
+        packed queries, if their starts are known), or the context is not known.
 
     Example:
       >>> ancestors = jnp.array([0b001, 0b011, 0b101], jnp.uint32)  # tokens 1 and 2 follow token 0
@@ -68,9 +68,10 @@ class Tree(Mask):
 
     def visible(self, q: Token, k: Token, c: Context) -> Any:
         new = k.index - c.context
-        # A shift by more bits than a word has gives 0.
-        bit = lax.shift_right_logical(q.ancestors, new.astype(jnp.uint32)) & jnp.uint32(1)
-        return (new < 0) | (bit != 0)
+        # A shift by as many bits as a word has, or more, is undefined in LLVM's IR.
+        shift = (new & (MAX_TOKENS - 1)).astype(jnp.uint32)
+        bit = lax.shift_right_logical(q.ancestors, shift) & jnp.uint32(1)
+        return (new < 0) | ((new < MAX_TOKENS) & (bit != 0))
 
 
 def with_context(mask: Mask, context: Any) -> Mask:

@@ -82,6 +82,11 @@ class DecodeSpec:
         return pad_group(self.group)
 
     @property
+    def pads_columns(self) -> bool:
+        """Whether some columns are no queries: of a group, or of packed entries, which may have fewer than `q_len`."""
+        return self.padded_group > self.group or self.max_entries * self.q_len > self.num_tokens
+
+    @property
     def attends_past_its_own(self) -> bool:
         """Whether a query may attend to keys after its own, so that those that exist limit it as well."""
         return self.distances.most is None or self.distances.most > 0

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.arithmetic import I32, LOG2E
+from pallas_fa2.arithmetic import I32, LOG2E, div, rem
 from pallas_fa2.backends.common.primitives import layouts, masking, votes
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, broadcast_rows
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar
@@ -132,8 +132,15 @@ class Split:
 
     def attended_keys(self, s: jax.Array) -> jax.Array | None:
         """Return the largest score of each key, [64], which is -inf if no query attends to it; None where bounds say so."""
-        if self.cta.spec.mods is None or self.cta.spec.mods.mask is None:
+        spec = self.cta.spec
+        if spec.mods is None or spec.mods.mask is None:
             return None
+        if spec.pads_columns:  # they are masked as some other query is
+            column = layouts.index(s.shape, 1, 0)
+            token, member = div(column, spec.padded_group), rem(column, spec.padded_group)
+            is_query = (token < self.entry.num_queries) & (member < spec.group)
+            is_query = layouts.broadcast_columns(jnp.where(is_query, 1, 0), s.shape) != 0
+            s = jnp.where(is_query, s, -jnp.inf)
         return layouts.fold_octets(jnp.maximum, s).max(axis=1)
 
     def zero_missing_values(
