@@ -214,3 +214,13 @@ def test_overloads_have_the_options_of_the_function(
 ) -> None:
     ours = set(inspect.signature(function).parameters) - {"query", "key", "value", "cache"}
     assert ours == {*options.__annotations__, *others}
+
+
+# Two screens of a reader, as for a paper's algorithm and what it calls.
+MAX_LINES = 300
+
+
+def test_files_of_backends_are_short() -> None:
+    lengths = {name: len((PACKAGE / name).read_text().splitlines()) for name in FILES}
+    long = {name: n for name, n in lengths.items() if "backends" in name and n > MAX_LINES}
+    assert not long

@@ -79,7 +79,7 @@ class _Sources(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def _sources(spec: CallSpec) -> _Sources:
+def argument_sources(spec: CallSpec) -> _Sources:
     counts = collections.Counter()
 
     def next_source(kind: str, dtype: Any) -> ArgSource:
@@ -106,7 +106,7 @@ def compile_mask(spec: CallSpec) -> TileMask | None:
     if not spec.has_general_mask:
         return None
     assert spec.mask is not None
-    sources = _sources(spec)
+    sources = argument_sources(spec)
     visible = TileFunction.compile(
         spec.mask.jaxpr, [sources.q, sources.k, *sources.mask], TARGET_OPS
     )
@@ -118,7 +118,7 @@ def compile_score(spec: CallSpec, needs_grad: tuple[bool, ...]) -> TileScore | N
     need gradients (none if `needs_grad` is empty)."""
     if not spec.scores:
         return None
-    sources = _sources(spec)
+    sources = argument_sources(spec)
     value, derivative = combined_scores(spec.scores)
     args = [ArgSource("score", None, "float32"), sources.q, sources.k, *sources.scores]
     by_score, *by_inputs = derivative.jaxpr.outvars
@@ -137,7 +137,7 @@ def compile_score(spec: CallSpec, needs_grad: tuple[bool, ...]) -> TileScore | N
 def compile_dropout(spec: CallSpec) -> TileDropout | None:
     """Compile the dropout of a call, unless its rate is 0."""
     threshold = dropout.threshold(spec.dropout_rate)
-    return TileDropout(threshold, _sources(spec).k, TILE_OPS) if threshold else None
+    return TileDropout(threshold, argument_sources(spec).k, TILE_OPS) if threshold else None
 
 
 def _is_zero(v: Any) -> bool:
@@ -151,7 +151,7 @@ def storage_dtype(dtype: str) -> Any:
 
 def pairwise_bytes(spec: CallSpec) -> int:
     """Return how many bytes of pairwise inputs the attention kernels load for each pair of tokens."""
-    sources = _sources(spec)
+    sources = argument_sources(spec)
     readers = sources.scores if needs_mask_bits(spec) else (*sources.mask, *sources.scores)
     return sum(storage_dtype(s.dtype).itemsize for s in readers if s.side == "pair")
 
@@ -177,11 +177,11 @@ def mask_reads_pairs(spec: CallSpec) -> bool:
 
 def num_token_rows(spec: CallSpec, side: str) -> int:
     """Return how many per-token inputs queries or keys have."""
-    sources = _sources(spec)
+    sources = argument_sources(spec)
     args = (sources.q, sources.k, *sources.mask, *sources.scores)
     return sum(s.side == side and s.position is not None for s in args)
 
 
 def float_sources(spec: CallSpec) -> list[ArgSource]:
     """Return the floating-point inputs of scores."""
-    return [s for s in _sources(spec).scores if jnp.issubdtype(s.dtype, jnp.floating)]
+    return [s for s in argument_sources(spec).scores if jnp.issubdtype(s.dtype, jnp.floating)]

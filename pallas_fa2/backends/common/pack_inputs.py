@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common import dropout
 from pallas_fa2.backends.common.aux_inputs import PAD_MULTIPLE, AuxInputs, HeadScalars
-from pallas_fa2.backends.common.compile_mods import _sources, storage_dtype
+from pallas_fa2.backends.common.compile_mods import argument_sources, storage_dtype
 from pallas_fa2.ir import legality
 from pallas_fa2.ir.call_spec import CallSpec, Operands
 
@@ -17,7 +17,7 @@ def pack(spec: CallSpec, operands: Operands, first_query: int) -> AuxInputs:
     """Return the inputs of a call whose first query has this index."""
     sides = ("q", "k", "pair", "unpacked", "integer", "real")
     packed: dict[str, list] = {side: [] for side in sides}
-    sources = _sources(spec)
+    sources = argument_sources(spec)
     given = [(sources.q, operands.q_index), (sources.k, operands.k_index)]
     if spec.has_general_mask:
         given += zip(sources.mask, jax.tree.leaves(operands.mask), strict=True)

@@ -18,7 +18,7 @@ from pallas_fa2.device import Device
 from pallas_fa2.distributed.sharding import Axes, sharded
 from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec
 
-# Blocks are counted in int32, and no sequence has more than 2^15 of them: 64 tokens each, of 2 million.
+# Of one launch; a call of more sequences has several. `support` bounds the blocks of a launch.
 MAX_REQUESTS = 1 << 16
 
 

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import LOG2E, div, rem
-from pallas_fa2.backends.common.primitives import layouts, register_io
+from pallas_fa2.backends.common.primitives import gather_scatter, layouts
 from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.backends.sm90.decode.loader import group_rows
 from pallas_fa2.backends.sm90.decode.memory import Cta
@@ -51,4 +51,4 @@ class TileOutput(NamedTuple):
         row = (self.entry.first_query + token) * spec.kv_heads + self.head
         is_query = (token < self.entry.num_queries) & (member < spec.group)
         index = jnp.where(is_query, row * spec.group + member, target.shape[0])
-        register_io.scatter_columns(target, lse, index)
+        gather_scatter.scatter_columns(target, lse, index)

@@ -80,7 +80,7 @@ class ModArrays(NamedTuple):
     def pack(cls, cached: CachedSpec, operands: CachedOperands) -> "ModArrays":
         """Pack those of a call."""
         call, leaves = cached.call, operands.call
-        sources = compile_mods._sources(call)
+        sources = compile_mods.argument_sources(call)
         given: list[tuple[ArgSource, Any]] = [(sources.q, leaves.q_index)]
         if call.mask is not None:
             given += zip(sources.mask, jax.tree.leaves(leaves.mask), strict=True)

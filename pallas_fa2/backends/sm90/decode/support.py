@@ -64,6 +64,11 @@ def _unsupported_launch(spec: DecodeSpec) -> str | None:
                 f"with pages of {spec.page_size} tokens head dims are multiples of 64, and here {spec.head_dim} and "
                 f"{spec.value_dim}"
             )
+    blocks = spec.max_entries * spec.kv_heads * -(-spec.kv_len // DecodeConfig.block_kv)
+    if blocks >= 1 << 31:  # they are counted in int32
+        return (
+            f"sequences times key heads times blocks of 64 keys are below 2^31, and here {blocks}"
+        )
     if DecodeConfig.choose(spec, num_sms=1) is None:
         return (
             f"shared memory has no room for {spec.columns} columns of queries beside K and V with head dims of "

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa2.arithmetic import div, rem
-from pallas_fa2.backends.common.primitives import layouts, register_io, thread_values
+from pallas_fa2.backends.common.primitives import gather_scatter, layouts, thread_values
 from pallas_fa2.backends.common.primitives.layouts import ROWS_PER_WARPGROUP
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
 from pallas_fa2.backends.sm90.decode.mods import Q_POSITIONS, DecodeMods, ModArrays
@@ -104,7 +104,7 @@ class TileMods:
 
 def _load(array: Ref, index: jax.Array, axes: tuple[int, ...], dtype: str) -> jax.Array:
     """Load the elements at these indices of an array as it lies in memory, for the axes of a tile."""
-    bits = register_io.gather_elements(array, index, axes)
+    bits = gather_scatter.gather_elements(array, index, axes)
     if dtype == "bool":
         return bits != 0
     return bits if dtype == "int32" else lax.bitcast_convert_type(bits, _register_dtype(dtype))

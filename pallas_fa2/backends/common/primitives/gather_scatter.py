@@ -1,0 +1,69 @@
+"""Elements of arrays in device memory, at an index for each element of a tile or for each of its columns.
+
+None of it orders memory.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.inline import asm, inline_op
+from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, COL_LAYOUT, ROW_LAYOUT
+from pallas_fa2.backends.common.primitives.thread_values import (
+    address,
+    map_elements,
+    scalars,
+    warpgroup_thread_index,
+)
+from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers
+
+
+@inline_op("scatter_columns", plgpu.RefType(), COL_LAYOUT, COL_LAYOUT)
+def scatter_columns(_, target: Ref, values: Registers, indices: Registers) -> None:
+    """Store the float32 of each column at its index in device memory `[n]`, if there is such an index."""
+    # Every warp has all columns: a lane has two of each eight, the same as seven others.
+    (size,) = ir.MemRefType(target.type).shape
+    thread, start = warpgroup_thread_index(), address(target)
+    for value, index in zip(scalars(values), scalars(indices), strict=True):
+        code = (
+            f"{{ .reg .pred p; .reg .b64 a; setp.lt.u32 p, $2, {size}; setp.lt.and.u32 p, $3, 4, p; "
+            "mad.wide.u32 a, $2, 4, $0; @p st.global.f32 [a], $1; }"
+        )
+        asm(code, "l,f,r,r", start, value, index, thread)
+
+
+def gather_elements(source: Ref, index: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return the 32 bits of the elements of an array in device memory at these indices, as it lies there: int32, in the
+    layout of the indices, which vary over these axes of a tile of 64 rows.
+
+    Floats of 16 bits become those of float32, and bytes integers. An index past the end stands for the last element. No
+    thread writes the array.
+    """
+    layout = {(0,): ROW_LAYOUT, (1,): COL_LAYOUT, (0, 1): ACC_LAYOUT}[axes]
+    result = plgpu.ShapeDtypeStruct(index.shape, I32, layout)
+    size, dtype = math.prod(source.shape), jnp.dtype(source.dtype)
+    load = {
+        "bfloat16": "ld.global.nc.b16 h, [a]; mov.b32 $0, {zero, h};",
+        "float16": "ld.global.nc.b16 h, [a]; cvt.f32.f16 f, h; mov.b32 $0, f;",
+        "int8": "ld.global.nc.u8 $0, [a];",
+    }.get(dtype.name, "ld.global.nc.b32 $0, [a];")
+    code = (
+        "{ .reg .b32 i; .reg .b64 a; .reg .b16 h, zero; .reg .f32 f; mov.b16 zero, 0; "
+        f"min.u32 i, $2, {size - 1}; mad.wide.u32 a, i, {dtype.itemsize}, $1; {load} }}"
+    )
+
+    @inline_op("gather_elements", plgpu.RefType(), layout, result=result)
+    def gather(_, source: Ref, index: Registers) -> Registers:
+        start = address(source)
+
+        def element(x: MlirValue, *_: Any) -> MlirValue:
+            return asm(code, "=r,l,r", start, x, result=x.type, side_effects=False)
+
+        return map_elements(index, element)
+
+    return gather(source, index)
