@@ -89,15 +89,16 @@ def context_parallel_attention(
         layout has an odd number of tokens on a device, or heads cannot be divided.
 
     Example:
-      >>> import functools, jax, pallas_fa2 as fa
-      >>> from jax.sharding import PartitionSpec as P
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("sequence",))
+      >>> import functools, jax, numpy as np, pallas_fa2 as fa
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> mesh = Mesh(np.array(jax.devices()), ("sequence",))
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 128, 8, 64))
       >>> attend = functools.partial(
       ...     fa.context_parallel_attention, axis_name="sequence", is_causal=True
       ... )
       >>> spec = P(None, "sequence")
-      >>> jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)(q, k, v).shape
+      >>> cp = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+      >>> jax.jit(cp)(q, k, v).shape
       (2, 128, 8, 64)
     """
     check_arrays(query, key, value)
