@@ -570,6 +570,15 @@ def test_errors_name_the_argument_and_the_remedy(name: str) -> None:
         jax.vmap(attend, axis_name=AXIS)(q, kv, kv)
 
 
+def test_the_ring_outside_of_jit_is_an_error_that_names_jit() -> None:
+    """JAX runs no `custom_vjp` with symbolic zeros in a `shard_map` that is not compiled."""
+    spec, x = P(None, AXIS), jnp.zeros((1, 4, K, H))
+    attend = functools.partial(fa.context_parallel_attention, axis_name=AXIS)
+    run = jax.shard_map(attend, mesh=mesh_of(**{AXIS: 1}), in_specs=(spec,) * 3, out_specs=spec)
+    with pytest.raises(NotImplementedError, match=r"strategy 'ring', .*jax\.jit\(jax\.shard_map"):
+        run(x, x, x)
+
+
 def test_sums_of_many_blocks_are_in_float32() -> None:
     """A key whose gradient is the sum of those of 8 devices is rounded to bfloat16 once for each, not with each sum."""
     n, tokens = 8, 1

@@ -60,7 +60,8 @@ def context_parallel_attention(
 ) -> Any:
     """Compute exact attention inside `jax.shard_map`, where sequences are divided over the n devices of a mesh axis.
 
-    The result is that of `flash_attention` on the whole sequences, dropout included, for this device's queries.
+    The result is that of `flash_attention` on the whole sequences, dropout included, for this device's queries. Call the
+    `shard_map` inside `jax.jit`, which `"ring"` requires.
 
     Args:
       query: `[*B, T/n, N, H]`, the queries of this device; dtypes as in `flash_attention`.
@@ -86,6 +87,7 @@ def context_parallel_attention(
 
     Raises:
       ValueError, TypeError: before anything is compiled, as in `flash_attention`; there is no such mesh axis, a zigzag
+      NotImplementedError: strategy `"ring"` is called outside of `jax.jit`.
         layout has an odd number of tokens on a device, or heads cannot be divided.
 
     Example:
