@@ -13,10 +13,9 @@ from pallas_fa2.autodiff import CHECKPOINT_NAMES, attention
 from pallas_fa2.check_args import check_arrays
 from pallas_fa2.device import device_of
 from pallas_fa2.distributed.aux_shards import gather_key_data, own_positions, with_positions
-from pallas_fa2.distributed.collectives import AxisName, gather
+from pallas_fa2.distributed.collectives import TOKENS, AxisName, gather
 from pallas_fa2.distributed.ring import Ring, ring_attention
 from pallas_fa2.distributed.ring_schedule import RingSchedule, select_operands, split_conjuncts
-from pallas_fa2.distributed.ring_steps import TOKENS
 from pallas_fa2.distributed.ulysses import Ulysses
 from pallas_fa2.distributed.zigzag import Layout
 from pallas_fa2.ir.call_spec import CallSpec, Operands

@@ -24,10 +24,9 @@ from pallas_fa2.autodiff import (
     split_primals,
 )
 from pallas_fa2.backends.registry import BACKENDS
-from pallas_fa2.distributed.collectives import AxisName, shift
+from pallas_fa2.distributed.collectives import TOKENS, AxisName, shift
 from pallas_fa2.distributed.ring_schedule import Step
 from pallas_fa2.distributed.ring_steps import (
-    TOKENS,
     Block,
     Turn,
     blocks_of,
