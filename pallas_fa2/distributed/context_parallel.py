@@ -13,12 +13,12 @@ from pallas_fa2.autodiff import CHECKPOINT_NAMES, attention
 from pallas_fa2.check_args import check_arrays
 from pallas_fa2.device import device_of
 from pallas_fa2.distributed.aux_shards import gather_key_data, own_positions, with_positions
-from pallas_fa2.distributed.collectives import TOKENS, AxisName, gather
+from pallas_fa2.distributed.collectives import HEADS, TOKENS, AxisName, gather
 from pallas_fa2.distributed.ring import Ring, ring_attention
 from pallas_fa2.distributed.ring_schedule import RingSchedule, select_operands, split_conjuncts
 from pallas_fa2.distributed.ulysses import Ulysses
 from pallas_fa2.distributed.zigzag import Layout
-from pallas_fa2.ir.call_spec import CallSpec, Operands
+from pallas_fa2.ir.call_spec import CallSpec, Operands, accumulator_dtype
 from pallas_fa2.ir.mesh import match_varying_axes
 from pallas_fa2.ir.translation import reads_positions
 from pallas_fa2.masks import as_mask
@@ -86,8 +86,8 @@ def context_parallel_attention(
 
     Raises:
       ValueError, TypeError: before anything is compiled, as in `flash_attention`; there is no such mesh axis, a zigzag
-      NotImplementedError: strategy `"ring"` is called outside of `jax.jit`.
         layout has an odd number of tokens on a device, or heads cannot be divided.
+      NotImplementedError: strategy `"ring"` is called outside of `jax.jit`.
 
     Example:
       >>> import functools, jax, numpy as np, pallas_fa2 as fa
@@ -113,7 +113,9 @@ def context_parallel_attention(
     )
     _complete_positions(arguments, layout, axis_name, arrays)
     call = check_call(*arrays, **arguments)
-    if strategy == "ulysses":
+    if 0 in call.dims.batch:
+        run = _no_entries
+    elif strategy == "ulysses":
         run = _ulysses
     else:
         run = _ring if strategy == "ring" or shards == 1 else _all_gather
@@ -175,6 +177,16 @@ def _shard_operands(call: CheckedCall, axis_name: AxisName, layout: Layout) -> O
         return operands
     lengths = dims.q_len, dims.kv_len
     return with_positions(operands, layout, lengths, axis_name, call.first_position)
+
+
+def _no_entries(
+    call: CheckedCall, arrays: tuple, axis_name: AxisName, layout: Layout, implementation: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return `out [*B, T/n, N, Hv]` and `lse [*B, N, T/n]` where an axis of B has length 0, which backends cannot divide."""
+    q, _, v = arrays
+    out = jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
+    lse = jnp.zeros((*q.shape[:-3], q.shape[HEADS], q.shape[TOKENS]), accumulator_dtype(q.dtype))
+    return match_varying_axes((out, lse), (arrays, lax.axis_index(axis_name)))
 
 
 def _ring(
