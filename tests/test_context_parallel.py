@@ -570,6 +570,38 @@ def test_errors_name_the_argument_and_the_remedy(name: str) -> None:
         jax.vmap(attend, axis_name=AXIS)(q, kv, kv)
 
 
+def test_the_ring_outside_of_jit_is_an_error_that_names_jit() -> None:
+    """JAX runs no `custom_vjp` with symbolic zeros in a `shard_map` that is not compiled."""
+    spec, x = P(None, AXIS), jnp.zeros((1, 4, K, H))
+    attend = functools.partial(fa.context_parallel_attention, axis_name=AXIS)
+    run = jax.shard_map(attend, mesh=mesh_of(**{AXIS: 1}), in_specs=(spec,) * 3, out_specs=spec)
+    with pytest.raises(NotImplementedError, match=r"strategy 'ring', .*jax\.jit\(jax\.shard_map"):
+        run(x, x, x)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_an_empty_batch_has_empty_results_and_gradients(strategy: str) -> None:
+    spec = P(None, AXIS)
+
+    def local(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        def attend(*args: Any) -> Any:
+            return fa.context_parallel_attention(
+                *args[:3], axis_name=AXIS, strategy=strategy, is_causal=True, sinks=args[3], return_lse=True
+            )  # fmt: skip
+
+        results, pull = jax.vjp(attend, q, k, v, sinks)
+        return results, pull(results)
+
+    arrays = [jnp.zeros((0, 8, heads, dim)) for heads, dim in ((N, H), (K, H), (K, H + 2))]
+    results = (spec, P(None, None, AXIS)), (spec, spec, spec, P())
+    run = jax.shard_map(
+        local, mesh=mesh_of(**{AXIS: 2}), in_specs=(*(spec,) * 3, P()), out_specs=results
+    )
+    (out, lse), gradients = jax.eval_shape(run, *arrays, jnp.zeros(N))
+    assert (out.shape, lse.shape) == ((0, 8, N, H + 2), (0, N, 8))
+    assert [dx.shape for dx in gradients] == [*(x.shape for x in arrays), (N,)]
+
+
 def test_sums_of_many_blocks_are_in_float32() -> None:
     """A key whose gradient is the sum of those of 8 devices is rounded to bfloat16 once for each, not with each sum."""
     n, tokens = 8, 1

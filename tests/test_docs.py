@@ -1,5 +1,7 @@
-"""Documentation: links resolve, decisions have a status and are listed, files that pages name exist, and their code runs."""
+"""Documentation: links resolve, decisions have a status and are listed, named files exist, code of pages and docstrings runs."""
 
+import doctest
+import importlib
 import pathlib
 import re
 import runpy
@@ -10,6 +12,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [*(ROOT / f"{n}.md" for n in ("README", "CONTRIBUTING", "CHANGELOG")), *DOCS.rglob("*.md")]
+MODULES = sorted(path for path in (ROOT / "pallas_fa2").rglob("*.py") if ">>> " in path.read_text())
 DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
 USER = sorted((DOCS / "user").glob("*.md"))
 DESIGN = [*sorted((DOCS / "design").glob("*.md")), DOCS / "glossary.md"]
@@ -139,3 +142,14 @@ def test_the_code_of_a_page_runs(page, promotion_as_users_have_it, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "page.py").write_text("\n".join(blocks))
     runpy.run_path(str(tmp_path / "page.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_the_examples_of_docstrings_run(path, promotion_as_users_have_it):
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    report: list[str] = []
+    runner = doctest.DocTestRunner()
+    examples = [x for x in doctest.DocTestFinder().find(module) if x.examples]
+    for example in examples:
+        runner.run(example, out=report.append)
+    assert examples and not report, "".join(report)

@@ -12,6 +12,7 @@ from pallas_fa2.ir.call_spec import accumulator_dtype
 from pallas_fa2.ir.mesh import match_varying_axes
 
 AxisName = Any  # the name of a mesh axis, or a tuple of names
+TOKENS, HEADS = -3, -2  # the axes of q, k, v and out
 
 
 def shift(arrays: Any, axis_name: AxisName, by: int) -> Any:

@@ -13,13 +13,12 @@ from pallas_fa2.autodiff import CHECKPOINT_NAMES, attention
 from pallas_fa2.check_args import check_arrays
 from pallas_fa2.device import device_of
 from pallas_fa2.distributed.aux_shards import gather_key_data, own_positions, with_positions
-from pallas_fa2.distributed.collectives import AxisName, gather
+from pallas_fa2.distributed.collectives import HEADS, TOKENS, AxisName, gather
 from pallas_fa2.distributed.ring import Ring, ring_attention
 from pallas_fa2.distributed.ring_schedule import RingSchedule, select_operands, split_conjuncts
-from pallas_fa2.distributed.ring_steps import TOKENS
 from pallas_fa2.distributed.ulysses import Ulysses
 from pallas_fa2.distributed.zigzag import Layout
-from pallas_fa2.ir.call_spec import CallSpec, Operands
+from pallas_fa2.ir.call_spec import CallSpec, Operands, accumulator_dtype
 from pallas_fa2.ir.mesh import match_varying_axes
 from pallas_fa2.ir.translation import reads_positions
 from pallas_fa2.masks import as_mask
@@ -60,7 +59,8 @@ def context_parallel_attention(
 ) -> Any:
     """Compute exact attention inside `jax.shard_map`, where sequences are divided over the n devices of a mesh axis.
 
-    The result is that of `flash_attention` on the whole sequences, dropout included, for this device's queries.
+    The result is that of `flash_attention` on the whole sequences, dropout included, for this device's queries. Call the
+    `shard_map` inside `jax.jit`, which `"ring"` requires.
 
     Args:
       query: `[*B, T/n, N, H]`, the queries of this device; dtypes as in `flash_attention`.
@@ -87,17 +87,19 @@ def context_parallel_attention(
     Raises:
       ValueError, TypeError: before anything is compiled, as in `flash_attention`; there is no such mesh axis, a zigzag
         layout has an odd number of tokens on a device, or heads cannot be divided.
+      NotImplementedError: strategy `"ring"` is called outside of `jax.jit`.
 
     Example:
-      >>> import functools, jax, pallas_fa2 as fa
-      >>> from jax.sharding import PartitionSpec as P
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("sequence",))
+      >>> import functools, jax, numpy as np, pallas_fa2 as fa
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> mesh = Mesh(np.array(jax.devices()), ("sequence",))
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 128, 8, 64))
       >>> attend = functools.partial(
       ...     fa.context_parallel_attention, axis_name="sequence", is_causal=True
       ... )
       >>> spec = P(None, "sequence")
-      >>> jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)(q, k, v).shape
+      >>> cp = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+      >>> jax.jit(cp)(q, k, v).shape
       (2, 128, 8, 64)
     """
     check_arrays(query, key, value)
@@ -111,7 +113,9 @@ def context_parallel_attention(
     )
     _complete_positions(arguments, layout, axis_name, arrays)
     call = check_call(*arrays, **arguments)
-    if strategy == "ulysses":
+    if 0 in call.dims.batch:
+        run = _no_entries
+    elif strategy == "ulysses":
         run = _ulysses
     else:
         run = _ring if strategy == "ring" or shards == 1 else _all_gather
@@ -173,6 +177,16 @@ def _shard_operands(call: CheckedCall, axis_name: AxisName, layout: Layout) -> O
         return operands
     lengths = dims.q_len, dims.kv_len
     return with_positions(operands, layout, lengths, axis_name, call.first_position)
+
+
+def _no_entries(
+    call: CheckedCall, arrays: tuple, axis_name: AxisName, layout: Layout, implementation: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return `out [*B, T/n, N, Hv]` and `lse [*B, N, T/n]` where an axis of B has length 0, which backends cannot divide."""
+    q, _, v = arrays
+    out = jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
+    lse = jnp.zeros((*q.shape[:-3], q.shape[HEADS], q.shape[TOKENS]), accumulator_dtype(q.dtype))
+    return match_varying_axes((out, lse), (arrays, lax.axis_index(axis_name)))
 
 
 def _ring(

@@ -4,7 +4,9 @@ The forward merges the results of blocks by their logsumexps. The backward is th
 Algorithm 2) for each block, with the logsumexp of all keys; the sums dK and dV go around with their keys, in float32.
 """
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -22,10 +24,9 @@ from pallas_fa2.autodiff import (
     split_primals,
 )
 from pallas_fa2.backends.registry import BACKENDS
-from pallas_fa2.distributed.collectives import AxisName, shift
+from pallas_fa2.distributed.collectives import TOKENS, AxisName, shift
 from pallas_fa2.distributed.ring_schedule import Step
 from pallas_fa2.distributed.ring_steps import (
-    TOKENS,
     Block,
     Turn,
     blocks_of,
@@ -58,7 +59,22 @@ def ring_attention(
     if any(BACKENDS[plan.implementation].backward is None for plan in plans):
         operands = operands._replace(mask=lax.stop_gradient(operands.mask))
         return _forward(ring, q, k, v, operands)
-    return cast(tuple, _ring_vjp(ring, q, k, v, operands))
+    with _naming_the_cure_outside_jit():
+        return cast(tuple, _ring_vjp(ring, q, k, v, operands))
+
+
+@contextlib.contextmanager
+def _naming_the_cure_outside_jit() -> Iterator[None]:
+    """Replace JAX's error about a `custom_vjp` in `shard_map` outside of `jit` by one that names `jit` as the remedy."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "symbolic_zeros" not in str(error):
+            raise
+        raise NotImplementedError(
+            "strategy 'ring', which 'all_gather' is on one device as well, cannot run in a jax.shard_map outside of "
+            "jax.jit, where JAX has no custom_vjp with symbolic zeros; call jax.jit(jax.shard_map(...))"
+        ) from error
 
 
 class Rows(NamedTuple):

@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa2.distributed.collectives import AxisName
+from pallas_fa2.distributed.collectives import TOKENS, AxisName
 from pallas_fa2.distributed.ring_schedule import BlockCall, Step, select_operands
 from pallas_fa2.ir.arrays import AuxArrays
 from pallas_fa2.ir.block_classes import EMPTY, block_classes_all_heads
 from pallas_fa2.ir.call_spec import Operands
 from pallas_fa2.ir.mesh import match_varying_axes
-
-TOKENS = -3  # the axis of tokens in q, k, v and out
 
 
 class Turn(NamedTuple):

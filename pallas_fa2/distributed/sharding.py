@@ -162,8 +162,8 @@ def _divided_over(
         if mesh.shape[name] > 1
     }
     names = sorted(filter(steps.get, steps), key=lambda name: -steps[name])
-    whole = math.prod(mesh.shape[name] for name in names) == len(np.unique(starts))
-    return tuple(names) if whole else ()
+    covers_mesh_axes = math.prod(mesh.shape[name] for name in names) == len(np.unique(starts))
+    return tuple(names) if covers_mesh_axes else ()
 
 
 def _mesh_axes(*entries: Any) -> set[str]:

@@ -10,14 +10,12 @@ from jax import lax
 
 from pallas_fa2.autodiff import attention
 from pallas_fa2.distributed.aux_shards import map_aux
-from pallas_fa2.distributed.collectives import AxisName, all_to_all, gather_any
+from pallas_fa2.distributed.collectives import HEADS, TOKENS, AxisName, all_to_all, gather_any
 from pallas_fa2.distributed.zigzag import Layout, to_sequence_order, to_zigzag_order
 from pallas_fa2.ir.arrays import K_AXIS, Q_AXIS, AuxArrays, CallShape
 from pallas_fa2.ir.call_spec import CallSpec, Operands
 from pallas_fa2.ir.mesh import match_varying_axes
 from pallas_fa2.parse_call import CheckedCall
-
-TOKENS, HEADS = -3, -2  # the axes of q, k, v and out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,7 +94,8 @@ class Mask(StaticPytree):
           ValueError: the data do not fit such a call.
 
         Example:
-          >>> SlidingWindow(2).dense(3).astype(int)
+          >>> import pallas_fa2 as fa
+          >>> fa.SlidingWindow(2).dense(3).astype(int)
           Array([[[1, 0, 0],
                   [1, 1, 0],
                   [0, 1, 1]]], dtype=int32)
