@@ -1,7 +1,7 @@
 """Files of compiled launches, checked when they are read; nothing that is wrong with a file or a disk is an error.
 
 The directory is that of the environment variable `PALLAS_FA2_CACHE`, or the user's cache directory if that is `1`. Without
-the variable there is no store. Reading a file loads code, as with JAX's own cache, so only files of the user are read,
+the variable, or if it is `0`, there is no store. Reading a file loads code, as with JAX's own cache, so only files of the user are read,
 from a directory into which nobody else can write.
 """
 
@@ -40,13 +40,21 @@ class Entry(NamedTuple):
 
 def directory() -> pathlib.Path | None:
     """Return the directory of the store, which need not exist, or None if there is no store."""
+    return None if os.environ.get(VARIABLE, "") in ("", "0") else cache_directory()
+
+
+def cache_directory() -> pathlib.Path:
+    """Return the directory that the variable names; if it is `0`, `1` or unset, that of the package in the user's cache."""
     value = os.environ.get(VARIABLE, "")
-    if value in ("", "0"):
-        return None
-    if value != "1":
+    if value not in ("", "0", "1"):
         return pathlib.Path(value).expanduser()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return pathlib.Path(home).expanduser() / "pallas_fa2"
+
+
+def make_private(path: pathlib.Path) -> None:
+    """Make a directory into which nobody else can write, whatever the umask is, unless it exists."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def read(key: str) -> Entry | None:
@@ -82,7 +90,7 @@ def write(key: str, entry: Entry) -> bool:
     if path is None:
         return False
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         if not _is_private(path.parent):
             log.warning("nothing is stored in %s, because others can write to it", path.parent)
             return False
@@ -128,8 +136,8 @@ def _path(key: str) -> pathlib.Path | None:
 def _is_private(path: pathlib.Path) -> bool:
     """Return whether it is the user's, and nobody else can write to it."""
     status = path.stat()
-    others = stat.S_IWGRP | stat.S_IWOTH
-    return status.st_uid == os.getuid() and not status.st_mode & others
+    writable_by_others = stat.S_IWGRP | stat.S_IWOTH
+    return status.st_uid == os.getuid() and not status.st_mode & writable_by_others
 
 
 def _by_age(path: pathlib.Path) -> list[pathlib.Path]:
