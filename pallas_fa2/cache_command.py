@@ -36,10 +36,10 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if options.command == "warm":
         return _warm(options)
-    files = store.files()
-    size = sum(file.stat().st_size for file in files)
+    sizes = store.sizes()
     print(
-        f"{store.directory()}: {len(files)} entries, {size / 2**20:.1f} MiB of at most {store.MAX_BYTES >> 20}"
+        f"{store.directory()}: {len(sizes)} entries, {sum(sizes.values()) / 2**20:.1f} MiB of at most "
+        f"{store.MAX_BYTES >> 20}"
     )
     return 0
 

@@ -1,6 +1,8 @@
 """`python -m pallas_fa2 cache` shows, warms and clears the store."""
 
+import os
 import pathlib
+from typing import Any
 from unittest import mock
 
 import jax
@@ -36,6 +38,23 @@ def test_it_shows_and_clears(directory: pathlib.Path, capsys: pytest.CaptureFixt
     assert cache_command.run(["clear"]) == 0
     assert f"1 entries removed from {directory}" in capsys.readouterr().out
     assert store.files() == []
+
+
+def test_it_shows_files_that_are_removed_meanwhile(
+    directory: pathlib.Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("key", store.Entry(b"", None, {}))
+    stat = pathlib.Path.stat
+
+    def stat_and_remove(path: pathlib.Path, **options: Any) -> os.stat_result:
+        status = stat(path, **options)
+        if path.suffix == store.SUFFIX:
+            path.unlink()
+        return status
+
+    monkeypatch.setattr(pathlib.Path, "stat", stat_and_remove)
+    assert cache_command.run([]) == 0
+    assert f"{directory}: 1 entries" in capsys.readouterr().out
 
 
 def test_warming_needs_a_gpu(directory: pathlib.Path, capsys: pytest.CaptureFixture) -> None:

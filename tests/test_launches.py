@@ -1,10 +1,12 @@
 """Launches are lowered once, their kernels compiled in threads or loaded, and never taken for those of another call."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib.metadata
 import logging
 import pathlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -276,6 +278,46 @@ def test_a_launch_that_cannot_be_exported_is_called_as_it_is(
     with mock.patch.object(launches.export, "export", side_effect=ValueError("no")):
         lowered = lower(CALLS["forward"], *short())
     assert not compilations and len(kernel_hashes(lowered)) == 1
+    assert not launches._programs, "the launch holds arrays that are traced"
+    lower(CALLS["forward"], *short())
+    assert compilations and launches._programs
+
+
+def test_the_least_recently_used_launch_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "_MAX_LAUNCHES", 2)
+    with described():
+        for name in ("a", "b", "a", "c"):
+            key = launches.LaunchKey(name, (), "")
+            jax.eval_shape(launches.reusable(lambda x: x + 1, key), 1.0)
+    assert [signature.key.name for signature in launches._programs] == ["a", "c"]
+
+
+def test_threads_share_the_launches_that_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads that lower one launch, both use the program that was lowered first."""
+    inside = threading.Barrier(2, timeout=30)
+    made, used = [], []
+
+    def make(launch: Callable, signature: Any) -> Callable:
+        inside.wait()  # neither thread finds the program of the other one
+
+        def program(x: Any) -> Any:
+            used.append(program)
+            return x
+
+        made.append(program)
+        return program
+
+    monkeypatch.setattr(launches, "_make", make)
+    call = launches.reusable(lambda x: x, launches.LaunchKey("name", (), ""))
+
+    def run() -> None:
+        with launches.compiled_for("a device"):
+            call(1.0)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(run) for _ in range(2)]:
+            future.result()
+    assert len(made) == 2 and used[0] is used[1] and [*launches._programs.values()] == used[:1]
 
 
 def soft_cap(cap: float) -> Callable:

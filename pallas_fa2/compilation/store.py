@@ -20,7 +20,7 @@ SUFFIX = ".launch"
 # Changed when `Entry` or the layout of a file changes: another version of the package ignores the file.
 MAGIC = b"pallas_fa2 launch 1\n"
 DIGEST_BYTES = hashlib.sha256().digest_size
-# About 1000 launches: a causal forward with its backward takes 1 MB.
+# About 2000 launches of 0.5 MB: a causal forward with its backward has two.
 MAX_BYTES = 2**30
 
 log = logging.getLogger("pallas_fa2")
@@ -114,8 +114,13 @@ def write(key: str, entry: Entry) -> bool:
 
 def files() -> list[pathlib.Path]:
     """Return the files of the store, the least recently used first."""
+    return list(sizes())
+
+
+def sizes() -> dict[pathlib.Path, int]:
+    """Return the bytes of each file of the store, the least recently used first."""
     path = directory()
-    return [] if path is None or not path.is_dir() else _by_age(path)
+    return {} if path is None or not path.is_dir() else _sizes_by_age(path)
 
 
 def clear() -> int:
@@ -140,20 +145,20 @@ def _is_private(path: pathlib.Path) -> bool:
     return status.st_uid == os.getuid() and not status.st_mode & writable_by_others
 
 
-def _by_age(path: pathlib.Path) -> list[pathlib.Path]:
-    ages = {}
+def _sizes_by_age(path: pathlib.Path) -> dict[pathlib.Path, int]:
+    status = {}
     for file in path.glob(f"*{SUFFIX}"):
         try:
-            ages[file] = file.stat().st_mtime
+            status[file] = file.stat()
         except FileNotFoundError:  # another process has just removed it
             continue
-    return sorted(ages, key=lambda file: ages[file])
+    return {file: status[file].st_size for file in sorted(status, key=lambda x: status[x].st_mtime)}
 
 
 def _remove_oldest(path: pathlib.Path) -> None:
-    sizes = {file: file.stat().st_size for file in _by_age(path)}
-    excess = sum(sizes.values()) - MAX_BYTES
-    for file, size in sizes.items():
+    removable = _sizes_by_age(path)
+    excess = sum(removable.values()) - MAX_BYTES
+    for file, size in removable.items():
         if excess <= 0:
             return
         file.unlink(missing_ok=True)
