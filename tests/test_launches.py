@@ -439,6 +439,31 @@ def test_the_key_names_package_compilers_device_and_options(
     assert len({environment.describe(x) for x in kinds}) == 3
 
 
+@pytest.mark.parametrize("variable", ["PATH", "CUDA_ROOT", "XLA_FLAGS"])
+def test_the_key_names_the_ptxas_of_a_toolkit(
+    variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """A CUDA toolkit that is upgraded in its directory changes no variable and no distribution."""
+    values = {
+        "PATH": f"{tmp_path}/bin",
+        "CUDA_ROOT": str(tmp_path),
+        "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={tmp_path}",
+    }
+    monkeypatch.setenv(variable, values[variable])
+    described = signature()
+    ptxas = tmp_path / "bin" / "ptxas"
+    ptxas.parent.mkdir()
+    texts = [described.text]
+    for version in ("12.9.86", "13.0.8"):
+        ptxas.write_text(f"#!/bin/sh\necho release V{version}\n")
+        ptxas.chmod(0o700)
+        texts.append(described.text)
+        assert version in texts[-1] and described.text == texts[-1]
+    ptxas.write_text("no program")
+    texts.append(described.text)
+    assert None not in texts and len(set(texts)) == 4
+
+
 @pytest.mark.parametrize("stamps", [{}, {pathlib.Path("edited.py"): (1, 2, 3)}])
 def test_a_package_that_was_edited_after_its_import_stores_nothing(stamps: dict) -> None:
     """Its new files would be the key of its old code. A zip file has no stamps."""
