@@ -75,4 +75,10 @@ def _warm(options: argparse.Namespace) -> int:
     jax.jit(attend if options.forward_only else differentiate).lower(q, k, v)
     added = len(set(store.files()) - before)
     print(f"{added} entries added to {store.directory()} in {time.perf_counter() - start:.1f} s")
+    if not added:
+        explanation = fa.explain(q, k, v, is_causal=options.causal, implementation="fused")
+        print(
+            "Its kernels were stored already, or are never stored, as those for decoding (docs/user/first-call.md). "
+            f"Its forward: {explanation.forward}"
+        )
     return 0

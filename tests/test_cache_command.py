@@ -1,7 +1,9 @@
 """`python -m pallas_fa2 cache` shows, warms and clears the store."""
 
+import contextlib
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -71,10 +73,9 @@ def test_a_shape_has_four_sizes(
     assert "--query" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options, entries", [(["--forward-only"], 1), slow([], 2)])
-def test_warming_stores_the_kernels_of_a_call(
-    options: list[str], entries: int, directory: pathlib.Path, capsys: pytest.CaptureFixture
-) -> None:
+@contextlib.contextmanager
+def described_h200() -> Iterator[None]:
+    """Kernels are compiled for a GPU that this machine need not have."""
     device = compile_gate.h200s(1)[0]
     jax.clear_caches()  # of programs that hold launches of another test
     with (
@@ -85,6 +86,26 @@ def test_warming_stores_the_kernels_of_a_call(
         mock.patch.object(jax, "device_count", return_value=1),
         mock.patch.object(launches, "_programs", {}),
     ):
+        yield
+
+
+@pytest.mark.parametrize("options, entries", [(["--forward-only"], 1), slow([], 2)])
+def test_warming_stores_the_kernels_of_a_call(
+    options: list[str], entries: int, directory: pathlib.Path, capsys: pytest.CaptureFixture
+) -> None:
+    with described_h200():
         assert cache_command.run(["warm", *SHAPES, "--causal", *options]) == 0
-    assert f"{entries} entries added to {directory}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{entries} entries added to {directory}" in printed and "never stored" not in printed
     assert len(store.files()) == entries
+
+
+def test_warming_says_why_a_kernel_for_decoding_is_not_stored(
+    directory: pathlib.Path, capsys: pytest.CaptureFixture
+) -> None:
+    shapes = ["--query", "1,1,4,64", "--key", "1,4096,2,64"]
+    with described_h200():
+        assert cache_command.run(["warm", *shapes, "--forward-only"]) == 0
+    printed = capsys.readouterr().out
+    assert f"0 entries added to {directory}" in printed
+    assert "never stored, as those for decoding" in printed and "merges its splits" in printed
