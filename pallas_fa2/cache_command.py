@@ -36,10 +36,10 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if options.command == "warm":
         return _warm(options)
-    files = store.files()
-    size = sum(file.stat().st_size for file in files)
+    sizes = store.sizes()
     print(
-        f"{store.directory()}: {len(files)} entries, {size / 2**20:.1f} MiB of at most {store.MAX_BYTES >> 20}"
+        f"{store.directory()}: {len(sizes)} entries, {sum(sizes.values()) / 2**20:.1f} MiB of at most "
+        f"{store.MAX_BYTES >> 20}"
     )
     return 0
 
@@ -75,4 +75,10 @@ def _warm(options: argparse.Namespace) -> int:
     jax.jit(attend if options.forward_only else differentiate).lower(q, k, v)
     added = len(set(store.files()) - before)
     print(f"{added} entries added to {store.directory()} in {time.perf_counter() - start:.1f} s")
+    if not added:
+        explanation = fa.explain(q, k, v, is_causal=options.causal, implementation="fused")
+        print(
+            "Its kernels were stored already, or are never stored, as those for decoding (docs/user/first-call.md). "
+            f"Its forward: {explanation.forward}"
+        )
     return 0

@@ -1,6 +1,10 @@
 """`python -m pallas_fa2 cache` shows, warms and clears the store."""
 
+import contextlib
+import os
 import pathlib
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import jax
@@ -38,6 +42,23 @@ def test_it_shows_and_clears(directory: pathlib.Path, capsys: pytest.CaptureFixt
     assert store.files() == []
 
 
+def test_it_shows_files_that_are_removed_meanwhile(
+    directory: pathlib.Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("key", store.Entry(b"", None, {}))
+    stat = pathlib.Path.stat
+
+    def stat_and_remove(path: pathlib.Path, **options: Any) -> os.stat_result:
+        status = stat(path, **options)
+        if path.suffix == store.SUFFIX:
+            path.unlink()
+        return status
+
+    monkeypatch.setattr(pathlib.Path, "stat", stat_and_remove)
+    assert cache_command.run([]) == 0
+    assert f"{directory}: 1 entries" in capsys.readouterr().out
+
+
 def test_warming_needs_a_gpu(directory: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
     assert cache_command.run(["warm", *SHAPES]) == 1
     assert "JAX runs on cpu" in capsys.readouterr().out
@@ -52,10 +73,9 @@ def test_a_shape_has_four_sizes(
     assert "--query" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options, entries", [(["--forward-only"], 1), slow([], 2)])
-def test_warming_stores_the_kernels_of_a_call(
-    options: list[str], entries: int, directory: pathlib.Path, capsys: pytest.CaptureFixture
-) -> None:
+@contextlib.contextmanager
+def described_h200() -> Iterator[None]:
+    """Kernels are compiled for a GPU that this machine need not have."""
     device = compile_gate.h200s(1)[0]
     jax.clear_caches()  # of programs that hold launches of another test
     with (
@@ -66,6 +86,26 @@ def test_warming_stores_the_kernels_of_a_call(
         mock.patch.object(jax, "device_count", return_value=1),
         mock.patch.object(launches, "_programs", {}),
     ):
+        yield
+
+
+@pytest.mark.parametrize("options, entries", [(["--forward-only"], 1), slow([], 2)])
+def test_warming_stores_the_kernels_of_a_call(
+    options: list[str], entries: int, directory: pathlib.Path, capsys: pytest.CaptureFixture
+) -> None:
+    with described_h200():
         assert cache_command.run(["warm", *SHAPES, "--causal", *options]) == 0
-    assert f"{entries} entries added to {directory}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{entries} entries added to {directory}" in printed and "never stored" not in printed
     assert len(store.files()) == entries
+
+
+def test_warming_says_why_a_kernel_for_decoding_is_not_stored(
+    directory: pathlib.Path, capsys: pytest.CaptureFixture
+) -> None:
+    shapes = ["--query", "1,1,4,64", "--key", "1,4096,2,64"]
+    with described_h200():
+        assert cache_command.run(["warm", *shapes, "--forward-only"]) == 0
+    printed = capsys.readouterr().out
+    assert f"0 entries added to {directory}" in printed
+    assert "never stored, as those for decoding" in printed and "merges its splits" in printed

@@ -1,6 +1,7 @@
 """The check of the mma.sync kernels on a GPU of a kind that nobody has run them on."""
 
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from pallas_fa2.backends import reference
 from pallas_fa2.backends.sm80 import backend, first_use
+from pallas_fa2.compilation import store
 from pallas_fa2.device import Device, device_of
 
 A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0", 108)
@@ -66,6 +68,33 @@ def test_what_has_been_run_and_what_is_elsewhere_is_not_checked(
     monkeypatch.setattr(jax, "local_devices", list)
     assert first_use.failure(KERNELS, A100) is None
     assert checks[1:] == []
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "1"])
+def test_without_a_directory_of_its_own_the_file_is_in_the_users_cache(
+    value: str | None, checks: list, monkeypatch: Any, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.delenv("PALLAS_FA2_CACHE")
+    if value is not None:
+        monkeypatch.setenv("PALLAS_FA2_CACHE", value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert first_use.failure(KERNELS, A100) is None
+    assert [x.name for x in tmp_path.iterdir()] == ["cache"]
+    assert (tmp_path / "cache" / "pallas_fa2" / "first_use.json").exists()
+
+
+def test_the_store_writes_into_the_directory_that_the_check_has_made(
+    checks: list, monkeypatch: Any, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv("PALLAS_FA2_CACHE", str(tmp_path / "kernels"))
+    umask = os.umask(0o002)
+    try:
+        assert first_use.failure(KERNELS, A100) is None
+    finally:
+        os.umask(umask)
+    assert first_use.cache_file().exists()
+    assert store.write("key", store.Entry(b"", None, {}))
 
 
 def test_a_directory_that_cannot_be_written_is_no_error(checks: list, monkeypatch: Any) -> None:

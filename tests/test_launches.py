@@ -1,10 +1,12 @@
 """Launches are lowered once, their kernels compiled in threads or loaded, and never taken for those of another call."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib.metadata
 import logging
 import pathlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -276,6 +278,46 @@ def test_a_launch_that_cannot_be_exported_is_called_as_it_is(
     with mock.patch.object(launches.export, "export", side_effect=ValueError("no")):
         lowered = lower(CALLS["forward"], *short())
     assert not compilations and len(kernel_hashes(lowered)) == 1
+    assert not launches._programs, "the launch holds arrays that are traced"
+    lower(CALLS["forward"], *short())
+    assert compilations and launches._programs
+
+
+def test_the_least_recently_used_launch_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "_MAX_LAUNCHES", 2)
+    with described():
+        for name in ("a", "b", "a", "c"):
+            key = launches.LaunchKey(name, (), "")
+            jax.eval_shape(launches.reusable(lambda x: x + 1, key), 1.0)
+    assert [signature.key.name for signature in launches._programs] == ["a", "c"]
+
+
+def test_threads_share_the_launches_that_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads that lower one launch, both use the program that was lowered first."""
+    inside = threading.Barrier(2, timeout=30)
+    made, used = [], []
+
+    def make(launch: Callable, signature: Any) -> Callable:
+        inside.wait()  # neither thread finds the program of the other one
+
+        def program(x: Any) -> Any:
+            used.append(program)
+            return x
+
+        made.append(program)
+        return program
+
+    monkeypatch.setattr(launches, "_make", make)
+    call = launches.reusable(lambda x: x, launches.LaunchKey("name", (), ""))
+
+    def run() -> None:
+        with launches.compiled_for("a device"):
+            call(1.0)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(run) for _ in range(2)]:
+            future.result()
+    assert len(made) == 2 and used[0] is used[1] and [*launches._programs.values()] == used[:1]
 
 
 def soft_cap(cap: float) -> Callable:
@@ -395,6 +437,31 @@ def test_the_key_names_package_compilers_device_and_options(
         for kind, cores in (("H200", 132), ("H100", 132), ("H200", 114))
     ]
     assert len({environment.describe(x) for x in kinds}) == 3
+
+
+@pytest.mark.parametrize("variable", ["PATH", "CUDA_ROOT", "XLA_FLAGS"])
+def test_the_key_names_the_ptxas_of_a_toolkit(
+    variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """A CUDA toolkit that is upgraded in its directory changes no variable and no distribution."""
+    values = {
+        "PATH": f"{tmp_path}/bin",
+        "CUDA_ROOT": str(tmp_path),
+        "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={tmp_path}",
+    }
+    monkeypatch.setenv(variable, values[variable])
+    described = signature()
+    ptxas = tmp_path / "bin" / "ptxas"
+    ptxas.parent.mkdir()
+    texts = [described.text]
+    for version in ("12.9.86", "13.0.8"):
+        ptxas.write_text(f"#!/bin/sh\necho release V{version}\n")
+        ptxas.chmod(0o700)
+        texts.append(described.text)
+        assert version in texts[-1] and described.text == texts[-1]
+    ptxas.write_text("no program")
+    texts.append(described.text)
+    assert None not in texts and len(set(texts)) == 4
 
 
 @pytest.mark.parametrize("stamps", [{}, {pathlib.Path("edited.py"): (1, 2, 3)}])

@@ -165,6 +165,26 @@ def test_the_least_recently_used_files_are_removed_first(monkeypatch: pytest.Mon
     assert [store.read(key) is not None for key in "abcd"] == [True, False, True, True]
 
 
+@pytest.fixture
+def another_process_removes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file of an entry is removed as soon as its size has been read."""
+    stat = pathlib.Path.stat
+
+    def stat_and_remove(path: pathlib.Path, **options: Any) -> os.stat_result:
+        status = stat(path, **options)
+        if path.suffix == store.SUFFIX:
+            path.unlink()
+        return status
+
+    monkeypatch.setattr(pathlib.Path, "stat", stat_and_remove)
+
+
+def test_files_may_be_removed_meanwhile(another_process_removes: None) -> None:
+    assert store.write("key", ENTRY)
+    assert store.sizes() == {}
+    assert store.write("key", ENTRY)
+
+
 def test_clear_removes_entries_and_leftovers_alone(directory: pathlib.Path) -> None:
     store.write("key", ENTRY)
     (directory / "interrupted.part").write_bytes(b"")

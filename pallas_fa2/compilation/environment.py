@@ -5,11 +5,13 @@ import hashlib
 import importlib.metadata
 import os
 import pathlib
+import subprocess
 from typing import Any
 
 import jax
 
-# Mosaic is part of jaxlib and the plugins; ptxas comes with nvcc. Distributions that are not installed are left out.
+# Mosaic is part of jaxlib and the plugins; ptxas comes with nvcc, or with a CUDA toolkit (`_ptxas`). Distributions that
+# are not installed are left out.
 DISTRIBUTIONS = (
     *("jax", "jaxlib", "numpy", "ml_dtypes"),
     *("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"),
@@ -22,6 +24,9 @@ WITHOUT_EFFECT = (
     *("jax_default_device", "jax_platform", "jax_check", "jax_debug", "jax_cuda_visible_devices", "jax_num_cpu_devices"),
 )  # fmt: skip
 VARIABLES = ("XLA_FLAGS", "MOSAIC_GPU_", "CUDA_ROOT", "CUDA_HOME")
+# Directories of CUDA: JAX sets the first one to CUDA_ROOT, or to nvcc's distribution.
+CUDA_VARIABLES = ("MOSAIC_GPU_CUDA_ROOT", "CUDA_ROOT", "CUDA_HOME")
+CUDA_FLAG = "--xla_gpu_cuda_data_dir="
 
 
 def settings() -> tuple[tuple[str, str], ...]:
@@ -45,8 +50,42 @@ def describe(device: Any) -> str | None:
         f"{[getattr(device, name, None) for name in attributes]}",
         f"{getattr(device.client, 'platform_version', None)}",
         f"{sorted(variables.items())}",
+        f"{_ptxas()}",
     )
     return "\n".join(lines)
+
+
+def _ptxas() -> list[tuple[str, str]]:
+    """Return the path of every ptxas that may be run, and what it says of its version.
+
+    XLA runs the first that is new enough, in an order that differs among its versions. It looks in the directory of CUDA
+    that JAX or a flag names, on PATH, and in /usr/local/cuda.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    cuda = [os.environ.get(name) for name in CUDA_VARIABLES]
+    cuda += [x.removeprefix(CUDA_FLAG) for x in flags if x.startswith(CUDA_FLAG)]
+    directories = [os.path.join(x, "bin") for x in (*cuda, "/usr/local/cuda") if x]
+    directories += filter(None, os.environ.get("PATH", "").split(os.pathsep))
+    versions = {}
+    for path in (os.path.realpath(os.path.join(x, "ptxas")) for x in directories):
+        try:
+            status = os.stat(path)
+        except OSError:
+            continue
+        versions[path] = _version(path, status.st_mtime_ns, status.st_size)
+    return list(versions.items())
+
+
+@functools.cache
+def _version(path: str, *stamp: int) -> str:
+    """Return what a compiler says of its version, or why it cannot. It is asked again if its file has another stamp."""
+    try:
+        # It answers in 10 ms.
+        return subprocess.check_output(
+            [path, "--version"], stderr=subprocess.DEVNULL, text=True, timeout=10
+        )
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return repr(error)
 
 
 @functools.cache

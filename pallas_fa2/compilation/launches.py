@@ -8,6 +8,7 @@ compilation begins as soon as they are lowered, in threads, and ends before XLA 
 import contextlib
 import contextvars
 import logging
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -72,14 +73,16 @@ def reusable(launch: Callable, key: LaunchKey) -> Callable:
         leaves, tree = jax.tree.flatten(args)
         shapes = tuple((x.shape, x.dtype.name, x.weak_type) for x in map(jax.typeof, leaves))
         signature = _Signature(key, tree, shapes, environment.settings(), device)
-        program = _programs.get(signature)
-        if program is None:
-            program = _programs[signature] = _make(launch, signature)
-            while len(_programs) > _MAX_LAUNCHES:
-                _programs.pop(next(iter(_programs)), None)
-        else:
+        program = _recall(signature)
+        if program is not None:
             log.info("%s: reused in this process", key.name)
-        return program(*args)
+            return program(*args)
+        program = _make(launch, signature)
+        if (
+            program is None
+        ):  # it is not remembered: a launch holds arrays of the caller, which may be traced
+            return launch(*args)
+        return _remember(signature, program)(*args)
 
     return call
 
@@ -104,18 +107,38 @@ class _Signature(NamedTuple):
         return None if described is None or " at 0x" in text else text
 
 
-_programs: dict[_Signature, Callable] = {}
+# The least recently used program is the first. The lock is not held while a launch is lowered, which may take seconds.
+_programs: dict[_Signature, "_Program"] = {}
+_programs_lock = threading.Lock()
 
 
-def _make(launch: Callable, signature: _Signature) -> Callable:
-    """Return the program of a launch, whose kernels are being loaded or compiled, or the launch if it has none."""
+def _recall(signature: _Signature) -> "_Program | None":
+    """Return the program that is remembered for a signature, and make it the most recently used one."""
+    with _programs_lock:
+        program = _programs.pop(signature, None)
+        if program is not None:
+            _programs[signature] = program
+        return program
+
+
+def _remember(signature: _Signature, program: "_Program") -> "_Program":
+    """Remember a program and return it, or that of another thread that was quicker."""
+    with _programs_lock:
+        program = _programs.setdefault(signature, program)
+        while len(_programs) > _MAX_LAUNCHES:
+            del _programs[next(iter(_programs))]
+        return program
+
+
+def _make(launch: Callable, signature: _Signature) -> "_Program | None":
+    """Return the program of a launch, whose kernels are being loaded or compiled, or None if it has none."""
     try:
         # Formed before the kernels are lowered: what is changed meanwhile is not taken for what they were lowered under.
         text = None if store.directory() is None else signature.text
         return _load(signature, text) or _lower(launch, signature, text)
     except Exception:  # what is wrong with the launch itself is raised again when it is called
         log.debug("%s is lowered in each program", signature.key.name, exc_info=True)
-        return launch
+        return None
 
 
 def _lower(launch: Callable, signature: _Signature, text: str | None) -> "_Program":

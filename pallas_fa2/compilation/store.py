@@ -1,7 +1,7 @@
 """Files of compiled launches, checked when they are read; nothing that is wrong with a file or a disk is an error.
 
 The directory is that of the environment variable `PALLAS_FA2_CACHE`, or the user's cache directory if that is `1`. Without
-the variable there is no store. Reading a file loads code, as with JAX's own cache, so only files of the user are read,
+the variable, or if it is `0`, there is no store. Reading a file loads code, as with JAX's own cache, so only files of the user are read,
 from a directory into which nobody else can write.
 """
 
@@ -20,7 +20,7 @@ SUFFIX = ".launch"
 # Changed when `Entry` or the layout of a file changes: another version of the package ignores the file.
 MAGIC = b"pallas_fa2 launch 1\n"
 DIGEST_BYTES = hashlib.sha256().digest_size
-# About 1000 launches: a causal forward with its backward takes 1 MB.
+# About 2000 launches of 0.5 MB: a causal forward with its backward has two.
 MAX_BYTES = 2**30
 
 log = logging.getLogger("pallas_fa2")
@@ -40,13 +40,21 @@ class Entry(NamedTuple):
 
 def directory() -> pathlib.Path | None:
     """Return the directory of the store, which need not exist, or None if there is no store."""
+    return None if os.environ.get(VARIABLE, "") in ("", "0") else cache_directory()
+
+
+def cache_directory() -> pathlib.Path:
+    """Return the directory that the variable names; if it is `0`, `1` or unset, that of the package in the user's cache."""
     value = os.environ.get(VARIABLE, "")
-    if value in ("", "0"):
-        return None
-    if value != "1":
+    if value not in ("", "0", "1"):
         return pathlib.Path(value).expanduser()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return pathlib.Path(home).expanduser() / "pallas_fa2"
+
+
+def make_private(path: pathlib.Path) -> None:
+    """Make a directory into which nobody else can write, whatever the umask is, unless it exists."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def read(key: str) -> Entry | None:
@@ -82,7 +90,7 @@ def write(key: str, entry: Entry) -> bool:
     if path is None:
         return False
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         if not _is_private(path.parent):
             log.warning("nothing is stored in %s, because others can write to it", path.parent)
             return False
@@ -106,8 +114,13 @@ def write(key: str, entry: Entry) -> bool:
 
 def files() -> list[pathlib.Path]:
     """Return the files of the store, the least recently used first."""
+    return list(sizes())
+
+
+def sizes() -> dict[pathlib.Path, int]:
+    """Return the bytes of each file of the store, the least recently used first."""
     path = directory()
-    return [] if path is None or not path.is_dir() else _by_age(path)
+    return {} if path is None or not path.is_dir() else _sizes_by_age(path)
 
 
 def clear() -> int:
@@ -128,24 +141,24 @@ def _path(key: str) -> pathlib.Path | None:
 def _is_private(path: pathlib.Path) -> bool:
     """Return whether it is the user's, and nobody else can write to it."""
     status = path.stat()
-    others = stat.S_IWGRP | stat.S_IWOTH
-    return status.st_uid == os.getuid() and not status.st_mode & others
+    writable_by_others = stat.S_IWGRP | stat.S_IWOTH
+    return status.st_uid == os.getuid() and not status.st_mode & writable_by_others
 
 
-def _by_age(path: pathlib.Path) -> list[pathlib.Path]:
-    ages = {}
+def _sizes_by_age(path: pathlib.Path) -> dict[pathlib.Path, int]:
+    status = {}
     for file in path.glob(f"*{SUFFIX}"):
         try:
-            ages[file] = file.stat().st_mtime
+            status[file] = file.stat()
         except FileNotFoundError:  # another process has just removed it
             continue
-    return sorted(ages, key=lambda file: ages[file])
+    return {file: status[file].st_size for file in sorted(status, key=lambda x: status[x].st_mtime)}
 
 
 def _remove_oldest(path: pathlib.Path) -> None:
-    sizes = {file: file.stat().st_size for file in _by_age(path)}
-    excess = sum(sizes.values()) - MAX_BYTES
-    for file, size in sizes.items():
+    removable = _sizes_by_age(path)
+    excess = sum(removable.values()) - MAX_BYTES
+    for file, size in removable.items():
         if excess <= 0:
             return
         file.unlink(missing_ok=True)

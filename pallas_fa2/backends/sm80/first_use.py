@@ -7,7 +7,6 @@ takes. The result is kept in a file for that GPU and the versions of its driver,
 import functools
 import importlib.metadata
 import json
-import os
 import pathlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ import numpy as np
 
 from pallas_fa2.backends import reference
 from pallas_fa2.backends.sm80 import configs
+from pallas_fa2.compilation import store
 from pallas_fa2.device import Device
 from pallas_fa2.masks import Causal, SlidingWindow
 from pallas_fa2.parse_call import parse_call
@@ -38,10 +38,8 @@ type Kernels = tuple[Callable, Callable]  # a backend's forward and backward
 
 
 def cache_file() -> pathlib.Path:
-    """Return where results are kept: in PALLAS_FA2_CACHE, or in the user's cache directory."""
-    default = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    directory = os.environ.get("PALLAS_FA2_CACHE") or default / "pallas_fa2"
-    return pathlib.Path(directory) / "first_use.json"
+    """Return where results are kept, with a store of compiled kernels and without one."""
+    return store.cache_directory() / "first_use.json"
 
 
 def failure(kernels: Kernels, device: Device) -> str | None:
@@ -69,7 +67,7 @@ def _remembered(kernels: Kernels, device: Device, gpu: Any) -> str | None:
         with ThreadPoolExecutor(1) as pool:
             results[key] = pool.submit(check, kernels, device, gpu).result()
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            store.make_private(file.parent)
             file.write_text(json.dumps(results, indent=1))
         except OSError:
             pass  # it is checked again in the next process
@@ -121,8 +119,8 @@ def _error(kernels: Kernels, device: Device, dim: int, dtype: str) -> str | None
         return out, *pull(dout.astype(out.dtype))
 
     with jax.default_matmul_precision("highest"):
-        found, expected = run(q, k, v, dout), define(q, k, v, dout)
-    for name, x, y in zip(results, found, expected[: len(results)], strict=True):
+        actual, expected = run(q, k, v, dout), define(q, k, v, dout)
+    for name, x, y in zip(results, actual, expected[: len(results)], strict=True):
         x, y = (np.asarray(array.astype(jnp.float32)) for array in (x, y))
         error = np.linalg.norm(x - y) / np.linalg.norm(y)
         if not error <= MAX_ERROR[dtype]:
