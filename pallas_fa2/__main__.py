@@ -69,4 +69,8 @@ def _causal_attention_and_gradients(
 
 
 if __name__ == "__main__":
-    sys.exit(cache_command.run(sys.argv[2:]) if sys.argv[1:2] == ["cache"] else main())
+    if sys.argv[1:2] == ["cache"]:
+        sys.exit(cache_command.run(sys.argv[2:]))
+    if sys.argv[1:]:
+        sys.exit(f"{__doc__}\nargument not known: {sys.argv[1]}")
+    sys.exit(main())

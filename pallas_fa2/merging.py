@@ -53,9 +53,15 @@ def merge(*parts: Part) -> Part:
     return out.astype(outs[0].dtype), jnp.where(empty, -jnp.inf, top + jnp.log(total))
 
 
+def _is_pair(part: Any) -> bool:
+    """Return whether a part is a pair of arrays, and no list of parts."""
+    is_pair = isinstance(part, tuple | list) and len(part) == 2
+    return is_pair and not any(isinstance(x, tuple | list) for x in part)
+
+
 def _checked(parts: Any) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return the outputs and logsumexps of the parts."""
-    if not parts or not all(isinstance(part, tuple | list) and len(part) == 2 for part in parts):
+    if not parts or not all(map(_is_pair, parts)):
         raise TypeError(
             f"merge must get one or more pairs (out, lse), but it gets {len(parts)} arguments of types "
             f"{[type(part).__name__ for part in parts]}; write merge((out1, lse1), (out2, lse2))"

@@ -246,3 +246,14 @@ def test_add_to_tile_is_the_transpose_of_slice_tile(shape):
     chex.assert_trees_all_close(jnp.sum(part * weight), jnp.sum(x * spread), rtol=1e-5)
     added = add_to_tile(jnp.asarray(total), weight, jnp.int32(2), jnp.int32(4))
     chex.assert_trees_all_close(added, total + spread, rtol=1e-6)
+
+
+def test_a_tile_is_added_with_x64() -> None:
+    """A Python number beside a traced int32 would be an int64."""
+    with jax.enable_x64(True):
+        total = jnp.zeros((1, 1, 1, 4, 6), jnp.float32)
+        tile = jnp.ones((1, 1, 1, 2, 3), jnp.float32)
+        added = jax.jit(lambda q_start: add_to_tile(total, tile, q_start, 3))(np.int32(2))
+    expected = np.zeros((4, 6))
+    expected[2:, 3:] = 1
+    np.testing.assert_array_equal(added[0, 0, 0], expected)

@@ -634,8 +634,24 @@ def test_zigzag_gives_each_device_a_chunk_of_both_ends(length: int, n: int) -> N
     np.testing.assert_array_equal(to_zigzag_order(jnp.arange(length), 0, n), order.permutation)
 
 
-def test_zigzag_needs_whole_chunks() -> None:
-    with pytest.raises(
-        ValueError, match=r"length must be a multiple of 2 \* shards = 6, but it is 10"
-    ):
-        fa.zigzag(10, 3)
+@pytest.mark.parametrize(
+    "length, n, message",
+    [
+        (10, 3, r"length must be a multiple of 2 \* shards = 6, but it is 10"),
+        (8, 0, "shards must be at least 1, but it is 0"),
+        (8.0, 4, "length must be an integer, but it is 8.0"),
+        (8, True, "shards must be an integer, but it is True"),
+    ],
+)
+def test_zigzag_needs_whole_chunks(length: Any, n: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        fa.zigzag(length, n)
+
+
+def test_arguments_that_flash_attention_has_not_are_named() -> None:
+    x = jnp.zeros((1, 4, 1, 8))
+    with pytest.raises(TypeError, match="context_parallel_attention has no argument 'causal'"):
+        fa.context_parallel_attention(x, x, x, axis_name="sequence", causal=True)  # pyright: ignore
+    for names in ((), ("a", "a")):
+        with pytest.raises(ValueError, match="axis_name must be one axis or a tuple of different"):
+            fa.context_parallel_attention(x, x, x, axis_name=names)

@@ -92,6 +92,7 @@ def test_a_prefix_that_sequences_share() -> None:
     [
         ("one or more pairs", ()),
         ("one or more pairs", (Q,)),
+        ("one or more pairs", ([(Q, Q), (Q, Q)],)),
         ("every out must be floats of one shape", ((Q, jnp.zeros((2, 4, 5))), (Q[:, 1:], jnp.zeros((2, 4, 5))))),
         ("every out must be floats of one shape and dtype", ((Q, jnp.zeros((2, 4, 5))), (Q.astype(jnp.bfloat16), jnp.zeros((2, 4, 5))))),
         (r"lse must have shape \[\*B, N, T\]", ((Q, jnp.zeros((2, 5, 4))),)),

@@ -102,6 +102,10 @@ def context_parallel_attention(
       >>> jax.jit(cp)(q, k, v).shape
       (2, 128, 8, 64)
     """
+    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+        raise TypeError(
+            f"context_parallel_attention has no argument {unknown[0]!r}; it has those of flash_attention"
+        )
     check_arrays(query, key, value)
     shards = _check_arguments(axis_name, strategy, layout, query, key)
     arrays = tuple(jnp.asarray(x) for x in (query, key, value))
@@ -131,6 +135,12 @@ def _check_arguments(axis_name: Any, strategy: Any, layout: Any, query: Any, key
         if value not in get_args(type_):
             names = ", ".join(map(repr, get_args(type_)))
             raise ValueError(f"{name} must be one of {names}, but it is {value!r}")
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"axis_name must be one axis or a tuple of different ones, but it is {axis_name!r}; name those over which the "
+            "sequence is divided, in the order of the mesh"
+        )
     try:
         shards = lax.axis_size(axis_name)
     except NameError:

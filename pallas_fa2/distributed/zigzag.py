@@ -30,9 +30,18 @@ def zigzag(length: int, shards: int) -> Zigzag:
         positions = order.permutation                       # for RoPE and learned positions
 
     Raises:
-      ValueError: `length` is no multiple of `2 * shards`.
+      TypeError, ValueError: one is no integer; `shards` is below 1; `length` is no multiple of `2 * shards`.
     """
-    if shards < 1 or length % (2 * shards):
+    for name, x in (("length", length), ("shards", shards)):
+        if isinstance(x, bool) or not isinstance(x, int | np.integer):
+            raise TypeError(
+                f"zigzag: {name} must be an integer, but it is {x!r}; write zigzag(T, number of devices)"
+            )
+    if shards < 1:
+        raise ValueError(
+            f"zigzag: shards must be at least 1, but it is {shards}; pass the number of devices of the mesh axis"
+        )
+    if length % (2 * shards):
         raise ValueError(
             f"zigzag: length must be a multiple of 2 * shards = {2 * shards}, but it is {length}; pad the sequence"
         )

@@ -284,7 +284,8 @@ def slice_tile(x: jax.Array, q_start: Any, q_size: int, k_start: Any, k_size: in
 def add_to_tile(total: jax.Array, update: jax.Array, q_start: Any, k_start: Any) -> jax.Array:
     """Add an array of one tile to the array of all tiles: the transpose of `slice_tile`."""
     start: list = [np.int32(0)] * total.ndim
-    start[Q_AXIS] = q_start if total.shape[Q_AXIS] != 1 else start[0]
-    start[K_AXIS] = k_start if total.shape[K_AXIS] != 1 else start[0]
+    for axis, first in ((Q_AXIS, q_start), (K_AXIS, k_start)):
+        if total.shape[axis] != 1:
+            start[axis] = jnp.asarray(first, jnp.int32)  # a Python number would be int64 under x64
     old = lax.dynamic_slice(total, start, update.shape)
     return lax.dynamic_update_slice(total, old + update, start)
