@@ -10,10 +10,7 @@ from pallas_fa2.device import Device
 from tests.test_benchmarks import result
 
 RTX_3090 = Device("gpu", "NVIDIA GeForce RTX 3090", "8.6", 82)
-WRONG = (
-    "its kernels were wrong on this GPU when they were checked "
-    "(dq at H = 64: relative error 0.5; out at H = 128: relative error nan; file)"
-)
+WRONG = {(64, "bfloat16"): "dq at H = 64 in bfloat16: relative error 0.5"}
 
 
 @pytest.fixture
@@ -21,8 +18,7 @@ def gpu(monkeypatch, tmp_path):
     """An RTX 3090 whose kernels are right, and a clock that needs none; a test may set another capability."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpu_report, "device_of", lambda _: RTX_3090)
-    monkeypatch.setattr(first_use, "failure", lambda kernels, device: None)
-    monkeypatch.setattr(first_use, "check", lambda kernels, device, gpu: "")
+    monkeypatch.setattr(first_use, "check_families", lambda *_: dict.fromkeys(first_use.FAMILIES))
     monkeypatch.setattr(measure, "matmul", lambda n: 60.0)
 
     def fake(shape, implementations, iterations, backward):
@@ -46,8 +42,8 @@ def test_a_report_is_a_file_of_results_that_describes_the_gpu(gpu, capsys, monke
     path = gpu / "pallas_fa2-nvidia-geforce-rtx-3090.json"
     saved = record.load(path)
     assert saved["gpu"]["capability"] == "8.6" and saved["gpu"]["multiprocessors"] == 82
-    assert set(saved["gpu"]["first_use"]) == {"H = 64", "H = 96", "H = 128", "H = 256"}
-    assert all(text.startswith("right") for text in saved["gpu"]["first_use"].values())
+    names = {f"H = {dim}, {dtype}" for dim, dtype in first_use.FAMILIES}
+    assert saved["gpu"]["first_use"] == dict.fromkeys(names, "right")
     assert set(saved["results"]) == set(REPORT) and saved["setup"]["jax"] == jax.__version__
     out = capsys.readouterr().out
     assert "| d128_s4096_c |" in out and f"Please send us {path}" in out
@@ -56,19 +52,16 @@ def test_a_report_is_a_file_of_results_that_describes_the_gpu(gpu, capsys, monke
 
 
 def test_a_report_says_what_is_wrong(gpu, monkeypatch):
-    monkeypatch.setattr(first_use, "failure", lambda kernels, device: WRONG)
-    families = gpu_report.first_use_by_family(RTX_3090)
-    assert families["H = 64"] == "dq at H = 64: relative error 0.5"
-    assert families["H = 128"] == "out at H = 128: relative error nan"
-    assert families["H = 96"].startswith("right")
-    monkeypatch.setattr(first_use, "check", lambda *_: "dv at H = 96: relative error 1.2e-02")
-    families = gpu_report.first_use_by_family(RTX_3090._replace(capability="9.0"))
-    assert families["H = 96"] == "dv at H = 96: relative error 1.2e-02"
+    families = dict.fromkeys(first_use.FAMILIES) | WRONG
+    monkeypatch.setattr(first_use, "check_families", lambda *_: families)
+    report = gpu_report.first_use_by_family(RTX_3090)
+    assert report["H = 64, bfloat16"] == WRONG[64, "bfloat16"]
+    assert report["H = 64, float32"] == report["H = 96, bfloat16"] == "right"
 
     def fails(*_):
         raise RuntimeError("ptxas failed")
 
-    monkeypatch.setattr(first_use, "failure", fails)
+    monkeypatch.setattr(first_use, "check_families", fails)
     assert gpu_report.first_use_by_family(RTX_3090) == {"all": "RuntimeError: ptxas failed"}
 
 

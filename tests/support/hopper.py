@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.common import mask_bits, scheduler
-from pallas_fa2.backends.common.primitives.launch import build_kernel
+from pallas_fa2.backends.common import mask_bits
+from pallas_fa2.backends.common.primitives import launch
 from pallas_fa2.backends.sm80 import support
 from pallas_fa2.backends.sm90 import configs
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
@@ -149,16 +149,16 @@ def packed_inputs(batch: int, lengths: Two, heads: Two, head_dim: int) -> list[j
 def all_at_once(kernel: str = "attention_gradients") -> Iterator[None]:
     """Interpreted CTAs of a kernel run side by side, which otherwise run one after another: as one
     cluster."""
-    launch = build_kernel
+    build_kernel = launch.build_kernel
 
     def as_cluster(
         name: str, run: Any, memory: Any, out: Any, grid: Any, groups: int, cluster: Any = ()
     ) -> Any:
         if name == kernel:
             grid, cluster = {"all": 1}, {**grid, **dict(cluster)}
-        return launch(name, run, memory, out, grid, groups, dict(cluster))
+        return build_kernel(name, run, memory, out, grid, groups, dict(cluster))
 
-    with mock.patch.object(scheduler, "build_kernel", as_cluster):
+    with mock.patch.object(launch, "build_kernel", as_cluster):
         yield
 
 
