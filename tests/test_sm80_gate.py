@@ -20,8 +20,8 @@ from tests.support.portable_gate import CALLS, CANDIDATES
 from tests.support.tiers import slow
 
 # Bytes that a thread stores and loads: of constants of a loop most of all, a few times in a step of hundreds of
-# instructions. ptxas 13.0 needs more registers for Blackwell.
-MAX_SPILL_BYTES = {"8.0": 450, "8.6": 450, "8.9": 450, "9.0": 450, "10.0": 900, "12.0": 900}
+# instructions. ptxas 13.0 needs more registers for Blackwell; in 100 KB the kernel of dQ alone at (256, 256) spills 496.
+MAX_SPILL_BYTES = {"8.0": 450, "8.6": 500, "8.9": 500, "9.0": 450, "10.0": 900, "12.0": 900}
 # Of float32 inputs: 624 under a general mask at H = 128 on 8.6, 544 at H = 256 on 8.0. S and P have twice the registers.
 MAX_SPILL_BYTES_FLOAT32 = {x: max(700, most) for x, most in MAX_SPILL_BYTES.items()}
 # Calls that one process compiles, in less than its time limit.

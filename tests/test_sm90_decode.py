@@ -520,8 +520,8 @@ def test_hidden_nan_stays_hidden_from_columns_of_padding(packed: bool) -> None:
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.02)
 
 
-# With 64 columns, and these masks, all registers are in use and 10 values of a thread spill.
-SPILLS = {("images", 4)}
+# With 64 columns, and these masks, all registers are in use and so many bytes of a thread spill.
+SPILLS = {("images", 4): 40, ("tree", 4): 88}
 
 
 @pytest.mark.parametrize("queries", [1, slow(4)])
@@ -542,7 +542,7 @@ def test_mods_compile_clean(name: str, queries: int) -> None:
         (report,) = compile_gate.compile_for_h200(run, *arrays, jax.ShapeDtypeStruct((4,), "int32"))
     assert report.name.startswith("decode")
     if (name, queries) in SPILLS:
-        assert report.spill_stores <= 40
+        assert report.spill_stores <= SPILLS[name, queries]
         report = dataclasses.replace(report, spill_stores=0, spill_loads=0)
     compile_gate.assert_clean(report)
 
