@@ -93,8 +93,8 @@ def _installation() -> str | None:
     """Return the digest of the package's sources, and the versions of what compiles them."""
     sources = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
-        for part in (str(path.relative_to(_PACKAGE)).encode(), path.read_bytes()):
-            sources.update(hashlib.sha256(part).digest())
+        for text in (str(path.relative_to(_PACKAGE)).encode(), path.read_bytes()):
+            sources.update(hashlib.sha256(text).digest())
     # A file that was edited after it was imported is not the code that runs; a zip file has no files.
     if not _AT_IMPORT or _stamps() != _AT_IMPORT:
         return None

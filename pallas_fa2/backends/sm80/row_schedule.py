@@ -5,10 +5,14 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.block_mask import BlockMask, block_id
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.mask_bits import load_bits
 from pallas_fa2.schedule import raster
 
 # Of keys and values of the heads that run at the same time: a half of an A100's 40 MB of L2.
@@ -18,7 +22,7 @@ L2_BUDGET = 20 << 20
 class RowConfig(Protocol):
     """A configuration of a kernel whose CTAs have `block_q` queries each and visit blocks of keys.
 
-    An element of K or V is `terms` 16-bit numbers.
+    An element of K or V is `terms` 16-bit numbers; each warpgroup has `row_tiles` tiles of 64 queries.
     """
 
     @property
@@ -31,6 +35,10 @@ class RowConfig(Protocol):
     def block_kv(self) -> int: ...
     @property
     def terms(self) -> int: ...
+    @property
+    def warpgroups(self) -> int: ...
+    @property
+    def row_tiles(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,3 +81,61 @@ class RowSchedule[C: RowConfig]:
         visited = jnp.minimum(arithmetic.div(end, block_kv), self.kv_blocks)
         full = jnp.minimum(arithmetic.div(first_row + (p.causal_offset + 1), block_kv), whole)
         return visited, full
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTile[C: RowConfig]:
+    """The queries of a CTA, of which each warpgroup has some tiles of 64, and the blocks of keys that they visit."""
+
+    schedule: RowSchedule[C]
+    block_mask: BlockMask | None  # in device memory
+    coordinates: tuple[Any, Any, Any]  # batch entry, head and tile
+    num_blocks: Any
+    num_full: Any  # of them, the first ones
+    warpgroup: Any
+
+    @classmethod
+    def load(cls, schedule: RowSchedule[C], block_mask: BlockMask | None) -> "RowTile[C]":
+        """Load what this warpgroup of this CTA has."""
+        coordinates = schedule.raster_order.coordinates(lax.axis_index("cta"))
+        warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
+        if block_mask is None:
+            counts = schedule.block_counts(coordinates[2])
+        else:
+            counts = block_mask.load_counts(coordinates)
+        return cls(schedule, block_mask, coordinates, *counts, warpgroup)
+
+    @property
+    def head(self) -> tuple[Any, Any]:
+        """Batch entry and head."""
+        return self.coordinates[:2]
+
+    def compute_kv_head(self) -> Any:
+        return arithmetic.div(self.coordinates[1], self.schedule.spec.group)
+
+    def compute_first_row(self) -> Any:
+        """Return the first row of the CTA, in the sequence."""
+        return self.coordinates[2] * self.schedule.config.block_q
+
+    def compute_row(self, n: int) -> Any:
+        """Return the first row of the warpgroup's n-th tile, in the sequence."""
+        return self.compute_first_row() + self._row_in_cta(n)
+
+    def own_rows(self, buffer: Any, n: int) -> Any:
+        """Return the rows of the warpgroup's n-th tile."""
+        return buffer.at[pl.ds(self._row_in_cta(n), 64)]
+
+    def _row_in_cta(self, n: int) -> Any:
+        return self.warpgroup * (64 * self.schedule.config.row_tiles) + 64 * n
+
+    def load_block_index(self, t: Any) -> Any:
+        """Return the block of keys that is visited as the t-th; of the one after the last, whatever follows there."""
+        if self.block_mask is None:
+            return t
+        return block_id(self.block_mask.load_entry(self.coordinates, t))
+
+    def load_mask_bits(self, mask_bits: Any, n: int, j: Any) -> Any:
+        """Load the bits of the n-th tile's rows and the keys of block j."""
+        batch, _, tile = self.coordinates
+        fragment = self.warpgroup * self.schedule.config.row_tiles + n
+        return load_bits(mask_bits, batch, tile, j, fragment)

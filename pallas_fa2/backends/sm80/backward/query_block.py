@@ -18,15 +18,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.common.block_mask import block_id
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.common.mask_bits import load_bits
 from pallas_fa2.backends.common.primitives import layouts, thread_values
 from pallas_fa2.backends.common.row_mods import RowMods
 from pallas_fa2.backends.sm80.backward.config import DqConfig
 from pallas_fa2.backends.sm80.backward.memory import DqStorage, Inputs
 from pallas_fa2.backends.sm80.primitives import async_copy, mma
-from pallas_fa2.backends.sm80.row_schedule import RowSchedule
+from pallas_fa2.backends.sm80.row_schedule import RowSchedule, RowTile
 from pallas_fa2.control_flow import cond, when
 
 
@@ -45,27 +43,13 @@ class QueryBlock:
     inputs: Inputs
     dq: Any  # in device memory, like q
     memory: DqStorage
-    coordinates: tuple[Any, Any, Any]  # batch entry, head and tile
-    num_blocks: Any
-    num_full: Any  # of them, the first ones
-    warpgroup: Any
+    tile: RowTile[DqConfig]
 
     @classmethod
     def start(
         cls, schedule: RowSchedule[DqConfig], inputs: Inputs, dq: Any, memory: DqStorage
     ) -> "QueryBlock":
-        coordinates = schedule.raster_order.coordinates(lax.axis_index("cta"))
-        warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
-        if inputs.block_mask is None:
-            num_blocks, num_full = schedule.block_counts(coordinates[2])
-        else:
-            num_blocks, num_full = inputs.block_mask.load_counts(coordinates)
-        return cls(schedule, inputs, dq, memory, coordinates, num_blocks, num_full, warpgroup)
-
-    @property
-    def head(self) -> tuple[Any, Any]:
-        """Batch entry and head."""
-        return self.coordinates[:2]
+        return cls(schedule, inputs, dq, memory, RowTile.load(schedule, inputs.block_mask))
 
     @property
     def spec(self) -> KernelSpec:
@@ -77,14 +61,14 @@ class QueryBlock:
 
     def differentiate(self) -> None:
         """Compute dQ of the block: Algorithm 2, lines 8-17, for one i and all j."""
-        first, tiles = self.load_block_index(I32(0)), range(self.config.row_tiles)
+        first, tiles = self.tile.load_block_index(I32(0)), range(self.config.row_tiles)
         dout = self.load_rows()
         self.load_block(I32(0), first)
         statistics = [self.load_statistics(n) for n in tiles]
         shape = 64, self.config.head_dim
         dq = [thread_values.zero_accumulator(shape) for _ in tiles]
         body = functools.partial(self.step, statistics, dout)
-        _, dq = lax.fori_loop(I32(0), self.num_blocks, body, (first, dq))
+        _, dq = lax.fori_loop(I32(0), self.tile.num_blocks, body, (first, dq))
         self.store(dq)
 
     def step(self, statistics: list[RowStatistics], dout: list, t: Any, carry: tuple) -> tuple:
@@ -93,7 +77,7 @@ class QueryBlock:
         `dout` are the fragments of dO, if they are kept in registers.
         """
         j, dq = carry
-        next_j = self.load_block_index(t + 1)
+        next_j = self.tile.load_block_index(t + 1)
         k, v = self.buffers(t)
         self.wait_for_copies()  # K_j and V_j are there, and everyone has read the block before
         if self.config.stages > 1:
@@ -122,7 +106,7 @@ class QueryBlock:
 
     def left_fragments(self, rows: Any, columns: Any) -> list[jax.Array]:
         tiles = range(self.config.row_tiles)
-        return [mma.load_left(self.own_rows(rows, n).at[:, columns]) for n in tiles]
+        return [mma.load_left(self.tile.own_rows(rows, n).at[:, columns]) for n in tiles]
 
     def probabilities(
         self, s: list[jax.Array], statistics: list[RowStatistics], t: Any, j: Any, keys: Any
@@ -139,7 +123,7 @@ class QueryBlock:
                 # behind lse, which may be NaN in a row that sees nothing
                 return [self.mask(n, x, j, keys) for n, x in enumerate(exponents)]
 
-            exponents = cond(t >= self.num_full, mask, lambda: exponents)
+            exponents = cond(t >= self.tile.num_full, mask, lambda: exponents)
         for n, exponent in enumerate(exponents):
             mods = self.load_mods(n, j, keys, masked=False)
             p.append(mods.mark_dropped(jnp.exp2(exponent), pl.ds(0, keys.size)))
@@ -149,9 +133,7 @@ class QueryBlock:
         """Set to -inf the exponents of keys that the n-th tile's rows do not see, or that do not exist."""
         bits = []
         if self.spec.uses_mask_bits:
-            batch, _, tile = self.coordinates
-            fragment = self.warpgroup * self.config.row_tiles + n
-            words = load_bits(self.inputs.mask_bits, batch, tile, j, fragment)
+            words = self.tile.load_mask_bits(self.inputs.mask_bits, n, j)
             # A thread has half a bit a column: 4 values in 8 columns.
             bits = [word << (keys.start // 2) for word in words]
         return self.load_mods(n, j, keys, masked=True).apply_mask(exponent, bits)
@@ -173,11 +155,11 @@ class QueryBlock:
         It is loaded wherever it is used, as it would hold registers in between.
         """
         block_kv = self.config.block_kv
-        tile = self.compute_row(n), pl.ds(j * block_kv + keys.start, keys.size), block_kv
-        return RowMods.load(self.spec, self.inputs.aux, self.head, *tile, masked)
+        tile = self.tile.compute_row(n), pl.ds(j * block_kv + keys.start, keys.size), block_kv
+        return RowMods.load(self.spec, self.inputs.aux, self.tile.head, *tile, masked)
 
     def load_statistics(self, n: int) -> RowStatistics:
-        rows = (*self.head, pl.ds(self.compute_row(n), 64))
+        rows = (*self.tile.head, pl.ds(self.tile.compute_row(n), 64))
         arrays = self.inputs.lse, self.inputs.delta
         return RowStatistics(*(layouts.load_row(0, x.at[rows], jnp.float32) for x in arrays))
 
@@ -186,9 +168,9 @@ class QueryBlock:
         size, dout = self.config.block_q, self.memory.dout
         if self.config.dout_in_registers:
             dout = self.memory.v.at[0]  # until V is copied there
-        first = self.coordinates[2] * size
+        first = self.tile.compute_first_row()
         limit = None if self.spec.q_len % size == 0 else self.spec.q_len - first
-        batch, head = self.head
+        batch, head = self.tile.head
         for array, buffer in ((self.inputs.q, self.memory.q), (self.inputs.dout, dout)):
             rows = array.at[batch, pl.ds(first, size), head]
             async_copy.load_rows(rows, buffer, self.config.warpgroups, limit)
@@ -200,24 +182,18 @@ class QueryBlock:
         async_copy.sync_cta(self.config.warpgroups)  # everyone has its own rows of dO
         return fragments
 
-    def load_block_index(self, t: Any) -> Any:
-        """Return the block of keys that is visited as the t-th; of the one after the last, whatever follows there."""
-        if self.inputs.block_mask is None:
-            return t
-        return block_id(self.inputs.block_mask.load_entry(self.coordinates, t))
-
     def load_block(self, t: Any, j: Any) -> None:
         """Begin to copy block j of keys and values, the t-th, if there is one, and make a group of the copies so far."""
-        size, (batch, head) = self.config.block_kv, self.head
+        size, (batch, _) = self.config.block_kv, self.tile.head
 
         def load() -> None:
-            kv_head, first = arithmetic.div(head, self.spec.group), j * size
+            kv_head, first = self.tile.compute_kv_head(), j * size
             limit = None if self.spec.kv_len % size == 0 else self.spec.kv_len - first
             for array, buffer in zip((self.inputs.k, self.inputs.v), self.buffers(t), strict=True):
                 rows = array.at[batch, pl.ds(first, size), kv_head]
                 async_copy.load_rows(rows, buffer, self.config.warpgroups, limit)
 
-        when(t < self.num_blocks)(load)
+        when(t < self.tile.num_blocks)(load)
         async_copy.commit_group()
 
     def wait_for_copies(self) -> None:
@@ -229,22 +205,13 @@ class QueryBlock:
         if self.config.stages > 1:
             async_copy.sync_cta(self.config.warpgroups)  # everyone has read Q
         for n, tile in enumerate(dq):
-            own = self.own_rows(self.memory.q, n)
+            own = self.tile.own_rows(self.memory.q, n)
             own[...] = (tile * self.spec.scale).astype(self.dq.dtype)
         async_copy.sync_cta(self.config.warpgroups)
-        first, (batch, head) = self.coordinates[2] * self.config.block_q, self.head
+        first, (batch, head) = self.tile.compute_first_row(), self.tile.head
         target = self.dq.at[batch, pl.ds(first, self.config.block_q), head]
         limit = self.spec.q_len - first
         async_copy.store_rows(self.memory.q, target, self.config.warpgroups, limit)
-
-    def own_rows(self, buffer: Any, n: int) -> Any:
-        """Return the rows of the warpgroup's n-th tile."""
-        return buffer.at[pl.ds(64 * (self.warpgroup * self.config.row_tiles + n), 64)]
-
-    def compute_row(self, n: int) -> Any:
-        """Return the first row of the warpgroup's n-th tile, in the sequence."""
-        tile = self.coordinates[2] * (self.config.block_q // 64)
-        return 64 * (tile + self.warpgroup * self.config.row_tiles + n)
 
     def buffers(self, t: Any) -> tuple[Any, Any]:
         stage = arithmetic.rem(t, self.config.stages) if self.config.stages > 1 else 0

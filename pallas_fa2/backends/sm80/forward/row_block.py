@@ -12,9 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32, LOG2E
-from pallas_fa2.backends.common.block_mask import block_id
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.common.mask_bits import load_bits
 from pallas_fa2.backends.common.primitives import layouts, register_io
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
 from pallas_fa2.backends.common.row_mods import RowMods
@@ -23,7 +21,7 @@ from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.memory import Inputs, SharedStorage
 from pallas_fa2.backends.sm80.forward.softmax import NO_MAXIMUM, KeyScales, Softmax, update
 from pallas_fa2.backends.sm80.primitives import async_copy, mma
-from pallas_fa2.backends.sm80.row_schedule import RowSchedule
+from pallas_fa2.backends.sm80.row_schedule import RowSchedule, RowTile
 from pallas_fa2.control_flow import cond, when
 from pallas_fa2.ir.call_spec import MASKED_SCORE_THRESHOLD
 
@@ -37,10 +35,7 @@ class RowBlock:
     out: Any  # in device memory
     lse: Any
     memory: SharedStorage
-    coordinates: tuple[Any, Any, Any]  # batch entry, head and tile
-    num_blocks: Any
-    num_full: Any  # of them, the first ones
-    warpgroup: Any
+    tile: RowTile[ForwardConfig]
 
     @classmethod
     def start(
@@ -51,24 +46,8 @@ class RowBlock:
         lse: Any,
         memory: SharedStorage,
     ) -> "RowBlock":
-        coordinates = schedule.raster_order.coordinates(lax.axis_index("cta"))
-        warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
-        if inputs.block_mask is None:
-            num_blocks, num_full = schedule.block_counts(coordinates[2])
-        else:
-            num_blocks, num_full = inputs.block_mask.load_counts(coordinates)
-        return cls(schedule, inputs, out, lse, memory, coordinates, num_blocks, num_full, warpgroup)
-
-    @property
-    def head(self) -> tuple[Any, Any]:
-        """Batch entry and head."""
-        return self.coordinates[:2]
-
-    def compute_kv_head(self) -> Any:
-        return arithmetic.div(self.coordinates[1], self.spec.group)
-
-    def compute_first_row(self) -> Any:
-        return self.coordinates[2] * self.config.block_q
+        tile = RowTile.load(schedule, inputs.block_mask)
+        return cls(schedule, inputs, out, lse, memory, tile)
 
     @property
     def spec(self) -> KernelSpec:
@@ -80,7 +59,7 @@ class RowBlock:
 
     def attend(self) -> None:
         """Compute the block's output and lse: Algorithm 1, lines 4-15."""
-        k, v, first = self.memory.k, self.memory.v, self.load_block_index(I32(0))
+        k, v, first = self.memory.k, self.memory.v, self.tile.load_block_index(I32(0))
         self.load_queries()
         self.load_block(self.inputs.k, k, I32(0), first)
         if self.config.stages > 1:
@@ -88,13 +67,13 @@ class RowBlock:
         queries, row_powers = self.query_fragments(), self.load_row_powers()
         states = [self.initial_state() for _ in range(self.config.row_tiles)]  # line 5
         body = functools.partial(self.kv_block, queries, row_powers)
-        _, states = lax.fori_loop(I32(0), self.num_blocks, body, (first, states))
+        _, states = lax.fori_loop(I32(0), self.tile.num_blocks, body, (first, states))
         self.store(states)
 
     def kv_block(self, queries: list | None, row_powers: list, t: Any, carry: tuple) -> tuple:
         """Add the t-th block of keys that is visited, j, to the statistics and the output: lines 7-10."""
         (j, states), (k, v) = carry, (self.memory.k, self.memory.v)
-        next_j = self.load_block_index(t + 1)
+        next_j = self.tile.load_block_index(t + 1)
         one_stage = self.config.stages == 1
         # K_j is there, and everyone has read the block before.
         self.wait_for_copies(0 if one_stage else 1)
@@ -142,16 +121,14 @@ class RowBlock:
             def mask() -> list[jax.Array]:
                 return [self.mask(n, s, j) for n, s in enumerate(values)]
 
-            values = cond(t >= self.num_full, mask, lambda: values)
+            values = cond(t >= self.tile.num_full, mask, lambda: values)
         return [(s, scale) for s, (_, scale) in zip(values, scored, strict=True)]
 
     def mask(self, n: int, s: jax.Array, j: Any) -> jax.Array:
         """Set to -inf the scores of keys that the n-th tile's rows do not see, or that do not exist."""
         bits = ()
         if self.spec.uses_mask_bits:
-            batch, _, tile = self.coordinates
-            fragment = self.warpgroup * self.config.row_tiles + n
-            bits = load_bits(self.inputs.mask_bits, batch, tile, j, fragment)
+            bits = self.tile.load_mask_bits(self.inputs.mask_bits, n, j)
         return self.load_mods(n, j, masked=True).apply_mask(s, bits)
 
     def apply_dropout(self, updates: list[tuple[jax.Array, Softmax]], j: Any) -> list[tuple]:
@@ -167,14 +144,14 @@ class RowBlock:
 
     def load_mods(self, n: int, j: Any, masked: bool) -> RowMods:
         """Load what scores and dropout, and the mask if `masked`, read of the n-th tile of rows."""
-        first_row, block_kv = self.tile_row(n), self.config.block_kv
+        first_row, block_kv = self.tile.compute_row(n), self.config.block_kv
         tile = first_row, pl.ds(j * block_kv, block_kv), block_kv
-        return RowMods.load(self.spec, self.inputs.aux, self.head, *tile, masked)
+        return RowMods.load(self.spec, self.inputs.aux, self.tile.head, *tile, masked)
 
     def store(self, states: list[Softmax]) -> None:
         """Store O = diag(l)^-1 O and lse = m + log l: Algorithm 1, lines 12-15."""
         # Everyone has read Q: its buffer takes the output.
-        limit = self.spec.q_len - self.compute_first_row()
+        limit = self.spec.q_len - self.tile.compute_first_row()
         for n, state in enumerate(states):
             total = plgpu.layout_cast(state.row_sum.sum(axis=1), ROW_LAYOUT)
             empty = total == 0
@@ -184,28 +161,31 @@ class RowBlock:
             lse = state.maximum * (1 / LOG2E) + jnp.log(total)
             out = [x * layouts.broadcast_rows(share, x.shape) for x in state.out]
             self.store_tile(n, out)
-            row = self.tile_row(n)
+            row = self.tile.compute_row(n)
             async_copy.store_row_values(
                 jnp.where(empty, -jnp.inf, lse),
-                self.lse.at[(*self.head, pl.ds(row, 64))],
+                self.lse.at[(*self.tile.head, pl.ds(row, 64))],
                 self.spec.q_len - row,
             )
         if self.config.is_split:
             return
         async_copy.sync_cta(self.config.warpgroups)
-        rows = pl.ds(self.compute_first_row(), self.config.block_q)
-        target = self.out.at[self.coordinates[0], rows, self.coordinates[1]]
+        rows = pl.ds(self.tile.compute_first_row(), self.config.block_q)
+        target = self.out.at[self.tile.coordinates[0], rows, self.tile.coordinates[1]]
         async_copy.store_rows(self.memory.q, target, self.config.warpgroups, limit)
 
     def store_tile(self, n: int, out: list[jax.Array]) -> None:
         """Store O of the warpgroup's n-th tile: to the buffer of Q, or float32 to device memory."""
         if not self.config.is_split:
-            (whole,) = out
-            own = self.own_rows(self.memory.q, n).at[:, pl.ds(0, self.config.value_dim)]
-            own[...] = whole.astype(self.out.dtype)
+            (tile,) = out
+            own = self.tile.own_rows(self.memory.q, n).at[:, pl.ds(0, self.config.value_dim)]
+            own[...] = tile.astype(self.out.dtype)
             return
-        batch, head = self.head
-        row, power = self.tile_row(n), self.inputs.scales.heads[batch, self.compute_kv_head()]
+        batch, head = self.tile.head
+        row, power = (
+            self.tile.compute_row(n),
+            self.inputs.scales.heads[batch, self.tile.compute_kv_head()],
+        )
         target = self.out.at[batch, pl.ds(row, 64), head]
         for columns, x in zip(products.out_panels(self.config), out, strict=True):
             register_io.store_rows(target, x * power, columns.start, self.spec.q_len - row)
@@ -223,20 +203,14 @@ class RowBlock:
         )
 
     def load_queries(self) -> None:
-        rows = pl.ds(self.compute_first_row(), self.config.block_q)
+        rows = pl.ds(self.tile.compute_first_row(), self.config.block_q)
         limit = (
             None
             if self.spec.q_len % self.config.block_q == 0
-            else self.spec.q_len - self.compute_first_row()
+            else self.spec.q_len - self.tile.compute_first_row()
         )
-        source = self.inputs.q.at[self.coordinates[0], rows, self.coordinates[1]]
+        source = self.inputs.q.at[self.tile.coordinates[0], rows, self.tile.coordinates[1]]
         async_copy.load_rows(source, self.memory.q, self.config.warpgroups, limit)
-
-    def load_block_index(self, t: Any) -> Any:
-        """Return the block of keys that is visited as the t-th; of the one after the last, whatever follows there."""
-        if self.inputs.block_mask is None:
-            return t
-        return block_id(self.inputs.block_mask.load_entry(self.coordinates, t))
 
     def load_block(self, source: Any, buffers: Any, t: Any, j: Any) -> None:
         """Begin to copy block j of keys or values, the t-th, if there is one, and make a group of the copies so far."""
@@ -245,14 +219,16 @@ class RowBlock:
         def load() -> None:
             limit = None if self.spec.kv_len % block_kv == 0 else self.spec.kv_len - j * block_kv
             rows = source.at[
-                self.coordinates[0], pl.ds(j * block_kv, block_kv), self.compute_kv_head()
+                self.tile.coordinates[0], pl.ds(j * block_kv, block_kv), self.tile.compute_kv_head()
             ]
             async_copy.load_rows(rows, buffers.at[self.stage(t)], self.config.warpgroups, limit)
             if self.config.is_split and source is self.inputs.v:
-                scales = self.inputs.scales.keys.at[self.coordinates[0], self.compute_kv_head(), j]
+                scales = self.inputs.scales.keys.at[
+                    self.tile.coordinates[0], self.tile.compute_kv_head(), j
+                ]
                 async_copy.load_vector(scales, self.memory.key_scales)
 
-        when(t < self.num_blocks)(load)
+        when(t < self.tile.num_blocks)(load)
         async_copy.commit_group()
 
     def wait_for_copies(self, pending: int) -> None:
@@ -271,7 +247,7 @@ class RowBlock:
 
     def load_query_fragment(self, n: int, columns: Any) -> list[jax.Array]:
         """Load some columns of each term of the n-th tile."""
-        q = self.own_rows(self.memory.q, n)
+        q = self.tile.own_rows(self.memory.q, n)
         slices = mma.term_slices(self.memory.q, columns, self.config.terms)
         return [mma.load_left(q.at[:, x]) for x in slices]
 
@@ -280,17 +256,8 @@ class RowBlock:
         if not self.config.is_split:
             return []
         powers = self.inputs.scales.queries
-        rows = [pl.ds(self.tile_row(n), 64) for n in range(self.config.row_tiles)]
-        return [layouts.load_row(0, powers.at[(*self.head, x)], jnp.float32) for x in rows]
-
-    def own_rows(self, buffer: Any, n: int) -> Any:
-        """Return the rows of the warpgroup's n-th tile."""
-        start = self.warpgroup * self.config.rows_per_warpgroup + 64 * n
-        return buffer.at[pl.ds(start, 64)]
-
-    def tile_row(self, n: int) -> Any:
-        """Return the first row of the warpgroup's n-th tile, in the sequence."""
-        return self.compute_first_row() + self.warpgroup * self.config.rows_per_warpgroup + 64 * n
+        rows = [pl.ds(self.tile.compute_row(n), 64) for n in range(self.config.row_tiles)]
+        return [layouts.load_row(0, powers.at[(*self.tile.head, x)], jnp.float32) for x in rows]
 
     def stage(self, t: Any) -> Any:
         return arithmetic.rem(t, self.config.stages) if self.config.stages > 1 else 0
