@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_fa2 as fa
 
-STEPS, RATE = 20, 0.02  # larger rates make of one rounding another path
+STEPS = 20
 
 
 def mesh(**axes: int) -> Mesh:
@@ -72,7 +72,7 @@ def loss_of(attention: Any, parameters: Any, tokens: Any, labels: Any, positions
     return -jnp.mean(jnp.take_along_axis(logits, labels[..., None], -1))
 
 
-def train(attention: Any, parameters: Any, batch: tuple, shardings: tuple) -> list[float]:
+def train(attention: Any, parameters: Any, batch: tuple, shardings: tuple, rate: float) -> list[float]:
     """Return the losses of STEPS steps of gradient descent on one batch (tokens, labels, positions)."""
 
     @functools.partial(jax.jit, in_shardings=(None, *shardings))
@@ -80,7 +80,7 @@ def train(attention: Any, parameters: Any, batch: tuple, shardings: tuple) -> li
         loss, gradients = jax.value_and_grad(functools.partial(loss_of, attention))(
             parameters, *batch
         )
-        return jax.tree.map(lambda p, g: p - RATE * g, parameters, gradients), loss
+        return jax.tree.map(lambda p, g: p - rate * g, parameters, gradients), loss
 
     losses = []
     for _ in range(STEPS):
@@ -89,20 +89,23 @@ def train(attention: Any, parameters: Any, batch: tuple, shardings: tuple) -> li
     return losses
 
 
-def check_training(layers: int, width: int, heads: int, length: int) -> None:
-    """Train on one device, with two sequences on two devices, and with each sequence over two devices."""
+def check_training(layers: int, width: int, heads: int, length: int, rate: float) -> None:
+    """Train on one device, with two sequences on two devices, and with each sequence over two devices.
+
+    At larger rates the loss leaps in the first steps, and one rounding leads to another path.
+    """
     start = parameters(layers, width, heads, heads // 2, 64)
     tokens = np.random.default_rng(0).integers(0, 64, (2, length + 1), dtype=np.int32)
     tokens[:, 1::2] = tokens[:, :-1:2]  # every second token can be predicted
     batch = tokens[:, :-1], tokens[:, 1:], np.arange(length, dtype=np.int32)
 
     causal = functools.partial(fa.flash_attention, is_causal=True)
-    expected = train(causal, start, batch, (None, None, None))
+    expected = train(causal, start, batch, (None, None, None), rate)
     assert expected[-1] < expected[0] - 0.2, expected
 
     over_data = mesh(data=2)
     rows = NamedSharding(over_data, P("data"))
-    losses = train(causal, start, batch, (rows, rows, NamedSharding(over_data, P())))
+    losses = train(causal, start, batch, (rows, rows, NamedSharding(over_data, P())), rate)
     np.testing.assert_allclose(losses, expected, atol=1e-3)
 
     over_tokens = mesh(data=1, sequence=2)
@@ -114,18 +117,18 @@ def check_training(layers: int, width: int, heads: int, length: int) -> None:
     attention = jax.shard_map(attend, mesh=over_tokens, in_specs=(spec,) * 3, out_specs=spec)
     columns, along = NamedSharding(over_tokens, spec), NamedSharding(over_tokens, P("sequence"))
     in_order = batch[0][:, order], batch[1][:, order], order
-    losses = train(attention, start, in_order, (columns, columns, along))
+    losses = train(attention, start, in_order, (columns, columns, along), rate)
     np.testing.assert_allclose(losses, expected, atol=1e-3)
 
 
 @pytest.mark.slow
 def test_a_model_learns_as_on_one_device() -> None:
-    check_training(layers=2, width=32, heads=4, length=64)
+    check_training(layers=2, width=32, heads=4, length=64, rate=0.02)
 
 
 @pytest.mark.gpus
 def test_a_model_learns_on_two_gpus_as_on_one() -> None:
-    check_training(layers=2, width=512, heads=8, length=2048)
+    check_training(layers=2, width=512, heads=8, length=2048, rate=0.002)
 
 
 @pytest.mark.gpus
