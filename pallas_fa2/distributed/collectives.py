@@ -1,7 +1,6 @@
 """XLA's collectives on the tokens and heads of a sequence that is divided over devices; all run inside `shard_map`."""
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -16,22 +15,12 @@ TOKENS, HEADS = -3, -2  # the axes of q, k, v and out
 
 
 def shift(arrays: Any, axis_name: AxisName, by: int) -> Any:
-    """Send a pytree of arrays of one dtype from device i to device i + by, around the ring, in one transfer.
-
-    XLA has one transfer in flight at a time, and would combine those of small arrays only.
-    """
+    """Send a pytree of arrays from device i to device i + by, around the ring."""
     size = lax.axis_size(axis_name)
     if by % size == 0:
         return arrays
-    leaves, tree = jax.tree.flatten(arrays)
-    packed = jnp.concatenate([x.reshape(-1) for x in leaves]) if leaves[1:] else leaves[0]
-    sent = lax.ppermute(packed, axis_name, [(i, (i + by) % size) for i in range(size)])
-    ends = itertools.accumulate(x.size for x in leaves)
-    pieces = [
-        lax.slice_in_dim(sent.reshape(-1), end - x.size, end).reshape(x.shape)
-        for x, end in zip(leaves, ends, strict=True)
-    ]
-    return jax.tree.unflatten(tree, pieces)
+    ring = [(i, (i + by) % size) for i in range(size)]
+    return jax.tree.map(lambda x: lax.ppermute(x, axis_name, ring), arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

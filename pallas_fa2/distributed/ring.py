@@ -33,6 +33,7 @@ from pallas_fa2.distributed.ring_steps import (
     end_step,
     make_turns,
     repeat,
+    send_first,
 )
 from pallas_fa2.ir.arrays import add_to_tile
 from pallas_fa2.ir.call_spec import Operands, accumulator_dtype, split_floats
@@ -103,7 +104,7 @@ def _forward(
 
     def visit(turn: Turn, carry: Any, shift_by: Any) -> Any:
         (k, v), rows = carry
-        following = shift((k, v), ring.axis_name, turn.stride)
+        following, k, v = send_first(shift((k, v), ring.axis_name, turn.stride), k, v)
         blocks = list(blocks_of(ring.axis_name, turn.step, shift_by, operands, k.shape[TOKENS]))
         parts = []
         for block in blocks:
@@ -195,8 +196,9 @@ def _backward(
     def visit(turn: Turn, carry: Any, shift_by: Any) -> Any:
         (k, v), travelling, (dq, dscores) = carry
         following = shift((k, v), ring.axis_name, turn.stride)
-        if turn.arrival is not None:  # the sums of the steps before arrive while this one computes
+        if turn.arrival is not None:  # the sums of the steps before
             travelling = shift(travelling, ring.axis_name, turn.arrival)
+        (following, travelling), k, v = send_first((following, travelling), k, v)
         blocks = list(blocks_of(ring.axis_name, turn.step, shift_by, operands, k.shape[TOKENS]))
         parts = []
         for block in blocks:
@@ -222,8 +224,8 @@ def _backward(
             ]
         return following, dkv, Sums(dq, dscores)
 
-    # Keys are sent anew: otherwise XLA would keep what the forward's first step sent.
-    k, v, dout = lax.optimization_barrier((k, v, dout))
+    # Keys are sent anew, after the forward: otherwise XLA would keep what its first step sent, or send both at once.
+    k, v, dout, out, lse = lax.optimization_barrier((k, v, dout, out, lse))
     turns = make_turns(ring.steps)
     floats = split_floats(operands.scores)[0]
     kv = shift((k, v), ring.axis_name, turns[0].step.shift if turns else 0)

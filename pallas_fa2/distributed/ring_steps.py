@@ -57,11 +57,20 @@ def repeat(turns: list[Turn], visit: Callable, carry: Any) -> Any:
     return lax.scan(lambda carry, x: (visit(turns[0], carry, x), None), carry, shifts)[0]
 
 
-def end_step(results: Any) -> Any:
-    """Have what follows a step wait for all of these: what its kernels computed, and what was sent meanwhile.
+def send_first(sent: Any, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+    """Have what computes with a step's keys and values wait for all that is sent in it; return the three.
 
-    XLA's scheduler does not know how long kernels take. Without this it may hide a transfer behind the small operations
-    that follow them, or send blocks early, of which a device then holds more than two.
+    A CTA of attention takes a whole SM, and so do those of a transfer, which wait for their peer. Started at the same
+    time, a transfer that is first takes SMs from a kernel whose CTAs expect one each, which then takes twice as long; one
+    that is second waits for the kernel, and its peer with it (docs/decisions/0082-ring-transfers.md).
+    """
+    return lax.optimization_barrier((sent, k, v))
+
+
+def end_step(results: Any) -> Any:
+    """Have what follows a step wait for all of these: what its kernels computed, and what was sent before.
+
+    Without this XLA may send blocks early, of which a device then holds more than two.
     """
     return lax.optimization_barrier(results)
 
