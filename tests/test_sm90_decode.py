@@ -14,11 +14,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.sm90.decode import flash_forward, loader, merge, schedule, tile
-from pallas_fa2.backends.sm90.decode.config import DecodeConfig
+from pallas_fa2.backends.common.decode import merge, schedule, scores
+from pallas_fa2.backends.common.decode.config import DecodeConfig
+from pallas_fa2.backends.common.decode.schedule import Entry, Share, plan_decode
+from pallas_fa2.backends.common.decode.spec import DecodeSpec, max_packed_entries
+from pallas_fa2.backends.sm90.decode import flash_forward, loader
+from pallas_fa2.backends.sm90.decode.config import choose
 from pallas_fa2.backends.sm90.decode.kernel import decode
-from pallas_fa2.backends.sm90.decode.schedule import Entry, Share, plan_decode
-from pallas_fa2.backends.sm90.decode.spec import DecodeSpec, max_packed_entries
 from pallas_fa2.ir.affine import DistanceRange
 from tests.support import compile_gate, hopper, interpreter, launches, programs
 from tests.support.shared import RaceDetected
@@ -74,7 +76,7 @@ class Case(NamedTuple):
 
     @property
     def config(self) -> DecodeConfig:
-        config = DecodeConfig.choose(self.spec, self.num_ctas)
+        config = choose(self.spec, self.num_ctas)
         assert config is not None
         return dataclasses.replace(config, ctas_per_sm=1, stages=2, min_share=2)
 
@@ -224,7 +226,7 @@ def test_equal_tiles_are_not_split_where_whole_ones_come_out_even(
 
 def test_a_cta_has_all_of_an_sm_where_tiles_are_as_many_as_sms() -> None:
     spec = Case((256,) * 16, heads=(32, 8), dims=(128, 128)).spec
-    chosen = [DecodeConfig.choose(spec, num_sms) for num_sms in (127, 128, 132, 140)]
+    chosen = [choose(spec, num_sms) for num_sms in (127, 128, 132, 140)]
     assert [c.ctas_per_sm for c in chosen if c] == [2, 1, 1, 2]
 
 
@@ -310,7 +312,7 @@ refill = loader.KvLoader.refill
 BUGS: dict[str, tuple[Any, str, Callable]] = {
     "a slot filled while it is read": (loader.KvLoader, "refill", refill_too_early),
     "a missing fence": (plgpu, "commit_smem", lambda: None),
-    "values that do not exist": (tile.Split, "zero_missing_values", lambda *_: None),
+    "values that do not exist": (scores.ScoreTile, "zero_missing_values", lambda *_: None),
     "splits where others are": (merge, "_split_index", one_split_of_each_cta),
     "a skipped wait": (plgpu, "barrier_wait", lambda barrier: None),
 }
@@ -382,7 +384,7 @@ def test_compiles_clean(name: str) -> None:
     spec = DecodeSpec(
         requests, queries, tokens, capacity, n, heads, h, hv, 0.125, distances, page_size
     )
-    config = DecodeConfig.choose(spec, 132)
+    config = choose(spec, 132)
     assert config is not None
 
     def run(q: Any, k: Any, v: Any, lengths: Any, *table: Any) -> Any:
@@ -405,7 +407,7 @@ def test_compiles_clean(name: str) -> None:
 def test_the_cache_is_not_copied() -> None:
     """Between the arguments and the kernel there are operations on small arrays alone."""
     spec = DecodeSpec(4, 1, 4, 8192, 32, 8, 128, 128, 0.125, CAUSAL)
-    config = DecodeConfig.choose(spec, 132)
+    config = choose(spec, 132)
     assert config is not None
 
     def run(q: Any, k: Any, v: Any, lengths: Any) -> Any:

@@ -12,6 +12,7 @@ from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.batching import batched
 from pallas_fa2.backends.common.causal_trim import causal_trim
 from pallas_fa2.backends.common.compiled_mods import CompiledMods, RuntimeAux
+from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.second_order import forbid_second_order
 from pallas_fa2.backends.protocol import Backend, KernelDescription
@@ -22,7 +23,6 @@ from pallas_fa2.backends.sm90.backward.dq import DqRequest, DqStrategy, choose
 from pallas_fa2.backends.sm90.backward.kernel import gradients
 from pallas_fa2.backends.sm90.decode import flash_forward
 from pallas_fa2.backends.sm90.decode.cached_forward import CACHED_FORWARD
-from pallas_fa2.backends.sm90.decode.config import DecodeConfig
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.kernel import attention
 from pallas_fa2.ir import block_classes, coverage

@@ -9,19 +9,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import LOG2E, div, rem
+from pallas_fa2.backends.common.decode.arrays import Cta
+from pallas_fa2.backends.common.decode.schedule import Entry
+from pallas_fa2.backends.common.decode.spec import NO_MAXIMUM
 from pallas_fa2.backends.common.primitives import gather_scatter, layouts
 from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.backends.sm90.decode.loader import group_rows
-from pallas_fa2.backends.sm90.decode.memory import Cta
-from pallas_fa2.backends.sm90.decode.schedule import Entry
-from pallas_fa2.backends.sm90.decode.spec import NO_MAXIMUM
+from pallas_fa2.backends.sm90.decode.memory import SharedStorage
 from pallas_fa2.control_flow import when
 
 
 class TileOutput(NamedTuple):
     """Where the output of a tile goes."""
 
-    cta: Cta
+    cta: Cta[SharedStorage]
     entry: Entry
     head: Scalar
 

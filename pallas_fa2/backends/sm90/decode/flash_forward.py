@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_fa2.backends.common.decode.cached_forward import describe as describe_cached
+from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.sm90.decode import cached_forward, support
-from pallas_fa2.backends.sm90.decode.config import DecodeConfig
 from pallas_fa2.device import Device
 from pallas_fa2.ir.affine import DistanceRange, distance_range
 from pallas_fa2.ir.arrays import NUM_LEADING_AXES, Q_AXIS, default_positions
@@ -54,7 +55,7 @@ def forward(
 
 def describe(spec: CallSpec, config: DecodeConfig) -> str:
     """Describe the kernel that serves a call."""
-    return cached_forward.describe(_on_a_cache(spec), config)
+    return describe_cached(_on_a_cache(spec), config)
 
 
 def _on_a_cache(spec: CallSpec) -> CachedSpec:

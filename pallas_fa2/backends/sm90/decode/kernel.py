@@ -11,22 +11,24 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32, rem
-from pallas_fa2.backends.common.primitives.launch import build_kernel
-from pallas_fa2.backends.common.primitives.types import Scalar
-from pallas_fa2.backends.sm90.decode.config import DecodeConfig, reduction_bytes
-from pallas_fa2.backends.sm90.decode.epilogue import TileOutput
-from pallas_fa2.backends.sm90.decode.loader import KvCursor, KvLoader, Tile
-from pallas_fa2.backends.sm90.decode.memory import Cta, Inputs, Outputs, SharedStorage
-from pallas_fa2.backends.sm90.decode.merge import TileSplits
-from pallas_fa2.backends.sm90.decode.mods import NO_MODS, ModArrays
-from pallas_fa2.backends.sm90.decode.schedule import (
+from pallas_fa2.backends.common.decode.arrays import Cta, Inputs, Outputs
+from pallas_fa2.backends.common.decode.config import DecodeConfig, reduction_bytes
+from pallas_fa2.backends.common.decode.cursor import KvCursor, Tile
+from pallas_fa2.backends.common.decode.merge import TileSplits
+from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
+from pallas_fa2.backends.common.decode.schedule import (
     FIRST_ENTRY_COLUMN,
     DecodePlan,
     Entry,
     KeyBlocks,
     Share,
 )
-from pallas_fa2.backends.sm90.decode.spec import DecodeSpec
+from pallas_fa2.backends.common.decode.spec import DecodeSpec
+from pallas_fa2.backends.common.primitives.launch import build_kernel
+from pallas_fa2.backends.common.primitives.types import Scalar
+from pallas_fa2.backends.sm90.decode.epilogue import TileOutput
+from pallas_fa2.backends.sm90.decode.loader import KvLoader
+from pallas_fa2.backends.sm90.decode.memory import SharedStorage
 from pallas_fa2.backends.sm90.decode.tile import Split
 from pallas_fa2.control_flow import cond, when
 
@@ -58,7 +60,8 @@ def decode(
         inputs, outputs = jax.tree.unflatten(tree, refs[: len(flat)]), Outputs(*refs[len(flat) :])
         visit_share(Cta(spec, config, inputs, outputs, memory))
 
-    out_types = Outputs.types(spec, config, q.dtype)
+    out_type = jax.ShapeDtypeStruct((*shape[:-1], config.value_dim), q.dtype)
+    out_types = Outputs.types(spec, config, out_type)
     memory = SharedStorage.allocate(spec, config, q.dtype)
     kernel = build_kernel(
         "decode",
@@ -84,7 +87,7 @@ class ShareState(NamedTuple):
     cursor: KvCursor
 
 
-def visit_share(cta: Cta) -> None:
+def visit_share(cta: Cta[SharedStorage]) -> None:
     """Visit the blocks of one CTA, a tile after another."""
     shares, cta_index = cta.inputs.plan.shares, lax.axis_index("cta")
     share = Share.load(shares, cta_index)
@@ -98,13 +101,13 @@ def visit_share(cta: Cta) -> None:
         loader.load_q(I32(0), first_entry.first_query, share.head)
 
     first_blocks = KeyBlocks(*first_entry[:3])
-    cursor = loader.fill_ring(loader.start(tile, first_index, first_blocks), num_steps)
+    cursor = loader.fill_ring(loader.line.start(tile, first_index, first_blocks), num_steps)
 
     def visit_tile(state: ShareState) -> ShareState:
         num_tiles, step, tile, first_index, cursor = state
         entry = Entry.load(cta.inputs.plan.entries, tile.entry)
         num_blocks = jnp.minimum(entry.num_blocks - first_index, num_steps - step)
-        next_tile = loader.next_tile(tile)
+        next_tile = loader.line.next_tile(tile)
 
         @when(step + num_blocks < num_steps)
         def load_next_q() -> None:

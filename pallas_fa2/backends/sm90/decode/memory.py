@@ -1,18 +1,14 @@
-"""Shared memory, barriers and arrays of a decode kernel."""
+"""Shared memory and barriers of a decode kernel."""
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_fa2.backends.common.decode.arrays import page_rows
+from pallas_fa2.backends.common.decode.config import DecodeConfig
+from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives import swizzle
 from pallas_fa2.backends.common.primitives.types import Ref, Scratch
-from pallas_fa2.backends.sm90.decode.config import DecodeConfig
-from pallas_fa2.backends.sm90.decode.mods import NO_MODS, ModArrays
-from pallas_fa2.backends.sm90.decode.schedule import DecodePlan
-from pallas_fa2.backends.sm90.decode.spec import DecodeSpec
 from pallas_fa2.backends.sm90.primitives.pipeline import Barriers
 
 
@@ -46,61 +42,3 @@ class SharedStorage(NamedTuple):
             q_full=Barriers.allocate(spec.q_len, q=2),
             kv_full=Barriers.allocate(pages, k=stages, v=stages),
         )
-
-
-def page_rows(spec: DecodeSpec, block_kv: int) -> int:
-    """Return how many keys of a block one copy brings: those that lie side by side in device memory for any table."""
-    if spec.page_size is None:
-        return block_kv
-    rows = block_kv
-    while spec.page_size % rows:
-        rows //= 2
-    return rows
-
-
-class Inputs(NamedTuple):
-    """Arrays in device memory that the kernel reads."""
-
-    q: Any  # [tokens * K, G, 1, H], H a multiple of 64
-    k: Any  # [B, S, K, H], or pages [P, page size, K, H]
-    v: Any
-    plan: DecodePlan
-    table: Any = None  # int32 [B, pages of a request]: the pages, of a paged cache
-    mods: ModArrays = NO_MODS
-
-
-class Outputs(NamedTuple):
-    """Arrays in device memory that the kernel writes.
-
-    A CTA has two splits at most, one of a tile that an earlier CTA begins, and one of a tile that it begins itself: in
-    this order they are splits `2 * cta` and `2 * cta + 1`.
-    """
-
-    out: Any  # [tokens * K, G, 1, Hv], Hv a multiple of 64
-    lse: Any  # float32 [tokens * N], natural
-    split_out: Any  # float32 [splits, Hv / 64, 64 * columns]: O^T, normalized, as its tiles lie in registers
-    split_lse: Any  # float32 [splits, columns], in base 2
-
-    @classmethod
-    def types(cls, spec: DecodeSpec, config: DecodeConfig, dtype: DTypeLike) -> "Outputs":
-        """Return the types of the arrays of a launch."""
-        splits, f32 = 2 * config.num_ctas, jnp.float32
-        out = spec.num_tokens * spec.kv_heads, spec.group, 1, config.value_dim
-        fragments = splits, config.value_dim // 64, 64 * spec.columns
-        return cls(
-            jax.ShapeDtypeStruct(out, dtype),
-            jax.ShapeDtypeStruct((spec.num_tokens * spec.q_heads,), f32),
-            jax.ShapeDtypeStruct(fragments, f32),
-            jax.ShapeDtypeStruct((splits, spec.columns), f32),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Cta:
-    """What one CTA works with."""
-
-    spec: DecodeSpec
-    config: DecodeConfig
-    inputs: Inputs
-    outputs: Outputs
-    memory: SharedStorage

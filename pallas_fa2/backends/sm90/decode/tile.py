@@ -14,18 +14,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.arithmetic import I32, LOG2E, div, rem
-from pallas_fa2.backends.common.primitives import layouts, masking, votes
+from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.decode.arrays import Cta
+from pallas_fa2.backends.common.decode.cursor import KvCursor
+from pallas_fa2.backends.common.decode.schedule import Entry
+from pallas_fa2.backends.common.decode.scores import ScoreTile
+from pallas_fa2.backends.common.decode.softmax import OnlineSoftmax
+from pallas_fa2.backends.common.primitives import layouts
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, broadcast_rows
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar
-from pallas_fa2.backends.common.tile_mods import by_columns
-from pallas_fa2.backends.sm90.decode.loader import KvCursor, KvLoader
-from pallas_fa2.backends.sm90.decode.memory import Cta
-from pallas_fa2.backends.sm90.decode.schedule import Entry
-from pallas_fa2.backends.sm90.decode.softmax import OnlineSoftmax
-from pallas_fa2.backends.sm90.decode.tile_inputs import TileMods
+from pallas_fa2.backends.sm90.decode.loader import KvLoader
+from pallas_fa2.backends.sm90.decode.memory import SharedStorage
 from pallas_fa2.backends.sm90.primitives import pipeline
-from pallas_fa2.control_flow import when
 
 
 class LoopState(NamedTuple):
@@ -39,7 +39,7 @@ class LoopState(NamedTuple):
 class Split:
     """Consecutive blocks of a tile, which one CTA visits."""
 
-    cta: Cta
+    cta: Cta[SharedStorage]
     loader: KvLoader
     entry: Entry
     head: Scalar  # of keys
@@ -63,8 +63,9 @@ class Split:
         slot = lax.rem(step, I32(config.stages))
         first_key = (self.entry.first_block + self.first_index + i) * config.block_kv
         plgpu.barrier_wait(memory.kv_full.at("k", slot))
-        s = self.mask(self.multiply_s(slot), first_key)
-        attended = self.attended_keys(s)
+        tile = ScoreTile(self.cta, self.entry, self.head, first_key)
+        s = tile.mask(self.multiply_s(slot))
+        attended = tile.attended_keys(s)
         p, softmax = state.softmax.update(s)
         memory.p.transpose((1, 0))[...] = plgpu.layout_cast(
             p.astype(memory.p.dtype), plgpu.Layout.WGMMA_TRANSPOSED
@@ -72,7 +73,7 @@ class Split:
         plgpu.commit_smem()  # all warps meet here, and so have left the block before
         cursor = self.loader.refill(step, self.num_steps, state.cursor)
         plgpu.barrier_wait(memory.kv_full.at("v", slot))
-        self.zero_missing_values(slot, first_key, attended)
+        tile.zero_missing_values(attended, functools.partial(self.zero_values, slot))
         return LoopState(softmax._replace(acc=self.multiply_pv(softmax.acc, slot)), cursor)
 
     def multiply_s(self, slot: Scalar) -> jax.Array:
@@ -95,69 +96,6 @@ class Split:
             return out[...]
 
         return pl.run_scoped(multiply, pipeline.accumulator(*acc.shape))
-
-    def apply_mods(self, s: jax.Array, first_key: Scalar) -> jax.Array:
-        """Return the scores of a block in base 2, by the score functions and under the mask that are code."""
-        spec, arrays = self.cta.spec, self.cta.inputs.mods
-        if spec.mods is None:
-            return s * (spec.scale * LOG2E)
-        tile = TileMods(spec, spec.mods, arrays, self.entry, self.head, first_key)
-        if spec.mods.score is None:
-            s = s * (spec.scale * LOG2E)
-        else:
-            score = functools.partial(spec.mods.score.evaluate, scale=spec.scale)
-            s = by_columns(lambda piece, inputs: score(piece, inputs=inputs), s, tile.inputs_at)
-        return s if spec.mods.mask is None else spec.mods.mask.apply(s, tile.inputs_at)
-
-    def mask(self, s: jax.Array, first_key: Scalar) -> jax.Array:
-        """Return the scores of a block in base 2, -inf where a query does not attend to a key."""
-        spec, entry = self.cta.spec, self.entry
-        s = self.apply_mods(s, first_key)
-        key = layouts.index(s.shape, 0, first_key)
-        # Bounds on the columns of each key: those on the keys of each column would hold more registers.
-        distance = key - entry.first_position  # from the first query
-
-        def first_column(token: jax.Array) -> jax.Array:
-            return jnp.clip(token, 0, spec.q_len) * spec.padded_group
-
-        first, (least, most) = I32(0), spec.distances
-        if most is not None:
-            first = first_column(distance - most)
-        if spec.attends_past_its_own:
-            first = jnp.where(key < entry.kv_len, first, spec.columns)
-        s = masking.mask_before(s, first)
-        if least is None:
-            return s
-        return masking.mask_after(s, first_column(distance - least + 1) - 1)
-
-    def attended_keys(self, s: jax.Array) -> jax.Array | None:
-        """Return the largest score of each key, [64], which is -inf if no query attends to it; None where bounds say so."""
-        spec = self.cta.spec
-        if spec.mods is None or spec.mods.mask is None:
-            return None
-        if spec.pads_columns:  # they are masked as some other query is
-            column = layouts.index(s.shape, 1, 0)
-            token, member = div(column, spec.padded_group), rem(column, spec.padded_group)
-            is_query = (token < self.entry.num_queries) & (member < spec.group)
-            is_query = layouts.broadcast_columns(jnp.where(is_query, 1, 0), s.shape) != 0
-            s = jnp.where(is_query, s, -jnp.inf)
-        return layouts.fold_octets(jnp.maximum, s).max(axis=1)
-
-    def zero_missing_values(
-        self, slot: Scalar, first_key: Scalar, attended: jax.Array | None
-    ) -> None:
-        """Set V to 0 where no query of the tile attends to a key: there may be NaN, and 0 times that is no 0."""
-        spec, config, entry = self.cta.spec, self.cta.config, self.entry
-        if attended is not None:
-            missing = votes.warpgroup_any_nonfinite(-attended, I32(0)) != 0
-            when(missing)(lambda: self.zero_values(slot, attended > -jnp.inf))
-            return
-        first, end = I32(0), entry.kv_len
-        if spec.distances.least is not None:
-            first = entry.first_position + spec.distances.least
-        key = layouts.index((64, 64), 0, first_key)
-        is_partial = (first_key < first) | (first_key + config.block_kv > end)
-        when(is_partial)(lambda: self.zero_values(slot, (key >= first) & (key < end)))
 
     def zero_values(self, slot: Scalar, kept: jax.Array) -> None:
         """Set V of a block to 0 where a key is not kept, [64]."""

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_fa2.backends.common.decode.spec import NO_MAXIMUM
 from pallas_fa2.backends.common.primitives import layouts
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, COL_LAYOUT, broadcast_columns
-from pallas_fa2.backends.sm90.decode.spec import NO_MAXIMUM
 
 
 class OnlineSoftmax(NamedTuple):

@@ -15,6 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.decode.arrays import Cta
+from pallas_fa2.backends.common.decode.schedule import ARRIVALS_COLUMN, Share
+from pallas_fa2.backends.common.decode.spec import NO_MAXIMUM
 from pallas_fa2.backends.common.inline import asm, inline_op
 from pallas_fa2.backends.common.primitives import layouts, register_io, thread_values
 from pallas_fa2.backends.common.primitives.layouts import (
@@ -25,9 +28,6 @@ from pallas_fa2.backends.common.primitives.layouts import (
 )
 from pallas_fa2.backends.common.primitives.named_barriers import NamedBarrier
 from pallas_fa2.backends.common.primitives.types import Ref, Registers, Scalar
-from pallas_fa2.backends.sm90.decode.memory import Cta
-from pallas_fa2.backends.sm90.decode.schedule import ARRIVALS_COLUMN, Share
-from pallas_fa2.backends.sm90.decode.spec import NO_MAXIMUM
 from pallas_fa2.control_flow import rematerialize
 
 # The splits that are loaded together, as long as their O^T and the sum take no more registers of a thread: with more,
@@ -38,13 +38,13 @@ MAX_LOADS, MAX_REGISTERS = 16, 128
 class TileSplits(NamedTuple):
     """The splits of a tile that several CTAs visit, from `first_cta` on one CTA after another."""
 
-    cta: Cta
+    cta: Cta[Any]
     begins_here: jax.Array | bool  # whether this CTA has the first split
     first_cta: Scalar
     last_cta: Scalar
 
     @classmethod
-    def load(cls, cta: Cta, begins_here: jax.Array | bool) -> "TileSplits":
+    def load(cls, cta: Cta[Any], begins_here: jax.Array | bool) -> "TileSplits":
         """Load which CTAs visit the tile that this CTA visits in part: the first or the last one of its share."""
         # Loaded here: they would hold registers through the loops. The CTA after a tile's first one begins with it.
         index = rematerialize(lax.axis_index("cta"))

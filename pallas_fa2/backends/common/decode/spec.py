@@ -3,7 +3,7 @@
 import dataclasses
 
 from pallas_fa2.arithmetic import LOG2E, round_up
-from pallas_fa2.backends.sm90.decode.mods import DecodeMods, needs_mask_code
+from pallas_fa2.backends.common.decode.mods import DecodeMods, needs_mask_code
 from pallas_fa2.ir.affine import DistanceRange
 from pallas_fa2.ir.cached_spec import CachedSpec
 from pallas_fa2.ir.call_spec import MASKED_SCORE_THRESHOLD

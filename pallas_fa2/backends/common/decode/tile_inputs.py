@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa2.arithmetic import div, rem
+from pallas_fa2.backends.common.decode.mods import Q_POSITIONS, DecodeMods, ModArrays
+from pallas_fa2.backends.common.decode.schedule import Entry
+from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives import gather_scatter, layouts, thread_values
 from pallas_fa2.backends.common.primitives.layouts import ROWS_PER_WARPGROUP
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
-from pallas_fa2.backends.sm90.decode.mods import Q_POSITIONS, DecodeMods, ModArrays
-from pallas_fa2.backends.sm90.decode.schedule import Entry
-from pallas_fa2.backends.sm90.decode.spec import DecodeSpec
 from pallas_fa2.control_flow import rematerialize
 from pallas_fa2.ir.tile_functions import ArgSource, AxisInputs, TileInputs
 

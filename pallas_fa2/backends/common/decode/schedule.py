@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.decode.config import MAX_IMBALANCE, DecodeConfig
+from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar
-from pallas_fa2.backends.sm90.decode.config import MAX_IMBALANCE, DecodeConfig
-from pallas_fa2.backends.sm90.decode.spec import DecodeSpec
 
 
 class KeyBlocks(NamedTuple):

@@ -1,0 +1,69 @@
+"""Arrays in device memory of a decode kernel."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.backends.common.decode.config import DecodeConfig
+from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
+from pallas_fa2.backends.common.decode.schedule import DecodePlan
+from pallas_fa2.backends.common.decode.spec import DecodeSpec
+
+
+def page_rows(spec: DecodeSpec, block_kv: int) -> int:
+    """Return how many keys of a block one copy brings: those that lie side by side in device memory for any table."""
+    if spec.page_size is None:
+        return block_kv
+    rows = block_kv
+    while spec.page_size % rows:
+        rows //= 2
+    return rows
+
+
+class Inputs(NamedTuple):
+    """Arrays in device memory that the kernel reads."""
+
+    q: Any  # [tokens * K, G, H], as the kernel wants it
+    k: Any  # [B, S, K, H], or pages [P, page size, K, H]
+    v: Any
+    plan: DecodePlan
+    table: Any = None  # int32 [B, pages of a request]: the pages, of a paged cache
+    mods: ModArrays = NO_MODS
+
+
+class Outputs(NamedTuple):
+    """Arrays in device memory that the kernel writes.
+
+    A CTA has two splits at most, one of a tile that an earlier CTA begins, and one of a tile that it begins itself: in
+    this order they are splits `2 * cta` and `2 * cta + 1`.
+    """
+
+    out: Any  # [tokens * K, G, Hv], as the kernel wants it
+    lse: Any  # float32 [tokens * N], natural
+    split_out: Any  # float32 [splits, Hv / 64, 64 * columns]: O^T, normalized, as its tiles lie in registers
+    split_lse: Any  # float32 [splits, columns], in base 2
+
+    @classmethod
+    def types(cls, spec: DecodeSpec, config: DecodeConfig, out: Any) -> "Outputs":
+        """Return the types of the arrays of a launch, of which `out` is that of the first."""
+        splits, f32 = 2 * config.num_ctas, jnp.float32
+        fragments = splits, config.value_dim // 64, 64 * spec.columns
+        return cls(
+            out,
+            jax.ShapeDtypeStruct((spec.num_tokens * spec.q_heads,), f32),
+            jax.ShapeDtypeStruct(fragments, f32),
+            jax.ShapeDtypeStruct((splits, spec.columns), f32),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta[Memory]:
+    """What one CTA works with."""
+
+    spec: DecodeSpec
+    config: DecodeConfig
+    inputs: Inputs
+    outputs: Outputs
+    memory: Memory

@@ -1,0 +1,69 @@
+"""The forward of `cached_attention`: from the arrays of a call on a cache to those of a decode kernel and back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+from pallas_fa2.backends.common.batching import batched
+from pallas_fa2.backends.common.decode.config import DecodeConfig
+from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
+from pallas_fa2.backends.common.decode.schedule import plan_decode
+from pallas_fa2.backends.common.decode.spec import DecodeSpec
+from pallas_fa2.distributed.sharding import Axes, sharded
+from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec
+
+# Of one launch; a call of more sequences has several. `support` bounds the blocks of a launch.
+MAX_REQUESTS = 1 << 16
+
+
+def describe(spec: CachedSpec, config: DecodeConfig) -> str:
+    """Describe the kernel that serves a call."""
+    launch = DecodeSpec.of_call(spec)
+    keys = "the pages in the pool" if spec.page_size else "keys in the cache"
+    return (
+        f"{config.block_kv} keys x {launch.columns} columns, for {launch.q_len} queries of {launch.group} heads; "
+        f"{config.stages} stages, {config.num_ctas} persistent CTAs that read {keys}, in equal shares by lengths; the last "
+        "one of a tile merges its splits"
+    )
+
+
+def forward(
+    decode: Callable[..., tuple[jax.Array, jax.Array]],
+    spec: CachedSpec,
+    config: DecodeConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    operands: CachedOperands,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `out [B, T, N, Hv]` and natural `lse [B, N, T]`; of packed queries `[tokens, N, Hv]` and `[N, tokens]`.
+
+    `decode` launches the kernel of an architecture.
+    """
+
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, lengths: Any, rest: tuple) -> tuple:
+        starts, table, mods = rest
+        launch = DecodeSpec.of_call(spec, lengths.size, k.shape[2])
+        plan = plan_decode(launch, config, lengths, starts)
+        rows = q.reshape(-1, *q.shape[-2:])
+        out, lse = decode(launch, config, rows, k, v, plan, table, mods.in_rows())
+        lse = jnp.swapaxes(lse.reshape(q.shape[:-1]), -1, -2)
+        return out.reshape(*q.shape[:-1], out.shape[-1]), lse
+
+    needs_arrays = DecodeSpec.of_call(spec).mods is not None
+    mods = ModArrays.pack(spec, operands) if needs_arrays else NO_MODS
+    rest = operands.starts, operands.table, mods
+    batch = "." if spec.is_packed or spec.page_size else "b"
+    starts_and_table = jax.tree.map(lambda x: "." * x.ndim, rest[:2])
+    rest_axes = *starts_and_table, mods.axes(batch)
+    args = q, k, v, operands.lengths, rest
+    if spec.is_packed or spec.page_size is not None:
+        # Any row may be any request's, and any page: only heads are divided, and under vmap a call follows another.
+        queries, lse = (".n.", "n.") if spec.is_packed else ("..n.", ".n.")
+        axes = Axes((queries, "..k.", "..k.", ".", rest_axes), (queries, lse))
+        return sequential_vmap(sharded(kernel, axes))(*args)
+    axes = Axes(("b.n.", "b.k.", "b.k.", "b", rest_axes), ("b.n.", "bn."))
+    return batched(kernel, MAX_REQUESTS, axes)(*args)

@@ -1,0 +1,96 @@
+"""The order in which a CTA reads blocks of keys: the tiles of its share, one after another."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.arithmetic import I32, div
+from pallas_fa2.backends.common.decode.arrays import Cta, page_rows
+from pallas_fa2.backends.common.decode.schedule import KeyBlocks
+from pallas_fa2.backends.common.primitives.types import Scalar
+
+
+class Tile(NamedTuple):
+    """An entry and a key head."""
+
+    entry: Scalar
+    head: Scalar
+
+
+def select[T](condition: Any, true: T, false: T) -> T:
+    """Return one of two pytrees of scalars."""
+    return jax.tree.map(functools.partial(jnp.where, condition), true, false)
+
+
+class KvCursor(NamedTuple):
+    """The next block that is loaded.
+
+    What it takes from device memory is read a block before it is needed: the tile's blocks when the tile before
+    begins, the pages of a block when the block before is loaded.
+    """
+
+    tile: Tile
+    block_index: Scalar  # of the block, among those that the tile visits
+    blocks: KeyBlocks  # of the tile
+    next_blocks: KeyBlocks  # of the next tile
+    pages: tuple[Scalar, ...]  # of the block, if the cache is paged
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockLine:
+    """The line of all tiles' blocks, of which a CTA has a part."""
+
+    cta: Cta[Any]
+    num_entries: Scalar  # that there are
+
+    def next_tile(self, tile: Tile) -> Tile:
+        """Compute the tile after this one in the line."""
+        entry, head = tile
+        is_last = entry + 1 >= self.num_entries
+        return select(is_last, Tile(I32(0), head + 1), Tile(entry + 1, head))
+
+    def start(self, tile: Tile, index: Scalar, blocks: KeyBlocks) -> KvCursor:
+        """Return the cursor of a CTA's first block."""
+        next_blocks = self._load_blocks(self.next_tile(tile))
+        return KvCursor(tile, index, blocks, next_blocks, self._load_pages(blocks, index))
+
+    def advance(self, cursor: KvCursor) -> KvCursor:
+        """Return the cursor of the next block."""
+        tile, index, blocks, next_blocks, _ = cursor
+        is_last = index + 1 >= blocks.num_blocks
+        tile = select(is_last, self.next_tile(tile), tile)
+        index = jnp.where(is_last, 0, index + 1)
+        blocks = select(is_last, next_blocks, blocks)
+        following = self._load_blocks(self.next_tile(tile))
+        return KvCursor(tile, index, blocks, following, self._load_pages(blocks, index))
+
+    @property
+    def copied_rows(self) -> range:
+        """The rows of a block at which copies begin."""
+        block_kv = self.cta.config.block_kv
+        return range(0, block_kv, page_rows(self.cta.spec, block_kv))
+
+    def first_key(self, cursor: KvCursor) -> Scalar:
+        """Compute the index of a block's first key."""
+        return (cursor.blocks.first_block + cursor.block_index) * self.cta.config.block_kv
+
+    def _load_blocks(self, tile: Tile) -> KeyBlocks:
+        # nothing is loaded of a tile after the last one
+        return KeyBlocks.load(self.cta.inputs.plan.entries, tile.entry)
+
+    def _load_pages(self, blocks: KeyBlocks, index: Scalar) -> tuple[Scalar, ...]:
+        """Load the pages of a block. Whatever the table has, they are pages that exist."""
+        page_size, table = self.cta.spec.page_size, self.cta.inputs.table
+        if page_size is None:
+            return ()
+        first_key = (blocks.first_block + index) * self.cta.config.block_kv
+        last_page, last_entry = self.cta.inputs.k.shape[0] - 1, table.shape[1] - 1
+
+        def load_page(key: Scalar) -> Scalar:
+            entry = jnp.minimum(div(key, page_size), last_entry)
+            return jnp.clip(table[blocks.request, entry], 0, last_page)
+
+        return tuple(load_page(first_key + row) for row in self.copied_rows)

@@ -1,0 +1,90 @@
+"""The scores of a block of keys: masks and scores on a tile of S^T, whose rows are keys."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa2.arithmetic import I32, LOG2E, div, rem
+from pallas_fa2.backends.common.decode.arrays import Cta
+from pallas_fa2.backends.common.decode.schedule import Entry
+from pallas_fa2.backends.common.decode.tile_inputs import TileMods
+from pallas_fa2.backends.common.primitives import layouts, masking, votes
+from pallas_fa2.backends.common.primitives.types import Scalar
+from pallas_fa2.backends.common.tile_mods import by_columns
+from pallas_fa2.control_flow import when
+
+
+class ScoreTile(NamedTuple):
+    """64 keys and the queries of a tile."""
+
+    cta: Cta[Any]
+    entry: Entry
+    head: Scalar  # of keys
+    first_key: Scalar
+
+    def mask(self, s: jax.Array) -> jax.Array:
+        """Return the scores of a block in base 2, -inf where a query does not attend to a key."""
+        spec, entry = self.cta.spec, self.entry
+        s = self._apply_mods(s)
+        key = layouts.index(s.shape, 0, self.first_key)
+        # Bounds on the columns of each key: those on the keys of each column would hold more registers.
+        distance = key - entry.first_position  # from the first query
+
+        def first_column(token: jax.Array) -> jax.Array:
+            return jnp.clip(token, 0, spec.q_len) * spec.padded_group
+
+        first, (least, most) = I32(0), spec.distances
+        if most is not None:
+            first = first_column(distance - most)
+        if spec.attends_past_its_own:
+            first = jnp.where(key < entry.kv_len, first, spec.columns)
+        s = masking.mask_before(s, first)
+        if least is None:
+            return s
+        return masking.mask_after(s, first_column(distance - least + 1) - 1)
+
+    def _apply_mods(self, s: jax.Array) -> jax.Array:
+        """Return the scores in base 2, by the score functions and under the mask that are code."""
+        spec, arrays = self.cta.spec, self.cta.inputs.mods
+        if spec.mods is None:
+            return s * (spec.scale * LOG2E)
+        tile = TileMods(spec, spec.mods, arrays, self.entry, self.head, self.first_key)
+        if spec.mods.score is None:
+            s = s * (spec.scale * LOG2E)
+        else:
+            score = functools.partial(spec.mods.score.evaluate, scale=spec.scale)
+            s = by_columns(lambda piece, inputs: score(piece, inputs=inputs), s, tile.inputs_at)
+        return s if spec.mods.mask is None else spec.mods.mask.apply(s, tile.inputs_at)
+
+    def attended_keys(self, s: jax.Array) -> jax.Array | None:
+        """Return the largest score of each key, [64], which is -inf if no query attends to it; None where bounds say so."""
+        spec = self.cta.spec
+        if spec.mods is None or spec.mods.mask is None:
+            return None
+        if spec.pads_columns:  # they are masked as some other query is
+            column = layouts.index(s.shape, 1, 0)
+            token, member = div(column, spec.padded_group), rem(column, spec.padded_group)
+            is_query = (token < self.entry.num_queries) & (member < spec.group)
+            is_query = layouts.broadcast_columns(jnp.where(is_query, 1, 0), s.shape) != 0
+            s = jnp.where(is_query, s, -jnp.inf)
+        return layouts.fold_octets(jnp.maximum, s).max(axis=1)
+
+    def zero_missing_values(
+        self, attended: jax.Array | None, keep: Callable[[jax.Array], None]
+    ) -> None:
+        """Call keep(which keys are kept, [64]) to set V to 0 at the others, to which no query of the tile attends: there may
+        be NaN, and 0 times that is no 0."""
+        spec, config, entry = self.cta.spec, self.cta.config, self.entry
+        if attended is not None:
+            missing = votes.warpgroup_any_nonfinite(-attended, I32(0)) != 0
+            when(missing)(lambda: keep(attended > -jnp.inf))
+            return
+        first, end = I32(0), entry.kv_len
+        if spec.distances.least is not None:
+            first = entry.first_position + spec.distances.least
+        key = layouts.index((64, 64), 0, self.first_key)
+        is_partial = (self.first_key < first) | (self.first_key + config.block_kv > end)
+        when(is_partial)(lambda: keep((key >= first) & (key < end)))
