@@ -502,7 +502,9 @@ def test_on_gpus_keys_arrive_before_kernels_compute() -> None:
             events += ">"
         elif re.search(r'op_name="[^"]*/attention(_gradients)?/mpmd_map"', line):
             events += "k"
-    assert events == "<>kkk<>kkk<>", events  # K and V, again in the backward, and the sums that come home
+    assert events == "<>kkk<>kkk<>", (
+        events
+    )  # K and V, again in the backward, and the sums that come home
 
 
 @pytest.mark.slow

@@ -72,7 +72,9 @@ def loss_of(attention: Any, parameters: Any, tokens: Any, labels: Any, positions
     return -jnp.mean(jnp.take_along_axis(logits, labels[..., None], -1))
 
 
-def train(attention: Any, parameters: Any, batch: tuple, shardings: tuple, rate: float) -> list[float]:
+def train(
+    attention: Any, parameters: Any, batch: tuple, shardings: tuple, rate: float
+) -> list[float]:
     """Return the losses of STEPS steps of gradient descent on one batch (tokens, labels, positions)."""
 
     @functools.partial(jax.jit, in_shardings=(None, *shardings))

@@ -67,8 +67,8 @@ def context_parallel_attention(
       key: `[*B, S/n, K, H]`, the keys of this device.
       value: `[*B, S/n, K, Hv]`, their values.
       axis_name: the mesh axis over which the tokens of both sequences are divided, or a tuple of axes.
-      strategy: what moves between devices. `"ring"`: keys and values go around, one block is computed while the next one
-        arrives, and each device holds two blocks (Ring Attention, arXiv:2310.01889); the backward sends the sums of dK and
+      strategy: what moves between devices. `"ring"`: keys and values go around, a block for each call, and each
+        device holds two blocks (Ring Attention, arXiv:2310.01889); the backward sends the sums of dK and
         dV around as well, in float32. Blocks that a static mask or window excludes are not sent. `"all_gather"`: keys and
         values of all devices are gathered, in the backward again; one call computes all, and the sums of dK and dV are
         scattered in float32. `"ulysses"`: tokens are exchanged for heads and back (arXiv:2309.14509); n must divide N, and

@@ -62,7 +62,7 @@ def send_first(sent: Any, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array, j
 
     A CTA of attention takes a whole SM, and so do those of a transfer, which wait for their peer. Started at the same
     time, a transfer that is first takes SMs from a kernel whose CTAs expect one each, which then takes twice as long; one
-    that is second waits for the kernel, and its peer with it (docs/decisions/0082-ring-transfers.md).
+    that is second waits for the kernel, and its peer with it (docs/decisions/0079-ring-transfers.md).
     """
     return lax.optimization_barrier((sent, k, v))
 

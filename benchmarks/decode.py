@@ -1,0 +1,278 @@
+"""Times one decode step's attention on a cache beside its rivals on one GPU, after checking the results of all.
+
+    python -m benchmarks.decode                                    # all cases, prints only
+    python -m benchmarks.decode --cases b16_s8k,b1_s128k --rivals cudnn
+    python -m benchmarks.decode --jobs 8 --json benchmarks/results/nvidia-h200-decode.json
+
+Each sequence has one query, bfloat16, random. Gigabytes a second are those of the keys and values up to the sequences' lengths,
+over the time of all kernels of a call by CUPTI, the median of bursts that alternate between the implementations. An
+implementation whose error against dense float32 attention is above twice that of dense bfloat16 attention gets no speed.
+Ours plans the step in the call, as its rivals do: `plan` is what that takes of the time, and layers of one program share it.
+`pages16` and `pages64` are ours on pages in random order.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import json
+import math
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_fa2 as fa
+from benchmarks import jobs, measure, record
+from benchmarks.run import names_among
+from pallas_fa2.planning.autotune import kernel_times
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Caches of `batch` sequences of `kv_len` tokens, or of lengths from a log-normal distribution, the longest `kv_len`."""
+
+    batch: int
+    kv_len: int
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    log_normal: bool = False
+
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of each sequence, int32 `[batch]`."""
+        if not self.log_normal:
+            return np.full(self.batch, self.kv_len, np.int32)
+        draws = np.random.default_rng(0).lognormal(0.0, 1.0, self.batch)
+        return np.maximum(1, draws / draws.max() * self.kv_len).astype(np.int32)
+
+    def gigabytes(self) -> float:
+        """Return the size of the keys and values that a step reads."""
+        return 4e-9 * int(self.lengths().sum()) * self.kv_heads * self.head_dim
+
+
+CASES = {
+    "b1_s4k": Case(1, 4096),
+    "b8_s1k": Case(8, 1024),
+    "b16_s8k": Case(16, 8192),
+    "b64_s2k": Case(64, 2048),
+    "b256_s1k": Case(256, 1024),
+    "b4_s32k": Case(4, 32_768),
+    "b1_s128k": Case(1, 131_072),
+    "b1_s1m": Case(1, 1_048_576),
+    "b16_s8k_mha": Case(16, 8192, 32, 32),
+    "b16_s8k_mqa": Case(16, 8192, 32, 1),
+    "b16_s8k_d64": Case(16, 8192, 32, 8, 64),
+    "b16_s8k_d256": Case(16, 8192, 32, 8, 256),
+    "b64_s8k_lognormal": Case(64, 8192, log_normal=True),
+}
+
+
+def inputs(case: Case) -> tuple[jax.Array, ...]:
+    """Return query `[B, 1, N, H]`, key and value `[B, S, K, H]`, and the lengths."""
+    keys, size = jax.random.split(jax.random.key(0), 3), case.head_dim
+    q = jax.random.normal(keys[0], (case.batch, 1, case.q_heads, size), jnp.bfloat16)
+    shape = case.batch, case.kv_len, case.kv_heads, size
+    k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[1:])
+    return q, k, v, jnp.asarray(case.lengths())
+
+
+def paged(page: int, q: Any, k: Any, v: Any, lengths: Any) -> tuple:
+    """Return the arguments with keys and values in pages `[P, page, K, H]` in random order, and the table of these."""
+    batch, tokens = k.shape[:2]
+    count = batch * tokens // page
+    order = np.random.default_rng(1).permutation(count).astype(np.int32)
+    key, value = (x.reshape(count, page, *x.shape[2:])[np.argsort(order)] for x in (k, v))
+    return q, key, value, lengths, jnp.asarray(order.reshape(batch, -1))
+
+
+def ours(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    return fa.cached_attention(q, fa.Cache(k, v, lengths))
+
+
+def ours_paged(q: Any, k: Any, v: Any, lengths: Any, table: Any) -> Any:
+    return fa.cached_attention(q, fa.Pages(k, v, table, lengths))
+
+
+def cudnn(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    return jax.nn.dot_product_attention(
+        q, k, v, key_value_seq_lengths=lengths, query_seq_lengths=jnp.ones_like(lengths),
+        implementation="cudnn",
+    )  # fmt: skip
+
+
+def cudnn_paged(q: Any, k: Any, v: Any, lengths: Any, table: Any) -> Any:
+    """Run cuDNN on pages through a private function of JAX, which has no public one."""
+    from jax._src.cudnn.fused_attention_stablehlo import paged_attention
+
+    table = table[:, None, :, None]
+    scale = 1 / math.sqrt(q.shape[-1])
+    out: Any = paged_attention(q, k, v, jnp.ones_like(lengths), lengths, table, table, scale=scale)
+    return out[0] if isinstance(out, tuple | list) else out
+
+
+def triton(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    """Run JAX's deprecated split-KV kernel, which transposes the cache in each call."""
+    from jax.experimental.pallas.ops.gpu import decode_attention
+
+    return decode_attention.gqa(q[:, 0], k, v, kv_seq_len=lengths)[:, None]
+
+
+def fa3(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    """Run FlashAttention-3's forward on one query, which knows no lengths; its kernel for caches has no port."""
+    import dew_flash_attn  # type: ignore[import-not-found]
+
+    return dew_flash_attn.flash_mha(q, k, v)
+
+
+def xla(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    return jax.nn.dot_product_attention(
+        q, k, v, key_value_seq_lengths=lengths, implementation="xla"
+    )
+
+
+# The function, the tokens of a page, and whether it takes sequences of several lengths.
+IMPLEMENTATIONS: dict[str, tuple[Callable, int | None, bool]] = {
+    "ours": (ours, None, True),
+    "pages16": (ours_paged, 16, True),
+    "pages64": (ours_paged, 64, True),
+    "cudnn": (cudnn, None, True),
+    "cudnn_pages64": (cudnn_paged, 64, True),
+    "fa3": (fa3, None, False),
+    "triton": (triton, None, True),
+    "xla": (xla, None, True),
+}
+OURS = "ours", "pages16", "pages64"
+
+
+def reference(dtype: Any, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
+    """Compute dense attention of the query heads of the last key head, whose scores fit in memory."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.astype(dtype) for x in (q[:, :, -group:], k[:, :, -1:], v[:, :, -1:]))
+    cache = fa.Cache(k, v, lengths)
+    return fa.cached_attention(q, cache, implementation="reference").astype(jnp.float32)
+
+
+def error(out: jax.Array, expected: jax.Array) -> float:
+    """Return the norm of the error of the last key head's queries over that of the expected array."""
+    difference = out[:, :, -expected.shape[2] :].astype(jnp.float32) - expected
+    return float(f"{jnp.linalg.norm(difference) / jnp.linalg.norm(expected):.3g}")
+
+
+def measure_case(name: str, names: tuple[str, ...], iterations: int) -> dict[str, Any]:
+    """Return a row for each implementation of a case, and the allowed error."""
+    case = CASES[name]
+    types = jax.eval_shape(lambda: inputs(case))
+    programs: dict[str, Any] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for who in names:
+        run, page, takes_lengths = IMPLEMENTATIONS[who]
+        try:
+            if case.log_normal and not takes_lengths:
+                raise NotImplementedError("it knows no lengths")
+            args = types if page is None else jax.eval_shape(functools.partial(paged, page), *types)
+            programs[who] = jax.jit(run).lower(*args).compile()
+        except Exception as e:  # noqa: BLE001 - a rival without this case must not end the run
+            rows[who] = {"refused": measure.short_error(e)}
+    references = [
+        jax.jit(functools.partial(reference, dtype)).lower(*types).compile()
+        for dtype in (jnp.float32, jnp.bfloat16)
+    ]
+    with measure.Gpu.lock:
+        args = inputs(case)
+        expected, dense = (run(*args) for run in references)
+        allowed = measure.FACTOR * error(dense, expected)
+        for who, run in list(programs.items()):
+            page = IMPLEMENTATIONS[who][1]
+            own = args if page is None else jax.jit(functools.partial(paged, page))(*args)
+            rows[who] = {}
+            try:
+                rows[who] = {"error": error(run(*own), expected)}
+                if not rows[who]["error"] <= allowed:
+                    raise ValueError("wrong result")
+                programs[who] = run, own
+            except Exception as e:  # noqa: BLE001 - nor one that runs and fails
+                rows[who]["refused"] = measure.describe_failure(e, args)
+                del programs[who]
+        for who, times in alternate(programs, iterations).items():
+            rows[who] |= speed(case, times)
+    return {
+        "case": dataclasses.asdict(case),
+        "allowed": allowed,
+        "rows": {n: rows[n] for n in names},
+    }
+
+
+def alternate(programs: dict[str, Any], iterations: int) -> dict[str, list]:
+    """Return the kernels of each launch of all programs, which take turns in short bursts."""
+    launches: dict[str, list] = {who: [] for who in programs}
+    for turn in range(measure.ROUNDS):
+        for who in list(programs) if turn % 2 == 0 else reversed(programs):
+            run, args = programs[who]
+            burst = kernel_times(run, args, iterations)
+            measure.rest_after([sum(ms for _, ms in kernels) for kernels in burst])
+            launches[who] += burst
+    return launches
+
+
+def speed(case: Case, launches: list[list[tuple[str, float]]]) -> dict[str, float]:
+    """Return the median milliseconds of all kernels of a launch, the part before the longest one, and gigabytes a second."""
+    ms = statistics.median(sum(ms for _, ms in kernels) for kernels in launches)
+    longest = statistics.median(max(ms for _, ms in kernels) for kernels in launches)
+    rounded = {"ms": ms, "others_ms": ms - longest, "gb_s": case.gigabytes() / ms * 1e3}
+    return {name: float(f"{x:.4g}") for name, x in rounded.items()}
+
+
+def lines(results: dict[str, Any]) -> list[str]:
+    """Return a line for each case: gigabytes a second, and ours over the best rival."""
+    text = []
+    for name, result in results.items():
+        speeds = {who: row.get("gb_s") for who, row in result["rows"].items()}
+        known = {who: x for who, x in speeds.items() if x is not None}
+        rivals = [x for who, x in known.items() if who not in OURS]
+        ratio = f"{known['ours'] / max(rivals):.3f}" if rivals and "ours" in known else "-"
+        cells = [f"{who} {x:.0f}" for who, x in known.items()]
+        cells += [
+            f"{who}: {row['refused'][:60]}"
+            for who, row in result["rows"].items()
+            if "refused" in row
+        ]
+        text.append(f"{name:20} {ratio:>6}  " + ", ".join(cells))
+    return text
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=names_among(CASES), default=list(CASES))
+    parser.add_argument("--rivals", type=names_among(IMPLEMENTATIONS))
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
+    parser.add_argument("--json", type=pathlib.Path, help="the file of results")
+    parser.add_argument("--commit", help="the name of the commit, where there is no git checkout")
+    args = parser.parse_args(argv)
+    jobs.share_memory()
+    names = tuple(IMPLEMENTATIONS) if args.rivals is None else (*OURS, *args.rivals)
+    contents: dict[str, Any] = {
+        "setup": record.setup({}, args.iterations),
+        "run": {"date": datetime.date.today().isoformat(), "commit": args.commit or record.commit()},
+        "results": {},
+    }  # fmt: skip
+    function = functools.partial(measure_case, names=names, iterations=args.iterations)
+    for name, result in jobs.run_all(function, args.cases, args.jobs):
+        known = contents["results"] | {name: result}
+        contents["results"] = {case: known[case] for case in CASES if case in known}
+        if args.json:
+            record.write(args.json, contents)
+        print("\n".join(lines({name: result})), file=sys.stderr, flush=True)
+    print(json.dumps({name: lines({name: x}) for name, x in contents["results"].items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
