@@ -34,6 +34,7 @@ class CachedOptions(TypedDict, total=False):
     scale: float | Float[Array, ""] | None
     sinks: Float[Array, " N"] | None
     q_positions: Int[Array, "B T"] | Int[Array, " tokens"] | None
+    split_size: int | None
     implementation: Implementation | None
 
 
@@ -62,6 +63,7 @@ def cached_attention(
     scale: float | Float[Array, ""] | None = None,
     sinks: Float[Array, " N"] | None = None,
     q_positions: Int[Array, "B T"] | Int[Array, " tokens"] | None = None,
+    split_size: int | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
@@ -83,6 +85,10 @@ def cached_attention(
         `[B, S]`, by position. `Tree` is the mask of drafted tokens.
       score, scale, sinks: as in `flash_attention`.
       q_positions: integers `[B, T]` (or `[tokens]`), any other positions of the queries, such as depths in a tree.
+      split_size: cut each sequence at multiples of so many keys, itself a multiple of 64, and nowhere else, so that the bits
+        of a query's result do not depend on the other sequences of the batch, nor on which tokens are computed with it.
+        Smaller sizes fill a GPU with fewer sequences, and have more results to merge. By default work is cut into equal
+        shares. Only kernels that read a cache have this.
       return_lse: also return the natural logsumexp of the scores, by which `merge` combines this with attention on other
         keys, such as a prefix that all sequences share.
       implementation: as in `flash_attention`. Backends without kernels that read a cache run the equivalent call of
@@ -116,6 +122,7 @@ def cached_attention(
         scale=scale,
         sinks=sinks,
         q_positions=q_positions,
+        split_size=split_size,
     )
     query = jnp.asarray(query)
     device = device_of(query)

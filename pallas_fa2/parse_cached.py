@@ -15,6 +15,8 @@ from pallas_fa2.masks import as_mask
 from pallas_fa2.masks.tree import MAX_TOKENS, Tree, with_context
 from pallas_fa2.parse_call import parse_call
 
+SPLIT_MULTIPLE = 64  # the keys of a block of the kernels that read a cache
+
 
 def parse_cached(
     query: Any,
@@ -26,9 +28,11 @@ def parse_cached(
     scale: Any = None,
     sinks: Any = None,
     q_positions: Any = None,
+    split_size: Any = None,
 ) -> tuple[CachedSpec, CachedOperands]:
     """Check the arguments of `cached_attention` and describe the call; query may be a `jax.ShapeDtypeStruct`."""
     tokens, packed = _check_query(query, cache, queries)
+    _check_split_size(split_size)
     lengths = clamp_lengths(cache)
     if packed is None:
         context = lengths - tokens
@@ -70,6 +74,7 @@ def parse_cached(
         is_packed=packed is not None,
         has_given_positions=q_positions is not None,
         has_sequence_data=has_sequence_data,
+        split_size=split_size,
     )
     starts = None if packed is None else packed.starts
     return spec, CachedOperands(lengths, operands, clamp_table(cache), starts)
@@ -103,6 +108,14 @@ def _check_query(query: Any, cache: Any, queries: Any) -> tuple[int, Packed | No
         )
     check_packed(queries, batch, query.shape[0])
     return query.shape[0], clamp_starts(queries, query.shape[0])
+
+
+def _check_split_size(size: Any) -> None:
+    is_integer = isinstance(size, int) and not isinstance(size, bool)
+    if size is not None and not (is_integer and size > 0 and size % SPLIT_MULTIPLE == 0):
+        raise ValueError(
+            f"split_size must be a positive multiple of {SPLIT_MULTIPLE} keys, or None, but it is {size!r}; try 2048"
+        )
 
 
 def _check_trees(mask: Any, tokens: int, packed: Packed | None) -> None:

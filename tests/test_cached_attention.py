@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 import pallas_fa2 as fa
 from pallas_fa2 import cached_autodiff
 from pallas_fa2.backends import registry
+from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.backends.sm90.decode.cached_forward import CACHED_FORWARD
 from pallas_fa2.ir.affine import DistanceRange
@@ -620,6 +621,18 @@ def test_no_kernel_takes_a_value_of_each_sequence_of_packed_queries() -> None:
     assert make_cached_plan(spec, A100).implementation == "ampere"
 
 
+def test_splits_of_a_size_are_those_of_the_kernel() -> None:
+    problem = on_the_kernel("several")
+    spec, _ = parse_cached(problem.query, problem.cache, split_size=128)
+    assert "splits of 128 keys" in str(spec)
+    plan = make_cached_plan(spec, H200)
+    assert plan.reads_cache and DecodeSpec.of_call(spec).split_blocks == 2
+    attend = functools.partial(fa.cached_attention, split_size=64)
+    with planned_for_h200(cores=2):
+        out = interpreter.run(attend, problem.query, problem.cache)
+    np.testing.assert_allclose(problem.flatten(out), cached.dense(problem)[0], atol=0.02)
+
+
 @pytest.mark.parametrize("layout", ["several", "paged", "packed"])
 def test_vmap_of_the_kernel_of_hopper(layout: str) -> None:
     problems = [on_the_kernel(layout, seed=seed) for seed in range(2)]
@@ -776,6 +789,8 @@ ROWS = jnp.zeros((5, 4, 8))
         (r"sinks must be floats of shape \[N\]", Q, _cache(), {"sinks": jnp.zeros(3)}),
         (r"implementation must be one of", Q, _cache(), {"implementation": "triton"}),
         (r"does not support this call", Q, _cache(), {"implementation": "fused"}),
+        (r"split_size must be a positive multiple of 64 keys, or None, but it is 100", Q, _cache(), {"split_size": 100}),
+        (r"split_size must be None where no kernel reads the cache.*\(hopper: ", Q, _cache(), {"split_size": 64}),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument_and_the_remedy(

@@ -42,6 +42,7 @@ class Case(NamedTuple):
     distances: DistanceRange = CAUSAL
     dtype: Any = jnp.bfloat16
     num_ctas: int = 3
+    split_blocks: int | None = None
 
     @property
     def starts(self) -> np.ndarray:
@@ -72,6 +73,7 @@ class Case(NamedTuple):
             scale=1 / math.sqrt(self.dims[0]),
             page_size=self.page_size,
             distances=self.distances,
+            split_blocks=self.split_blocks,
         )
 
     @property
@@ -179,6 +181,11 @@ CASES = {
     "full": Case((130, 64), queries=2, q_len=2, distances=FULL),
     "packed": Case((100, 13, 0, 250), queries=(1, 13, 0, 5), q_len=4, num_ctas=9),
     "packed_full": Case((100, 13), queries=(1, 11), q_len=8, distances=FULL),
+    "fixed_splits": Case((256, 70, 0, 200), split_blocks=1, num_ctas=4),
+    "fixed_splits_packed": Case(
+        (100, 13, 0, 250), queries=(1, 13, 0, 5), q_len=4, split_blocks=2, page_size=32
+    ),
+    "fixed_splits_window": Case((250, 90), distances=DistanceRange(-99, 0), split_blocks=1),
     "packed_pages": Case((70, 130), queries=(9, 3), q_len=2, page_size=64),
 }
 
@@ -200,6 +207,51 @@ def test_results_do_not_depend_on_the_number_of_ctas_beyond_rounding() -> None:
     arrays = one.arrays()
     outs = [np.asarray(interpreter.run(x.run, *arrays)[0], np.float32) for x in (one, three)]
     np.testing.assert_allclose(*outs, atol=2e-2)
+
+
+def test_fixed_splits_do_not_depend_on_the_batch() -> None:
+    """Bits of a sequence: alone or with others, on one CTA or five. Equal shares cut it elsewhere."""
+
+    def first(split_blocks: int | None, lengths: tuple[int, ...], num_ctas: int) -> np.ndarray:
+        options: Any = {"queries": 2, "q_len": 2, "heads": (16, 2), "dtype": jnp.float16}
+        case = Case(lengths, num_ctas=num_ctas, split_blocks=split_blocks, **options)
+        rows = zip(Case((250,), **options).arrays(), case.arrays()[:3], strict=False)
+        q, k, v = (np.concatenate([x, y[len(x) :]]) for x, y in rows)
+        args = q, k, v, *case.arrays()[3:]
+        return np.asarray(interpreter.run(case.run, *args)[1])[:2]
+
+    batches = ((250,), 1), ((250,), 5), ((250, 70, 256), 3)
+    alone, *others = (first(1, *x) for x in batches)
+    for other in others:
+        np.testing.assert_array_equal(alone, other)
+    assert any((first(None, *batches[0]) != first(None, *x)).any() for x in batches[1:])
+
+
+@pytest.mark.parametrize("num_ctas", [1, 3, 5, 40])
+def test_fixed_splits_are_cut_by_position_and_dealt_whole(num_ctas: int) -> None:
+    case = CASES["fixed_splits_packed"]._replace(num_ctas=num_ctas)
+    plan = programs.evaluate(case.plan, np.array(case.lengths, np.int32), case.starts)
+    uncut = case._replace(split_blocks=None)
+    entries = programs.evaluate(uncut.plan, np.array(case.lengths, np.int32), case.starts).entries
+    rows = [Entry(*row[:7].tolist()) for row in plan.entries]
+    splits = [schedule.FixedSplits(*row[7:].tolist()) for row in plan.entries]
+    expected, owners = [], []
+    for row in entries.tolist():
+        entry = Entry(*row)
+        blocks = range(entry.first_block, entry.first_block + entry.num_blocks)
+        starts = sorted({max(blocks.start, i // 2 * 2) for i in blocks})
+        owners += [schedule.FixedSplits(len(expected), len(starts))] * len(starts)
+        for start in starts:
+            end = min(blocks.stop, start // 2 * 2 + 2)
+            expected.append(entry._replace(num_blocks=end - start, first_block=start))
+    assert rows[: len(expected)] == expected and splits[: len(expected)] == owners
+    assert all(row.num_blocks == 0 for row in rows[len(expected) :])
+    shares = Share(*plan.shares.T[: len(Share._fields)])
+    np.testing.assert_array_equal(shares.begin, shares.tile_begin)  # whole rows
+    total = sum(row.num_blocks for row in expected) * case.heads[1]
+    assert shares.begin[0] == 0 and shares.begin[-1] == total
+    assert (np.diff(shares.begin) >= 0).all()
+    assert plan.arrivals.shape == (case.heads[1], len(rows)) and not plan.arrivals.any()
 
 
 @pytest.mark.parametrize(
@@ -348,7 +400,7 @@ def test_a_merge_before_all_splits_are_stored_is_caught(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         merge.TileSplits,
         "arrive",
-        lambda self: jnp.where(self.last_cta == jax.lax.axis_index("cta"), 1, 0),
+        lambda self: jnp.where(self.last == jax.lax.axis_index("cta"), 1, 0),
     )
     with pytest.raises(RaceDetected, match="is not ordered after"):
         check(CASES["two_splits_of_a_cta"])
@@ -373,6 +425,8 @@ COMPILED: dict[str, tuple] = {
     "h192_hv128": (16, 1, (32, 8), (192, 128), None, CAUSAL),
     "h256": (16, 1, (32, 8), (256, 256), None, CAUSAL),
     "h256_queries_4": (16, 4, (32, 8), (256, 256), None, CAUSAL),
+    "fixed_splits": (16, 1, (32, 8), (128, 128), None, CAUSAL),
+    "columns_64_pages_fixed_splits": (16, 8, (64, 8), (128, 128), 16, CAUSAL),
 }
 COMPILED_QUICKLY = {"group_4", "pages_16", "columns_64_window", "h256_queries_4"}
 
@@ -382,8 +436,9 @@ def test_compiles_clean(name: str) -> None:
     requests, queries, (n, heads), (h, hv), page_size, distances = COMPILED[name]
     tokens, capacity = requests * queries, 8192
     spec = DecodeSpec(
-        requests, queries, tokens, capacity, n, heads, h, hv, 0.125, distances, page_size
-    )
+        requests, queries, tokens, capacity, n, heads, h, hv, 0.125, distances, page_size,
+        split_blocks=32 if name.endswith("fixed_splits") else None,
+    )  # fmt: skip
     config = choose(spec, 132)
     assert config is not None
 

@@ -23,6 +23,8 @@ class CachedSpec:
       has_given_positions: whether the caller gave the queries' positions. Without, they follow from lengths and starts.
       has_sequence_data: whether queries are packed, and the mask or a score reads arrays with a value for each sequence
         that all its tokens share.
+      split_size: the keys between the cuts of a sequence into splits, where results must not depend on the other
+        sequences of the batch; None where the kernel may cut as it likes.
     """
 
     call: CallSpec
@@ -30,6 +32,7 @@ class CachedSpec:
     is_packed: bool = False
     has_given_positions: bool = False
     has_sequence_data: bool = False
+    split_size: int | None = None
 
     @property
     def distances(self) -> DistanceRange | None:
@@ -51,6 +54,8 @@ class CachedSpec:
             fields.append(f"pages of {self.page_size} tokens")
         if self.is_packed:
             fields.append("packed queries")
+        if self.split_size is not None:
+            fields.append(f"splits of {self.split_size} keys")
         return ", ".join(fields)
 
 

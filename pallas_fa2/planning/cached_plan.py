@@ -56,6 +56,14 @@ def make_cached_plan(
                 name, _plan_equivalent_call(spec, device), True, config, tuple(rejected)
             )
         rejected.append((name, reason))
+    if spec.split_size is not None:
+        reasons = (
+            "; ".join(f"{name}: {reason}" for name, reason in rejected) or "none was asked for"
+        )
+        raise ValueError(
+            f"split_size must be None where no kernel reads the cache, but it is {spec.split_size} ({reasons}); leave it out, "
+            "or attend to one sequence in each call"
+        )
     plan = _plan_equivalent_call(spec, device, implementation)
     return CachedPlan(plan.implementation, plan, rejected=(*rejected, *plan.rejected))
 

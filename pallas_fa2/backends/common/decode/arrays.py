@@ -37,7 +37,8 @@ class Outputs(NamedTuple):
     """Arrays in device memory that the kernel writes.
 
     A CTA has two splits at most, one of a tile that an earlier CTA begins, and one of a tile that it begins itself: in
-    this order they are splits `2 * cta` and `2 * cta + 1`.
+    this order they are splits `2 * cta` and `2 * cta + 1`. Of fixed splits, that of a head and a row of the plan's entries is
+    `head * rows + row`.
     """
 
     out: Any  # [tokens * K, G, Hv], as the kernel wants it
@@ -49,6 +50,8 @@ class Outputs(NamedTuple):
     def types(cls, spec: DecodeSpec, config: DecodeConfig, out: Any) -> "Outputs":
         """Return the types of the arrays of a launch, of which `out` is that of the first."""
         splits, f32 = 2 * config.num_ctas, jnp.float32
+        if spec.split_blocks is not None:
+            splits = spec.kv_heads * spec.max_rows
         fragments = splits, config.value_dim // 64, 64 * spec.columns
         return cls(
             out,

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from pallas_fa2.backends.common.decode.spec import DecodeSpec
+from pallas_fa2.backends.common.decode.spec import BLOCK_KV, DecodeSpec
 
 # How much later than with equal shares the last CTA may be done where each has whole tiles, and nothing is merged. With
 # 128 tiles on 132 SMs, 1.03, the call takes 0.96 of the time (docs/decisions/0076-decode-kernel.md).
@@ -23,9 +23,7 @@ class DecodeConfig:
     # 7.6 us with 4, 8.9 with 2 and 9.1 with 3 (docs/decisions/0076-decode-kernel.md).
     min_share: int = 4
 
-    block_kv: ClassVar[int] = (
-        64  # keys are the rows of S^T: the M of WGMMA, and four warps' M of mma.sync
-    )
+    block_kv: ClassVar[int] = BLOCK_KV
 
     @property
     def num_ctas(self) -> int:

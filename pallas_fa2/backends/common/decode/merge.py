@@ -16,7 +16,11 @@ from jaxlib.mlir import ir
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.decode.arrays import Cta
-from pallas_fa2.backends.common.decode.schedule import ARRIVALS_COLUMN, Share
+from pallas_fa2.backends.common.decode.schedule import (
+    ARRIVALS_COLUMN,
+    FixedSplits,
+    Share,
+)
 from pallas_fa2.backends.common.decode.spec import NO_MAXIMUM
 from pallas_fa2.backends.common.inline import asm, inline_op
 from pallas_fa2.backends.common.primitives import layouts, register_io, thread_values
@@ -36,35 +40,45 @@ MAX_LOADS, MAX_REGISTERS = 16, 128
 
 
 class TileSplits(NamedTuple):
-    """The splits of a tile that several CTAs visit, from `first_cta` on one CTA after another."""
+    """The splits of a tile: `first` to `last` are the CTAs that have them, or the rows of fixed splits."""
 
     cta: Cta[Any]
-    begins_here: jax.Array | bool  # whether this CTA has the first split
-    first_cta: Scalar
-    last_cta: Scalar
+    own: Scalar  # the index of this CTA's split in the workspace
+    first: Scalar
+    last: Scalar
+    word: Ref  # that counts arrivals
 
     @classmethod
-    def load(cls, cta: Cta[Any], begins_here: jax.Array | bool) -> "TileSplits":
+    def of_ctas(cls, cta: Cta[Any], begins_here: jax.Array | bool) -> "TileSplits":
         """Load which CTAs visit the tile that this CTA visits in part: the first or the last one of its share."""
         # Loaded here: they would hold registers through the loops. The CTA after a tile's first one begins with it.
-        index = rematerialize(lax.axis_index("cta"))
-        share = Share.load(cta.inputs.plan.shares, jnp.where(begins_here, index + 1, index))
-        first_cta = jnp.where(begins_here, index, share.first_cta)
-        return cls(cta, begins_here, first_cta, share.last_cta)
+        index, shares = rematerialize(lax.axis_index("cta")), cta.inputs.plan.shares
+        share = Share.load(shares, jnp.where(begins_here, index + 1, index))
+        first = jnp.where(begins_here, index, share.first_cta)
+        own = _split_index(lax.axis_index("cta"), begins_here)
+        return cls(cta, own, first, share.last_cta, shares.at[first, ARRIVALS_COLUMN])
+
+    @classmethod
+    def of_rows(cls, cta: Cta[Any], head: Scalar, row: Scalar) -> "TileSplits":
+        """Load the rows of the tile whose fixed split this one is."""
+        first, count = FixedSplits.load(cta.inputs.plan.entries, row)
+        start = head * cta.spec.max_rows
+        arrivals = cta.inputs.plan.arrivals
+        assert arrivals is not None, "splits are fixed"
+        word = arrivals.at[head, first]
+        return cls(cta, start + row, start + first, start + first + count - 1, word)
 
     def store(self, acc: jax.Array, lse: jax.Array) -> None:
         """Store the split of this CTA: O^T, normalized, `[Hv, columns]`, and lse in base 2, `[columns]`."""
-        index = _split_index(lax.axis_index("cta"), self.begins_here)
         outputs = self.cta.outputs
         for i, rows in enumerate(layouts.slices(acc.shape[0], 64)):
             tile = acc[rows.start : rows.start + rows.size]
-            register_io.store_fragments(outputs.split_out.at[index, i], tile)
-        outputs.split_lse.at[index][...] = lse
+            register_io.store_fragments(outputs.split_out.at[self.own, i], tile)
+        outputs.split_lse.at[self.own][...] = lse
 
     def arrive(self) -> jax.Array:
         """Return 1 if all other splits of the tile have been stored when this CTA's one is, else 0."""
-        word = self.cta.inputs.plan.shares.at[self.first_cta, ARRIVALS_COLUMN]
-        return _arrive(word, self.last_cta - self.first_cta)
+        return _arrive(self.word, self.last - self.first)
 
     def merge(self) -> tuple[jax.Array, jax.Array]:
         """Return O^T and lse in base 2 of the tile, of which all splits are stored: an online softmax over splits."""
@@ -75,8 +89,8 @@ class TileSplits(NamedTuple):
 
         def add(i: Scalar, state: Any) -> Any:
             acc, maximum, total = state
-            ctas = [self.first_cta + i * unroll + u for u in range(unroll)]
-            splits = [(self._load_out(cta), self._load_lse(cta)) for cta in ctas]
+            numbers = [self.first + i * unroll + u for u in range(unroll)]
+            splits = [(self._load_out(x), self._load_lse(x)) for x in numbers]
             new = functools.reduce(jnp.maximum, (lse for _, lse in splits), maximum)
             factor = jnp.exp2(maximum - new)
             acc, total = acc * broadcast_columns(factor, shape), total * factor
@@ -88,31 +102,33 @@ class TileSplits(NamedTuple):
         zeros = layouts.splat_constant(0.0, shape, ACC_LAYOUT)
         no_sum = layouts.splat_constant(0.0, (columns,), COL_LAYOUT)
         no_maximum = layouts.splat_constant(NO_MAXIMUM, (columns,), COL_LAYOUT)
-        turns = lax.div(self.last_cta - self.first_cta + unroll, I32(unroll))
+        turns = lax.div(self.last - self.first + unroll, I32(unroll))
         acc, maximum, total = lax.fori_loop(I32(0), turns, add, (zeros, no_maximum, no_sum))
         # Where no split has a key, each weighs 1, and O is 0.
         lse = jnp.where(maximum <= NO_MAXIMUM, NO_MAXIMUM, maximum + jnp.log2(total))
         return acc * broadcast_columns(1 / total, shape), lse
 
-    def _load_out(self, cta: Scalar) -> jax.Array:
-        """Load O^T of a CTA's split, or zeros if it comes after the last."""
+    def _load_out(self, number: Scalar) -> jax.Array:
+        """Load O^T of a split, or zeros if it comes after the last."""
         split_out, columns = self.cta.outputs.split_out, self.cta.spec.columns
-        index, exists = self._index(cta), jnp.asarray(cta <= self.last_cta)
+        index, exists = self._index(number), jnp.asarray(number <= self.last)
         tiles = [
             register_io.take_fragments(split_out.at[index, i], columns, exists)
             for i in range(split_out.shape[1])
         ]
         return lax.concatenate(tiles, 0)
 
-    def _load_lse(self, cta: Scalar) -> jax.Array:
-        """Load lse of a CTA's split, or -inf if it comes after the last."""
-        lse = self.cta.outputs.split_lse.at[self._index(cta)]
+    def _load_lse(self, number: Scalar) -> jax.Array:
+        """Load lse of a split, or -inf if it comes after the last."""
+        lse = self.cta.outputs.split_lse.at[self._index(number)]
         lse = plgpu.load(lse, layout=COL_LAYOUT, optimized=False)
-        return lse + jnp.where(cta <= self.last_cta, 0.0, -jnp.inf)
+        return lse + jnp.where(number <= self.last, 0.0, -jnp.inf)
 
-    def _index(self, cta: Scalar) -> Scalar:
-        """Compute the index of a CTA's split, or of the last one's."""
-        return _split_index(jnp.minimum(cta, self.last_cta), cta == self.first_cta)
+    def _index(self, number: Scalar) -> Scalar:
+        """Compute the index of a split in the workspace, or of the last one's."""
+        index = jnp.minimum(number, self.last)
+        fixed = self.cta.spec.split_blocks is not None
+        return index if fixed else _split_index(index, number == self.first)
 
 
 def _split_index(cta: Scalar, begins_tile: Any) -> Scalar:

@@ -4,6 +4,9 @@ A tile is an entry and a key head. The 64-key blocks of all tiles form one line,
 CTA has an equal share of it (stream-K, arXiv:2301.03598): how often a tile is split depends on the lengths, the number
 of CTAs does not. Neighboring CTAs then read neighboring heads of the same tokens at about the same time, and those lie
 side by side in device memory. Where all tiles are equally long, and come out nearly even, no tile is split.
+
+With fixed splits (`DecodeSpec.split_blocks`) entries are cut at multiples of so many keys, each split is a row of the line
+of its own, and CTAs have whole rows: which sums are rounded then depends on nothing but the sequence itself.
 """
 
 from typing import Any, NamedTuple
@@ -47,6 +50,17 @@ class Entry(NamedTuple):
         return cls(*(table[row, column + i] for i in range(len(cls._fields))))
 
 
+class FixedSplits(NamedTuple):
+    """The rows of an entry that is cut into fixed splits; behind the `Entry` of each of these rows."""
+
+    first_row: Any
+    num_rows: Any
+
+    @classmethod
+    def load(cls, table: Ref, row: Scalar) -> "FixedSplits":
+        return cls(*(table[row, len(Entry._fields) + i] for i in range(len(cls._fields))))
+
+
 class Share(NamedTuple):
     """The blocks of one CTA, and the tile that it begins with."""
 
@@ -75,7 +89,11 @@ class DecodePlan(NamedTuple):
 
     # int32 [CTAs + 1, 15]: `Share`, and the `Entry` of its tile, so that a CTA waits for one load before its first copy
     shares: jax.Array
-    entries: jax.Array  # int32 [entries, 7]: `Entry`
+    entries: (
+        jax.Array
+    )  # int32 [entries, 7]: `Entry`; with fixed splits [rows, 9], `FixedSplits` too
+    # int32 [K, rows], with fixed splits: of an entry's first row, the splits that are stored so far (`merge.arrive`)
+    arrivals: jax.Array | None = None
 
 
 def plan_decode(
@@ -98,9 +116,36 @@ def plan_decode(
     count, first = _visited_blocks(spec, config.block_kv, entries)
     exists = jnp.arange(spec.max_entries, dtype=I32) < num_entries
     entries = entries._replace(num_blocks=jnp.where(exists, count, 0), first_block=first)
+    columns, arrivals = list(entries), None
+    if spec.split_blocks is not None:
+        entries, splits, num_entries = _cut(spec, spec.split_blocks, entries)
+        columns = [*entries, *splits]
+        arrivals = jnp.zeros((spec.kv_heads, spec.max_rows), I32)
     shares = _deal_shares(spec, config, entries.num_blocks, num_entries)
-    table = jnp.stack(entries, 1)
-    return DecodePlan(jnp.concatenate([jnp.stack(shares, 1), table[shares.entry]], 1), table)
+    table = jnp.stack(columns, 1)
+    first_entries = table[shares.entry, : len(Entry._fields)]
+    return DecodePlan(jnp.concatenate([jnp.stack(shares, 1), first_entries], 1), table, arrivals)
+
+
+def _cut(
+    spec: DecodeSpec, split_blocks: int, entries: Entry
+) -> tuple[Entry, FixedSplits, jax.Array]:
+    """Cut entries at multiples of `split_blocks` blocks; return their rows, whose they are, and how many there are."""
+    first_split = lax.div(entries.first_block, I32(split_blocks))
+    end = entries.first_block + entries.num_blocks
+    count = lax.div(end + (split_blocks - 1), I32(split_blocks)) - first_split
+    count = jnp.where(entries.num_blocks > 0, count, 0)
+    ends = jnp.cumsum(count, dtype=I32)
+    row = jnp.arange(spec.max_rows, dtype=I32)
+    owner = (ends[None] <= row[:, None]).sum(1, dtype=I32)
+    owner = jnp.minimum(owner, spec.max_entries - 1)
+    splits = FixedSplits((ends - count)[owner], count[owner])
+    cut = (first_split[owner] + row - splits.first_row) * split_blocks
+    rows = Entry(*(jnp.broadcast_to(x, ends.shape)[owner] for x in entries))
+    begin = jnp.maximum(rows.first_block, cut)
+    size = jnp.minimum(end[owner], cut + split_blocks) - begin
+    rows = rows._replace(num_blocks=jnp.where(row < ends[-1], size, 0), first_block=begin)
+    return rows, splits, ends[-1]
 
 
 def _step_entries(spec: DecodeSpec, lengths: jax.Array) -> Entry:
@@ -163,9 +208,16 @@ def _deal_shares(
     fixed_share = jnp.where(has_whole_tiles, whole_tiles, config.min_share)
     is_fixed = has_whole_tiles | (least < config.min_share)
     begin = jnp.where(is_fixed, jnp.minimum(cta * fixed_share, total), begin)
-    head, in_head = lax.div(begin, of_head), lax.rem(begin, of_head)
-    entry = jnp.minimum((starts[None] <= in_head[:, None]).sum(1, dtype=I32), num_entries) - 1
-    tile_begin = head * of_head + starts[entry]
+
+    def locate(begin: jax.Array) -> tuple[jax.Array, ...]:
+        head, in_head = lax.div(begin, of_head), lax.rem(begin, of_head)
+        entry = jnp.minimum((starts[None] <= in_head[:, None]).sum(1, dtype=I32), num_entries) - 1
+        return head, entry, head * of_head + starts[entry]
+
+    head, entry, tile_begin = locate(begin)
+    if spec.split_blocks is not None:  # the CTA before has a row that begins before its share ends
+        begin = jnp.where(begin > tile_begin, tile_begin + counts[entry], begin)
+        head, entry, tile_begin = locate(begin)
     tile_end = tile_begin + counts[entry]
     own = begin[None, :num_ctas]
     first_cta = (own <= tile_begin[:, None]).sum(1, dtype=I32) - 1

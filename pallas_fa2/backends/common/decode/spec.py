@@ -8,6 +8,7 @@ from pallas_fa2.ir.affine import DistanceRange
 from pallas_fa2.ir.cached_spec import CachedSpec
 from pallas_fa2.ir.call_spec import MASKED_SCORE_THRESHOLD
 
+BLOCK_KV = 64  # keys are the rows of S^T: the M of WGMMA, and four warps' M of mma.sync
 # The rows of a swizzle atom, and the least N of WGMMA: the queries of a tile are columns, in groups of so many.
 COLUMN_MULTIPLE = 8
 # A thread has (Hv + 3 * 64) / 128 registers for each column in O^T, S^T, P^T and the sums of its rows: with 64 columns at
@@ -37,6 +38,9 @@ class DecodeSpec:
     distances: DistanceRange  # of the keys that a query attends to, from its own position
     page_size: int | None = None  # keys of a page, if the cache is paged
     mods: DecodeMods | None = None
+    split_blocks: int | None = (
+        None  # blocks of keys between the cuts of fixed splits, if splits are fixed
+    )
 
     @classmethod
     def of_call(
@@ -70,11 +74,19 @@ class DecodeSpec:
             distances=distances,
             page_size=cached.page_size,
             mods=DecodeMods.compile(cached),
+            split_blocks=None if cached.split_size is None else cached.split_size // BLOCK_KV,
         )
 
     @property
     def group(self) -> int:
         return self.q_heads // self.kv_heads
+
+    @property
+    def max_rows(self) -> int:
+        """The rows of the plan's table of entries at most: fixed splits have one each."""
+        if self.split_blocks is None:
+            return self.max_entries
+        return self.max_entries * max(1, -(-self.kv_len // (self.split_blocks * BLOCK_KV)))
 
     @property
     def padded_group(self) -> int:

@@ -1,5 +1,6 @@
 """The calls that decode kernels of all architectures support."""
 
+from pallas_fa2.arithmetic import round_up
 from pallas_fa2.backends.common import compile_mods, limits
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.mods import needs_mask_code
@@ -53,4 +54,7 @@ def _unsupported_launch(spec: DecodeSpec) -> str | None:
         return (
             f"sequences times key heads times blocks of 64 keys are below 2^31, and here {blocks}"
         )
+    if spec.split_blocks is not None:
+        splits = spec.kv_heads * spec.max_rows * spec.columns
+        return limits.too_many_elements(splits * round_up(spec.value_dim, 64))
     return None

@@ -20,6 +20,7 @@ from pallas_fa2.backends.common.decode.schedule import (
     FIRST_ENTRY_COLUMN,
     DecodePlan,
     Entry,
+    FixedSplits,
     KeyBlocks,
     Share,
 )
@@ -124,11 +125,18 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
         output = TileOutput(cta, entry, tile.head)
 
         def store_split() -> None:
-            splits = TileSplits.load(cta, begins_here=first_index == 0)
+            splits = (
+                TileSplits.of_ctas(cta, begins_here=first_index == 0)
+                if cta.spec.split_blocks is None
+                else TileSplits.of_rows(cta, tile.head, tile.entry)
+            )
             splits.store(acc, lse)
             when(splits.arrive() != 0)(lambda: output.store(*splits.merge()))
 
-        cond(num_blocks == entry.num_blocks, lambda: output.store(acc, lse), store_split)
+        is_whole = num_blocks == entry.num_blocks
+        if cta.spec.split_blocks is not None:
+            is_whole = FixedSplits.load(cta.inputs.plan.entries, tile.entry).num_rows == 1
+        cond(is_whole, lambda: output.store(acc, lse), store_split)
         return ShareState(num_tiles + 1, step + num_blocks, next_tile, I32(0), cursor)
 
     state = ShareState(I32(0), I32(0), tile, first_index, cursor)
