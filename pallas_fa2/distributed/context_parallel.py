@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa2.api import Lse, as_run_time_data, warn_of_fallback
+from pallas_fa2.api import (
+    Lse,
+    as_run_time_data,
+    naming_the_cure_of_forward_mode,
+    warn_of_fallback,
+)
 from pallas_fa2.autodiff import CHECKPOINT_NAMES, attention
 from pallas_fa2.check_args import check_arrays
 from pallas_fa2.device import device_of
@@ -122,7 +127,8 @@ def context_parallel_attention(
         run = _ulysses
     else:
         run = _ring if strategy == "ring" or shards == 1 else _all_gather
-    out, lse = run(call, arrays, axis_name, layout, implementation)
+    with naming_the_cure_of_forward_mode(implementation):
+        out, lse = run(call, arrays, axis_name, layout, implementation)
     if sinks is not None:
         out, lse = add_sinks(out, lse, jnp.asarray(sinks))
     return (out, lse) if return_lse else out
