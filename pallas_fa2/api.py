@@ -159,15 +159,21 @@ def flash_attention(
 
 
 @contextlib.contextmanager
-def naming_the_cure_of_forward_mode(implementation: str) -> Iterator[None]:
-    """Replace JAX's error about `jax.jvp` of a `custom_vjp` by one that names the implementation with forward mode."""
+def naming_the_cure_of_forward_mode(implementation: str | None) -> Iterator[None]:
+    """Replace JAX's error about `jax.jvp` of a `custom_vjp` by one that names the implementation with forward mode.
+
+    The implementation is None where the fastest was chosen, which may differ between the steps of a ring.
+    """
     try:
         yield
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
+        named = "the fastest implementations have"
+        if implementation is not None:
+            named = f"implementation {implementation!r} has"
         raise TypeError(
-            f"implementation {implementation!r} has no forward-mode autodiff (jax.jvp, jax.jacfwd, jax.hessian); ask "
+            f"{named} no forward-mode autodiff (jax.jvp, jax.jacfwd, jax.hessian); ask "
             "for implementation='reference'"
         ) from error
 

@@ -7,22 +7,19 @@ enters through delta = rowsum(dO ∘ O) - dlse.
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import PartitionSpec
 
 from pallas_fa2.backends.registry import BACKENDS
-from pallas_fa2.backends.xla.tile import RowSums
-from pallas_fa2.ir.call_spec import CallSpec, Operands, split_floats
+from pallas_fa2.distributed.under_jit import divided_backward, divided_forward
+from pallas_fa2.ir.call_spec import CallSpec, Operands
 from pallas_fa2.ir.mesh import match_varying_axes
+from pallas_fa2.passes import NeedsGrad, Results, run_backward, run_forward
 from pallas_fa2.planning.plan import Plan
-
-Results = tuple[jax.Array, jax.Array, RowSums | None]
 
 # For policies of `jax.checkpoint`: what the backward reads and only the forward can make.
 CHECKPOINT_NAMES = ("attention_out", "attention_lse")
@@ -52,71 +49,9 @@ def attention(
     return out.astype(spec.dtype), lse
 
 
-# The primal function and the forward rule share one trace, which takes a fifth of the time to trace and lower a call
-# with its gradients. Inlined, it leaves nothing in the program.
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def run_forward(spec: CallSpec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands) -> Results:
-    """Return `out [*B, T, N, Hv]` in the backend's dtype, `lse [*B, N, T]` and the row sums, if it returns them."""
-    backend, batch, mesh = BACKENDS[plan.implementation], q.shape[:-3], jax.typeof(q).sharding.mesh
-
-    def run(q: Any, k: Any, v: Any, operands: Operands) -> Results:
-        q, k, v = _merge_batch(spec, batch, (q, k, v))
-        results = backend.forward(spec, plan.forward, q, k, v, operands)
-        out, lse, sums = (*results, None)[:3]
-        # A kernel does not say that its results vary over the axes of a mesh.
-        results = _map_statistics_like_out(*match_varying_axes((out, lse, sums), q))
-        return _split_batch(batch, results)
-
-    *axes, length, heads, _ = jax.typeof(q).sharding.spec
-    rows = PartitionSpec(*axes, heads, length)
-    run = _on_mesh(run, mesh, (PartitionSpec(*axes, length, heads, None), rows, rows))
-    if backend.backward is None and mesh.explicit_axes and mesh.manual_axes:
-        # What JAX would keep for its own backward are residuals of the partitioner's, as `_on_mesh` says.
-        run = jax.checkpoint(run)
-    return run(q, k, v, operands)
-
-
-_attention_vjp = jax.custom_vjp(run_forward, nondiff_argnums=(0, 1))
-
-
-def _on_mesh(run: Callable, mesh: Any, specs: Any) -> Callable:
-    """Return `run` with its arrays divided over the explicit axes of a mesh; results are laid out by `specs`.
-
-    Forward and backward do so each for itself: JAX cannot take the partitioner's residuals out of `shard_map`.
-    """
-    if not mesh.explicit_axes:
-        return run
-
-    def partitioned(*args: Any) -> Any:
-        # Arrays may be on a mesh that is not the current one, which `auto_axes` requires.
-        with jax.sharding.use_abstract_mesh(mesh):
-            # In `shard_map` over some axes, these are the others.
-            return jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=specs)(*args)
-
-    return partitioned
-
-
-def _merge_batch(spec: CallSpec, batch: tuple[int, ...], arrays: Any) -> Any:
-    return jax.tree.map(lambda x: x.reshape(spec.batch, *x.shape[len(batch) :]), arrays)
-
-
-def _split_batch(batch: tuple[int, ...], arrays: Any) -> Any:
-    return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), arrays)
-
-
-def _map_statistics_like_out(out: jax.Array, lse: jax.Array, sums: RowSums | None) -> Results:
-    """Return the same arrays, the statistics mapped where out is, also by a `vmap` over v or dropout's key alone.
-
-    JAX sums the cotangents of all entries of an output that is not mapped, and a custom backward that runs for each
-    entry would count that sum once for each.
-    """
-    mapped = jnp.isnan(out[:, :1, :1, 0])
-    return out, *jax.tree.map(lambda x: jnp.where(mapped, x, x), (lse, sums))
-
-
-@jax.tree_util.register_static
-class NeedsGrad(tuple[bool, ...]):
-    """For each floating-point leaf of the score data, whether its gradient is needed."""
+_attention_vjp = jax.custom_vjp(
+    functools.partial(run_forward, compute=divided_forward), nondiff_argnums=(0, 1)
+)
 
 
 def split_primals(args: Any, scores: Any) -> tuple[Any, NeedsGrad]:
@@ -155,33 +90,10 @@ def _bwd_rule(spec: CallSpec, plan: Plan, residuals: tuple, cotangents: Results)
         through_total = dsums.total * sums.total
         dlse = through_total if dlse is None else dlse + through_total
     arrays = q, k, v, out, lse, dout.astype(q.dtype), dlse, sums
-    dq, dk, dv, dscores = run_backward(spec, plan, arrays, operands, needs_grad)
+    dq, dk, dv, dscores = run_backward(
+        spec, plan, arrays, operands, needs_grad, compute=divided_backward
+    )
     return dq, dk, dv, Operands(scores=as_cotangent(operands.scores, dscores))
-
-
-def run_backward(
-    spec: CallSpec, plan: Plan, arrays: tuple, operands: Operands, needs_grad: NeedsGrad
-) -> tuple:
-    """Return the gradients of q, k, v and of the floating-point leaves of the score data, by the backend.
-
-    `arrays` are q, k, v, out, lse, dout, dlse and the row sums: either lse or these may be None, and so may dlse.
-    """
-    q, k, v = arrays[:3]
-    name, config = plan.backward_for(any(needs_grad))
-    backward, batch = BACKENDS[name].backward, q.shape[:-3]
-    assert backward is not None, "JAX differentiates such a backend's forward itself"
-
-    def run(arrays: tuple, operands: Operands) -> tuple:
-        *saved, sums = _merge_batch(spec, batch, arrays)
-        exact = {} if sums is None else {"sums": sums}
-        results = backward(spec, config, *saved, operands, needs_grad, **exact)
-        *dqkv, dscores = match_varying_axes(results, saved[0])
-        return *_split_batch(batch, dqkv), dscores
-
-    floats = tuple(split_floats(operands.scores)[0])
-    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (q, k, v, floats))
-    run = _on_mesh(run, jax.typeof(q).sharding.mesh, specs)
-    return run(arrays, operands)
 
 
 def as_cotangent(scores: tuple, gradients: Any) -> tuple:

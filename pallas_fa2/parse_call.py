@@ -72,7 +72,15 @@ class CheckedCall(NamedTuple):
             deterministic=self.deterministic,
             # Without dropout it is in the code alone.
             first_position=first_position if self.dropout_rate else 0,
+            source=self.without_arrays(),
         )
+
+    def without_arrays(self) -> "CheckedCall":
+        """Return the same call without operands; leaves of masks and scores are shapes and dtypes."""
+        mods = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (self.mask, self.scores)
+        )
+        return self._replace(mask=mods[0], scores=mods[1], operands=Operands())
 
 
 def parse_call(query: Any, key: Any, value: Any, **options: Any) -> tuple[CallSpec, Operands]:

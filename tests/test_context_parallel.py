@@ -582,6 +582,21 @@ def test_the_ring_outside_of_jit_is_an_error_that_names_jit() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_forward_mode_names_the_implementation_that_has_it(strategy: str) -> None:
+    x = jnp.ones((2, 1, 4, 2, H))
+    attend = functools.partial(fa.context_parallel_attention, axis_name=AXIS, strategy=strategy)
+
+    def tangent(implementation: str | None) -> Any:
+        local = functools.partial(attend, implementation=implementation)
+        return jax.vmap(lambda x: jax.jvp(local, (x,) * 3, (x,) * 3)[1], axis_name=AXIS)(x)
+
+    assert jax.eval_shape(lambda: tangent("reference")).shape == x.shape
+    for implementation, who in (("blockwise", "'blockwise' has"), (None, "implementations have")):
+        with pytest.raises(TypeError, match=f"{who} no forward-mode .*implementation='reference'"):
+            tangent(implementation)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
 def test_an_empty_batch_has_empty_results_and_gradients(strategy: str) -> None:
     spec = P(None, AXIS)
 

@@ -1,6 +1,7 @@
 """The examples run: training on our attention is training on Flax's, the gallery shows what is."""
 
 import dataclasses
+import re
 
 import chex
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from examples import char_gpt, generate, mask_gallery, masks_and_scores
+from examples import char_gpt, generate, long_context, mask_gallery, masks_and_scores
 from examples.masks_and_scores import MASKS, SCORES
 from pallas_fa2.backends.xla import blockwise
 from pallas_fa2.parse_call import parse_call
@@ -73,6 +74,22 @@ def test_held_out_files_are_not_learned_from():
     assert text.max() < 128 and 0.03 < held_out.size / text.size < 0.3
     middle = held_out[held_out.size // 2 :][:200].tobytes()
     assert middle not in text.tobytes()
+
+
+def test_contexts_over_devices_are_learned_as_on_one(monkeypatch, capsys):
+    """The only transfers are those of keys, values and their gradients, and the sums of parameters' gradients."""
+    config = char_gpt.Config(1, 16, 2, 1, length=64, batch=2, steps=3, rate=1e-2)
+    monkeypatch.setitem(long_context.PRESETS, "cpu", config)
+    losses = [long_context.main(["--devices", count]) for count in ("1", "4")]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    assert len(losses[0]) == 3 and losses[0][2] < losses[0][0]
+    one, four = (x for x in capsys.readouterr().out.splitlines() if x.startswith("transfers"))
+    assert one == "transfers {}" and set(re.findall(r"'(.*?)'", four)) == {
+        "collective-permute",
+        "all-reduce",
+    }
+    with pytest.raises(SystemExit, match="99 devices are needed"):
+        long_context.main(["--devices", "99"])
 
 
 TOKENS, HEADS = 128, N

@@ -28,7 +28,10 @@ ORDER = [
     *("backends.sm90.primitives", "backends.sm90.nonfinite"),
     *("backends.sm90.forward", "backends.sm90.decode", "backends.sm90.backward", "backends.sm90"),
     *("backends.sm80.primitives", "backends.sm80.row_schedule", "backends.sm80.forward", "backends.sm80.backward", "backends.sm80"),
-    *("backends", "planning.tuned", "planning.plan", "planning.cached_plan", "autodiff", "cached_autodiff"),
+    *("backends", "planning.tuned", "planning.plan", "planning.cached_plan", "passes"),
+    *("distributed.zigzag", "distributed.collectives", "distributed.aux_shards", "distributed.ring_schedule"),
+    *("distributed.ring_steps", "distributed.ring_passes", "distributed.device_calls", "distributed.under_jit"),
+    *("autodiff", "cached_autodiff"),
     *("api", "cached_api", "cached_explanation", "drop_in", "explanation", "planning", "flax", "distributed"),
     *("__init__", "cache_command", "__main__"),
 ]  # fmt: skip

@@ -23,23 +23,19 @@ def shift(arrays: Any, axis_name: AxisName, by: int) -> Any:
     return jax.tree.map(lambda x: lax.ppermute(x, axis_name, ring), arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def gather(x: jax.Array, axis_name: AxisName, axis: int) -> jax.Array:
     """Concatenate the arrays of all devices along an axis; gradients are summed over the devices in float32."""
     return lax.all_gather(x, axis_name, axis=axis, tiled=True)
 
 
-def _gather_fwd(x: jax.Array, axis_name: AxisName, axis: int) -> tuple[jax.Array, None]:
-    return gather(x, axis_name, axis), None
-
-
-def _gather_bwd(axis_name: AxisName, axis: int, _: None, dx: jax.Array) -> tuple[jax.Array]:
+@gather.defjvp
+def _gather_jvp(axis_name: AxisName, axis: int, primals: tuple, tangents: tuple) -> tuple:
+    """Gather the tangents in the accumulator dtype, in which the transpose then scatters the sums."""
+    (x,), (dx,) = primals, tangents
     wide = dx.astype(accumulator_dtype(dx.dtype))
-    total = lax.psum_scatter(wide, axis_name, scatter_dimension=axis, tiled=True)
-    return (total.astype(dx.dtype),)
-
-
-gather.defvjp(_gather_fwd, _gather_bwd)
+    wide = lax.all_gather(wide, axis_name, axis=axis, tiled=True)
+    return gather(x, axis_name, axis), wide.astype(dx.dtype)
 
 
 def gather_any(x: jax.Array, axis_name: AxisName, axis: int) -> jax.Array:

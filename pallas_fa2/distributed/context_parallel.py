@@ -1,6 +1,5 @@
 """`context_parallel_attention`: attention of sequences that are divided over the devices of a mesh axis."""
 
-import dataclasses
 import functools
 from typing import Any, Literal, Unpack, get_args, overload
 
@@ -8,19 +7,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa2.api import Lse, as_run_time_data, warn_of_fallback
+from pallas_fa2.api import (
+    Lse,
+    as_run_time_data,
+    naming_the_cure_of_forward_mode,
+    warn_of_fallback,
+)
 from pallas_fa2.autodiff import CHECKPOINT_NAMES, attention
 from pallas_fa2.check_args import check_arrays
 from pallas_fa2.device import device_of
 from pallas_fa2.distributed.aux_shards import gather_key_data, own_positions, with_positions
 from pallas_fa2.distributed.collectives import HEADS, TOKENS, AxisName, gather
-from pallas_fa2.distributed.ring import Ring, ring_attention
-from pallas_fa2.distributed.ring_schedule import RingSchedule, select_operands, split_conjuncts
+from pallas_fa2.distributed.device_calls import call_on_all_keys, plan_ring
+from pallas_fa2.distributed.ring import ring_attention
+from pallas_fa2.distributed.ring_schedule import split_conjuncts
 from pallas_fa2.distributed.ulysses import Ulysses
 from pallas_fa2.distributed.zigzag import Layout
 from pallas_fa2.ir.call_spec import CallSpec, Operands, accumulator_dtype
 from pallas_fa2.ir.mesh import match_varying_axes
-from pallas_fa2.ir.translation import reads_positions
 from pallas_fa2.masks import as_mask
 from pallas_fa2.options import Key, Options, Out, Query, Value
 from pallas_fa2.parse_call import CheckedCall, check_call
@@ -123,7 +127,8 @@ def context_parallel_attention(
         run = _ulysses
     else:
         run = _ring if strategy == "ring" or shards == 1 else _all_gather
-    out, lse = run(call, arrays, axis_name, layout, implementation)
+    with naming_the_cure_of_forward_mode(implementation):
+        out, lse = run(call, arrays, axis_name, layout, implementation)
     if sinks is not None:
         out, lse = add_sinks(out, lse, jnp.asarray(sinks))
     return (out, lse) if return_lse else out
@@ -203,32 +208,16 @@ def _ring(
     call: CheckedCall, arrays: tuple, axis_name: AxisName, layout: Layout, implementation: Any
 ) -> tuple[jax.Array, jax.Array]:
     operands = _shard_operands(call, axis_name, layout)
-    schedule = RingSchedule(
-        call,
-        operands,
-        lax.axis_size(axis_name),
-        layout,
-        not call.has_explicit_positions,
-        functools.partial(_plan, arrays, implementation),
-    )
-    steps = schedule.steps()
-    if not any(block.spec.has_explicit_positions for step in steps for block in step.calls):
-        operands = operands._replace(q_index=None, k_index=None)
+    plan = functools.partial(_plan, arrays, implementation)
+    ring, operands = plan_ring(call, operands, axis_name, layout, plan)
     q, k, v = arrays
-    return ring_attention(Ring(axis_name, steps), q, k, v, operands)
+    return ring_attention(ring, q, k, v, operands)
 
 
 def _all_gather(
     call: CheckedCall, arrays: tuple, axis_name: AxisName, layout: Layout, implementation: Any
 ) -> tuple[jax.Array, jax.Array]:
-    dims, operands = call.dims, _shard_operands(call, axis_name, layout)
-    dims = dims._replace(kv_len=dims.lengths[1])
-    conjuncts = tuple(range(len(operands.mask)))
-    operands = select_operands(operands, conjuncts, True, (0, dims.q_len), (0, dims.kv_len))
-    spec = call._replace(dims=dims, operands=operands, first_position=0).spec()
-    if not (spec.dropout_rate or any(map(reads_positions, spec.codes))):
-        operands = operands._replace(q_index=None, k_index=None)
-        spec = dataclasses.replace(spec, has_explicit_positions=False)
+    spec, operands = call_on_all_keys(call, _shard_operands(call, axis_name, layout))
     plan = _plan(arrays, implementation, spec)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands) -> Any:

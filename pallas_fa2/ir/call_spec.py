@@ -71,6 +71,9 @@ class CallSpec:
     dropout_rate: float = 0.0
     deterministic: bool = False  # gradients are bitwise the same in every run
     first_position: int = 0  # the position of query 0 if positions are not explicit, for dropout
+    # The `CheckedCall` that this describes, without arrays: the masks and scores of which `mask` and `scores` are the
+    # code, so that a part of the call can be traced. A spec is equal to another whatever they are.
+    source: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def codes(self) -> tuple[TracedFn, ...]:

@@ -21,7 +21,9 @@ from pallas_fa2.ir.trace import TracedFn, trace
 
 def equivalent_spec(spec: CachedSpec) -> CallSpec:
     """Return the spec of the equivalent call."""
-    call = dataclasses.replace(spec.call, mask=_with_existing_keys(spec.call.mask, spec.is_packed))
+    call = dataclasses.replace(
+        spec.call, mask=_with_existing_keys(spec.call.mask, spec.is_packed), source=None
+    )
     if not spec.is_packed:
         return call
     return dataclasses.replace(call, batch=1, kv_len=call.batch * call.kv_len)

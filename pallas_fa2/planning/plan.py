@@ -16,7 +16,7 @@ class Plan:
 
     `implementation` is the name of the backend. `rejected` has the names of the faster backends and why they cannot run
     the call. `score_grad_fallback` is the name and the configuration of another backend that computes all gradients
-    where those of score data are needed, and everywhere if `backward` is None.
+    where those of score data are needed, and everywhere if `backward` is None. `device` is the one that it was made for.
     """
 
     implementation: str
@@ -24,6 +24,7 @@ class Plan:
     backward: Any = None
     rejected: tuple[tuple[str, str], ...] = ()
     score_grad_fallback: tuple[str, Any] | None = None
+    device: Device | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def backward_for(self, score_gradients: bool) -> tuple[str, Any]:
         """Return the backend that computes gradients, those of score data included or not, and its configuration."""
@@ -71,8 +72,15 @@ def make_plan(
     )
 
 
+def plan_part(plan: Plan, spec: CallSpec) -> Plan:
+    """Return the plan of a part of a call: by the same backend if it supports the part, otherwise by the fastest."""
+    assert plan.device is not None
+    supports = BACKENDS[plan.implementation].unsupported_reason(spec, plan.device) is None
+    return make_plan(spec, plan.device, plan.implementation if supports else None)
+
+
 def _configure(backend: Backend, spec: CallSpec, device: Device, rejected: tuple) -> Plan:
     forward, backward, name = backend.configure(spec, device)
     forward = tuned.find(backend.name, spec, device) or forward
     fallback = None if name is None else (name, BACKENDS[name].configure(spec, device).backward)
-    return Plan(backend.name, forward, backward, rejected, fallback)
+    return Plan(backend.name, forward, backward, rejected, fallback, device)
