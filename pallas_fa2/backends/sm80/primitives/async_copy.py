@@ -154,7 +154,8 @@ def zero_rows(buffer: Ref, kept: jax.Array) -> None:
 
     @inline_op("zero_rows", swizzle.as_operand(buffer), ROW_LAYOUT)
     def zero(_, buffer: Ref, kept: Registers) -> None:
-        # A thread has rows r and r + 8 of its warp's 16, as three neighbors have; each has every fourth chunk of these.
+        # A thread has rows r and r + 8 of its warp's 16, as three neighbors have; each has every fourth chunk of these. All
+        # chunks of a row become zeros, so that their order does not matter.
         _, panels, group_rows, width = ir.MemRefType(buffer.type).shape
         assert width * 2 == swizzle.SWIZZLE_BYTES and group_rows == swizzle.SWIZZLE_ROWS
         panel_bytes = swizzle.SWIZZLE_BYTES * swizzle.SWIZZLE_ROWS
@@ -165,8 +166,7 @@ def zero_rows(buffer: Ref, kept: jax.Array) -> None:
         start = arith.addi(start, arith.muli(row, i32(swizzle.SWIZZLE_BYTES)))
         for half, keeps in enumerate(scalars(kept)):
             for chunk in range(0, 8, 4):
-                place = arith.xori(arith.addi(first, i32(chunk)), row)
-                place = arith.addi(start, arith.shli(place, i32(4)))
+                place = arith.addi(start, arith.shli(arith.addi(first, i32(chunk)), i32(4)))
                 for panel in range(panels):
                     offset = (half * panels + panel) * panel_bytes
                     code = (
