@@ -26,7 +26,7 @@ from pallas_fa2.parse_cached import parse_cached
 from pallas_fa2.planning.cached_plan import make_cached_plan
 from pallas_fa2.planning.plan import make_plan
 from tests.support import cached, compile_gate, interpreter
-from tests.support.hopper import A100, H200, planned_for_h200
+from tests.support.hopper import A100, H200, planned_for, planned_for_h200
 from tests.support.tiers import slow, slow_but
 
 IMPLEMENTATIONS = ["reference", "blockwise"]
@@ -164,11 +164,12 @@ def on_the_kernel(layout: str, **options: Any) -> cached.Problem:
     return LAYOUTS[layout](dtype=jnp.bfloat16, dims=(64, 128), page=8, **options)
 
 
-def check_on_the_kernel(problem: cached.Problem, feature: Feature) -> None:
+def check_on_the_kernel(problem: cached.Problem, feature: Feature, device: Any = H200) -> None:
     """Interpreted, with what it claims to support."""
     spec, _ = _spec(problem, **feature.options(problem))
-    assert CACHED_FORWARD.unsupported_reason(spec, H200) is None
-    with planned_for_h200(cores=2):
+    plan = make_cached_plan(spec, device)
+    assert plan.reads_cache and plan.implementation == ("hopper" if device.is_sm90 else "ampere")
+    with planned_for(device._replace(num_sms=2)):
         check(problem, None, feature, tolerance=0.02)
 
 
@@ -197,6 +198,31 @@ def test_empty_and_full_sequences_on_the_kernel_of_hopper(layout: str, lengths: 
 @pytest.mark.parametrize("counts", [[1, 0, 1, 1], slow([0, 0, 0, 0]), slow([0, 0, 9, 0])], ids=str)
 def test_packed_starts_on_the_kernel_of_hopper(counts: list[int]) -> None:
     check_on_the_kernel(on_the_kernel("packed", counts=np.array(counts)), FEATURES["sinks"])
+
+
+AMPERE_QUICK = "causal", "sinks", "key_bias"
+
+
+@pytest.mark.parametrize("feature", slow_but(lambda name: name in AMPERE_QUICK, FEATURES))
+def test_features_on_the_kernel_of_ampere(feature: str) -> None:
+    """The kernels share all that differs between layouts."""
+    check_on_the_kernel(on_the_kernel("packed_paged"), FEATURES[feature], A100)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [slow((4, 4)), (12, 1)], ids=str)
+def test_grouped_heads_on_the_kernel_of_ampere(layout: str, heads: tuple[int, int]) -> None:
+    if layout == "several" and heads == (12, 1):
+        pytest.skip("7 queries of 12 heads are more columns than a tile has")
+    check_on_the_kernel(on_the_kernel(layout, heads=heads), FEATURES["causal"], A100)
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0, 0], slow([24, 24, 24, 24])], ids=["empty", "full"])
+@pytest.mark.parametrize("layout", ["paged", slow("packed")])
+def test_empty_and_full_sequences_on_the_kernel_of_ampere(layout: str, lengths: list[int]) -> None:
+    counts = {"counts": np.minimum(cached.COUNTS, lengths)} if "packed" in layout else {}
+    problem = on_the_kernel(layout, lengths=np.array(lengths), **counts)
+    check_on_the_kernel(problem, FEATURES["causal"], A100)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -613,12 +639,13 @@ def test_the_equivalent_call_runs_on_a_gpu_by_its_kernels(tokens: int | None) ->
 
 def test_no_kernel_takes_a_value_of_each_sequence_of_packed_queries() -> None:
     """The equivalent call's one entry has the queries of all sequences."""
-    spec, _ = _spec(cached.make(None, dtype=jnp.float16), mask=fa.Prefix(PREFIX))
+    spec, _ = _spec(cached.make(None), mask=fa.Prefix(PREFIX))
     plan = make_cached_plan(spec, A100)
     assert plan.implementation == "blockwise"
     assert plan.rejected[-1][1].startswith("its masks and scores read a value for each sequence")
-    spec, _ = _spec(cached.make(1, dtype=jnp.float16), mask=fa.Prefix(PREFIX))
-    assert make_cached_plan(spec, A100).implementation == "ampere"
+    spec, _ = _spec(cached.make(1), mask=fa.Prefix(PREFIX))
+    plan = make_cached_plan(spec, A100)
+    assert plan.implementation == "ampere" and not plan.reads_cache
 
 
 def test_splits_of_a_size_are_those_of_the_kernel() -> None:
@@ -695,6 +722,24 @@ def test_explain_the_kernel_of_hopper() -> None:
     assert "read the pages in the pool" in explanation.forward
 
 
+def test_explain_the_kernel_of_ampere() -> None:
+    problem = on_the_kernel("packed_paged")
+    options = {"queries": problem.queries, "device": A100}
+    explanation = fa.explain(problem.query, problem.cache, **options)
+    assert explanation.implementation == "ampere" and explanation.gathered_bytes == 0
+    assert "64 keys x 32 columns, for 4 queries of 2 heads" in explanation.forward
+    assert "read the pages in the pool" in explanation.forward
+
+
+def test_where_ampere_has_no_room_it_says_so_and_runs_the_equivalent_call() -> None:
+    problem = cached.make(4, dtype=jnp.bfloat16, heads=(16, 1), dims=(256, 256))
+    device = fa.Device("gpu", "NVIDIA GeForce RTX 4090", "8.9", 128)
+    explanation = fa.explain(problem.query, problem.cache, device=device)
+    assert explanation.implementation == "ampere" and "equivalent call" in str(explanation)
+    reason = "101376 bytes of shared memory have no room for 64 columns of queries beside K and V"
+    assert reason in str(explanation)
+
+
 UNSUPPORTED: dict[str, tuple[Callable[[], cached.Problem], dict, str]] = {
     "float32": (lambda: cached.make(1), {}, "bfloat16 or float16, not float32"),
     "queries": (lambda: cached.make(9, dtype=jnp.bfloat16), {}, "64 at most, and here are 9 times 8"),
@@ -718,6 +763,9 @@ def test_what_the_kernel_of_hopper_does_not_support(name: str) -> None:
     spec, _ = _spec(make(), **{"mask": fa.Causal(), **options})
     assert reason in (CACHED_FORWARD.unsupported_reason(spec, H200) or "")
     assert "needs a Hopper GPU" in (CACHED_FORWARD.unsupported_reason(spec, A100) or "")
+    rejected = dict(make_cached_plan(spec, A100).rejected).get("ampere", "")
+    # by cp.async, rows of any length are copied
+    assert rejected == "" if name == "partial_panels" else reason in rejected
 
 
 def test_explain(monkeypatch: Any) -> None:

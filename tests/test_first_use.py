@@ -8,10 +8,13 @@ from typing import Any
 import jax
 import pytest
 
+import pallas_fa2 as fa
 from pallas_fa2.backends import reference
 from pallas_fa2.backends.sm80 import backend, first_use
+from pallas_fa2.backends.sm80.decode import cached_forward
 from pallas_fa2.compilation import store
 from pallas_fa2.device import Device, device_of
+from pallas_fa2.ir.equivalent_call import equivalent_arrays, equivalent_spec
 
 A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0", 108)
 KERNELS = backend.forward, backend.backward
@@ -132,10 +135,46 @@ def test_the_check_compares_with_the_definition(
     assert first_use.check((forward, backward), A100, here) == wrong
 
 
+@pytest.mark.parametrize(
+    "factor, wrong",
+    [(1.0, ""), (1.5, "a decode step at H = 128 and pages of 16: relative error 0.5")],
+)
+def test_the_check_of_decoding_compares_with_the_definition(
+    factor: float, wrong: str, monkeypatch: Any
+) -> None:
+    """With a definition of its own in place of the kernel."""
+
+    def forward(spec: Any, config: Any, *arrays: Any) -> Any:
+        call = equivalent_arrays(spec, *arrays)
+        out, lse = reference.forward(equivalent_spec(spec), None, *call)
+        return out * factor, lse
+
+    monkeypatch.setattr(first_use, "DECODE_FAMILIES", ((128, 16),))
+    here, kernels = jax.local_devices()[0], (cached_forward.configure, forward)
+    assert first_use.check_decode(kernels, A100, here) == wrong
+
+
+def test_a_wrong_decode_kernel_leaves_the_others_in_use(checks: list, monkeypatch: Any) -> None:
+    monkeypatch.setattr(first_use, "check_decode", lambda *_: "a decode step: relative error 0.5")
+    q = jax.ShapeDtypeStruct((2, 1, 4, 64), "bfloat16")
+    keys = jax.ShapeDtypeStruct((2, 128, 2, 64), "bfloat16")
+    cache = fa.Cache(keys, keys, jax.ShapeDtypeStruct((2,), "int32"))
+    explanation = fa.explain(q, cache, device=A100)
+    assert explanation.implementation == "ampere" and not explanation.plan.reads_cache
+    assert "a decode step: relative error 0.5" in str(explanation)
+    keys = json.loads(first_use.cache_file().read_text())
+    assert sorted(key.endswith(", decode") for key in keys) == [False, True]
+
+
 @pytest.mark.gpu
 def test_kernels_are_right_here() -> None:
     (gpu, *_) = jax.local_devices()
-    assert first_use.check(KERNELS, device_of(jax.numpy.zeros(())), gpu) == ""
+    device, decode = (
+        device_of(jax.numpy.zeros(())),
+        (cached_forward.configure, cached_forward.forward),
+    )
+    assert first_use.check(KERNELS, device, gpu) == ""
+    assert first_use.check_decode(decode, device, gpu) == ""
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import pallas_fa2 as fa
 from pallas_fa2.backends.common import limits
 from pallas_fa2.backends.common.compile_mods import pairwise_bytes
 from pallas_fa2.backends.registry import BACKENDS
-from pallas_fa2.backends.sm80 import configs
+from pallas_fa2.backends.sm80 import configs, multiprocessor
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.configs import FORWARD_CONFIGS, forward_configs
 from pallas_fa2.backends.sm90.support import MAX_TOKEN_ROWS
@@ -321,11 +321,11 @@ def test_kernels_fit_into_the_shared_memory_of_each_gpu():
         for dims, deterministic in itertools.product(limits.KERNEL_DIMS, (False, True)):
             call = spec(dims=dims, deterministic_gradients=deterministic)
             forward, backward, _ = configs.configure(call, device)
-            assert max(forward.smem_bytes, backward.smem_bytes) <= configs.smem_bytes(device)
+            assert max(forward.smem_bytes, backward.smem_bytes) <= multiprocessor.smem_bytes(device)
             call = spec(dims=dims, dtype=jnp.float32)
             if configs.unsupported_reason(call, device) is None:
                 forward = configs.configure(call, device).forward
-                assert forward.smem_bytes <= configs.smem_bytes(device)
+                assert forward.smem_bytes <= multiprocessor.smem_bytes(device)
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise", "ampere", "hopper"])

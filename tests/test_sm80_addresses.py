@@ -13,12 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pallas_fa2.backends.common.primitives import accumulate, register_io
+from pallas_fa2.backends.common.primitives import accumulate, gather_scatter, register_io
 from pallas_fa2.backends.sm80.primitives import async_copy
 from tests.support.device_arith import ARITH
 
 ROWS = re.compile(
-    r"cp\.async\.cg\.shared\.global\.L2::128B \[\$0 \+ (\d+)\], \[\$1 \+ (\d+)\], 16(, \$2)?;"
+    r"(@\$(?P<predicate>\d) )?cp\.async\.cg\.shared\.global\.L2::128B "
+    r"\[\$0 \+ (?P<smem>\d+)\], \[\$1 \+ (?P<gmem>\d+)\], 16(?P<size>, \$2)?;"
+)
+ZEROED = re.compile(
+    r"\{ \.reg \.pred p; setp\.eq\.s32 p, \$1, 0; "
+    r"@p st\.shared\.v4\.b32 \[\$0 \+ (\d+)\], \{\$2, \$2, \$2, \$2\}; \}"
+)
+SCATTERED = (
+    "{ .reg .pred p; .reg .b32 i; .reg .b64 a; or.b32 i, $2, $3; setp.ge.s32 p, i, 0; add.s32 i, $2, $3; "
+    "mad.wide.u32 a, i, 2, $0; @p st.global.b16 [a], $1; }"
 )
 STORED = re.compile(
     r"\{ \.reg \.b32 a, b, c, d; ld\.shared\.v4\.b32 \{a, b, c, d\}, \[\$0 \+ (\d+)\]; "
@@ -59,11 +68,24 @@ class Memory:
         """Execute an instruction by all threads; operands are a value for each thread, or one for all."""
         at = [np.atleast_1d(x) for x in operands]
         if match := ROWS.fullmatch(code):
-            smem, gmem = chunks_at(at[:2], match)
-            exists = np.broadcast_to((at[2] == 16 if match[3] else np.True_), len(smem))
+            offsets = int(match["smem"]), int(match["gmem"])
+            smem, gmem = (x[:, None] + n + CHUNK for x, n in zip(at[:2], offsets, strict=True))
+            exists = np.broadcast_to((at[2] == 16 if match["size"] else np.True_), len(smem))
             chunks = np.zeros(smem.shape, np.uint8)
-            chunks[exists] = self.gmem[gmem[exists]]
-            self.write("smem", smem, chunks)
+            copies = np.ones(len(smem), bool)
+            if match["predicate"]:
+                copies = at[int(match["predicate"])]
+            chunks[exists & copies] = self.gmem[gmem[exists & copies]]
+            self.write("smem", smem[copies], chunks[copies])
+        elif match := ZEROED.fullmatch(code):
+            smem = (at[0] + int(match[1]))[at[1] == 0][:, None] + CHUNK
+            self.write("smem", smem, np.uint8(0))
+        elif code == SCATTERED:
+            _, values, row, column = np.broadcast_arrays(*at)
+            stores = (row >= 0) & (column >= 0)
+            index = 2 * (row + column)[stores]
+            words = values[stores].astype(np.uint16)[:, None].view(np.uint8)
+            self.write("gmem", index[:, None] + np.arange(2), words)
         elif match := STORED.fullmatch(code):
             smem, gmem = chunks_at(at[:2], match)
             self.write("gmem", gmem[at[2]], self.smem[smem[at[2]]])
@@ -101,7 +123,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable:
         return lambda code: lambda *arguments: code(None, *map(operand, arguments))
 
     def operand(x: Any) -> Any:
-        return x if isinstance(x, Ref) else types.SimpleNamespace(registers={(): np.int32(x)})
+        if isinstance(x, Ref | list):
+            return x
+        return types.SimpleNamespace(registers={(): np.int32(x)})
 
     ir = types.SimpleNamespace(
         MemRefType=lambda kind: kind,
@@ -116,13 +140,16 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable:
         "inline_op": inline_op,
         "address": lambda *_: 0,
         "scalars": lambda values: values,
+        "elements": lambda register: register,
+        "llvm": types.SimpleNamespace(bitcast=lambda kind, value: value),
     }
-    modules = async_copy, accumulate, register_io
+    modules = async_copy, accumulate, gather_scatter, register_io
     for module in modules:
         for name, stand_in in common.items():
             monkeypatch.setattr(module, name, stand_in, raising=False)
     monkeypatch.setattr(async_copy, "mgpu", types.SimpleNamespace(utils=utils))
-    swizzle = types.SimpleNamespace(as_operand=lambda buffer: None)
+    sizes = {"SWIZZLE_BYTES": 128, "SWIZZLE_ROWS": 8}
+    swizzle = types.SimpleNamespace(as_operand=lambda buffer: None, **sizes)
     monkeypatch.setattr(async_copy, "swizzle", swizzle)
 
     def execute(memory: Memory, threads: int, code: Callable, *arguments: Any) -> Any:
@@ -148,6 +175,7 @@ def swizzled(row: Any, column: Any, columns: int, width: int) -> Any:
 
 
 # (rows, columns, width of a panel, columns of the array)
+SHORT = [(8, 64, 64, 64), (8, 128, 64, 80), (16, 256, 64, 256), (24, 128, 32, 96)]
 BUFFERS = [
     (64, 64, 64, 64),
     (128, 64, 64, 56),
@@ -170,14 +198,14 @@ def buffer_of(rows: int, columns: int, width: int) -> Ref:
     return Ref((rows // 8, columns // width, 8, width))
 
 
-@COPIES
+@pytest.mark.parametrize("rows, columns, width, dim", [*BUFFERS, *SHORT])
 @WARPGROUPS
-@pytest.mark.parametrize("missing", [None, 0, 27])
+@pytest.mark.parametrize("missing", [None, 0, 5, 27])
 def test_rows_are_copied_to_where_ldmatrix_expects_them(
     run: Callable, rows: int, columns: int, width: int, dim: int, warpgroups: int, missing: Any
 ) -> None:
     """What does not exist becomes zeros; each byte is written once."""
-    limit, array = rows - (missing or 0), array_of(rows, dim)
+    limit, array = max(0, rows - (missing or 0)), array_of(rows, dim)
     memory = Memory(2 * rows * columns, array.nbytes)
     memory.gmem[:] = array.reshape(-1).view(np.uint8)
     memory.gmem[2 * limit * HEADS * dim :] = 0xFF  # belongs to another array
@@ -207,6 +235,50 @@ def test_rows_are_stored_from_where_they_are(
     stored = memory.gmem.view(np.uint16).reshape(rows, HEADS, dim)
     np.testing.assert_array_equal(stored[:limit, 0], tile[:limit, :dim])
     assert memory.gmem_writes.sum() == 2 * limit * dim and memory.gmem_writes.max() == 1
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+def test_rows_that_are_not_kept_become_zeros(
+    run: Callable, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile = array_of(64, columns)[:, 0]
+    memory = Memory(tile.nbytes, 0)
+    row, column = np.indices(tile.shape)
+    at = swizzled(row, column, columns, 64) // 2
+    memory.smem.view(np.uint16)[at] = tile
+    kept = np.random.default_rng(0).random(64) < 0.5
+    thread = np.arange(128)
+    own = thread // 32 * 16 + thread % 32 // 4
+    fields = [np.where(kept[own + half], 1, 0) for half in (0, 8)]
+    monkeypatch.setattr(async_copy, "jnp", types.SimpleNamespace(where=lambda kept, *_: kept))
+    run(memory, 128, async_copy.zero_rows, buffer_of(64, columns, 64), fields)
+    left = memory.smem.view(np.uint16)[at]
+    np.testing.assert_array_equal(left, np.where(kept[:, None], tile, 0))
+    assert memory.smem_writes.max() == 1
+
+
+@pytest.mark.parametrize("columns", [8, 24])
+def test_elements_of_a_tile_are_scattered(run: Callable, columns: int) -> None:
+    """To an array whose rows are the tile's columns; a row and a column do not exist."""
+    tile = array_of(64, columns)[:, 0]
+    row_index, column_index = np.arange(64), np.arange(columns) * 64
+    row_index[60], column_index[3] = -1, -1
+    thread = np.arange(128)
+    row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+    layout = 1, columns // 8, 1, 1, 2, 1  # of registers, as `plgpu.Layout.WGMMA` has them
+    registers = np.empty(layout, object)
+    for at in np.ndindex(*layout):
+        pair = (column + 8 * at[1] + e for e in range(2))
+        registers[at] = [tile[row + 8 * at[4], x] for x in pair]
+    rows = [row_index[row + half] for half in (0, 8)]
+    columns_of = [column_index[column + 8 * i + e] for i in range(columns // 8) for e in range(2)]
+    memory = Memory(0, tile.nbytes)
+    scatter = gather_scatter.scatter_outer.__wrapped__
+    target, tiles = Ref((columns, 64)), types.SimpleNamespace(registers=registers)
+    run(memory, 128, scatter, None, target, tiles, rows, columns_of)
+    expected = tile.copy().T
+    expected[:, 60], expected[3] = 0, 0
+    np.testing.assert_array_equal(memory.gmem.view(np.uint16).reshape(columns, 64), expected)
 
 
 @pytest.mark.parametrize("count", [64, 128])

@@ -27,7 +27,8 @@ ORDER = [
     *("backends.protocol", "backends.common", "backends.xla", "backends.reference"),
     *("backends.sm90.primitives", "backends.sm90.nonfinite"),
     *("backends.sm90.forward", "backends.sm90.decode", "backends.sm90.backward", "backends.sm90"),
-    *("backends.sm80.primitives", "backends.sm80.row_schedule", "backends.sm80.forward", "backends.sm80.backward", "backends.sm80"),
+    *("backends.sm80.primitives", "backends.sm80.multiprocessor", "backends.sm80.row_schedule"),
+    *("backends.sm80.forward", "backends.sm80.decode", "backends.sm80.backward", "backends.sm80"),
     *("backends", "planning.tuned", "planning.plan", "planning.cached_plan", "passes"),
     *("distributed.zigzag", "distributed.collectives", "distributed.aux_shards", "distributed.ring_schedule"),
     *("distributed.ring_steps", "distributed.ring_passes", "distributed.device_calls", "distributed.under_jit"),
@@ -92,7 +93,8 @@ def test_every_entry_of_the_order_exists():
 
 def test_forward_and_backward_and_architectures_do_not_import_each_other():
     """Shared modules do not import those of an architecture either."""
-    apart = ["backends.sm90.forward", "backends.sm90.decode", "backends.sm90.backward"]
+    passes = "forward", "decode", "backward"
+    apart = [f"backends.{x}.{name}" for x in ("sm80", "sm90") for name in passes]
     for file in FILES:
         for other in imported_modules(file):
             mine, theirs = (

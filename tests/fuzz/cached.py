@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_fa2 as fa
+from pallas_fa2.backends.registry import FUSED
 from tests.contract.rule import FACTOR, FLOOR
 from tests.fuzz import dense, masks
 from tests.fuzz import scores as score_functions
@@ -57,7 +58,9 @@ class Cached:
         return Shape(batch, self.rows, self.capacity, self.kv_heads * self.group)
 
 
-def draw(pick: Pick) -> Cached:
+def draw(pick: Pick, for_kernels: bool = False) -> Cached:
+    if for_kernels and pick((True, True, False)):
+        return _draw_for_kernels(pick)
     batch = pick((1, 2, 3, 5))
     page = pick((0, 0, 1, 4, 16))
     capacity = pick((1, 8, 33, 64)) if not page else page * pick((1, 2, 5))
@@ -83,6 +86,39 @@ def draw(pick: Pick) -> Cached:
         value_dim=pick((8, 24)),
         dtype=pick(("float32", "float32", "bfloat16")),
         mask=pick((masks.Causal(), None, masks.draw(pick, 2), masks.draw(pick, 2))),
+        scores=score_functions.draw(pick),
+        sinks=pick((False, False, True)),
+        scale=pick((None, None, 0.3)),
+    )
+
+
+def _draw_for_kernels(pick: Pick) -> Cached:
+    """What the kernels that read caches take, mostly: 16 bits, and sequences of several blocks of keys."""
+    page = pick((0, 0, 8, 16, 24, 64, 128))
+    capacity = pick((40, 256, 1000)) if not page else page * pick((1, 5, 20))
+    lengths = tuple(pick((0, 1, capacity, *range(capacity + 1))) for _ in range(pick((1, 2, 5))))
+    group = pick((1, 3, 4, 8, 12))
+    packed = pick((False, True))
+    most = pick((1, 1, 2, 30 if packed else 4))
+    new = tuple(min(n, pick((most, 1, 0))) for n in lengths)
+    unused = pick((0, 5)) if packed else 0
+    if sum(new) + unused == 0:
+        return _draw_for_kernels(pick)
+    return Cached(
+        seed=pick(range(1000)),
+        lengths=lengths,
+        new=new,
+        capacity=capacity,
+        page=page,
+        shared=pick((False, True)),
+        packed=packed,
+        unused=unused,
+        kv_heads=pick((1, 2)),
+        group=group,
+        head_dim=pick((64, 128, 72, 256)),
+        value_dim=pick((64, 128, 40)),
+        dtype=pick(("bfloat16", "bfloat16", "float16")),
+        mask=pick((masks.Causal(), masks.Causal(), None, masks.draw(pick, 2))),
         scores=score_functions.draw(pick),
         sinks=pick((False, False, True)),
         scale=pick((None, None, 0.3)),
@@ -191,7 +227,8 @@ class _Step:
 
 
 def check(case: Cached, implementation: str | None) -> str:
-    """Raises AssertionError where the step differs from the dense definition; returns what ran it."""
+    """Raises AssertionError where the step differs from the dense definition; returns what ran it: on a GPU the
+    implementation where it takes the call, and otherwise what is chosen."""
     step = _Step(case)
     cache, chosen = step.cache(), ""
 
@@ -207,8 +244,16 @@ def check(case: Cached, implementation: str | None) -> str:
         pairs = zip(case.scores, scores, strict=True)
         options["score"] = tuple(score.ours(data) for score, data in pairs)
         masks.DESCRIBE.reset(token)
-        options["implementation"] = implementation
-        chosen = fa.explain(query, cache, **options).implementation
+        explain = functools.partial(fa.explain, query, cache, **options)
+        try:
+            explanation = explain(implementation=implementation)
+            options["implementation"] = implementation
+        except ValueError:
+            if implementation not in FUSED:
+                raise
+            explanation = explain()
+        kernel = " by a kernel that reads them" if explanation.plan.reads_cache else ""
+        chosen = f"{explanation.implementation}{kernel}"
         return *fa.cached_attention(query, cache, return_lse=True, **options), cache
 
     counts = np.array(case.new, np.int32)

@@ -20,7 +20,7 @@ from collections import Counter
 
 import jax
 
-from pallas_fa2.backends.registry import BACKENDS, FUSED
+from pallas_fa2.backends.registry import BACKENDS
 from tests.fuzz import cached, decoding, masks, scores
 from tests.fuzz import case as calls
 from tests.fuzz.cached import Cached
@@ -51,7 +51,7 @@ def nth(seed: int, n: int, gpu: bool) -> AnyCase:
     if not gpu and n % DECODINGS == DECODINGS - 1:
         return decoding.draw(pick)
     if n % DECODINGS == DECODINGS - 2:
-        return cached.draw(pick)
+        return cached.draw(pick, for_kernels=gpu)
     return calls.draw(pick, for_hopper=gpu)
 
 
@@ -62,8 +62,7 @@ def check(case: AnyCase, *names: str | None, draws: int = 1) -> Checked:
     ran = {f"{case.layer} decoding"} if isinstance(case, Decoding) else set()
     try:
         if isinstance(case, Cached):
-            chosen = (None if name in FUSED else name for name in names)
-            ran = {f"{cached.check(case, name)} on caches" for name in chosen}
+            ran = {f"{cached.check(case, name)} on caches" for name in names}
         else:
             decoding.check(case)
     except Exception as e:

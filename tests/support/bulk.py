@@ -117,6 +117,17 @@ def _copy(thread: Any, buffer: Any, value: np.ndarray, source_info: Any) -> None
         gpu_callbacks.get_races().check_add(thread, clock, *buffer, source_info)
 
 
+def _zero_rows(thread, buffer, kept, *, source_info):
+    memory = the_memory()
+    value = memory.get_buffer_content(*buffer, thread)[0]
+    memory.store_buffer_content(
+        *buffer, np.where(kept[:, None] != 0, value, 0).astype(value.dtype), thread
+    )
+    if memory.detect_races:
+        clock = memory.bulk.clock(thread).generic_clock
+        gpu_callbacks.get_races().check_write(thread, clock, *buffer, source_info)
+
+
 def _store_rows(thread, buffer, array, limit, *, source_info):
     memory = the_memory()
     value = memory.get_buffer_content(*buffer, thread)[0]
@@ -156,6 +167,7 @@ OPERATIONS = {
     "store_row_values": _store_row_values,
     "store_smem_rows": _store_rows,
     "sync_cta": lambda thread, **_: the_memory().bulk.meet(thread),
+    "zero_rows": _zero_rows,
     "wait_groups": lambda thread, *, pending, **_: the_memory().bulk.wait_groups(thread, pending),
 }
 

@@ -241,6 +241,24 @@ def _scatter_columns(thread, target, values, indices, *, source_info):
                 gpu_callbacks.get_races().check_write(thread, clock, key, access, source_info)
 
 
+def _scatter_outer(thread, target, tile, rows, columns, *, source_info):
+    """Store each element at the sum of its row's and its column's index in the array as it lies in memory."""
+    memory, (key, place) = the_memory(), target
+    index = rows[:, None] + columns[None]
+    there = (rows[:, None] >= 0) & (columns[None] >= 0)
+    content, _, _ = memory.get_buffer_content(key, place, thread)
+    assert index[there].max(initial=-1) < content.size
+
+    def place_each(numbers: np.ndarray) -> np.ndarray:
+        flat = numbers.reshape(-1)
+        flat[index[there]] = tile[there]
+        return flat.reshape(numbers.shape)
+
+    _update(thread, target, place_each)
+    if memory.detect_races:
+        gpu_callbacks.get_races().check_scatter(thread, key, index[there].tolist(), source_info)
+
+
 def _gather_elements(thread, source, index, *, source_info):
     """Return the elements at these indices of an array as it lies in memory, as the bits of 32."""
     memory, (key, place) = the_memory(), source
@@ -262,6 +280,7 @@ OPERATIONS = {
     "gather_elements": _gather_elements,
     "scatter": _scatter,
     "scatter_columns": _scatter_columns,
+    "scatter_outer": _scatter_outer,
     "put_fragments": _put_fragments,
     "store_rows": _store_rows,
     "take_fragments": _take_fragments,

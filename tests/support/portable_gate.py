@@ -4,6 +4,7 @@ PALLAS_FA2_GATE=8.0 python -m tests.support.portable_gate [call ...]
 """
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -14,9 +15,11 @@ import jax
 import jax.numpy as jnp
 
 import pallas_fa2 as fa
+from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.sm80 import configs
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from tests.support import compile_gate, gpus
+from tests.support.decode_cases import mods_of
 from tests.support.hopper import planned_for
 
 LENGTH = 4096
@@ -27,6 +30,18 @@ class Call:
     dims: tuple[int, int]
     options: Callable[[Any], dict[str, Any]]  # of int32 [1, LENGTH]
     forward: ForwardConfig | None = None  # instead of the one that the call would take
+    dtype: Any = jnp.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedCall:
+    """A step on a cache of 16 sequences of `LENGTH` slots at most."""
+
+    heads: tuple[int, int] = (32, 8)  # N, K
+    dims: tuple[int, int] = (128, 128)
+    queries: int = 1
+    page_size: int | None = None
+    options: Callable[[tuple[int, ...]], dict[str, Any]] = lambda _: {}  # of (B, N, T, S)
     dtype: Any = jnp.bfloat16
 
 
@@ -88,6 +103,29 @@ CALLS = {
         )
     },
 }
+CACHED_CALLS = {
+    "decode": CachedCall(),
+    "decode_pages_16": CachedCall(page_size=16),
+    "decode_pages_8": CachedCall(page_size=8),
+    "decode_mha": CachedCall(heads=(8, 8), page_size=256),
+    "decode_group_20": CachedCall(heads=(40, 2)),
+    "decode_h64": CachedCall(dims=(64, 64), page_size=64),
+    "decode_h80_hv40": CachedCall(dims=(80, 40), page_size=32),
+    "decode_h192_hv128": CachedCall(dims=(192, 128)),
+    "decode_h256": CachedCall(dims=(256, 256), page_size=16),
+    "decode_full": CachedCall(queries=2, options=lambda _: {"mask": None}),
+    "decode_columns_64": CachedCall(heads=(64, 8), queries=8, page_size=16),
+    "decode_columns_64_window": CachedCall(
+        heads=(64, 8), queries=8, options=lambda _: {"mask": fa.SlidingWindow(512)}
+    ),
+    **{
+        f"decode_{name}": CachedCall(options=functools.partial(mods_of, name))
+        for name in ("soft_cap", "streaming", "bias", "tree")
+    },
+    "decode_columns_64_tree": CachedCall(
+        heads=(64, 4), queries=4, options=functools.partial(mods_of, "tree")
+    ),
+}
 # What `autotune` may choose, without gradients.
 CANDIDATES = {
     f"candidate_{i}": Call((rule.config.head_dim, rule.config.value_dim), _causal, rule.config)
@@ -97,6 +135,8 @@ CANDIDATES = {
 
 def compile_kernels(name: str) -> list[compile_gate.KernelReport]:
     """Compile the kernels of a call and of its gradients, or the forward of a candidate; return those that multiply, the forward first."""
+    if name in CACHED_CALLS:
+        return _compile_cached(CACHED_CALLS[name])
     call = (CALLS | CANDIDATES)[name]
     h, hv = call.dims
 
@@ -119,6 +159,44 @@ def compile_kernels(name: str) -> list[compile_gate.KernelReport]:
     return [report for report in reports if report.count("HMMA")]
 
 
+def _arrays(call: CachedCall) -> tuple[Any, Any]:
+    """Return the query and the cache of a call."""
+    batch, (n, heads), (h, hv) = 16, call.heads, call.dims
+    shape = (batch, LENGTH) if call.page_size is None else (batch * LENGTH, call.page_size)
+    q, k, v = (
+        jax.ShapeDtypeStruct(x, call.dtype)
+        for x in ((batch, call.queries, n, h), (*shape, heads, h), (*shape, heads, hv))
+    )
+    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    if call.page_size is None:
+        return q, fa.Cache(k, v, lengths)
+    table = jax.ShapeDtypeStruct((batch, LENGTH // call.page_size), jnp.int32)
+    return q, fa.Pages(k, v, table, lengths)
+
+
+def _compile_cached(call: CachedCall) -> list[compile_gate.KernelReport]:
+    """Compile the kernel that reads the cache of a call."""
+    query, cache = _arrays(call)
+
+    def run(q: Any, cache: Any) -> Any:
+        options = call.options((q.shape[0], q.shape[2], q.shape[1], LENGTH))
+        return fa.cached_attention(q, cache, implementation="ampere", **options)
+
+    with planned_for(gpus.device()):
+        return compile_gate.compile_for_h200(run, query, cache)
+
+
+def ctas_per_sm(name: str, capability: str) -> int:
+    """Return how many CTAs of a call's decode kernel a multiprocessor shall have."""
+    call = CACHED_CALLS[name]
+    query, cache = _arrays(call)
+    options = call.options((query.shape[0], query.shape[2], query.shape[1], LENGTH))
+    device = gpus.device(capability)
+    explanation = fa.explain(query, cache, implementation="ampere", device=device, **options)
+    assert isinstance(explanation.plan.config, DecodeConfig)
+    return explanation.plan.config.ctas_per_sm
+
+
 def compile_call(name: str) -> list[dict[str, Any]]:
     """Return what ptxas says of each kernel of a call."""
     return [
@@ -135,6 +213,6 @@ def compile_call(name: str) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or CALLS:
+    for name in sys.argv[1:] or (*CALLS, *CACHED_CALLS):
         for line in compile_call(name):
             print(json.dumps(line), flush=True)

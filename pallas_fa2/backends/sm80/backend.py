@@ -11,17 +11,21 @@ from pallas_fa2.backends.common.aux_grads import AuxGrads, pairwise_from_fragmen
 from pallas_fa2.backends.common.batching import batched
 from pallas_fa2.backends.common.causal_trim import causal_trim
 from pallas_fa2.backends.common.compiled_mods import CompiledMods, RuntimeAux
+from pallas_fa2.backends.common.decode.cached_forward import describe as describe_cached
 from pallas_fa2.backends.common.second_order import forbid_second_order
-from pallas_fa2.backends.protocol import Backend, KernelDescription
+from pallas_fa2.backends.protocol import Backend, CachedForward, KernelDescription
 from pallas_fa2.backends.sm80 import configs, first_use, support
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.dq_kernel import query_gradients
 from pallas_fa2.backends.sm80.backward.kernel import gradients
 from pallas_fa2.backends.sm80.backward.memory import Inputs
 from pallas_fa2.backends.sm80.backward.schedule import block_mask_by_keys
+from pallas_fa2.backends.sm80.decode import cached_forward
+from pallas_fa2.backends.sm80.decode import support as decode_support
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.kernel import attention
 from pallas_fa2.device import Device
+from pallas_fa2.ir.cached_spec import CachedSpec
 from pallas_fa2.ir.call_spec import CallSpec, Operands, split_floats
 
 
@@ -189,6 +193,14 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
     return first_use.failure((forward, backward), device) if reason is None else reason
 
 
+def cached_unsupported_reason(spec: CachedSpec, device: Device) -> str | None:
+    """Return why the decode kernel cannot run a call on a cache on a device, or must not, or None."""
+    reason = support.unsupported_device(device) or decode_support.unsupported_reason(spec, device)
+    if reason is not None:
+        return reason
+    return first_use.failure((cached_forward.configure, cached_forward.forward), device, "decode")
+
+
 BACKEND = Backend(
     name="ampere",
     unsupported_reason=unsupported_reason,
@@ -199,4 +211,7 @@ BACKEND = Backend(
     candidates=configs.candidates,
     config_type=ForwardConfig,
     is_fused=True,
+    cached=CachedForward(
+        cached_unsupported_reason, cached_forward.configure, cached_forward.forward, describe_cached
+    ),
 )

@@ -7,13 +7,9 @@ from pallas_fa2.backends.common import limits, split_float32
 from pallas_fa2.backends.protocol import Configuration
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig, DqConfig
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
+from pallas_fa2.backends.sm80.multiprocessor import smem_bytes
 from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
-
-# Bytes of shared memory that a CTA may have (CUDA C++ Programming Guide, table of technical specifications per compute
-# capability); `MIN_SMEM_BYTES` on all other GPUs.
-SMEM_BYTES = {"8.0": 166_912, "8.7": 166_912, "9.0": 232_448, "10.0": 232_448, "10.3": 232_448}
-MIN_SMEM_BYTES = 101_376
 
 
 class Rule[C: (ForwardConfig, DqConfig)](NamedTuple):
@@ -92,10 +88,6 @@ DQ_RULES: tuple[Rule[DqConfig], ...] = (
 def kernel_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
     """Return the dims of the smallest kernels that take these."""
     return next(dims for dims in limits.KERNEL_DIMS if dims[0] >= head_dim and dims[1] >= value_dim)
-
-
-def smem_bytes(device: Device) -> int:
-    return SMEM_BYTES.get(device.capability, MIN_SMEM_BYTES)
 
 
 def _first_that_serves(rules: tuple[Rule, ...], spec: CallSpec, device: Device) -> Any:

@@ -18,9 +18,12 @@ import numpy as np
 
 from pallas_fa2.backends import reference
 from pallas_fa2.backends.sm80 import configs
+from pallas_fa2.caches import Cache, Pages
 from pallas_fa2.compilation import store
 from pallas_fa2.device import Device
+from pallas_fa2.ir.equivalent_call import equivalent_arrays, equivalent_spec
 from pallas_fa2.masks import Causal, SlidingWindow
+from pallas_fa2.parse_cached import parse_cached
 from pallas_fa2.parse_call import parse_call
 
 # Compute capabilities on which the tests of the kernels have run.
@@ -34,7 +37,12 @@ FAMILIES = (
 # interpreted.
 MAX_ERROR = {"bfloat16": 0.01, "float32": 1e-5}
 
-type Kernels = tuple[Callable, Callable]  # a backend's forward and backward
+# Of the decode kernel: head dim and, if the cache is paged, size of pages.
+DECODE_FAMILIES = (64, None), (128, 16), (256, None)
+
+type Kernels = tuple[
+    Callable, Callable
+]  # a backend's forward and backward, or `CachedForward`'s configure and forward
 
 
 def cache_file() -> pathlib.Path:
@@ -42,22 +50,24 @@ def cache_file() -> pathlib.Path:
     return store.cache_directory() / "first_use.json"
 
 
-def failure(kernels: Kernels, device: Device) -> str | None:
-    """Return why the kernels must not be used on a device, or None: they are right, were run on such a GPU by others, or
-    this process has none."""
+def failure(kernels: Kernels, device: Device, what: str = "attention") -> str | None:
+    """Return why the kernels of "attention" or "decode" must not be used on a device, or None: they are right, were run on
+    such a GPU by others, or this process has none."""
     if device.capability in RUN_ON:
         return None
     gpus = [d for d in jax.local_devices() if d.platform == "gpu" and d.device_kind == device.kind]
     if not gpus:  # a program is compiled for a device that is elsewhere
         return None
-    return _remembered(kernels, device, gpus[0])
+    return _remembered(kernels, device, what, gpus[0])
 
 
 @functools.lru_cache
-def _remembered(kernels: Kernels, device: Device, gpu: Any) -> str | None:
+def _remembered(kernels: Kernels, device: Device, what: str, gpu: Any) -> str | None:
     file = cache_file()
     versions = gpu.client.platform_version.replace("\n", " ")
     key = f"{device.kind}, {device.capability}, {versions}, jax {jax.__version__}, {_version()}"
+    key += "" if what == "attention" else f", {what}"
+    run = check if what == "attention" else check_decode
     try:
         results = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -65,7 +75,7 @@ def _remembered(kernels: Kernels, device: Device, gpu: Any) -> str | None:
     if key not in results:
         # In a thread of its own: a caller may be tracing.
         with ThreadPoolExecutor(1) as pool:
-            results[key] = pool.submit(check, kernels, device, gpu).result()
+            results[key] = pool.submit(run, kernels, device, gpu).result()
         try:
             store.make_private(file.parent)
             file.write_text(json.dumps(results, indent=1))
@@ -82,6 +92,13 @@ def _remembered(kernels: Kernels, device: Device, gpu: Any) -> str | None:
 def check(kernels: Kernels, device: Device, gpu: Any) -> str:
     """Run each family of kernels on a GPU; return what is wrong, or nothing."""
     return "; ".join(filter(None, check_families(kernels, device, gpu).values()))
+
+
+def check_decode(kernels: Kernels, device: Device, gpu: Any) -> str:
+    """Run each family of decode kernels on a GPU; return what is wrong, or nothing."""
+    with jax.default_device(gpu):
+        errors = [_decode_error(kernels, device, *family) for family in DECODE_FAMILIES]
+    return "; ".join(filter(None, errors))
 
 
 def check_families(kernels: Kernels, device: Device, gpu: Any) -> dict[tuple[int, str], str | None]:
@@ -121,11 +138,52 @@ def _error(kernels: Kernels, device: Device, dim: int, dtype: str) -> str | None
     with jax.default_matmul_precision("highest"):
         actual, expected = run(q, k, v, dout), define(q, k, v, dout)
     for name, x, y in zip(results, actual, expected[: len(results)], strict=True):
-        x, y = (np.asarray(array.astype(jnp.float32)) for array in (x, y))
-        error = np.linalg.norm(x - y) / np.linalg.norm(y)
-        if not error <= MAX_ERROR[dtype]:
-            return f"{name} at H = {dim} in {dtype}: relative error {error:.2g}"
+        if wrong := _compare(x, y, dtype):
+            return f"{name} at H = {dim} in {dtype}: {wrong}"
     return None
+
+
+def _decode_error(kernels: Kernels, device: Device, dim: int, page: int | None) -> str | None:
+    """Compare a step on caches with the definition: three heads share one of keys, one sequence has no token, and a tile
+    of the longest has several splits."""
+    rng = np.random.default_rng(dim)
+    lengths, slots = jnp.array([1500, 0, 77], jnp.int32), 1536
+
+    def random(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    q = random(3, 2, 6, dim)
+    if page is None:
+        cache = Cache(random(3, slots, 2, dim), random(3, slots, 2, dim), lengths)
+    else:
+        width = slots // page
+        table = jnp.asarray(rng.permutation(3 * width).reshape(3, width), jnp.int32)
+        pool = 3 * width, page, 2, dim
+        cache = Pages(random(*pool), random(*pool), table, lengths)
+    spec, operands = parse_cached(q, cache, mask=SlidingWindow(1400) if page else Causal())
+    configure, forward = kernels
+    config = configure(spec, device)
+
+    @jax.jit
+    def run(*arrays: Any) -> Any:
+        return forward(spec, config, *arrays, operands)[0]
+
+    @jax.jit
+    def define(q: Any, k: Any, v: Any) -> Any:
+        call = equivalent_arrays(spec, q, k, v, operands)
+        return reference.forward(equivalent_spec(spec), None, *call)[0]
+
+    arrays = q, cache.key, cache.value
+    with jax.default_matmul_precision("highest"):
+        wrong = _compare(run(*arrays), define(*arrays), "bfloat16")
+    pages = "" if page is None else f" and pages of {page}"
+    return wrong and f"a decode step at H = {dim}{pages}: {wrong}"
+
+
+def _compare(actual: jax.Array, expected: jax.Array, dtype: str) -> str | None:
+    x, y = (np.asarray(array.astype(jnp.float32)) for array in (actual, expected))
+    error = np.linalg.norm(x - y) / np.linalg.norm(y)
+    return None if error <= MAX_ERROR[dtype] else f"relative error {error:.2g}"
 
 
 def _version() -> str:

@@ -9,13 +9,20 @@ MIN_CAPABILITY = 8.0
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
-    """Return why the kernels cannot run a call on a device, or None."""
+def unsupported_device(device: Device) -> str | None:
+    """Return why the kernels cannot run on a device, or None."""
     if device.platform != "gpu" or not device.capability:
         return f"it needs an NVIDIA GPU, and this is {device.kind}"
     # LLVM ends the process where it meets cp.async for an older GPU.
     if float(device.capability) < MIN_CAPABILITY:
         return f"it needs compute capability 8.0 or more, and {device.kind} has {device.capability}"
+    return None
+
+
+def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
+    """Return why the kernels cannot run a call on a device, or None."""
+    if reason := unsupported_device(device):
+        return reason
     if reason := limits.unsupported_reason(spec, DTYPES):
         return reason
     if reason := limits.too_many_elements(_entry_elements(spec)):

@@ -6,6 +6,7 @@ are read in the order of their keys, the CTA's own one as well, so that the resu
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jaxlib.mlir import ir
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.decode.arrays import Cta
+from pallas_fa2.backends.common.decode.cursor import Tile
 from pallas_fa2.backends.common.decode.schedule import (
     ARRIVALS_COLUMN,
     FixedSplits,
@@ -32,11 +34,39 @@ from pallas_fa2.backends.common.primitives.layouts import (
 )
 from pallas_fa2.backends.common.primitives.named_barriers import NamedBarrier
 from pallas_fa2.backends.common.primitives.types import Ref, Registers, Scalar
-from pallas_fa2.control_flow import rematerialize
+from pallas_fa2.control_flow import cond, rematerialize, when
 
 # The splits that are loaded together, as long as their O^T and the sum take no more registers of a thread: with more,
 # kernels of 64 columns spill.
 MAX_LOADS, MAX_REGISTERS = 16, 128
+
+
+def store_tile(
+    cta: Cta[Any],
+    tile: Tile,
+    begins_here: jax.Array | bool,
+    is_whole: jax.Array | bool,
+    result: tuple[jax.Array, jax.Array],
+    store: Callable[[jax.Array, jax.Array], None],
+) -> None:
+    """Store a tile's O^T and lse in base 2 by `store`, or this CTA's split of it; the last CTA that has one merges all.
+
+    `begins_here` and `is_whole` say whether the CTA has the first block and all blocks of the tile.
+    """
+    fixed = cta.spec.split_blocks is not None
+    if fixed:
+        is_whole = FixedSplits.load(cta.inputs.plan.entries, tile.entry).num_rows == 1
+
+    def store_split() -> None:
+        splits = (
+            TileSplits.of_rows(cta, tile.head, tile.entry)
+            if fixed
+            else TileSplits.of_ctas(cta, begins_here)
+        )
+        splits.store(*result)
+        when(splits.arrive() != 0)(lambda: store(*splits.merge()))
+
+    cond(is_whole, lambda: store(*result), store_split)
 
 
 class TileSplits(NamedTuple):

@@ -8,14 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.inline import asm, inline_op
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, COL_LAYOUT, ROW_LAYOUT
 from pallas_fa2.backends.common.primitives.thread_values import (
     address,
+    elements,
     map_elements,
     scalars,
     warpgroup_thread_index,
@@ -35,6 +38,23 @@ def scatter_columns(_, target: Ref, values: Registers, indices: Registers) -> No
             "mad.wide.u32 a, $2, 4, $0; @p st.global.f32 [a], $1; }"
         )
         asm(code, "l,f,r,r", start, value, index, thread)
+
+
+@inline_op("scatter_outer", plgpu.RefType(), ACC_LAYOUT, ROW_LAYOUT, COL_LAYOUT)
+def scatter_outer(_, target: Ref, tile: Registers, rows: Registers, columns: Registers) -> None:
+    """Store the elements of a tile of 16 bits in an array in device memory as it lies there, each at the sum of two
+    indices, of its row and of its column, unless one is negative."""
+    start, half_word = address(target), ir.IntegerType.get_signless(16)
+    row_of, column_of = scalars(rows), scalars(columns)
+    code = (
+        "{ .reg .pred p; .reg .b32 i; .reg .b64 a; or.b32 i, $2, $3; setp.ge.s32 p, i, 0; add.s32 i, $2, $3; "
+        "mad.wide.u32 a, i, 2, $0; @p st.global.b16 [a], $1; }"
+    )
+    for at, register in np.ndenumerate(tile.registers):
+        row = row_of[sum(at[2:])]  # rows r and r + 8 of a warp's 16
+        for e, value in enumerate(elements(register)):  # two of each 8 columns
+            column = column_of[2 * at[1] + e]
+            asm(code, "l,h,r,r", start, llvm.bitcast(half_word, value), row, column)
 
 
 def gather_elements(source: Ref, index: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -84,7 +85,7 @@ class _ThreadChunks:
             for i in range(-(-row_groups * group_rows // rows_per_pass))
             for j in range(row_bytes // CHUNK_BYTES // chunks)
         ]
-        assert row_groups * group_rows % rows_per_pass == 0, (row_groups, rows_per_pass)
+        self._rows = row_groups * group_rows
         self._steps = rows_per_pass // 8 * group_bytes, chunks * 8 * CHUNK_BYTES, stride * size
         self._chunks, self._rows_per_pass = chunks, rows_per_pass
 
@@ -95,6 +96,13 @@ class _ThreadChunks:
             gmem = row * gmem_stride + j * self._chunks * CHUNK_BYTES
             first = j * self._chunks * self.columns_per_chunk
             yield _Pass(row, smem, gmem, first, first + self._chunks * self.columns_per_chunk)
+
+    def has_row(self, step: _Pass) -> MlirValue | None:
+        """Return whether the thread's row is one of the buffer's; None if all are."""
+        left = self._rows - step.row
+        if left >= self._rows_per_pass:
+            return None
+        return arith.cmpi(arith.CmpIPredicate.slt, self.row, i32(left))
 
     def exists(self, step: _Pass, limit: MlirValue | None) -> MlirValue | None:
         """Return whether the thread's chunk is one of the array's; None if all are."""
@@ -124,14 +132,50 @@ def load_rows(array: Ref, buffer: Ref, warpgroups: int, limit: Scalar | None = N
         bound = limits[0].registers[()] if limits else None
         for step in chunks.passes():
             operands = [chunks.smem, chunks.gmem]
+            constraints, predicate = ["r", "l"], ""
             code = f"[$0 + {step.smem_offset}], [$1 + {step.gmem_offset}], {CHUNK_BYTES}"
             if (exists := chunks.exists(step, bound)) is not None:
                 operands.append(arith.select(exists, i32(CHUNK_BYTES), i32(0)))
+                constraints.append("r")
                 code += ", $2"
-            constraints = ",".join(["r", "l", "r"][: len(operands)])
-            asm(f"cp.async.cg.shared.global.L2::128B {code};", constraints, *operands)
+            if (has_row := chunks.has_row(step)) is not None:
+                operands.append(has_row)
+                constraints.append("b")
+                predicate = f"@${len(operands) - 1} "
+            code = f"{predicate}cp.async.cg.shared.global.L2::128B {code};"
+            asm(code, ",".join(constraints), *operands)
 
     load(array, buffer, *limits)
+
+
+def zero_rows(buffer: Ref, kept: jax.Array) -> None:
+    """Set to 0 the rows of a swizzled `[64, columns]` buffer, columns a multiple of 64, that are not kept, booleans `[64]`.
+    All threads of a warpgroup take part."""
+
+    @inline_op("zero_rows", swizzle.as_operand(buffer), ROW_LAYOUT)
+    def zero(_, buffer: Ref, kept: Registers) -> None:
+        # A thread has rows r and r + 8 of its warp's 16, as three neighbors have; each has every fourth chunk of these. All
+        # chunks of a row become zeros, so that their order does not matter.
+        _, panels, group_rows, width = ir.MemRefType(buffer.type).shape
+        assert width * 2 == swizzle.SWIZZLE_BYTES and group_rows == swizzle.SWIZZLE_ROWS
+        panel_bytes = swizzle.SWIZZLE_BYTES * swizzle.SWIZZLE_ROWS
+        lane, warp = (arith.andi(thread_index(), i32(mask)) for mask in (31, 96))
+        row, first = arith.shrui(lane, i32(2)), arith.andi(lane, i32(3))
+        groups = arith.shrui(warp, i32(4))  # of 8 rows, before the warp's
+        start = arith.addi(address(buffer, 32), arith.muli(groups, i32(panels * panel_bytes)))
+        start = arith.addi(start, arith.muli(row, i32(swizzle.SWIZZLE_BYTES)))
+        for half, keeps in enumerate(scalars(kept)):
+            for chunk in range(0, 8, 4):
+                place = arith.addi(start, arith.shli(arith.addi(first, i32(chunk)), i32(4)))
+                for panel in range(panels):
+                    offset = (half * panels + panel) * panel_bytes
+                    code = (
+                        "{ .reg .pred p; setp.eq.s32 p, $1, 0; "
+                        f"@p st.shared.v4.b32 [$0 + {offset}], {{$2, $2, $2, $2}}; }}"
+                    )
+                    asm(code, "r,r,r", place, keeps, i32(0))
+
+    zero(buffer, jnp.where(kept, 1, 0))
 
 
 def store_rows(buffer: Ref, array: Ref, warpgroups: int, limit: Scalar) -> None:
@@ -147,7 +191,7 @@ def store_rows(buffer: Ref, array: Ref, warpgroups: int, limit: Scalar) -> None:
             if step.first_column >= chunks.dim:
                 continue
             exists = chunks.exists(step, limit.registers[()])
-            assert exists is not None
+            assert exists is not None and chunks.has_row(step) is None
             code = (
                 "{ .reg .b32 a, b, c, d; "
                 f"ld.shared.v4.b32 {{a, b, c, d}}, [$0 + {step.smem_offset}]; "

@@ -14,13 +14,12 @@ from pallas_fa2.arithmetic import I32, rem
 from pallas_fa2.backends.common.decode.arrays import Cta, Inputs, Outputs
 from pallas_fa2.backends.common.decode.config import DecodeConfig, reduction_bytes
 from pallas_fa2.backends.common.decode.cursor import KvCursor, Tile
-from pallas_fa2.backends.common.decode.merge import TileSplits
+from pallas_fa2.backends.common.decode.merge import store_tile
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import (
     FIRST_ENTRY_COLUMN,
     DecodePlan,
     Entry,
-    FixedSplits,
     KeyBlocks,
     Share,
 )
@@ -31,7 +30,7 @@ from pallas_fa2.backends.sm90.decode.epilogue import TileOutput
 from pallas_fa2.backends.sm90.decode.loader import KvLoader
 from pallas_fa2.backends.sm90.decode.memory import SharedStorage
 from pallas_fa2.backends.sm90.decode.tile import Split
-from pallas_fa2.control_flow import cond, when
+from pallas_fa2.control_flow import when
 
 
 def decode(
@@ -123,20 +122,8 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
         softmax, cursor = split.attend(cursor)
         acc, lse = softmax.finish(cta.spec.no_key_threshold)
         output = TileOutput(cta, entry, tile.head)
-
-        def store_split() -> None:
-            splits = (
-                TileSplits.of_ctas(cta, begins_here=first_index == 0)
-                if cta.spec.split_blocks is None
-                else TileSplits.of_rows(cta, tile.head, tile.entry)
-            )
-            splits.store(acc, lse)
-            when(splits.arrive() != 0)(lambda: output.store(*splits.merge()))
-
         is_whole = num_blocks == entry.num_blocks
-        if cta.spec.split_blocks is not None:
-            is_whole = FixedSplits.load(cta.inputs.plan.entries, tile.entry).num_rows == 1
-        cond(is_whole, lambda: output.store(acc, lse), store_split)
+        store_tile(cta, tile, first_index == 0, is_whole, (acc, lse), output.store)
         return ShareState(num_tiles + 1, step + num_blocks, next_tile, I32(0), cursor)
 
     state = ShareState(I32(0), I32(0), tile, first_index, cursor)

@@ -1,0 +1,107 @@
+"""Decoding by mma.sync: FlashAttention-2, Algorithm 1, of few queries over splits of a cache (docs/design/decode.md).
+
+Persistent CTAs of four warps, which load and multiply, have equal shares of the blocks of keys of all tiles.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_fa2.arithmetic import I32, rem
+from pallas_fa2.backends.common.decode.arrays import Cta, Inputs, Outputs
+from pallas_fa2.backends.common.decode.config import DecodeConfig, reduction_bytes
+from pallas_fa2.backends.common.decode.cursor import Tile
+from pallas_fa2.backends.common.decode.merge import store_tile
+from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
+from pallas_fa2.backends.common.decode.schedule import (
+    FIRST_ENTRY_COLUMN,
+    DecodePlan,
+    Entry,
+    KeyBlocks,
+    Share,
+)
+from pallas_fa2.backends.common.decode.spec import DecodeSpec
+from pallas_fa2.backends.common.primitives.launch import build_kernel
+from pallas_fa2.backends.common.primitives.types import Scalar
+from pallas_fa2.backends.sm80.decode.epilogue import TileOutput
+from pallas_fa2.backends.sm80.decode.loader import KvLoader, Loads
+from pallas_fa2.backends.sm80.decode.memory import SharedStorage
+from pallas_fa2.backends.sm80.decode.tile import Split
+
+
+def decode(
+    spec: DecodeSpec,
+    config: DecodeConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan: DecodePlan,
+    table: jax.Array | None = None,
+    mods: ModArrays = NO_MODS,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `out [tokens, N, Hv]` and natural `lse [tokens, N]`, float32.
+
+    q is `[tokens, N, H]`, bfloat16 or float16; k and v are `[B, S, K, H]` and `[B, S, K, Hv]`, or pages `[P, page size,
+    K, H]` and `[P, page size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request. `mods` are what masks and
+    scores read.
+    """
+    grouped = q.reshape(spec.num_tokens * spec.kv_heads, spec.group, spec.head_dim)
+    inputs = Inputs(grouped, k, v, plan, table, mods)
+    flat, tree = jax.tree.flatten(inputs)
+
+    def run(refs: tuple, memory: SharedStorage) -> None:
+        inputs, outputs = jax.tree.unflatten(tree, refs[: len(flat)]), Outputs(*refs[len(flat) :])
+        visit_share(Cta(spec, config, inputs, outputs, memory))
+
+    out_type = jax.ShapeDtypeStruct((*q.shape[:2], spec.value_dim), q.dtype)
+    kernel = build_kernel(
+        "decode",
+        run,
+        SharedStorage.allocate(spec, config, q.dtype),
+        tuple(Outputs.types(spec, config, out_type)),
+        {"cta": config.num_ctas},
+        1,
+        reduction_bytes=reduction_bytes(spec),
+    )
+    out, lse, _, _ = kernel(*flat)
+    return out, lse.reshape(q.shape[:2])
+
+
+class ShareState(NamedTuple):
+    """Where a CTA is in its share, before a tile."""
+
+    num_tiles: Scalar  # that it has visited
+    step: Scalar  # the blocks that it has visited
+    tile: Tile
+    first_index: Scalar  # of the tile's blocks, the first that the CTA visits
+    loads: Loads
+
+
+def visit_share(cta: Cta[SharedStorage]) -> None:
+    """Visit the blocks of one CTA, a tile after another."""
+    shares, cta_index = cta.inputs.plan.shares, lax.axis_index("cta")
+    share = Share.load(shares, cta_index)
+    first_blocks = KeyBlocks.load(shares, cta_index, FIRST_ENTRY_COLUMN)
+    num_steps = Share.load(shares, cta_index + 1).begin - share.begin
+    loader = KvLoader(cta, share, num_steps)
+    tile, first_index = Tile(share.entry, share.head), share.begin - share.tile_begin
+    loads = loader.fill_ring(loader.line.start(tile, first_index, first_blocks))
+
+    def visit_tile(state: ShareState) -> ShareState:
+        num_tiles, step, tile, first_index, loads = state
+        entry = Entry.load(cta.inputs.plan.entries, tile.entry)
+        num_blocks = jnp.minimum(entry.num_blocks - first_index, num_steps - step)
+        q_slot = rem(num_tiles, cta.config.stages)
+        split = Split(cta, loader, entry, tile.head, first_index, step, num_blocks, q_slot)
+        softmax, loads = split.attend(loads)
+        acc, lse = softmax.finish(cta.spec.no_key_threshold)
+        output = TileOutput(cta, entry, tile.head)
+        is_whole = num_blocks == entry.num_blocks
+        store_tile(cta, tile, first_index == 0, is_whole, (acc, lse), output.store)
+        next_tile = loader.line.next_tile(tile)
+        return ShareState(num_tiles + 1, step + num_blocks, next_tile, I32(0), loads)
+
+    state = ShareState(I32(0), I32(0), tile, first_index, loads)
+    lax.while_loop(lambda state: state.step < num_steps, visit_tile, state)
