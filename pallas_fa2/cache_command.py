@@ -78,7 +78,7 @@ def _warm(options: argparse.Namespace) -> int:
     if not added:
         explanation = fa.explain(q, k, v, is_causal=options.causal, implementation="fused")
         print(
-            "Its kernels were stored already, or are never stored, as those for decoding (docs/user/first-call.md). "
+            "Its kernels were stored already, or none can be written there (docs/user/first-call.md). "
             f"Its forward: {explanation.forward}"
         )
     return 0

@@ -100,12 +100,15 @@ def test_warming_stores_the_kernels_of_a_call(
     assert len(store.files()) == entries
 
 
-def test_warming_says_why_a_kernel_for_decoding_is_not_stored(
+def test_warming_stores_the_kernel_for_decoding_and_says_why_it_adds_nothing_again(
     directory: pathlib.Path, capsys: pytest.CaptureFixture
 ) -> None:
-    shapes = ["--query", "1,1,4,64", "--key", "1,4096,2,64"]
-    with described_h200():
-        assert cache_command.run(["warm", *shapes, "--forward-only"]) == 0
-    printed = capsys.readouterr().out
-    assert f"0 entries added to {directory}" in printed
-    assert "never stored, as those for decoding" in printed and "merges its splits" in printed
+    command = ["warm", "--query", "1,1,4,64", "--key", "1,4096,2,64", "--forward-only"]
+    for entries in (1, 0):
+        with described_h200():
+            assert cache_command.run(command) == 0
+        printed = capsys.readouterr().out
+        assert f"{entries} entries added to {directory}" in printed
+        said = "stored already" in printed and "merges its splits" in printed
+        assert said == (not entries)
+    assert len(store.files()) == 1
