@@ -20,21 +20,22 @@ def main() -> int:
     print(f"pallas_fa2 {fa.__version__}, jax {jax.__version__}")
     print("devices:", ", ".join(d.device_kind for d in jax.devices()))
     dtype = jnp.bfloat16 if device.platform == "gpu" else jnp.float32
-    # NumPy draws the inputs and computes the truth, so that XLA compiles one program and its kernels.
+    # NumPy draws the inputs and computes the truth, so that XLA compiles one program and its kernels. Kernels without a
+    # mask and with a head dim of 128 are those that compile in least time, two thirds of a causal call's at 64.
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal((2, 256, heads, 64)).astype(dtype) for heads in (4, 2, 2, 4)]
+    arrays = [rng.standard_normal((2, 256, 4, 128)).astype(dtype) for _ in range(4)]
     q, k, v, _ = shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    print(fa.explain(q, k, v, mask=fa.Causal()))
+    print(fa.explain(q, k, v))
 
     @jax.jit
     def run(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> tuple:
-        out, pull = jax.vjp(lambda *qkv: fa.flash_attention(*qkv, mask=fa.Causal()), q, k, v)
+        out, pull = jax.vjp(fa.flash_attention, q, k, v)
         return out, *pull(dout)
 
     compiled = run.lower(*shapes).compile()
     print(f"traced and compiled after {time.perf_counter() - start:.1f} s")
     actual = [np.asarray(x, np.float64) for x in compiled(*arrays)]
-    expected = _causal_attention_and_gradients(*(x.astype(np.float64) for x in arrays))
+    expected = _attention_and_gradients(*(x.astype(np.float64) for x in arrays))
     # bfloat16 has 8 bits of precision, and a gradient is rounded three times.
     limit = 1e-5 if dtype == jnp.float32 else 6e-3
     agrees = True
@@ -47,25 +48,21 @@ def main() -> int:
     return 0 if agrees else 1
 
 
-def _causal_attention_and_gradients(
+def _attention_and_gradients(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Return out, dQ, dK and dV of dense causal attention; q and dout are `[B, T, N, H]`, k and v `[B, T, K, H]`."""
-    length, heads, kv_heads, dim = *q.shape[1:3], *k.shape[2:]
-    q, dout = (x.reshape(-1, length, kv_heads, heads // kv_heads, dim) for x in (q, dout))
-    scale = dim**-0.5
-    s = scale * np.einsum("btkgh,bskh->bkgts", q, k)
-    s = np.where(np.tri(length, dtype=bool), s, -np.inf)
+    """Return out, dQ, dK and dV of dense attention; all are `[B, T, N, H]`."""
+    scale = q.shape[-1] ** -0.5
+    s = scale * np.einsum("btnh,bsnh->bnts", q, k)
     p = np.exp(s - s.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    out = np.einsum("bkgts,bskh->btkgh", p, v)
-    dv = np.einsum("bkgts,btkgh->bskh", p, dout)
-    dp = np.einsum("btkgh,bskh->bkgts", dout, v)
+    out = np.einsum("bnts,bsnh->btnh", p, v)
+    dv = np.einsum("bnts,btnh->bsnh", p, dout)
+    dp = np.einsum("btnh,bsnh->bnts", dout, v)
     ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
-    dq = np.einsum("bkgts,bskh->btkgh", ds, k)
-    dk = np.einsum("bkgts,btkgh->bskh", ds, q)
-    merged = (-1, length, heads, dim)
-    return out.reshape(merged), dq.reshape(merged), dk, dv
+    dq = np.einsum("bnts,bsnh->btnh", ds, k)
+    dk = np.einsum("bnts,btnh->bsnh", ds, q)
+    return out, dq, dk, dv
 
 
 if __name__ == "__main__":

@@ -26,19 +26,23 @@ def run(arguments: Sequence[str]) -> int:
     warm.add_argument("--causal", action="store_true")
     warm.add_argument("--forward-only", action="store_true", help="no gradient")
     options = parser.parse_args(arguments)
-    if store.directory() is None:
+    directory = store.directory()
+    if directory is None:
         print(
             f"There is no store: set {store.VARIABLE}=1 for the user's cache directory, or to another one."
         )
         return 1
     if options.command == "clear":
-        print(f"{store.clear()} entries removed from {store.directory()}")
+        print(f"{store.clear()} entries removed from {directory}")
         return 0
+    if (reason := store.obstacle(directory)) is not None:
+        print(f"{directory} is not used: {reason}")
+        return 1
     if options.command == "warm":
         return _warm(options)
     sizes = store.sizes()
     print(
-        f"{store.directory()}: {len(sizes)} entries, {sum(sizes.values()) / 2**20:.1f} MiB of at most "
+        f"{directory}: {len(sizes)} entries, {sum(sizes.values()) / 2**20:.1f} MiB of at most "
         f"{store.MAX_BYTES >> 20}"
     )
     return 0
@@ -78,7 +82,7 @@ def _warm(options: argparse.Namespace) -> int:
     if not added:
         explanation = fa.explain(q, k, v, is_causal=options.causal, implementation="fused")
         print(
-            "Its kernels were stored already, or are never stored, as those for decoding (docs/user/first-call.md). "
+            "Its kernels were stored already, or none can be written there (docs/user/first-call.md). "
             f"Its forward: {explanation.forward}"
         )
     return 0

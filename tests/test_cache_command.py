@@ -1,10 +1,8 @@
 """`python -m pallas_fa2 cache` shows, warms and clears the store."""
 
 import contextlib
-import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import jax
@@ -14,6 +12,7 @@ from pallas_fa2 import cache_command
 from pallas_fa2.compilation import launches, store
 from tests.support import compile_gate
 from tests.support.hopper import planned_for_h200
+from tests.support.stores import another_process_removes
 from tests.support.tiers import slow
 
 SHAPES = ["--query", "1,64,4,64", "--key", "1,64,2,64"]
@@ -42,19 +41,23 @@ def test_it_shows_and_clears(directory: pathlib.Path, capsys: pytest.CaptureFixt
     assert store.files() == []
 
 
+@pytest.mark.parametrize("command", ["show", "warm", "clear"])
+def test_it_says_that_a_directory_is_not_used(
+    command: str, directory: pathlib.Path, capsys: pytest.CaptureFixture
+) -> None:
+    directory.write_text("a file")
+    options = SHAPES if command == "warm" else []
+    assert cache_command.run([command, *options]) == (command != "clear")
+    said = f"{directory} is not used: it is not a directory\n"
+    cleared = f"0 entries removed from {directory}\n"
+    assert capsys.readouterr().out == (cleared if command == "clear" else said)
+
+
 def test_it_shows_files_that_are_removed_meanwhile(
     directory: pathlib.Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write("key", store.Entry(b"", None, {}))
-    stat = pathlib.Path.stat
-
-    def stat_and_remove(path: pathlib.Path, **options: Any) -> os.stat_result:
-        status = stat(path, **options)
-        if path.suffix == store.SUFFIX:
-            path.unlink()
-        return status
-
-    monkeypatch.setattr(pathlib.Path, "stat", stat_and_remove)
+    another_process_removes(monkeypatch)
     assert cache_command.run([]) == 0
     assert f"{directory}: 1 entries" in capsys.readouterr().out
 
@@ -100,12 +103,15 @@ def test_warming_stores_the_kernels_of_a_call(
     assert len(store.files()) == entries
 
 
-def test_warming_says_why_a_kernel_for_decoding_is_not_stored(
+def test_warming_stores_the_kernel_for_decoding_and_says_why_it_adds_nothing_again(
     directory: pathlib.Path, capsys: pytest.CaptureFixture
 ) -> None:
-    shapes = ["--query", "1,1,4,64", "--key", "1,4096,2,64"]
-    with described_h200():
-        assert cache_command.run(["warm", *shapes, "--forward-only"]) == 0
-    printed = capsys.readouterr().out
-    assert f"0 entries added to {directory}" in printed
-    assert "never stored, as those for decoding" in printed and "merges its splits" in printed
+    command = ["warm", "--query", "1,1,4,64", "--key", "1,4096,2,64", "--forward-only"]
+    for entries in (1, 0):
+        with described_h200():
+            assert cache_command.run(command) == 0
+        printed = capsys.readouterr().out
+        assert f"{entries} entries added to {directory}" in printed
+        said = "stored already" in printed and "merges its splits" in printed
+        assert said == (not entries)
+    assert len(store.files()) == 1

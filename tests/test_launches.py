@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import pallas_fa2 as fa
+from pallas_fa2.backends.common.decode import cached_forward
 from pallas_fa2.backends.sm90 import backend
 from pallas_fa2.compilation import environment, kernels, launches, store
 from pallas_fa2.compilation.kernels import Kernel
@@ -206,6 +207,52 @@ def test_a_stored_launch_is_neither_traced_nor_compiled(
     assert all(x.was_loaded and x.serialized[0] == x.kernel.hash for x in compilations)
 
 
+@pytest.mark.parametrize("options", [{}, slow({"paged": True}), slow({"packed": True})])
+def test_a_stored_launch_for_decoding_is_neither_traced_nor_compiled(
+    options: dict, directory: pathlib.Path, compilations: list
+) -> None:
+    def layers(q: Any, *args: Any) -> Any:
+        out = [decode(CAUSAL, **options)(x, *args) for x in (q, q + 1)]
+        return out[0] + out[1]
+
+    first = lower(layers, *short())
+    assert len(store.files()) == len(compilations) == 1
+    assert len(set(kernel_hashes(first))) == 1
+    new_process()
+    with mock.patch.object(cached_forward, "plan_decode", side_effect=AssertionError):
+        loaded = lower(layers, *short())
+    assert loaded.as_text() == first.as_text()
+    assert [x.was_loaded for x in compilations] == [False, True]
+
+
+def test_layers_share_the_plan_of_a_decode_launch() -> None:
+    """XLA inlines the launch: it makes the plan once for layers of the same lengths, and copies no cache."""
+
+    def layers(q: Any, caches: list, lengths: Any) -> Any:
+        for k in caches:
+            q = fa.cached_attention(q, fa.Cache(k, k, lengths))
+        return q
+
+    def entry(count: int) -> str:
+        with described() as device:
+            sharding = jax.sharding.SingleDeviceSharding(device)
+
+            def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+                return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+            cache = array(jnp.bfloat16, 2, 256, 2, 64)
+            args = array(jnp.bfloat16, 2, 1, 4, 64), [cache] * count, array(jnp.int32, 2)
+            program = jax.jit(lambda *x: layers(*x), out_shardings=sharding)
+            text = program.lower(*args).compile().as_text() or ""
+        assert launches._programs
+        return text[text.index("ENTRY") :]
+
+    one, two = entry(1), entry(2)
+    assert (one.count("custom-call("), two.count("custom-call(")) == (1, 2)
+    assert one.count(" fusion(") == two.count(" fusion(")
+    assert " copy(" not in two
+
+
 def test_an_executable_that_cannot_be_loaded_is_compiled(
     directory: pathlib.Path, compilations: list
 ) -> None:
@@ -324,6 +371,20 @@ def soft_cap(cap: float) -> Callable:
     return lambda q, k, v, _: fa.flash_attention(q, k, v, score=fa.soft_cap(cap))
 
 
+def decode(mask: Any, paged: bool = False, packed: bool = False) -> Callable:
+    """Two sequences with one new token each, on caches of k and v."""
+    table: Any = np.array([[1], [0]])
+    lengths: Any = np.array([40, 64], np.int32)
+
+    def run(q: Any, k: Any, v: Any, _: Any) -> Any:
+        queries = fa.Packed(jnp.arange(3, dtype=jnp.int32)) if packed else None
+        cache = fa.Pages(k, v, table, lengths) if paged else fa.Cache(k, v, lengths)
+        query = q[:, 0] if packed else q[:, :1]
+        return fa.cached_attention(query, cache, mask=mask, queries=queries)
+
+    return run
+
+
 def masked(mask: Any, **options: Any) -> Callable:
     return lambda q, k, v, _: fa.flash_attention(q, k, v, mask=mask, **options)
 
@@ -353,6 +414,13 @@ CALLED: dict[str, Callable] = {
     "end": masked(CAUSAL, align="end"),
     "dropout": masked(CAUSAL, dropout_rate=0.5, dropout_rng=jax.random.key(0)),
     "another dropout": masked(CAUSAL, dropout_rate=0.25, dropout_rng=jax.random.key(0)),
+    "decoding": decode(None),
+    "decoding, causal": decode(CAUSAL),
+    "decoding in a window": decode(CAUSAL & fa.Window(5)),
+    "decoding in another window": decode(CAUSAL & fa.Window(6)),
+    "decoding on pages": decode(CAUSAL, paged=True),
+    "decoding, packed": decode(CAUSAL, packed=True),
+    "decoding, packed, on pages": decode(CAUSAL, paged=True, packed=True),
     "gradients": CALLS["both"],
     "deterministic": attend_and_differentiate(fa.Causal() & fa.Window(5)),
     "gradients of slopes": score_gradients(0),
@@ -360,7 +428,14 @@ CALLED: dict[str, Callable] = {
 }
 
 
-QUICK = ("scale", "scale of another last bit", "window", "another window")
+QUICK = (
+    "scale",
+    "scale of another last bit",
+    "window",
+    "another window",
+    "decoding",
+    "decoding, causal",
+)
 
 
 @pytest.mark.parametrize("names", [QUICK, slow(tuple(CALLED))], ids=["quick", "all"])

@@ -15,6 +15,7 @@ import pytest
 
 from pallas_fa2.compilation import store
 from pallas_fa2.compilation.store import Entry
+from tests.support.stores import another_process_removes
 
 ENTRY = Entry(b"program" * 100, ("out", "lse"), {b"hash": (b"executable", None, None)})
 
@@ -23,6 +24,7 @@ ENTRY = Entry(b"program" * 100, ("out", "lse"), {b"hash": (b"executable", None, 
 def directory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     path = tmp_path / "cache"
     monkeypatch.setenv(store.VARIABLE, str(path))
+    monkeypatch.setattr(store, "_warned", set())
     return path
 
 
@@ -152,6 +154,54 @@ def test_a_directory_that_cannot_be_made_is_no_error(
     assert not store.write("key", ENTRY) and store.read("key") is None and store.files() == []
 
 
+def make_file(path: pathlib.Path) -> str:
+    path.write_text("")
+    return "it is not a directory"
+
+
+def make_open_to_all(path: pathlib.Path) -> str:
+    path.mkdir()
+    path.chmod(0o777)
+    return "others own it or can write to it (owner "
+
+
+def make_inside_a_file(path: pathlib.Path) -> str:
+    path.parent.rmdir()
+    path.parent.write_text("")
+    return "it cannot be read: Not a directory"
+
+
+@pytest.mark.parametrize("make", [make_file, make_open_to_all, make_inside_a_file])
+def test_the_log_says_once_that_a_directory_is_not_used(
+    make: Any, directory: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = make(directory)
+    assert (store.obstacle(directory) or "").startswith(reason)
+    for _ in range(2):
+        assert store.read("key") is None and not store.write("key", ENTRY)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{directory} is not used as the store of kernels: {reason}" in record.getMessage()
+
+
+def test_a_directory_that_does_not_exist_must_be_one_that_can_be_made(
+    directory: pathlib.Path,
+) -> None:
+    below = directory / "a" / "b"
+    assert store.obstacle(directory) is None and store.obstacle(below) is None
+    with mock.patch.object(store.os, "access", return_value=False):
+        expected = f"it cannot be made in {directory.parent}, which you cannot write to"
+        assert store.obstacle(below) == expected
+
+
+def test_the_log_says_once_that_a_disk_takes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch("tempfile.mkstemp", side_effect=full):
+        assert not store.write("key", ENTRY) and not store.write("another", ENTRY)
+    (record,) = caplog.records
+    assert "nothing can be written: No space left on device" in record.getMessage()
+
+
 def test_the_least_recently_used_files_are_removed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     for age, key in enumerate("abc"):
@@ -165,21 +215,8 @@ def test_the_least_recently_used_files_are_removed_first(monkeypatch: pytest.Mon
     assert [store.read(key) is not None for key in "abcd"] == [True, False, True, True]
 
 
-@pytest.fixture
-def another_process_removes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file of an entry is removed as soon as its size has been read."""
-    stat = pathlib.Path.stat
-
-    def stat_and_remove(path: pathlib.Path, **options: Any) -> os.stat_result:
-        status = stat(path, **options)
-        if path.suffix == store.SUFFIX:
-            path.unlink()
-        return status
-
-    monkeypatch.setattr(pathlib.Path, "stat", stat_and_remove)
-
-
-def test_files_may_be_removed_meanwhile(another_process_removes: None) -> None:
+def test_files_may_be_removed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    another_process_removes(monkeypatch)
     assert store.write("key", ENTRY)
     assert store.sizes() == {}
     assert store.write("key", ENTRY)

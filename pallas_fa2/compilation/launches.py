@@ -20,6 +20,7 @@ from jax.interpreters import mlir
 
 from pallas_fa2.compilation import environment, store
 from pallas_fa2.compilation.kernels import TARGET, Compilation, kernels_of
+from pallas_fa2.ir.cached_spec import CachedSpec
 from pallas_fa2.ir.call_spec import CallSpec
 from pallas_fa2.ir.mesh import without_mesh
 
@@ -45,7 +46,7 @@ class LaunchKey(NamedTuple):
     text: str
 
     @classmethod
-    def of(cls, name: str, spec: CallSpec, *static: Hashable) -> "LaunchKey":
+    def of(cls, name: str, spec: CallSpec | CachedSpec, *static: Hashable) -> "LaunchKey":
         """Return the key of a launch of a call; the texts of the other arguments show all that they are equal by."""
         return cls(name, (spec, *static), "\n".join((spec.text, *map(repr, static))))
 

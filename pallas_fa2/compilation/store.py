@@ -57,13 +57,50 @@ def make_private(path: pathlib.Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
+def obstacle(path: pathlib.Path) -> str | None:
+    """Return why a directory cannot be the store, or None if it can. If it does not exist, it must be possible to make it."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        parent = next(x for x in path.absolute().parents if x.exists())
+        writable = os.access(parent, os.W_OK | os.X_OK)
+        return None if writable else f"it cannot be made in {parent}, which you cannot write to"
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is not a directory"
+    if not _is_private(path):
+        mode = stat.S_IMODE(status.st_mode)
+        return f"others own it or can write to it (owner {status.st_uid}, mode {mode:o}): chmod 700, or name another"
+    return None
+
+
+# What was logged of directories.
+_warned: set[tuple[pathlib.Path, str]] = set()
+
+
+def _warn_once(path: pathlib.Path, reason: str) -> None:
+    if (path, reason) not in _warned:
+        _warned.add((path, reason))
+        log.warning("%s is not used as the store of kernels: %s", path, reason)
+
+
+def _is_usable(path: pathlib.Path) -> bool:
+    reason = obstacle(path)
+    if reason is not None:
+        _warn_once(path, reason)
+    return reason is None
+
+
 def read(key: str) -> Entry | None:
     """Return the entry of a key, or None if there is none, or a damaged one."""
     path = _path(key)
     if path is None:
         return None
     try:
-        if not _is_private(path.parent) or not _is_private(path):
+        if not _is_usable(path.parent):
+            return None
+        if not _is_private(path):
             log.warning("%s is not read, because others can write to it", path)
             return None
         data = path.read_bytes()
@@ -90,10 +127,9 @@ def write(key: str, entry: Entry) -> bool:
     if path is None:
         return False
     try:
-        make_private(path.parent)
-        if not _is_private(path.parent):
-            log.warning("nothing is stored in %s, because others can write to it", path.parent)
+        if not _is_usable(path.parent):
             return False
+        make_private(path.parent)
         body = zlib.compress(pickle.dumps((key, *entry)))
         data = MAGIC + hashlib.sha256(body).digest() + body
         # A file of its own, readable by the user alone: another process may write the same entry.
@@ -107,6 +143,9 @@ def write(key: str, entry: Entry) -> bool:
             raise
         _remove_oldest(path.parent)
         return True
+    except OSError as error:
+        _warn_once(path.parent, f"nothing can be written: {error.strerror}")
+        return False
     except Exception:
         log.debug("%s cannot be written", path, exc_info=True)
         return False

@@ -48,6 +48,12 @@ class CachedSpec:
         """Whether the mask is exactly `k.index <= q.index`."""
         return self.distances == DistanceRange(None, 0)
 
+    @property
+    def text(self) -> str:
+        """A text that differs wherever the call does, the same in every process (`CallSpec.text`)."""
+        others = [getattr(self, x.name) for x in dataclasses.fields(self) if x.name != "call"]
+        return f"{self.call.text}\n{others}"
+
     def __str__(self) -> str:
         fields = [str(self.call)]
         if self.page_size is not None:

@@ -12,6 +12,7 @@ from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import plan_decode
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
+from pallas_fa2.compilation.launches import LaunchKey, reusable
 from pallas_fa2.distributed.sharding import Axes, sharded
 from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec
 
@@ -60,10 +61,11 @@ def forward(
     starts_and_table = jax.tree.map(lambda x: "." * x.ndim, rest[:2])
     rest_axes = *starts_and_table, mods.axes(batch)
     args = q, k, v, operands.lengths, rest
+    key = LaunchKey.of(f"{decode.__module__}.decode", spec, config)  # an architecture's
     if spec.is_packed or spec.page_size is not None:
         # Any row may be any request's, and any page: only heads are divided, and under vmap a call follows another.
         queries, lse = (".n.", "n.") if spec.is_packed else ("..n.", ".n.")
         axes = Axes((queries, "..k.", "..k.", ".", rest_axes), (queries, lse))
-        return sequential_vmap(sharded(kernel, axes))(*args)
+        return sequential_vmap(sharded(kernel, axes, reusable(kernel, key)))(*args)
     axes = Axes(("b.n.", "b.k.", "b.k.", "b", rest_axes), ("b.n.", "bn."))
-    return batched(kernel, MAX_REQUESTS, axes)(*args)
+    return batched(kernel, MAX_REQUESTS, axes, key)(*args)

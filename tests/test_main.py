@@ -1,0 +1,35 @@
+"""`python -m pallas_fa2` compiles one program, and says whether it agrees with the definition."""
+
+import logging
+from typing import Any
+
+import jax
+import pytest
+
+from pallas_fa2 import __main__ as command
+
+
+def test_the_command_compiles_what_it_checks_and_nothing_else(
+    capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    jax.clear_caches()
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        assert command.main() == 0
+    compiled = [x for x in caplog.messages if x.startswith("Finished XLA compilation")]
+    assert len(compiled) == 1 and "jit(run)" in compiled[0]
+    printed = capsys.readouterr().out
+    assert "implementation  blockwise on cpu" in printed and "agrees with the definition" in printed
+
+
+def test_a_wrong_gradient_is_an_exit_code(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect = command._attention_and_gradients
+
+    def another_dk(*args: Any) -> tuple:
+        out, dq, dk, dv = expect(*args)
+        return out, dq, 1.001 * dk, dv
+
+    monkeypatch.setattr(command, "_attention_and_gradients", another_dk)
+    assert command.main() == 1
+    assert "DOES NOT AGREE WITH THE DEFINITION" in capsys.readouterr().out
