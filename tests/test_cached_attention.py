@@ -209,6 +209,31 @@ def test_sixteen_bits(layout: str) -> None:
     check(LAYOUTS[layout](dtype=jnp.bfloat16), "blockwise", FEATURES["window"], tolerance=0.02)
 
 
+@pytest.mark.parametrize("layout", slow_but(lambda name: name in ("one", "packed_paged"), LAYOUTS))
+@pytest.mark.parametrize("quantized", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_eight_bits(implementation: str, quantized: str, layout: str) -> None:
+    """As what they stand for, by the scale of each token and head; NaN where nobody may look, in scales too."""
+    check(LAYOUTS[layout](quantized=quantized), implementation, FEATURES["window"])
+
+
+def test_eight_bits_have_no_gradient() -> None:
+    """Queries, sinks and score data do."""
+    problem = cached.make(2, quantized="int8")
+    plain = problem.cache.dequantize(jnp.float32)
+    args = jnp.asarray(problem.query), jnp.asarray([*SINKS[:3].tolist(), 0.5]), jnp.asarray(SLOPES)
+
+    def loss(cache: Any, query: Any, sinks: Any, slopes: Any) -> Any:
+        options = {"sinks": sinks, "score": fa.alibi(slopes), "implementation": "blockwise"}
+        return jnp.sum(fa.cached_attention(query, cache, **options) ** 2)
+
+    expected, actual = (
+        interpreter.run(jax.grad(functools.partial(loss, cache), argnums=(0, 1, 2)), *args)
+        for cache in (plain, problem.cache)
+    )
+    chex.assert_trees_all_close(actual, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", [[0, 0, 0, 0], [24, 24, 24, 24]], ids=["empty", "full"])
 def test_all_sequences_empty_or_full(layout: str, lengths: list[int]) -> None:
@@ -705,6 +730,16 @@ def test_what_the_kernel_of_hopper_does_not_support(name: str) -> None:
     spec, _ = _spec(make(), **{"mask": fa.Causal(), **options})
     assert reason in (CACHED_FORWARD.unsupported_reason(spec, H200) or "")
     assert "needs a Hopper GPU" in (CACHED_FORWARD.unsupported_reason(spec, A100) or "")
+
+
+def test_explain_eight_bits() -> None:
+    problem = cached.make(1, quantized="int8")
+    explanation = fa.explain(problem.query, problem.cache)
+    assert "keys and values of int8 with scales" in str(explanation)
+    # 38 keys of 2 heads with 24 bytes and two scales, 4 queries of 4 heads in float32.
+    assert explanation.bytes == 38 * 2 * (24 + 4) + 4 * 4 * 24 * 4 + 16 * 4
+    assert explanation.gathered_bytes == 4 * 24 * 2 * 24 * 4
+    assert "MB of keys and values in float32" in str(explanation)
 
 
 def test_explain(monkeypatch: Any) -> None:

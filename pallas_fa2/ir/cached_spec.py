@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_fa2.ir.affine import DistanceRange, distance_range
 from pallas_fa2.ir.call_spec import CallSpec, Operands
+from pallas_fa2.ir.quantized import Scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,7 @@ class CachedSpec:
       has_given_positions: whether the caller gave the queries' positions. Without, they follow from lengths and starts.
       has_sequence_data: whether queries are packed, and the mask or a score reads arrays with a value for each sequence
         that all its tokens share.
+      quantized: the dtype of keys and values of 8 bits, which have scales; None where theirs is that of queries.
     """
 
     call: CallSpec
@@ -30,6 +32,7 @@ class CachedSpec:
     is_packed: bool = False
     has_given_positions: bool = False
     has_sequence_data: bool = False
+    quantized: str | None = None
 
     @property
     def distances(self) -> DistanceRange | None:
@@ -49,6 +52,8 @@ class CachedSpec:
         fields = [str(self.call)]
         if self.page_size is not None:
             fields.append(f"pages of {self.page_size} tokens")
+        if self.quantized is not None:
+            fields.append(f"keys and values of {self.quantized} with scales")
         if self.is_packed:
             fields.append("packed queries")
         return ", ".join(fields)
@@ -67,6 +72,7 @@ class CachedOperands(NamedTuple):
     call: Operands
     table: jax.Array | None = None  # int32 [B, S / page], 0 to P - 1; unused entries too
     starts: jax.Array | None = None  # int32 [B + 1], not falling, 0 to tokens
+    scales: Scales | None = None  # of keys and values of 8 bits
 
 
 def requests_of(starts: jax.Array, tokens: int) -> jax.Array:

@@ -23,6 +23,8 @@ def unsupported_reason(cached: CachedSpec, device: Device) -> str | None:
         return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
     if not (isinstance(call.batch, int) and call.has_known_lengths):
         return "its arrays have sizes that are known, and here some are symbols"
+    if cached.quantized is not None:
+        return f"its keys and values have 16 bits, not those of {cached.quantized}"
     if call.dtype.name not in ("bfloat16", "float16"):
         return f"its inputs are bfloat16 or float16, not {call.dtype.name}"
     for name, dim in (("H", call.head_dim), ("Hv", call.value_dim)):
