@@ -160,7 +160,10 @@ def test_features_on_every_cache(feature: str, layout: str, implementation: str)
 
 
 def on_the_kernel(layout: str, **options: Any) -> cached.Problem:
-    return LAYOUTS[layout](dtype=jnp.bfloat16, dims=(64, 128), page=8, **options)
+    options |= {"dtype": jnp.bfloat16, "dims": (64, 128), "page": 8}
+    if layout == "several" and options.get("quantized"):
+        return cached.make(4, **options)  # as many columns as a tile of 8 bits has
+    return LAYOUTS[layout](**options)
 
 
 def check_on_the_kernel(problem: cached.Problem, feature: Feature) -> None:
@@ -175,6 +178,17 @@ def check_on_the_kernel(problem: cached.Problem, feature: Feature) -> None:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_on_the_kernel_of_hopper(feature: str, layout: str) -> None:
     check_on_the_kernel(on_the_kernel(layout), FEATURES[feature])
+
+
+def _is_quick_of_8_bits(name: str) -> bool:
+    return name in ("window", "streaming", "token_data", "bias")
+
+
+@pytest.mark.parametrize("layout", slow_but(lambda name: name in ("one", "packed_paged"), LAYOUTS))
+@pytest.mark.parametrize("feature", slow_but(_is_quick_of_8_bits, FEATURES))
+def test_features_of_8_bits_on_the_kernel_of_hopper(feature: str, layout: str) -> None:
+    quantized = "int8" if layout in ("several", "packed_paged") else "float8_e4m3fn"
+    check_on_the_kernel(on_the_kernel(layout, quantized=quantized), FEATURES[feature])
 
 
 @pytest.mark.parametrize("layout", slow_but(lambda name: name == "packed_paged", LAYOUTS))
@@ -646,8 +660,9 @@ def test_no_kernel_takes_a_value_of_each_sequence_of_packed_queries() -> None:
 
 
 @pytest.mark.parametrize("layout", ["several", "paged", "packed"])
-def test_vmap_of_the_kernel_of_hopper(layout: str) -> None:
-    problems = [on_the_kernel(layout, seed=seed) for seed in range(2)]
+@pytest.mark.parametrize("quantized", [None, "int8"])
+def test_vmap_of_the_kernel_of_hopper(layout: str, quantized: str | None) -> None:
+    problems = [on_the_kernel(layout, seed=seed, quantized=quantized) for seed in range(2)]
     queries = problems[0].queries
 
     def attend(query: Any, cache: Any) -> Any:
@@ -662,8 +677,9 @@ def test_vmap_of_the_kernel_of_hopper(layout: str) -> None:
         np.testing.assert_allclose(problem.flatten(lse[i], True), expected_lse, atol=1e-3)
 
 
+@pytest.mark.parametrize("quantized", ["", "int8"])
 @pytest.mark.parametrize("placed", ["sequences", slow("heads"), slow("pages"), "packed"])
-def test_the_kernel_of_hopper_on_two_gpus(placed: str) -> None:
+def test_the_kernel_of_hopper_on_two_gpus(placed: str, quantized: str) -> None:
     """Each has its sequences, or its heads; nothing is gathered."""
     mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",))
     sequences, heads = ("x", None) if placed == "sequences" else (None, "x")
@@ -675,11 +691,13 @@ def test_the_kernel_of_hopper_on_two_gpus(placed: str) -> None:
     bf16, i32 = jnp.bfloat16, jnp.int32
     q, starts = array(bf16, (4, 1, 32, 128), sequences, None, heads), None
     if placed in ("pages", "packed"):
-        pool = array(bf16, (99, 64, 8, 128), None, None, heads)
-        cache = fa.Pages(pool, pool, array(i32, (4, 20)), array(i32, (4,)))
+        pool = array(quantized or bf16, (99, 64, 8, 128), None, None, heads)
+        scales = (array(bf16, (99, 8, 64), None, heads),) * (2 if quantized else 0)
+        cache = fa.Pages(pool, pool, array(i32, (4, 20)), array(i32, (4,)), *scales)
     else:
-        keys = array(bf16, (4, 4096, 8, 128), sequences, None, heads)
-        cache = fa.Cache(keys, keys, array(i32, (4,), sequences))
+        keys = array(quantized or bf16, (4, 4096, 8, 128), sequences, None, heads)
+        scales = (array(bf16, (4, 8, 4096), sequences, heads),) * (2 if quantized else 0)
+        cache = fa.Cache(keys, keys, array(i32, (4,), sequences), *scales)
     if placed == "packed":
         q, starts = array(bf16, (8, 32, 128), None, heads), array(i32, (5,))
 
@@ -692,7 +710,9 @@ def test_the_kernel_of_hopper_on_two_gpus(placed: str) -> None:
         hlo = compile_gate.hlo_for_h200s(run, q, cache, starts)
     assert not re.search("all-gather|all-to-all|all-reduce|collective-permute", hlo)
     half = 2 * 8 if placed == "sequences" else (8 if placed == "packed" else 4) * 4
-    assert f"bf16[{half},4,1,128]" in hlo  # rows of tokens and key heads
+    assert (
+        f"{'f16' if quantized else 'bf16'}[{half},4,1,128]" in hlo
+    )  # rows of tokens and key heads
 
 
 def test_explain_the_kernel_of_hopper() -> None:
@@ -720,6 +740,16 @@ UNSUPPORTED: dict[str, tuple[Callable[[], cached.Problem], dict, str]] = {
     ),
     "odd_dims": (
         lambda: cached.make(1, dtype=jnp.bfloat16, dims=(8, 12)), {}, "up to 256, but Hv is 12"
+    ),
+    "dims_of_8_bits": (
+        lambda: cached.make(1, dtype=jnp.bfloat16, dims=(64, 80), quantized="int8"),
+        {},
+        "of 8 bits are multiples of 64, but Hv is 80",
+    ),
+    "columns_of_8_bits": (
+        lambda: cached.make(5, dtype=jnp.bfloat16, dims=(64, 64), quantized="int8"),
+        {},
+        "are 32 at most, and here are 5 times 8",
     ),
 }  # fmt: skip
 

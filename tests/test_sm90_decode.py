@@ -14,12 +14,23 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.sm90.decode import flash_forward, loader, merge, schedule, tile
+from pallas_fa2.backends.common.primitives import layouts
+from pallas_fa2.backends.sm90.decode import (
+    eight_bits,
+    flash_forward,
+    loader,
+    merge,
+    scales,
+    schedule,
+    softmax,
+    tile,
+)
 from pallas_fa2.backends.sm90.decode.config import DecodeConfig
 from pallas_fa2.backends.sm90.decode.kernel import decode
 from pallas_fa2.backends.sm90.decode.schedule import Entry, Share, plan_decode
 from pallas_fa2.backends.sm90.decode.spec import DecodeSpec, max_packed_entries
 from pallas_fa2.ir.affine import DistanceRange
+from pallas_fa2.ir.quantized import Scales
 from tests.support import compile_gate, hopper, interpreter, launches, programs
 from tests.support.shared import RaceDetected
 from tests.support.tiers import slow, slow_but
@@ -40,6 +51,7 @@ class Case(NamedTuple):
     distances: DistanceRange = CAUSAL
     dtype: Any = jnp.bfloat16
     num_ctas: int = 3
+    quantized: str | None = None  # the dtype of keys and values of 8 bits
 
     @property
     def starts(self) -> np.ndarray:
@@ -70,6 +82,7 @@ class Case(NamedTuple):
             scale=1 / math.sqrt(self.dims[0]),
             page_size=self.page_size,
             distances=self.distances,
+            quantized=self.quantized,
         )
 
     @property
@@ -81,8 +94,18 @@ class Case(NamedTuple):
     def plan(self, lengths: Any, starts: Any) -> schedule.DecodePlan:
         return plan_decode(self.spec, self.config, lengths, starts if self.is_packed else None)
 
-    def run(self, q: Any, k: Any, v: Any, lengths: Any, starts: Any, *table: Any) -> Any:
-        return decode(self.spec, self.config, q, k, v, self.plan(lengths, starts), *table)
+    def run(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        lengths: Any,
+        starts: Any,
+        table: Any = None,
+        scales: Any = None,
+    ) -> Any:
+        plan = self.plan(lengths, starts)
+        return decode(self.spec, self.config, q, k, v, plan, table, scales=scales)
 
     def arrays(self) -> tuple[Any, ...]:
         """q, k, v, lengths and starts. Keys that do not exist are NaN."""
@@ -95,6 +118,23 @@ class Case(NamedTuple):
             x[missing] = np.nan
         q, k, v = (np.asarray(jnp.asarray(x, self.dtype)) for x in (q, k, v))
         return q, k, v, np.array(self.lengths, np.int32), self.starts
+
+    def in_8_bits(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Keys in 8 bits, their scales `[B, S, K]`, which differ by 2^9, and what both stand for.
+
+        Where keys are NaN, scales are anything, and the numbers NaN if they may be.
+        """
+        assert self.quantized is not None
+        missing, largest = np.isnan(x).any(-1), {"int8": 127, "float8_e4m3fn": 448}[self.quantized]
+        sizes = np.random.default_rng(x.shape[-1]).integers(-6, 3, x.shape[:3])
+        scale = (np.exp2(sizes) * 5 / largest).astype(jnp.bfloat16)
+        numbers = np.nan_to_num(x.astype(np.float32)) * largest / 5
+        numbers = np.clip(np.round(numbers), -largest, largest).astype(self.quantized)
+        whole = numbers.astype(np.float64) * scale.astype(np.float64)[..., None]
+        garbage = [np.nan, 1e30, -np.inf]
+        scale[missing] = np.resize(np.array(garbage, scale.dtype), scale[missing].shape)
+        numbers[missing] = -128 if self.quantized == "int8" else np.nan
+        return numbers, scale, whole
 
     def paged(self, x: np.ndarray, pages: np.ndarray) -> np.ndarray:
         """The keys of all requests in pages, of which the i-th of all is `pages[i]`."""
@@ -130,17 +170,22 @@ def dense(case: Case, q: Any, k: Any, v: Any) -> tuple[np.ndarray, np.ndarray]:
 def check(case: Case, jit: Callable = interpreter.jit) -> None:
     """Compare with the definition, and run twice: a plan serves several launches."""
     q, k, v, *rest = case.arrays()
-    truth, truth_lse = dense(case, q, k, v)
+    wholes, table, scales = (k, v), None, None
+    if case.quantized:
+        numbers, scales, wholes = zip(*map(case.in_8_bits, (k, v)), strict=True)
+        k, v = numbers
+    truth, truth_lse = dense(case, q, *wholes)
     if case.page_size:
         shape = len(case.lengths), case.capacity // case.page_size
         pages = np.random.default_rng(1).permutation(math.prod(shape)).astype(np.int32)
         k, v = (case.paged(x, pages) for x in (k, v))
-        pages = pages.reshape(shape)
-        for row, length in zip(pages, case.lengths, strict=True):
+        scales = scales and [case.paged(x, pages) for x in scales]
+        table = pages.reshape(shape)
+        for row, length in zip(table, case.lengths, strict=True):
             row[-(-length // case.page_size) :] = (1 << 30, -5)[length % 2]  # no pages at all
-        rest.append(pages)
+    by_head = scales and Scales(*(np.ascontiguousarray(np.moveaxis(x, 2, 1)) for x in scales))
     # JAX would know the method of an equal case, and have it from before a bug was planted.
-    out, lse = jit(lambda *args: case.run(*args))(q, k, v, *rest)
+    out, lse = jit(lambda *args: case.run(*args))(q, k, v, *rest, table, by_head)
     exists = np.isfinite(truth_lse)
     np.testing.assert_array_equal(np.asarray(lse)[~exists], -np.inf)
     np.testing.assert_array_equal(np.asarray(out, np.float32)[~exists], 0)
@@ -179,6 +224,26 @@ CASES = {
     "packed_full": Case((100, 13), queries=(1, 11), q_len=8, distances=FULL),
     "packed_pages": Case((70, 130), queries=(9, 3), q_len=2, page_size=64),
 }
+FP8, INT8 = "float8_e4m3fn", "int8"
+OF_8_BITS = {
+    "splits": Case((256, 250), num_ctas=5, quantized=FP8),
+    "int8": Case((256, 70), quantized=INT8, dims=(128, 128)),
+    "empty": Case((200, 0, 70), heads=(2, 1), quantized=INT8),
+    "all_empty": Case((0, 0), quantized=FP8),
+    "too_long": Case((300, 1 << 30), capacity=104, quantized=FP8),
+    "group_12": Case((150, 64), heads=(12, 1), quantized=FP8, distances=FULL),
+    "queries_4": Case((140,), queries=4, q_len=4, heads=(8, 1), quantized=INT8),
+    "h128_float16": Case((150,), dims=(128, 128), dtype=jnp.float16, quantized=FP8),
+    "h256_hv64": Case((90,), dims=(256, 64), quantized=FP8),
+    "h64_hv192": Case((90,), dims=(64, 192), quantized=INT8),
+    "pages_16": Case((256, 33), page_size=16, quantized=FP8),
+    "pages_24": Case((120, 50), capacity=120, page_size=24, heads=(3, 3), quantized=INT8),
+    "pages_128": Case((200, 129), page_size=128, quantized=INT8),
+    "window": Case(
+        (250, 90, 3), queries=3, q_len=3, distances=DistanceRange(-69, 0), quantized=FP8
+    ),
+    "packed_pages": Case((70, 130), queries=(9, 3), q_len=2, page_size=32, quantized=FP8),
+}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -188,8 +253,21 @@ def test_interpreted(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("case", OF_8_BITS.values(), ids=OF_8_BITS)
+def test_interpreted_with_8_bits(case: Case) -> None:
+    """With anything in the scales of slots that are not used, and NaN in their numbers if they are float8."""
+    if case.lengths == (0, 0):
+        return check_all_empty(case)
+    check(case)
+
+
 def check_all_empty(case: Case) -> None:
-    out, lse = interpreter.run(case.run, *case.arrays())
+    q, k, v, *rest = case.arrays()
+    scales = None
+    if case.quantized:
+        (k, k_scale, _), (v, v_scale, _) = map(case.in_8_bits, (k, v))
+        scales = Scales(*(np.moveaxis(x, 2, 1) for x in (k_scale, v_scale)))
+    out, lse = interpreter.run(case.run, q, k, v, *rest, None, scales)
     assert not np.asarray(out, np.float32).any() and (np.asarray(lse) == -np.inf).all()
 
 
@@ -341,6 +419,34 @@ def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
         check(CASES["two_splits_of_a_cta"])
 
 
+def numbers_as_they_are(self: Any, p: Any, softmax: Any, *_: Any) -> Any:
+    return p, softmax
+
+
+def of_all_slots(buffer: Any, first: Any, end: Any) -> Any:
+    return find_largest(buffer, np.int32(0), np.int32(64))
+
+
+find_largest = scales.largest_exponent
+
+BUGS_OF_8_BITS: dict[str, tuple[Any, str, Any]] = {
+    **{name: BUGS[name] for name in ("a slot filled while it is read", "values that do not exist", "a skipped wait")},
+    "V without scales": (tile.Split, "weigh_values", numbers_as_they_are),
+    "scales of slots that are not used": (scales, "largest_exponent", of_all_slots),
+    "Q without scales": (tile.Split, "load_q_scale", lambda self: layouts.splat_constant(1.0, (8,), layouts.COL_LAYOUT)),
+    "O in no order": (eight_bits, "order_output", lambda acc: acc),
+    "a unit that is not raised": (softmax.ValueUnit, "raised", lambda self, exponent: (self, jnp.float32(1))),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("last_block_first")
+@pytest.mark.parametrize("bug", BUGS_OF_8_BITS)
+def test_a_planted_bug_with_8_bits_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*BUGS_OF_8_BITS[bug])
+    with pytest.raises((RaceDetected, AssertionError)):
+        check(OF_8_BITS["splits"])
+
+
 def test_a_merge_before_all_splits_are_stored_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block that is interpreted finds all splits, but nothing orders them."""
     monkeypatch.setattr(
@@ -373,29 +479,69 @@ COMPILED: dict[str, tuple] = {
     "h256_queries_4": (16, 4, (32, 8), (256, 256), None, CAUSAL),
 }
 COMPILED_QUICKLY = {"group_4", "pages_16", "columns_64_window", "h256_queries_4"}
+COMPILED_OF_8_BITS: dict[str, tuple] = {
+    "group_4": (16, 1, (32, 8), (128, 128), None, CAUSAL, FP8),
+    "int8": (16, 1, (32, 8), (128, 128), None, CAUSAL, INT8),
+    "pages_8": (16, 4, (32, 8), (128, 128), 8, CAUSAL, FP8),
+    "pages_64": (16, 1, (32, 8), (128, 128), 64, CAUSAL, FP8),
+    "int8_pages_16": (16, 4, (32, 8), (128, 128), 16, CAUSAL, INT8),
+    "window": (16, 4, (32, 8), (128, 128), None, DistanceRange(-511, 0), INT8),
+    "full": (16, 4, (64, 8), (128, 128), None, FULL, FP8),
+    "h64": (16, 4, (32, 8), (64, 64), None, CAUSAL, INT8),
+    "h64_pages": (16, 4, (32, 8), (64, 64), 16, CAUSAL, FP8),
+    "h192_hv128": (16, 2, (32, 8), (192, 128), None, CAUSAL, FP8),
+    "h256": (16, 2, (32, 8), (256, 256), 16, CAUSAL, INT8),
+    "h256_window": (16, 2, (32, 8), (256, 256), None, DistanceRange(-511, 0), FP8),
+}
+COMPILED_QUICKLY_OF_8_BITS = {"group_4", "int8_pages_16", "h256_window"}
 
 
 @pytest.mark.parametrize("name", slow_but(COMPILED_QUICKLY.__contains__, COMPILED))
 def test_compiles_clean(name: str) -> None:
-    requests, queries, (n, heads), (h, hv), page_size, distances = COMPILED[name]
-    tokens, capacity = requests * queries, 8192
+    compile_clean(*COMPILED[name])
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(COMPILED_QUICKLY_OF_8_BITS.__contains__, COMPILED_OF_8_BITS)
+)
+def test_8_bits_compile_clean(name: str) -> None:
+    compile_clean(*COMPILED_OF_8_BITS[name])
+
+
+def compile_clean(
+    requests: int,
+    queries: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    page_size: int | None,
+    distances: DistanceRange,
+    quantized: str | None = None,
+) -> None:
+    (n, kv_heads), tokens, capacity = heads, requests * queries, 8192
     spec = DecodeSpec(
-        requests, queries, tokens, capacity, n, heads, h, hv, 0.125, distances, page_size
+        *(requests, queries, tokens, capacity, n, kv_heads, *dims, 0.125, distances, page_size),
+        quantized=quantized,
     )
     config = DecodeConfig.choose(spec, 132)
     assert config is not None
 
-    def run(q: Any, k: Any, v: Any, lengths: Any, *table: Any) -> Any:
-        return decode(spec, config, q, k, v, plan_decode(spec, config, lengths), *table)
+    def run(q: Any, k: Any, v: Any, lengths: Any, table: Any, scales: Any) -> Any:
+        plan = plan_decode(spec, config, lengths)
+        return decode(spec, config, q, k, v, plan, table, scales=scales)
 
-    keys, table = (requests, capacity), []
+    keys, table, scales = (requests, capacity), None, None
     if page_size is not None:
         keys = requests * capacity // page_size, page_size
-        table = [jax.ShapeDtypeStruct((requests, capacity // page_size), jnp.int32)]
-    shapes = (tokens, n, h), (*keys, heads, h), (*keys, heads, hv)
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        table = jax.ShapeDtypeStruct((requests, capacity // page_size), jnp.int32)
+    if quantized is not None:
+        shape = keys[0], kv_heads, keys[1]
+        scales = Scales(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 2)
+    q = jax.ShapeDtypeStruct((tokens, n, dims[0]), jnp.bfloat16)
+    arrays = [
+        jax.ShapeDtypeStruct((*keys, kv_heads, dim), quantized or jnp.bfloat16) for dim in dims
+    ]
     lengths = jax.ShapeDtypeStruct((requests,), jnp.int32)
-    (report,) = compile_gate.compile_for_h200(run, *arrays, lengths, *table)
+    (report,) = compile_gate.compile_for_h200(run, q, *arrays, lengths, table, scales)
     compile_gate.assert_clean(report)
     # all CTAs of an SM fit its registers and its shared memory
     assert config.ctas_per_sm * report.registers * 128 <= 65_536

@@ -7,6 +7,9 @@ from pallas_fa2.arithmetic import round_up
 from pallas_fa2.backends.sm90.decode.spec import DecodeSpec
 from pallas_fa2.backends.sm90.primitives.pipeline import SHARED_MEMORY_BYTES
 
+# The scales that a copy brings: 128 bytes, because TMA writes to multiples of so many, and Pallas copies a byte for each
+# thread at least.
+SCALE_LINE = 64
 # The driver keeps 1 KiB of a multiprocessor's 228 KiB for each CTA (NVIDIA's Hopper Tuning Guide).
 SM_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 # Bytes of mbarriers and of alignment beside the buffers.
@@ -44,18 +47,35 @@ class DecodeConfig:
 
         One CTA's products and softmax leave its loads idle unless another one's are in flight. But where tiles are about
         as many as SMs, each CTA may have a whole one (`MAX_IMBALANCE`), and all of an SM's memory for its ring. (Not of
-        pages: a CTA's loads wait for the table, and one an SM has 0.92 of the speed.)
+        pages: a CTA's loads wait for the table, and one an SM has 0.92 of the speed; nor of 8 bits, which arrive in half of
+        the time that the softmax and both products of a block take.)
         None if shared memory has no room for two stages.
         """
         num_tiles = spec.max_entries * spec.kv_heads
-        fills_sms_once = num_sms / MAX_IMBALANCE <= num_tiles <= num_sms and spec.page_size is None
+        fills_sms_once = num_sms / MAX_IMBALANCE <= num_tiles <= num_sms
+        fills_sms_once &= spec.page_size is None and spec.quantized is None
         dims = round_up(spec.head_dim, 64), round_up(spec.value_dim, 64)
+        stage_bytes = cls.block_kv * sum(dims) * (1 if spec.quantized else 2) + scale_bytes(spec)
         for ctas_per_sm in (1,) if fills_sms_once else (2, 1):
             available = min(SM_BYTES // ctas_per_sm - RESERVED_BYTES, SHARED_MEMORY_BYTES)
-            stages = (available - _fixed_bytes(spec, *dims)) // (2 * cls.block_kv * sum(dims))
+            stages = (available - _fixed_bytes(spec, *dims)) // stage_bytes
             if stages >= 2:
                 return cls(*dims, min(stages, MAX_STAGES), ctas_per_sm, num_sms)
         return None
+
+
+def page_rows(spec: DecodeSpec) -> int:
+    """Return how many keys of a block one copy brings: those that lie side by side in device memory for any table."""
+    rows = DecodeConfig.block_kv
+    while spec.page_size is not None and spec.page_size % rows:
+        rows //= 2
+    return rows
+
+
+def scale_bytes(spec: DecodeSpec) -> int:
+    """Return the bytes of the scales of a block of K and V of 8 bits."""
+    copies = DecodeConfig.block_kv // page_rows(spec)
+    return 2 * copies * 2 * SCALE_LINE if spec.quantized else 0
 
 
 def _fixed_bytes(spec: DecodeSpec, head_dim: int, value_dim: int) -> int:

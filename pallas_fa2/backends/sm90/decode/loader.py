@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32, div, rem
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar
-from pallas_fa2.backends.sm90.decode.memory import Cta, page_rows
+from pallas_fa2.backends.sm90.decode.config import page_rows
+from pallas_fa2.backends.sm90.decode.memory import Cta
 from pallas_fa2.backends.sm90.decode.schedule import KeyBlocks, Share
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows
 from pallas_fa2.control_flow import rematerialize, when
@@ -47,7 +49,7 @@ class KvLoader:
 
     def __init__(self, cta: Cta, share: Share):
         self.cta, self.num_entries = cta, share.num_entries
-        self.page_rows = page_rows(cta.spec, cta.config.block_kv)
+        self.page_rows = page_rows(cta.spec)
 
     def next_tile(self, tile: Tile) -> Tile:
         """Compute the tile after this one in the line."""
@@ -113,6 +115,17 @@ class KvLoader:
                 target = buffer.at[slot, pl.ds(row, self.page_rows)]
                 source = self._source(array, cursor, i)
                 source.load(target, memory.kv_full.array, barrier)
+        if inputs.scales is None:
+            return
+        pairs = zip(inputs.scales, (memory.k_scale, memory.v_scale), strict=True)
+        for name, (array, lines) in zip("kv", pairs, strict=True):
+            barrier = memory.kv_full.at(name, slot)
+            for i in range(lines.shape[1]):
+                source = self._source(array, cursor, i)
+                heads = pl.ds(source.head, lines.shape[2])
+                rows = pl.ds(source.rows.start, self.page_rows)
+                scales = array.at[source.batch, heads, rows]
+                plgpu.copy_gmem_to_smem(scales, lines.at[slot, i], barrier)
 
     def _source(self, array: Ref, cursor: KvCursor, i: int) -> HeadRows:
         """Return where the i-th copy of a block comes from."""

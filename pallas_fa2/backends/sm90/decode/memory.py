@@ -5,15 +5,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_fa2.backends.common.primitives import swizzle
 from pallas_fa2.backends.common.primitives.types import Ref, Scratch
-from pallas_fa2.backends.sm90.decode.config import DecodeConfig
+from pallas_fa2.backends.sm90.decode.config import SCALE_LINE, DecodeConfig, page_rows
+from pallas_fa2.backends.sm90.decode.eight_bits import OPERAND_DTYPE, panel_width
 from pallas_fa2.backends.sm90.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.sm90.decode.schedule import DecodePlan
 from pallas_fa2.backends.sm90.decode.spec import DecodeSpec
 from pallas_fa2.backends.sm90.primitives.pipeline import Barriers
+from pallas_fa2.ir.quantized import Scales
 
 
 class SharedStorage(NamedTuple):
@@ -23,39 +26,45 @@ class SharedStorage(NamedTuple):
     """
 
     q: Ref  # [2, columns, H]: this tile's, and the next one's
-    k: Ref  # [stages, 64, H]
+    k: Ref  # [stages, 64, H], of 8 or 16 bits
     v: Ref  # [stages, 64, Hv]
     p: Ref  # [columns, 64]
     out: Ref  # [columns, Hv]
     q_full: Barriers
     kv_full: Barriers
+    # Of K of 8 bits, [stages, copies of a block, heads, keys]: a copy brings 64 scales, those of its keys of this head and
+    # of the next ones.
+    k_scale: Ref = None
+    v_scale: Ref = None
 
     @classmethod
     def allocate(cls, spec: DecodeSpec, config: DecodeConfig, dtype: DTypeLike) -> "SharedStorage":
-        def smem(*shape: int) -> Scratch:
+        operand = OPERAND_DTYPE if spec.quantized else dtype
+
+        def smem(*shape: int, dtype: DTypeLike = operand) -> Scratch:
             return swizzle.swizzled_smem(*shape, dtype=dtype, panel=64)
 
-        stages, block_kv = config.stages, config.block_kv
-        pages = block_kv // page_rows(spec, block_kv)
+        def ring(dim: int) -> Scratch:
+            shape = config.stages, config.block_kv, dim
+            if spec.quantized is None:
+                return smem(*shape)
+            return swizzle.swizzled_smem(*shape, dtype=spec.quantized, panel=panel_width(dim))
+
+        copies, scales = config.block_kv // page_rows(spec), {}
+        if spec.quantized is not None:
+            kind = plgpu.SMEM((config.stages, copies, copies, SCALE_LINE // copies), jnp.bfloat16)
+            scales = {"k_scale": kind, "v_scale": kind}
+            copies *= 2  # the scales arrive with their tokens
         return cls(
             q=smem(2, spec.columns, config.head_dim),
-            k=smem(stages, block_kv, config.head_dim),
-            v=smem(stages, block_kv, config.value_dim),
-            p=smem(spec.columns, block_kv),
-            out=smem(spec.columns, config.value_dim),
+            k=ring(config.head_dim),
+            v=ring(config.value_dim),
+            p=smem(spec.columns, config.block_kv),
+            out=smem(spec.columns, config.value_dim, dtype=dtype),
             q_full=Barriers.allocate(spec.q_len, q=2),
-            kv_full=Barriers.allocate(pages, k=stages, v=stages),
+            kv_full=Barriers.allocate(copies, k=config.stages, v=config.stages),
+            **scales,
         )
-
-
-def page_rows(spec: DecodeSpec, block_kv: int) -> int:
-    """Return how many keys of a block one copy brings: those that lie side by side in device memory for any table."""
-    if spec.page_size is None:
-        return block_kv
-    rows = block_kv
-    while spec.page_size % rows:
-        rows //= 2
-    return rows
 
 
 class Inputs(NamedTuple):
@@ -67,6 +76,8 @@ class Inputs(NamedTuple):
     plan: DecodePlan
     table: Any = None  # int32 [B, pages of a request]: the pages, of a paged cache
     mods: ModArrays = NO_MODS
+    scales: Scales | None = None  # [B, K, S], or of pages [P, K, page size]: of K and V of 8 bits
+    q_scale: Any = None  # float32 [tokens * N], what Q was divided by for these
 
 
 class Outputs(NamedTuple):

@@ -13,6 +13,9 @@ COLUMN_MULTIPLE = 8
 # A thread has (Hv + 3 * 64) / 128 registers for each column in O^T, S^T, P^T and the sums of its rows: with 64 columns at
 # Hv = 128 all 255 are in use.
 MAX_COLUMNS = 64
+# As operands in registers, K and V of 8 bits take max(H, Hv) / 4 more at a time: with 64 columns at Hv = 128 (and with 32 at
+# 256) a thread spills 42 of them (62).
+MAX_COLUMNS_OF_8_BITS = {128: 32, 256: 16}  # up to so large head dims
 # Below any score, but finite: a query that attends to no key has P = 0 rather than NaN.
 NO_MAXIMUM = -1e30
 
@@ -37,6 +40,7 @@ class DecodeSpec:
     distances: DistanceRange  # of the keys that a query attends to, from its own position
     page_size: int | None = None  # keys of a page, if the cache is paged
     mods: DecodeMods | None = None
+    quantized: str | None = None  # the dtype of keys and values of 8 bits, which have scales
 
     @classmethod
     def of_call(
@@ -52,7 +56,8 @@ class DecodeSpec:
         q_heads, q_len, tokens = kv_heads * call.group, call.q_len, requests * call.q_len
         entries = requests
         if cached.is_packed:
-            tokens, q_len = call.q_len, packed_q_len(call.q_len, requests, call.group)
+            tokens, most = call.q_len, max_columns(cached)
+            q_len = packed_q_len(call.q_len, requests, call.group, most)
             entries = max_packed_entries(tokens, requests, q_len)
         distances = cached.distances
         if distances is None or needs_mask_code(cached):
@@ -70,6 +75,7 @@ class DecodeSpec:
             distances=distances,
             page_size=cached.page_size,
             mods=DecodeMods.compile(cached),
+            quantized=cached.quantized,
         )
 
     @property
@@ -108,13 +114,21 @@ def pad_group(group: int) -> int:
     return round_up(group, COLUMN_MULTIPLE)
 
 
-def packed_q_len(tokens: int, requests: int, group: int) -> int:
+def max_columns(cached: CachedSpec) -> int:
+    """Return the most columns of a tile."""
+    if cached.quantized is None:
+        return MAX_COLUMNS
+    dim = max(cached.call.head_dim, cached.call.value_dim)
+    return next((n for limit, n in MAX_COLUMNS_OF_8_BITS.items() if dim <= limit), 0)
+
+
+def packed_q_len(tokens: int, requests: int, group: int, max_columns: int = MAX_COLUMNS) -> int:
     """Return how many queries an entry of packed queries has: as many as a request has on the average.
 
     A decode step has 1, and any more are columns of zeros; a prompt reads its keys once for each entry.
     """
     average = -(-tokens // requests)
-    most = max(1, MAX_COLUMNS // pad_group(group))
+    most = max(1, max_columns // pad_group(group))
     return min(1 << (average - 1).bit_length(), 1 << (most.bit_length() - 1))
 
 

@@ -3,10 +3,9 @@
 from pallas_fa2.backends.common import compile_mods, limits
 from pallas_fa2.backends.common.limits import MAX_HEAD_DIM
 from pallas_fa2.backends.common.primitives.swizzle import SWIZZLE_ROWS
-from pallas_fa2.backends.sm90.decode.config import DecodeConfig
-from pallas_fa2.backends.sm90.decode.memory import page_rows
+from pallas_fa2.backends.sm90.decode.config import DecodeConfig, page_rows
 from pallas_fa2.backends.sm90.decode.mods import needs_mask_code
-from pallas_fa2.backends.sm90.decode.spec import MAX_COLUMNS, DecodeSpec
+from pallas_fa2.backends.sm90.decode.spec import DecodeSpec, max_columns
 from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
 
@@ -23,8 +22,6 @@ def unsupported_reason(cached: CachedSpec, device: Device) -> str | None:
         return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
     if not (isinstance(call.batch, int) and call.has_known_lengths):
         return "its arrays have sizes that are known, and here some are symbols"
-    if cached.quantized is not None:
-        return f"its keys and values have 16 bits, not those of {cached.quantized}"
     if call.dtype.name not in ("bfloat16", "float16"):
         return f"its inputs are bfloat16 or float16, not {call.dtype.name}"
     for name, dim in (("H", call.head_dim), ("Hv", call.value_dim)):
@@ -32,7 +29,20 @@ def unsupported_reason(cached: CachedSpec, device: Device) -> str | None:
             return f"head dims are multiples of 8 up to {MAX_HEAD_DIM}, but {name} is {dim}"
     if 0 in (call.batch, call.q_len, call.kv_len):
         return "it has queries and slots for keys, and here are none"
-    return _unsupported_mods(cached) or _unsupported_launch(DecodeSpec.of_call(cached))
+    if cached.quantized is not None and (reason := _unsupported_8_bits(cached)):
+        return reason
+    launch = DecodeSpec.of_call(cached)
+    return _unsupported_mods(cached) or _unsupported_launch(launch, max_columns(cached))
+
+
+def _unsupported_8_bits(cached: CachedSpec) -> str | None:
+    call = cached.call
+    for name, dim in (("H", call.head_dim), ("Hv", call.value_dim)):
+        if dim % 64:
+            return f"head dims of caches of 8 bits are multiples of 64, but {name} is {dim}"
+    if cached.page_size is None and call.kv_len % SWIZZLE_ROWS:
+        return f"a cache of 8 bits has a multiple of {SWIZZLE_ROWS} slots for a sequence, and here {call.kv_len}"
+    return None
 
 
 def _unsupported_mods(cached: CachedSpec) -> str | None:
@@ -51,16 +61,16 @@ def _unsupported_mods(cached: CachedSpec) -> str | None:
     return limits.too_many_elements(max(sizes))
 
 
-def _unsupported_launch(spec: DecodeSpec) -> str | None:
-    if spec.columns > MAX_COLUMNS:
+def _unsupported_launch(spec: DecodeSpec, max_columns: int) -> str | None:
+    if spec.columns > max_columns:
         return (
-            f"queries times heads of a group, rounded up to a multiple of 8, are {MAX_COLUMNS} at most, and here are "
+            f"queries times heads of a group, rounded up to a multiple of 8, are {max_columns} at most, and here are "
             f"{spec.q_len} times {spec.padded_group}"
         )
     if spec.page_size is not None:
         if spec.page_size % SWIZZLE_ROWS:
             return f"a page has a multiple of {SWIZZLE_ROWS} tokens, and here {spec.page_size}"
-        rows = page_rows(spec, DecodeConfig.block_kv)
+        rows = page_rows(spec)
         if rows < PARTIAL_PANEL_ROWS and (spec.head_dim % 64 or spec.value_dim % 64):
             return (
                 f"with pages of {spec.page_size} tokens head dims are multiples of 64, and here {spec.head_dim} and "

@@ -15,10 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32, LOG2E, div, rem
-from pallas_fa2.backends.common.primitives import layouts, masking, votes
+from pallas_fa2.backends.common.primitives import gather_scatter, layouts, masking, votes
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, broadcast_rows
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar
 from pallas_fa2.backends.common.tile_mods import by_columns
+from pallas_fa2.backends.sm90.decode import eight_bits, scales
 from pallas_fa2.backends.sm90.decode.loader import KvCursor, KvLoader
 from pallas_fa2.backends.sm90.decode.memory import Cta
 from pallas_fa2.backends.sm90.decode.schedule import Entry
@@ -52,26 +53,47 @@ class Split:
     def attend(self, cursor: KvCursor) -> LoopState:
         """Return O and the softmax of these blocks: lines 5 to 11."""
         spec, config = self.cta.spec, self.cta.config
-        softmax = OnlineSoftmax.start(config.value_dim, spec.columns)
+        softmax = OnlineSoftmax.start(config.value_dim, spec.columns, spec.quantized is not None)
         state = LoopState(softmax, cursor)
-        return lax.fori_loop(I32(0), self.num_blocks, self.visit_block, state)
+        visit = functools.partial(self.visit_block, q_scale=self.load_q_scale())
+        return lax.fori_loop(I32(0), self.num_blocks, visit, state)
 
-    def visit_block(self, i: Scalar, state: LoopState) -> LoopState:
+    def load_q_scale(self) -> jax.Array | None:
+        """Load what the queries of the tile were divided by, where K has 8 bits, [columns]."""
+        spec, q_scale = self.cta.spec, self.cta.inputs.q_scale
+        if q_scale is None:
+            return None
+        column = layouts.index((64, spec.columns), 1, 0)
+        token, member = div(column, spec.padded_group), rem(column, spec.padded_group)
+        row = (self.entry.first_query + token) * spec.kv_heads + self.head
+        bits = gather_scatter.gather_elements(q_scale, row * spec.group + member, (1,))
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    def visit_block(
+        self, i: Scalar, state: LoopState, *, q_scale: jax.Array | None = None
+    ) -> LoopState:
         """Return the state after the split's i-th block: lines 7 to 10."""
-        memory, config = self.cta.memory, self.cta.config
+        spec, memory, config = self.cta.spec, self.cta.memory, self.cta.config
         step = self.first_step + i
         slot = lax.rem(step, I32(config.stages))
         first_key = (self.entry.first_block + self.first_index + i) * config.block_kv
         plgpu.barrier_wait(memory.kv_full.at("k", slot))
-        s = self.mask(self.multiply_s(slot), first_key)
+        s = self.multiply_s(slot)
+        if q_scale is not None:
+            s = s * layouts.outer_product(scales.load(memory.k_scale.at[slot]), q_scale)
+        s = self.mask(s, first_key)
         attended = self.attended_keys(s)
         p, softmax = state.softmax.update(s)
+        if spec.quantized is not None:
+            plgpu.barrier_wait(memory.kv_full.at("v", slot))
+            p, softmax = self.weigh_values(p, softmax, slot, first_key, attended)
         memory.p.transpose((1, 0))[...] = plgpu.layout_cast(
             p.astype(memory.p.dtype), plgpu.Layout.WGMMA_TRANSPOSED
         )
         plgpu.commit_smem()  # all warps meet here, and so have left the block before
         cursor = self.loader.refill(step, self.num_steps, state.cursor)
-        plgpu.barrier_wait(memory.kv_full.at("v", slot))
+        if spec.quantized is None:
+            plgpu.barrier_wait(memory.kv_full.at("v", slot))
         self.zero_missing_values(slot, first_key, attended)
         return LoopState(softmax._replace(acc=self.multiply_pv(softmax.acc, slot)), cursor)
 
@@ -80,7 +102,9 @@ class Split:
         memory = self.cta.memory
 
         def multiply(acc: Ref) -> jax.Array:
-            plgpu.wgmma(acc, memory.k.at[slot], memory.q.at[self.q_slot].transpose((1, 0)))
+            k = memory.k.at[slot]
+            k = k if self.cta.spec.quantized is None else eight_bits.load_keys(k)
+            plgpu.wgmma(acc, k, memory.q.at[self.q_slot].transpose((1, 0)))
             return acc[...]
 
         return pl.run_scoped(multiply, pipeline.accumulator(64, self.cta.spec.columns))
@@ -91,7 +115,10 @@ class Split:
 
         def multiply(out: Ref) -> jax.Array:
             out[...] = acc
-            plgpu.wgmma(out, memory.v.at[slot].transpose((1, 0)), memory.p.transpose((1, 0)))
+            v = memory.v.at[slot]
+            is_plain = self.cta.spec.quantized is None
+            v = v.transpose((1, 0)) if is_plain else eight_bits.load_values(v)
+            plgpu.wgmma(out, v, memory.p.transpose((1, 0)))
             return out[...]
 
         return pl.run_scoped(multiply, pipeline.accumulator(*acc.shape))
@@ -147,20 +174,51 @@ class Split:
         self, slot: Scalar, first_key: Scalar, attended: jax.Array | None
     ) -> None:
         """Set V to 0 where no query of the tile attends to a key: there may be NaN, and 0 times that is no 0."""
-        spec, config, entry = self.cta.spec, self.cta.config, self.entry
+        config = self.cta.config
         if attended is not None:
             missing = votes.warpgroup_any_nonfinite(-attended, I32(0)) != 0
             when(missing)(lambda: self.zero_values(slot, attended > -jnp.inf))
             return
-        first, end = I32(0), entry.kv_len
-        if spec.distances.least is not None:
-            first = entry.first_position + spec.distances.least
+        first, end = self.key_range()
         key = layouts.index((64, 64), 0, first_key)
         is_partial = (first_key < first) | (first_key + config.block_kv > end)
         when(is_partial)(lambda: self.zero_values(slot, (key >= first) & (key < end)))
 
+    def key_range(self) -> tuple[Scalar, Scalar]:
+        """Return the first key that a query of the tile may attend to, and the end of those that exist."""
+        first, least = I32(0), self.cta.spec.distances.least
+        if least is not None:
+            first = self.entry.first_position + least
+        return first, self.entry.kv_len
+
+    def weigh_values(
+        self,
+        p: jax.Array,
+        softmax: OnlineSoftmax,
+        slot: Scalar,
+        first_key: Scalar,
+        attended: jax.Array | None,
+    ) -> tuple[jax.Array, OnlineSoftmax]:
+        """Return P^T times the scales of V, and the softmax with O in the unit of the product.
+
+        What scales there are of keys that no query attends to does not matter.
+        """
+        v_scale, (first, end) = self.cta.memory.v_scale.at[slot], self.key_range()
+        if attended is None:
+            key = layouts.index((64, 64), 0, first_key)
+            kept = (key >= first) & (key < end)
+        else:
+            kept = attended > -jnp.inf
+        weights = jnp.where(kept, scales.load(v_scale), 0.0)
+        exponent = scales.largest_exponent(v_scale, first - first_key, end - first_key)
+        return softmax.weigh(p, weights, exponent)
+
     def zero_values(self, slot: Scalar, kept: jax.Array) -> None:
         """Set V of a block to 0 where a key is not kept, [64]."""
+        if self.cta.spec.quantized is not None:
+            eight_bits.zero_rows(self.cta.memory.v.at[slot], jnp.where(kept, I32(1), I32(0)))
+            plgpu.commit_smem()
+            return
         for columns in layouts.slices(self.cta.config.value_dim, 64):
             panel = self.cta.memory.v.at[slot, :, columns]
             v = plgpu.load(panel, layout=ACC_LAYOUT, optimized=False)
