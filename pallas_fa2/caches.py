@@ -112,13 +112,11 @@ class _Appends:
         check_cache(self)
         if not is_quantized(self.key.dtype):
             return self
-        return dataclasses.replace(  # pyright: ignore
-            self,
-            key=dequantize(jnp.asarray(self.key), jnp.asarray(self.k_scale), dtype),
-            value=dequantize(jnp.asarray(self.value), jnp.asarray(self.v_scale), dtype),
-            k_scale=None,
-            v_scale=None,
-        )
+        arrays: dict[str, Any] = {"k_scale": None, "v_scale": None}
+        for name, scale in (("key", self.k_scale), ("value", self.v_scale)):
+            numbers = jnp.asarray(getattr(self, name))
+            arrays[name] = dequantize(numbers, jnp.asarray(scale), dtype)
+        return dataclasses.replace(self, **arrays)  # pyright: ignore
 
     @property
     def capacity(self) -> int:

@@ -746,6 +746,11 @@ UNSUPPORTED: dict[str, tuple[Callable[[], cached.Problem], dict, str]] = {
         {},
         "of 8 bits are multiples of 64, but Hv is 80",
     ),
+    "slots_of_8_bits": (
+        lambda: cached.make(1, dtype=jnp.bfloat16, dims=(64, 64), quantized="int8", capacity=25),
+        {},
+        "has a multiple of 8 slots for a sequence, and here 25",
+    ),
     "columns_of_8_bits": (
         lambda: cached.make(5, dtype=jnp.bfloat16, dims=(64, 64), quantized="int8"),
         {},

@@ -304,6 +304,8 @@ def test_a_cta_has_all_of_an_sm_where_tiles_are_as_many_as_sms() -> None:
     spec = Case((256,) * 16, heads=(32, 8), dims=(128, 128)).spec
     chosen = [DecodeConfig.choose(spec, num_sms) for num_sms in (127, 128, 132, 140)]
     assert [c.ctas_per_sm for c in chosen if c] == [2, 1, 1, 2]
+    small = DecodeConfig.choose(dataclasses.replace(spec, quantized=FP8), 132)
+    assert small is not None and small.ctas_per_sm == 2  # blocks arrive in half of the time
 
 
 def line_of_blocks(case: Case, entries: Entry) -> list[tuple[int, int, int]]:

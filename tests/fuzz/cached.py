@@ -81,7 +81,7 @@ def draw(pick: Pick) -> Cached:
         kv_heads=pick((1, 2)),
         group=pick((1, 3, 4)),
         head_dim=pick((8, 16, 64)),
-        value_dim=pick((8, 24)),
+        value_dim=pick((8, 24, 64)),
         dtype=pick(("float32", "float32", "bfloat16")),
         quantized=pick(("", "", "float8_e4m3fn", "int8")),
         mask=pick((masks.Causal(), None, masks.draw(pick, 2), masks.draw(pick, 2))),

@@ -67,9 +67,10 @@ def make(
     page: int = PAGE,
     seed: int = 0,
     quantized: str | None = None,
+    capacity: int = CAPACITY,
 ) -> Problem:
     """`tokens` queries of each sequence, or packed ones by `counts` if that is None; keys and values of `dtype`, or of
-    the 8 bits `quantized`."""
+    the 8 bits `quantized`; `capacity` is that of contiguous ones."""
     rng = np.random.default_rng(seed)
     batch, (q_heads, kv_heads) = len(lengths), heads
 
@@ -84,8 +85,8 @@ def make(
             for x in whole
         ]
     else:
-        key, value = (random(batch, CAPACITY, kv_heads, dim) for dim in dims)
-        unused = np.arange(CAPACITY) >= lengths[:, None]
+        key, value = (random(batch, capacity, kv_heads, dim) for dim in dims)
+        unused = np.arange(capacity) >= lengths[:, None]
         key[unused], value[unused] = np.nan, np.nan
         cache = fa.Cache(jnp.asarray(key), jnp.asarray(value), jnp.asarray(lengths, jnp.int32))
         cache, whole = _in_bits(cache, quantized, rng)
