@@ -119,14 +119,16 @@ class Case(NamedTuple):
         q, k, v = (np.asarray(jnp.asarray(x, self.dtype)) for x in (q, k, v))
         return q, k, v, np.array(self.lengths, np.int32), self.starts
 
-    def in_8_bits(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Keys in 8 bits, their scales `[B, S, K]`, which differ by 2^9, and what both stand for.
+    def in_8_bits(self, x: np.ndarray, rise: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Keys in 8 bits, their scales `[B, S, K]`, which differ by 2^9 and rise by 2^rise in 64 keys, and what both
+        stand for.
 
         Where keys are NaN, scales are anything, and the numbers NaN if they may be.
         """
         assert self.quantized is not None
         missing, largest = np.isnan(x).any(-1), {"int8": 127, "float8_e4m3fn": 448}[self.quantized]
         sizes = np.random.default_rng(x.shape[-1]).integers(-6, 3, x.shape[:3])
+        sizes += rise * np.arange(self.capacity)[:, None] // 64
         scale = (np.exp2(sizes) * 5 / largest).astype(jnp.bfloat16)
         numbers = np.nan_to_num(x.astype(np.float32)) * largest / 5
         numbers = np.clip(np.round(numbers), -largest, largest).astype(self.quantized)
@@ -172,7 +174,7 @@ def check(case: Case, jit: Callable = interpreter.jit) -> None:
     q, k, v, *rest = case.arrays()
     wholes, table, scales = (k, v), None, None
     if case.quantized:
-        numbers, scales, wholes = zip(*map(case.in_8_bits, (k, v)), strict=True)
+        numbers, scales, wholes = zip(*map(case.in_8_bits, (k, v), (0, 3)), strict=True)
         k, v = numbers
     truth, truth_lse = dense(case, q, *wholes)
     if case.page_size:
@@ -253,6 +255,13 @@ def test_interpreted(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", OF_8_BITS.values(), ids=OF_8_BITS)
+def test_8_bits_on_a_gpu(case: Case) -> None:
+    if case.lengths != (0, 0):
+        check(case, jax.jit)
+
+
 @pytest.mark.parametrize("case", OF_8_BITS.values(), ids=OF_8_BITS)
 def test_interpreted_with_8_bits(case: Case) -> None:
     """With anything in the scales of slots that are not used, and NaN in their numbers if they are float8."""
@@ -265,7 +274,7 @@ def check_all_empty(case: Case) -> None:
     q, k, v, *rest = case.arrays()
     scales = None
     if case.quantized:
-        (k, k_scale, _), (v, v_scale, _) = map(case.in_8_bits, (k, v))
+        (k, k_scale, _), (v, v_scale, _) = map(case.in_8_bits, (k, v), (0, 3))
         scales = Scales(*(np.moveaxis(x, 2, 1) for x in (k_scale, v_scale)))
     out, lse = interpreter.run(case.run, q, k, v, *rest, None, scales)
     assert not np.asarray(out, np.float32).any() and (np.asarray(lse) == -np.inf).all()
