@@ -160,10 +160,7 @@ def test_features_on_every_cache(feature: str, layout: str, implementation: str)
 
 
 def on_the_kernel(layout: str, **options: Any) -> cached.Problem:
-    options |= {"dtype": jnp.bfloat16, "dims": (64, 128), "page": 8}
-    if layout == "several" and options.get("quantized"):
-        return cached.make(4, **options)  # as many columns as a tile of 8 bits has
-    return LAYOUTS[layout](**options)
+    return LAYOUTS[layout](dtype=jnp.bfloat16, dims=(64, 128), page=8, **options)
 
 
 def check_on_the_kernel(problem: cached.Problem, feature: Feature) -> None:
@@ -752,9 +749,14 @@ UNSUPPORTED: dict[str, tuple[Callable[[], cached.Problem], dict, str]] = {
         "has a multiple of 8 slots for a sequence, and here 25",
     ),
     "columns_of_8_bits": (
-        lambda: cached.make(5, dtype=jnp.bfloat16, dims=(64, 64), quantized="int8"),
+        lambda: cached.make(9, dtype=jnp.bfloat16, dims=(64, 64), quantized="int8"),
         {},
-        "are 32 at most, and here are 5 times 8",
+        "are 64 at most, and here are 9 times 8",
+    ),
+    "group_of_8_bits": (
+        lambda: cached.make(1, dtype=jnp.bfloat16, dims=(64, 64), heads=(40, 1), quantized="int8"),
+        {},
+        "are 32 at most with caches of 8 bits and these head dims, and here are 40",
     ),
 }  # fmt: skip
 

@@ -52,6 +52,7 @@ class Case(NamedTuple):
     dtype: Any = jnp.bfloat16
     num_ctas: int = 3
     quantized: str | None = None  # the dtype of keys and values of 8 bits
+    parts: int = 1  # entries of a request
 
     @property
     def starts(self) -> np.ndarray:
@@ -71,7 +72,7 @@ class Case(NamedTuple):
         requests = len(self.lengths)
         entries = max_packed_entries(self.num_tokens, requests, self.q_len)
         return DecodeSpec(
-            max_entries=entries if self.is_packed else requests,
+            max_entries=entries if self.is_packed else requests * self.parts,
             q_len=self.q_len,
             num_tokens=self.num_tokens,
             kv_len=self.capacity,
@@ -83,6 +84,7 @@ class Case(NamedTuple):
             page_size=self.page_size,
             distances=self.distances,
             quantized=self.quantized,
+            parts=self.parts,
         )
 
     @property
@@ -235,6 +237,7 @@ OF_8_BITS = {
     "too_long": Case((300, 1 << 30), capacity=104, quantized=FP8),
     "group_12": Case((150, 64), heads=(12, 1), quantized=FP8, distances=FULL),
     "queries_4": Case((140,), queries=4, q_len=4, heads=(8, 1), quantized=INT8),
+    "parts": Case((140, 3), queries=5, q_len=3, parts=2, quantized=FP8),
     "h128_float16": Case((150,), dims=(128, 128), dtype=jnp.float16, quantized=FP8),
     "h256_hv64": Case((90,), dims=(256, 64), quantized=FP8),
     "h64_hv192": Case((90,), dims=(64, 192), quantized=INT8),
@@ -357,9 +360,14 @@ def test_the_plan_deals_every_block_once(name: str, num_ctas: int) -> None:
         assert (shares.first_cta[cta], shares.last_cta[cta]) == (of_tile[0], of_tile[-1])
 
 
-@pytest.mark.parametrize("name", ["splits", "window", "past", "future", "packed", "packed_full"])
+PARTS = {"parts": Case((140, 3, 64), queries=5, q_len=2, parts=3)}
+
+
+@pytest.mark.parametrize(
+    "name", ["splits", "window", "past", "future", "packed", "packed_full", "parts"]
+)
 def test_entries_are_all_queries_and_the_keys_that_they_attend_to(name: str) -> None:
-    case = CASES[name]
+    case = (CASES | PARTS)[name]
     plan = programs.evaluate(case.plan, np.array(case.lengths, np.int32), case.starts)
     tokens = []
     least, most = case.distances

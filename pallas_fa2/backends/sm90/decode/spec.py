@@ -41,6 +41,7 @@ class DecodeSpec:
     page_size: int | None = None  # keys of a page, if the cache is paged
     mods: DecodeMods | None = None
     quantized: str | None = None  # the dtype of keys and values of 8 bits, which have scales
+    parts: int = 1  # entries of each request, of which each reads its keys; packed queries have as many as they need
 
     @classmethod
     def of_call(
@@ -54,11 +55,13 @@ class DecodeSpec:
         requests = call.batch if requests is None else requests
         kv_heads = call.kv_heads if kv_heads is None else kv_heads
         q_heads, q_len, tokens = kv_heads * call.group, call.q_len, requests * call.q_len
-        entries = requests
+        parts, entries, most = 1, requests, max_columns(cached) // pad_group(call.group)
         if cached.is_packed:
-            tokens, most = call.q_len, max_columns(cached)
-            q_len = packed_q_len(call.q_len, requests, call.group, most)
+            tokens, q_len = call.q_len, packed_q_len(call.q_len, requests, max(1, most))
             entries = max_packed_entries(tokens, requests, q_len)
+        elif cached.quantized is not None and most and q_len:
+            parts = -(-q_len // most)
+            entries, q_len = requests * parts, -(-q_len // parts)
         distances = cached.distances
         if distances is None or needs_mask_code(cached):
             distances = DistanceRange()
@@ -76,6 +79,7 @@ class DecodeSpec:
             page_size=cached.page_size,
             mods=DecodeMods.compile(cached),
             quantized=cached.quantized,
+            parts=parts,
         )
 
     @property
@@ -86,6 +90,11 @@ class DecodeSpec:
     def padded_group(self) -> int:
         """The columns that the query heads of one token and key head take."""
         return pad_group(self.group)
+
+    @property
+    def queries_of_request(self) -> int:
+        """How many queries each request has, where they are not packed."""
+        return self.num_tokens * self.parts // self.max_entries
 
     @property
     def pads_columns(self) -> bool:
@@ -122,13 +131,12 @@ def max_columns(cached: CachedSpec) -> int:
     return next((n for limit, n in MAX_COLUMNS_OF_8_BITS.items() if dim <= limit), 0)
 
 
-def packed_q_len(tokens: int, requests: int, group: int, max_columns: int = MAX_COLUMNS) -> int:
-    """Return how many queries an entry of packed queries has: as many as a request has on the average.
+def packed_q_len(tokens: int, requests: int, most: int) -> int:
+    """Return how many queries an entry of packed queries has, at `most`: as many as a request has on the average.
 
     A decode step has 1, and any more are columns of zeros; a prompt reads its keys once for each entry.
     """
     average = -(-tokens // requests)
-    most = max(1, max_columns // pad_group(group))
     return min(1 << (average - 1).bit_length(), 1 << (most.bit_length() - 1))
 
 

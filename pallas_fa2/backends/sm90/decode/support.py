@@ -5,7 +5,7 @@ from pallas_fa2.backends.common.limits import MAX_HEAD_DIM
 from pallas_fa2.backends.common.primitives.swizzle import SWIZZLE_ROWS
 from pallas_fa2.backends.sm90.decode.config import DecodeConfig, page_rows
 from pallas_fa2.backends.sm90.decode.mods import needs_mask_code
-from pallas_fa2.backends.sm90.decode.spec import DecodeSpec, max_columns
+from pallas_fa2.backends.sm90.decode.spec import MAX_COLUMNS, DecodeSpec, max_columns, pad_group
 from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
 
@@ -31,8 +31,7 @@ def unsupported_reason(cached: CachedSpec, device: Device) -> str | None:
         return "it has queries and slots for keys, and here are none"
     if cached.quantized is not None and (reason := _unsupported_8_bits(cached)):
         return reason
-    launch = DecodeSpec.of_call(cached)
-    return _unsupported_mods(cached) or _unsupported_launch(launch, max_columns(cached))
+    return _unsupported_mods(cached) or _unsupported_launch(DecodeSpec.of_call(cached))
 
 
 def _unsupported_8_bits(cached: CachedSpec) -> str | None:
@@ -40,6 +39,14 @@ def _unsupported_8_bits(cached: CachedSpec) -> str | None:
     for name, dim in (("H", call.head_dim), ("Hv", call.value_dim)):
         if dim % 64:
             return f"head dims of caches of 8 bits are multiples of 64, but {name} is {dim}"
+    group = pad_group(call.group)
+    if group > max_columns(cached):
+        return (
+            "heads of a group, rounded up to a multiple of 8, are "
+            f"{max_columns(cached)} at most with caches of 8 bits and these head dims, and here are {group}"
+        )
+    if not cached.is_packed and call.q_len * group > MAX_COLUMNS:
+        return _too_many_columns(call.q_len, group)
     if cached.page_size is None and call.kv_len % SWIZZLE_ROWS:
         return f"a cache of 8 bits has a multiple of {SWIZZLE_ROWS} slots for a sequence, and here {call.kv_len}"
     return None
@@ -61,12 +68,16 @@ def _unsupported_mods(cached: CachedSpec) -> str | None:
     return limits.too_many_elements(max(sizes))
 
 
-def _unsupported_launch(spec: DecodeSpec, max_columns: int) -> str | None:
-    if spec.columns > max_columns:
-        return (
-            f"queries times heads of a group, rounded up to a multiple of 8, are {max_columns} at most, and here are "
-            f"{spec.q_len} times {spec.padded_group}"
-        )
+def _too_many_columns(queries: int, padded_group: int) -> str:
+    return (
+        f"queries times heads of a group, rounded up to a multiple of 8, are {MAX_COLUMNS} at most, and here are "
+        f"{queries} times {padded_group}"
+    )
+
+
+def _unsupported_launch(spec: DecodeSpec) -> str | None:
+    if spec.columns > MAX_COLUMNS:
+        return _too_many_columns(spec.q_len, spec.padded_group)
     if spec.page_size is not None:
         if spec.page_size % SWIZZLE_ROWS:
             return f"a page has a multiple of {SWIZZLE_ROWS} tokens, and here {spec.page_size}"
