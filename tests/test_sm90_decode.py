@@ -438,8 +438,12 @@ def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
         check(CASES["two_splits_of_a_cta"])
 
 
-def numbers_as_they_are(self: Any, p: Any, softmax: Any, *_: Any) -> Any:
-    return p, softmax
+def scales_of_1(self: Any, slot: Any, first_key: Any, attended: Any) -> softmax.ValueScales:
+    found = load_value_scales(self, slot, first_key, attended)
+    return found._replace(scales=jnp.where(found.scales > 0, 1.0, 0.0))
+
+
+load_value_scales = tile.Split.load_value_scales
 
 
 def of_all_slots(buffer: Any, first: Any, end: Any) -> Any:
@@ -450,7 +454,7 @@ find_largest = scales.largest_exponent
 
 BUGS_OF_8_BITS: dict[str, tuple[Any, str, Any]] = {
     **{name: BUGS[name] for name in ("a slot filled while it is read", "values that do not exist", "a skipped wait")},
-    "V without scales": (tile.Split, "weigh_values", numbers_as_they_are),
+    "V without scales": (tile.Split, "load_value_scales", scales_of_1),
     "scales of slots that are not used": (scales, "largest_exponent", of_all_slots),
     "Q without scales": (tile.Split, "load_q_scale", lambda self: layouts.splat_constant(1.0, (8,), layouts.COL_LAYOUT)),
     "O in no order": (eight_bits, "order_output", lambda acc: acc),
@@ -709,6 +713,21 @@ def test_mods_compile_clean(name: str, queries: int) -> None:
     if (name, queries) in SPILLS:
         assert report.spill_stores <= SPILLS[name, queries]
         report = dataclasses.replace(report, spill_stores=0, spill_loads=0)
+    compile_gate.assert_clean(report)
+
+
+@pytest.mark.parametrize("name", slow_but(lambda name: name == "tree", MODS))
+def test_mods_of_8_bits_compile_clean(name: str) -> None:
+    """With as many columns as a tile has."""
+    shape = 4, 32, 4, 4096
+
+    def run(q: Any, cache: Any) -> Any:
+        return fa.cached_attention(q, cache, implementation="hopper", **mods_of(name, shape))
+
+    cache = jax.eval_shape(lambda: fa.Cache.zeros(4, 4096, kv_heads=4, head_dim=128, dtype=INT8))
+    q = jax.ShapeDtypeStruct((4, 4, 32, 128), jnp.bfloat16)
+    with hopper.planned_for_h200():
+        (report,) = compile_gate.compile_for_h200(run, q, cache)
     compile_gate.assert_clean(report)
 
 

@@ -54,6 +54,13 @@ def _power(exponent: jax.Array, added: int) -> jax.Array:
     return lax.bitcast_convert_type(bits << MANTISSA_BITS, jnp.float32)
 
 
+class ValueScales(NamedTuple):
+    """The scales of V of a block."""
+
+    scales: jax.Array  # float32 [64], 0 where no query attends to a key
+    exponent: jax.Array  # of the largest one: the bits of that power of two as float32
+
+
 class OnlineSoftmax(NamedTuple):
     """The statistics of all columns over the blocks so far, and O of these blocks."""
 
@@ -73,25 +80,26 @@ class OnlineSoftmax(NamedTuple):
         unit = ValueUnit.start() if has_scales else None
         return cls(zeros(value_dim), maximum, zeros(64), unit)
 
-    def update(self, s: jax.Array) -> tuple[jax.Array, "OnlineSoftmax"]:
+    def update(
+        self, s: jax.Array, values: ValueScales | None = None
+    ) -> tuple[jax.Array, "OnlineSoftmax"]:
         """Return P^T of a block, unnormalized, from its scores in base 2, and line 9: the new statistics, with O scaled
-        to the new maxima."""
+        to the new maxima.
+
+        Where V has scales, P^T is multiplied by them, in the new unit of O.
+        """
         maximum = jnp.maximum(self.maximum, jnp.max(s, axis=0))
         factor = jnp.exp2(self.maximum - maximum)
         p = jnp.exp2(s - broadcast_columns(maximum, s.shape))
         total = self.total * broadcast_columns(factor, s.shape) + p
+        unit = self.unit
+        if unit is not None:
+            assert values is not None
+            unit, raised = unit.raised(values.exponent)
+            factor = factor * raised
+            p = p * broadcast_rows(values.scales * unit.inverse, p.shape)
         acc = self.acc * broadcast_columns(factor, self.acc.shape)
-        return p, OnlineSoftmax(acc, maximum, total, self.unit)
-
-    def weigh(
-        self, p: jax.Array, scales: jax.Array, exponent: jax.Array
-    ) -> tuple[jax.Array, "OnlineSoftmax"]:
-        """Return P^T of a block times the scales of V, `[64]`, of which the largest has this exponent, in the new unit
-        of O."""
-        assert self.unit is not None
-        unit, factor = self.unit.raised(exponent)
-        p = p * broadcast_rows(scales * unit.inverse, p.shape)
-        return p, self._replace(acc=self.acc * factor, unit=unit)
+        return p, OnlineSoftmax(acc, maximum, total, unit)
 
     def finish(self, no_key_threshold: float) -> tuple[jax.Array, jax.Array]:
         """Return lines 12 and 13: O^T, normalized, and its lse in base 2, which is `NO_MAXIMUM` where it is empty."""

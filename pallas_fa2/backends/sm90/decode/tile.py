@@ -23,7 +23,7 @@ from pallas_fa2.backends.sm90.decode import eight_bits, scales
 from pallas_fa2.backends.sm90.decode.loader import KvCursor, KvLoader
 from pallas_fa2.backends.sm90.decode.memory import Cta
 from pallas_fa2.backends.sm90.decode.schedule import Entry
-from pallas_fa2.backends.sm90.decode.softmax import OnlineSoftmax
+from pallas_fa2.backends.sm90.decode.softmax import OnlineSoftmax, ValueScales
 from pallas_fa2.backends.sm90.decode.tile_inputs import TileMods
 from pallas_fa2.backends.sm90.primitives import pipeline
 from pallas_fa2.control_flow import when
@@ -78,15 +78,13 @@ class Split:
         slot = lax.rem(step, I32(config.stages))
         first_key = (self.entry.first_block + self.first_index + i) * config.block_kv
         plgpu.barrier_wait(memory.kv_full.at("k", slot))
-        s = self.multiply_s(slot)
-        if q_scale is not None:
-            s = s * layouts.outer_product(scales.load(memory.k_scale.at[slot]), q_scale)
+        s, value_scales = self.multiply_s(slot, q_scale), None
         s = self.mask(s, first_key)
         attended = self.attended_keys(s)
-        p, softmax = state.softmax.update(s)
         if spec.quantized is not None:
             plgpu.barrier_wait(memory.kv_full.at("v", slot))
-            p, softmax = self.weigh_values(p, softmax, slot, first_key, attended)
+            value_scales = self.load_value_scales(slot, first_key, attended)
+        p, softmax = state.softmax.update(s, value_scales)
         memory.p.transpose((1, 0))[...] = plgpu.layout_cast(
             p.astype(memory.p.dtype), plgpu.Layout.WGMMA_TRANSPOSED
         )
@@ -97,17 +95,22 @@ class Split:
         self.zero_missing_values(slot, first_key, attended)
         return LoopState(softmax._replace(acc=self.multiply_pv(softmax.acc, slot)), cursor)
 
-    def multiply_s(self, slot: Scalar) -> jax.Array:
+    def multiply_s(self, slot: Scalar, q_scale: jax.Array | None) -> jax.Array:
         """Return S^T = K Q^T of a block, float32 [64, columns]: line 8."""
-        memory = self.cta.memory
+        memory, k_scale = self.cta.memory, None
+        if q_scale is not None:
+            k_scale = scales.load(
+                memory.k_scale.at[slot]
+            )  # before the product, which it arrives beside
 
         def multiply(acc: Ref) -> jax.Array:
             k = memory.k.at[slot]
-            k = k if self.cta.spec.quantized is None else eight_bits.load_keys(k)
+            k = k if q_scale is None else eight_bits.load_keys(k)
             plgpu.wgmma(acc, k, memory.q.at[self.q_slot].transpose((1, 0)))
             return acc[...]
 
-        return pl.run_scoped(multiply, pipeline.accumulator(64, self.cta.spec.columns))
+        s = pl.run_scoped(multiply, pipeline.accumulator(64, self.cta.spec.columns))
+        return s if k_scale is None else s * layouts.outer_product(k_scale, q_scale)
 
     def multiply_pv(self, acc: jax.Array, slot: Scalar) -> jax.Array:
         """Return O^T + V^T P^T, float32 [Hv, columns]: line 10."""
@@ -191,18 +194,10 @@ class Split:
             first = self.entry.first_position + least
         return first, self.entry.kv_len
 
-    def weigh_values(
-        self,
-        p: jax.Array,
-        softmax: OnlineSoftmax,
-        slot: Scalar,
-        first_key: Scalar,
-        attended: jax.Array | None,
-    ) -> tuple[jax.Array, OnlineSoftmax]:
-        """Return P^T times the scales of V, and the softmax with O in the unit of the product.
-
-        What scales there are of keys that no query attends to does not matter.
-        """
+    def load_value_scales(
+        self, slot: Scalar, first_key: Scalar, attended: jax.Array | None
+    ) -> ValueScales:
+        """Load the scales of V of a block. Those of keys that no query attends to may be anything, and become 0."""
         v_scale, (first, end) = self.cta.memory.v_scale.at[slot], self.key_range()
         if attended is None:
             key = layouts.index((64, 64), 0, first_key)
@@ -211,7 +206,7 @@ class Split:
             kept = attended > -jnp.inf
         weights = jnp.where(kept, scales.load(v_scale), 0.0)
         exponent = scales.largest_exponent(v_scale, first - first_key, end - first_key)
-        return softmax.weigh(p, weights, exponent)
+        return ValueScales(weights, exponent)
 
     def zero_values(self, slot: Scalar, kept: jax.Array) -> None:
         """Set V of a block to 0 where a key is not kept, [64]."""
