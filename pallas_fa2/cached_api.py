@@ -2,6 +2,7 @@
 
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
@@ -76,8 +77,10 @@ def cached_attention(
 
     Args:
       query: `[B, T, N, H]` in the cache's dtype, the last T tokens of each sequence: query t is at position
-        `length - T + t`. Where that is negative, the query is padding.
-      cache: a `Cache`, or `Pages` of a pool, with K heads of which N is a multiple.
+        `length - T + t`. Where that is negative, the query is padding. On a cache of 8 bits it has any dtype that
+        `flash_attention` takes.
+      cache: a `Cache`, or `Pages` of a pool, with K heads of which N is a multiple. One of 8 bits stands for its numbers
+        times their scales.
       queries: `Packed(starts)` where query is `[tokens, N, H]`, rows of several requests, such as decode steps, prompts
         and parts of prompts. Token data of queries are then `[tokens]`, of keys `[R, S]`, and `[*B]` is `[R]`. Rows of no
         request have output 0 and lse -inf.
@@ -97,7 +100,8 @@ def cached_attention(
     Returns:
       `[B, T, N, Hv]` (or `[tokens, N, Hv]`) in query's dtype; with `return_lse` also `[B, N, T]` (or `[N, tokens]`) in
       float32 (float64 for float64 inputs). A query that attends to no key has output 0 and lse -inf. Both are
-      differentiable in query, the cache's key and value, sinks and score data, as those of `flash_attention` are.
+      differentiable in query, the cache's key and value (unless these have 8 bits), sinks and score data, as those of
+      `flash_attention` are.
 
     Raises:
       ValueError, TypeError: before anything is compiled; the message names the argument, the rule, the value and the
@@ -135,6 +139,8 @@ def cached_attention(
         lse = jnp.full((*batch, heads, rows), -jnp.inf, spec.call.accumulator)
     else:
         key, value = jnp.asarray(cache.key), jnp.asarray(cache.value)
+        if spec.quantized is not None:
+            key, value = jax.lax.stop_gradient((key, value))
         with naming_the_cure_of_forward_mode(plan.implementation):
             out, lse = attention_on_cache(spec, plan, query, key, value, operands)
     if sinks is not None:

@@ -58,12 +58,16 @@ def _bwd_rule(spec: CachedSpec, plan: CachedPlan, args: tuple, cotangents: Resul
     q, k, v, operands = args
     scores = operands.call.scores
     floats, rebuild = split_floats(scores)
+    # Those of 8 bits have no gradient.
+    keys = (k, v) if spec.quantized is None else ()
 
-    def run(q: Any, k: Any, v: Any, floats: list) -> Results:
+    def run(q: Any, floats: list, keys: tuple) -> Results:
         call = operands.call._replace(scores=rebuild(floats))
-        return _by_equivalent_call(spec, plan, q, k, v, operands._replace(call=call))
+        own_k, own_v = keys or (k, v)
+        return _by_equivalent_call(spec, plan, q, own_k, own_v, operands._replace(call=call))
 
-    dq, dk, dv, dfloats = jax.vjp(run, q, k, v, floats)[1](cotangents)
+    dq, dfloats, dkeys = jax.vjp(run, q, floats, keys)[1](cotangents)
+    dk, dv = dkeys or (None, None)
     none = jax.tree.map(lambda _: None, operands)
     is_float, remaining = set(map(id, floats)), iter(dfloats)
     dscores = jax.tree.map(lambda x: next(remaining) if id(x) in is_float else None, scores)

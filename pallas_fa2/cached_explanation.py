@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa2.backends.registry import BACKENDS
@@ -14,6 +15,7 @@ from pallas_fa2.caches import Cache, Pages
 from pallas_fa2.check_caches import check_cache, is_known
 from pallas_fa2.device import Device, device_of
 from pallas_fa2.ir.cached_spec import CachedSpec
+from pallas_fa2.ir.quantized import SCALE_DTYPE
 from pallas_fa2.parse_cached import parse_cached
 from pallas_fa2.planning.cached_plan import CachedPlan, make_cached_plan
 
@@ -26,7 +28,7 @@ class CachedExplanation:
       spec, device, plan: the parsed call, where it runs, and by which backend and configurations.
       bytes: the size of queries, results and the keys and values of all sequences, each moved once; None where the
         lengths are not known.
-      gathered_bytes: the size of the copy of the pages, 0 where the backend reads them in the pool.
+      gathered_bytes: the size of the copy of the pages, or of what 8 bits stand for; 0 where the backend reads the cache.
       forward: a description of the kernels.
     """
 
@@ -43,7 +45,9 @@ class CachedExplanation:
 
     def __str__(self) -> str:
         moved = "unknown, as lengths are," if self.bytes is None else f"{self.bytes / 1e6:.4g} MB"
-        gathered = f", {self.gathered_bytes / 1e6:.4g} MB of gathered pages"
+        copies = "gathered pages" if self.spec.page_size is not None else "keys and values"
+        copies += "" if self.spec.quantized is None else f" in {self.spec.call.dtype.name}"
+        gathered = f", {self.gathered_bytes / 1e6:.4g} MB of {copies}"
         lines = [
             f"{self.spec}",
             f"implementation  {self.plan.implementation} on {self.device.kind}",
@@ -96,12 +100,17 @@ def explain_cached(
     jax.eval_shape(describe, arrays)
     spec, plan, forward = described
     call, item = spec.call, spec.call.dtype.itemsize
-    per_token = call.head_dim + call.value_dim
+    per_row = (call.head_dim + call.value_dim) * item
+    per_key = per_row
+    if spec.quantized is not None:
+        per_key = per_row // item + 2 * jnp.dtype(SCALE_DTYPE).itemsize
     moved = None
     if is_known(cache.lengths):
         keys = int(np.sum(np.asarray(cache.lengths, np.int64))) * call.kv_heads
         rows = math.prod(np.shape(query)[:-1])
-        moved = (keys + rows) * per_token * item + rows * call.accumulator.itemsize
-    is_gathered = spec.page_size is not None and not plan.reads_cache
-    gathered = call.batch * call.kv_len * call.kv_heads * per_token * item * is_gathered
+        moved = keys * per_key + rows * (per_row + call.accumulator.itemsize)
+    # What 8 bits stand for is a copy in the dtype of queries, of pages and of contiguous keys.
+    is_copied = spec.page_size is not None or spec.quantized is not None
+    copied = call.batch * call.kv_len * call.kv_heads * per_row
+    gathered = copied * (is_copied and not plan.reads_cache)
     return CachedExplanation(spec, device, plan, moved, gathered, forward)

@@ -6,14 +6,16 @@ outside of the cache is neither read nor written.
 """
 
 import dataclasses
+import functools
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
-from pallas_fa2.check_caches import check_append
+from pallas_fa2.check_caches import check_append, check_cache
 from pallas_fa2.ir.cached_spec import requests_of
+from pallas_fa2.ir.quantized import SCALE_DTYPE, dequantize, is_quantized, quantize
 
 
 @jax.tree_util.register_dataclass
@@ -51,6 +53,8 @@ class _Appends:
     key: Any
     value: Any
     lengths: Any
+    k_scale: Any
+    v_scale: Any
 
     def append(
         self,
@@ -68,7 +72,8 @@ class _Appends:
 
         Args:
           key, value: `[B, T, K, H]` and `[B, T, K, Hv]` in the cache's dtype, T tokens for each sequence; with
-            `queries`, `[tokens, K, H]` and `[tokens, K, Hv]`.
+            `queries`, `[tokens, K, H]` and `[tokens, K, Hv]`. For a cache of 8 bits they are floats, and each token of
+            each head is divided by its scale and rounded.
           new: integers `[B]`, 0 to T: how many tokens each sequence gets, T by default. They are the last ones of its
             row, as queries are (prompts are padded on the left).
           queries: the `Packed` rows of requests, one request for each sequence.
@@ -92,12 +97,26 @@ class _Appends:
             before_end = jnp.arange(-tokens, 0, dtype=jnp.int32)[None]
             token = before_end + new.astype(jnp.int32)[:, None]
             is_new, position = token >= 0, lengths.astype(jnp.int32)[:, None] + token
-        arrays = [
-            self._write(cached, x, request, position, is_new & (position >= 0))
-            for cached, x in ((self.key, key), (self.value, value))
-        ]
-        lengths = lengths + new.astype(lengths.dtype)
-        return dataclasses.replace(self, key=arrays[0], value=arrays[1], lengths=lengths)  # pyright: ignore
+        arrays = {"lengths": lengths + new.astype(lengths.dtype)}
+        for name, x in (("key", key), ("value", value)):
+            cached, where = getattr(self, name), (request, position, is_new & (position >= 0))
+            if is_quantized(cached.dtype):
+                x, scale = quantize(x, cached.dtype)
+                scales = f"{name[0]}_scale"
+                arrays[scales] = self._write(getattr(self, scales), scale, *where)
+            arrays[name] = self._write(cached, x, *where)
+        return dataclasses.replace(self, **arrays)  # pyright: ignore
+
+    def dequantize(self, dtype: Any = jnp.bfloat16) -> Self:
+        """Return the cache of `key * k_scale` and `value * v_scale` in this dtype, which a cache of 8 bits stands for."""
+        check_cache(self)
+        if not is_quantized(self.key.dtype):
+            return self
+        arrays: dict[str, Any] = {"k_scale": None, "v_scale": None}
+        for name, scale in (("key", self.k_scale), ("value", self.v_scale)):
+            numbers = jnp.asarray(getattr(self, name))
+            arrays[name] = dequantize(numbers, jnp.asarray(scale), dtype)
+        return dataclasses.replace(self, **arrays)  # pyright: ignore
 
     @property
     def capacity(self) -> int:
@@ -106,7 +125,7 @@ class _Appends:
     def _write(self, cached: Any, x: Any, request: Any, position: Any, is_new: Any) -> jax.Array:
         """Write the tokens that are new at their requests and positions, without a copy if `cached` is donated.
 
-        Tokens at positions beyond the capacity are dropped.
+        Tokens at positions beyond the capacity are dropped. `cached` are keys, values or scales.
         """
         raise NotImplementedError
 
@@ -117,9 +136,10 @@ class Cache(_Appends):
     """Keys and values of B sequences, each in S consecutive slots of which the first `lengths` are used.
 
     Attributes:
-      key: `[B, S, K, H]`.
+      key: `[B, S, K, H]`; of 8 bits (float8_e4m3fn or int8), it stands for `key * k_scale`.
       value: `[B, S, K, Hv]`; unused slots may hold anything, NaN too.
       lengths: integers `[B]`, the tokens in each sequence.
+      k_scale, v_scale: bfloat16 `[B, K, S]`, a scale for each token and head of a cache of 8 bits; None otherwise.
 
     Example:
       >>> import jax.numpy as jnp
@@ -129,9 +149,11 @@ class Cache(_Appends):
       Array([3, 3], dtype=int32)
     """
 
-    key: Float[Array, "B S K H"]
-    value: Float[Array, "B S K Hv"]
+    key: Num[Array, "B S K H"]
+    value: Num[Array, "B S K Hv"]
     lengths: Int[Array, " B"]
+    k_scale: Float[Array, "B K S"] | None = None
+    v_scale: Float[Array, "B K S"] | None = None
 
     @classmethod
     def zeros(
@@ -144,12 +166,18 @@ class Cache(_Appends):
         value_dim: int | None = None,
         dtype: Any = jnp.bfloat16,
     ) -> "Cache":
-        """Make an empty cache for `batch` sequences of up to `capacity` tokens; `value_dim` is `head_dim` by default."""
+        """Make an empty cache for `batch` sequences of up to `capacity` tokens; `value_dim` is `head_dim` by default.
+
+        With `dtype` float8_e4m3fn or int8, it has scales.
+        """
         key, value = (
             jnp.zeros((batch, capacity, kv_heads, dim), dtype)
             for dim in (head_dim, head_dim if value_dim is None else value_dim)
         )
-        return cls(key, value, jnp.zeros(batch, jnp.int32))
+        scales: list = [None, None]
+        if is_quantized(dtype):
+            scales = [jnp.zeros((batch, kv_heads, capacity), SCALE_DTYPE) for _ in scales]
+        return cls(key, value, jnp.zeros(batch, jnp.int32), *scales)
 
     @property
     def capacity(self) -> int:
@@ -158,16 +186,27 @@ class Cache(_Appends):
 
     def _write(self, cached: Any, x: Any, request: Any, position: Any, is_new: Any) -> jax.Array:
         # A scatter drops slots that are negative or beyond the last. All differ, as it is promised.
-        slot = jnp.where(is_new, position, jnp.arange(-x.shape[-3], 0, dtype=jnp.int32))
-        if x.ndim == 3:
-            request = jnp.where(is_new, request, 0)
-            return _scatter(jnp.asarray(cached), x, request, slot)
+        slot = jnp.where(is_new, position, jnp.arange(-position.shape[-1], 0, dtype=jnp.int32))
+        cached = jnp.asarray(cached)
+        write = functools.partial(_scatter, is_scale=cached.ndim == 3)
+        if position.ndim == 1:
+            return write(cached, x, jnp.where(is_new, request, 0), slot)
         # As batching axes of a scatter, sequences stay divided over devices.
-        return jax.vmap(_scatter)(jnp.asarray(cached), x, slot)
+        return jax.vmap(write)(cached, x, slot)
 
 
-def _scatter(cached: jax.Array, x: jax.Array, *index: jax.Array) -> jax.Array:
+def _scatter(cached: jax.Array, x: jax.Array, *index: jax.Array, is_scale: bool) -> jax.Array:
+    index = _scale_index(x.shape[-1], *index) if is_scale else index
     return cached.at[index].set(x, mode="drop", unique_indices=True, wrap_negative_indices=False)
+
+
+def _scale_index(heads: int, *index: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the index of the scales of all heads in `[..., K, slots]`, from that of the tokens.
+
+    With a slice of the heads in its middle, XLA would transpose the array.
+    """
+    *before, slot = (x[..., None] for x in index)
+    return *before, jnp.arange(heads, dtype=jnp.int32), slot
 
 
 @jax.tree_util.register_dataclass
@@ -178,11 +217,12 @@ class Pages(_Appends):
     Which sequence has which pages is the caller's decision. Several may share those that no tokens are appended to.
 
     Attributes:
-      key: `[P, page, K, H]`, P pages of `page` tokens.
+      key: `[P, page, K, H]`, P pages of `page` tokens; of 8 bits, as in a `Cache`.
       value: `[P, page, K, Hv]`.
       table: integers `[B, W]`, the pages of each sequence, 0 to P - 1; entries that no token needs may be anything. An
         entry out of range, where it is traced, is read as the nearest page.
       lengths: integers `[B]`, the tokens in each sequence.
+      k_scale, v_scale: bfloat16 `[P, K, page]`, a scale for each token and head of pages of 8 bits; None otherwise.
 
     Example:
       >>> import jax.numpy as jnp
@@ -192,10 +232,12 @@ class Pages(_Appends):
       32
     """
 
-    key: Float[Array, "P page K H"]
-    value: Float[Array, "P page K Hv"]
+    key: Num[Array, "P page K H"]
+    value: Num[Array, "P page K Hv"]
     table: Int[Array, "B W"]
     lengths: Int[Array, " B"]
+    k_scale: Float[Array, "P K page"] | None = None
+    v_scale: Float[Array, "P K page"] | None = None
 
     @property
     def page_size(self) -> int:
@@ -212,9 +254,10 @@ class Pages(_Appends):
         table, column = jnp.asarray(self.table).astype(jnp.int32), position // self.page_size
         page = table.at[request, column].get(mode="fill", fill_value=-1)
         is_new &= (page >= 0) & (page < cached.shape[0])
-        page = jnp.where(is_new, page, cached.shape[0])
+        index = jnp.where(is_new, page, cached.shape[0]), position % self.page_size
+        index = _scale_index(x.shape[-1], *index) if cached.ndim == 3 else index
         # Not promised to be unique: a table may name a page twice.
-        return jnp.asarray(cached).at[page, position % self.page_size].set(x, mode="drop")
+        return jnp.asarray(cached).at[index].set(x, mode="drop")
 
 
 def clamp_lengths(cache: Cache | Pages) -> jax.Array:

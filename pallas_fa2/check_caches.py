@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from pallas_fa2.ir.quantized import LARGEST, SCALE_DTYPE, is_quantized
+
 
 def check_cache(cache: Any) -> None:
     """Raise a TypeError or ValueError unless the arrays of a `Cache` or of `Pages` fit each other and the pool."""
@@ -24,6 +26,7 @@ def check_cache(cache: Any) -> None:
             f"{name}.key and {name}.value must have the same axes [{letters}, K], but they have "
             f"{cache.key.shape[:3]} and {cache.value.shape[:3]}; make both for the same tokens and heads"
         )
+    _check_scales(cache, name, "[P, K, page]" if is_paged else "[B, K, S]")
     if is_paged:
         _check_integers(f"{name}.table", cache.table, ("B", "W"))
     _check_integers(f"{name}.lengths", cache.lengths, ("B",))
@@ -42,6 +45,45 @@ def check_cache(cache: Any) -> None:
             )
         if is_paged:
             check_table(cache, np.zeros_like(lengths), lengths)
+
+
+def _check_scales(cache: Any, name: str, axes: str) -> None:
+    """Raise a TypeError or ValueError unless a cache of 8 bits has scales, and any other none."""
+    dtypes = cache.key.dtype, cache.value.dtype
+    has_scales = is_quantized(dtypes[0])
+    if has_scales and dtypes[0] != dtypes[1]:
+        raise TypeError(
+            f"{name}.key and {name}.value must have one dtype where they have 8 bits, but they have {dtypes[0]} and "
+            f"{dtypes[1]}; append floats to a cache of one dtype"
+        )
+    if not has_scales and any(
+        not jnp.issubdtype(x, jnp.floating) or x.itemsize < 2 for x in dtypes
+    ):
+        raise TypeError(
+            f"{name}.key and {name}.value must be floats of 16 bits or more, or both {' or '.join(LARGEST)} with scales, "
+            f"but they are {dtypes[0]} and {dtypes[1]}; cast them"
+        )
+    for field in ("k_scale", "v_scale"):
+        scale = getattr(cache, field)
+        if not has_scales:
+            if scale is not None:
+                raise ValueError(
+                    f"{name}.{field} must be None where key and value have {dtypes[0].itemsize * 8} bits, but it is "
+                    f"{_short(scale)}; multiply by it, or cast to 8 bits"
+                )
+            continue
+        outer, tokens, heads = cache.key.shape[:3]
+        expected = outer, heads, tokens
+        if (
+            not hasattr(scale, "shape")
+            or tuple(scale.shape) != expected
+            or scale.dtype != SCALE_DTYPE
+        ):
+            raise ValueError(
+                f"{name}.{field} must be {jnp.dtype(SCALE_DTYPE).name}{list(expected)}, a scale for each token and head "
+                f"{axes} of a cache of 8 bits, but it is {_short(scale)}; make an empty cache and append to it, or cast "
+                "or transpose the scales"
+            )
 
 
 def check_table(cache: Any, begins: np.ndarray, ends: np.ndarray) -> None:
@@ -102,7 +144,13 @@ def check_append(cache: Any, key: Any, value: Any, new: Any, queries: Any) -> No
                 f"append: {name} must have shape {axes}{packed} with the cache's {batch} sequences and heads {heads}, but "
                 f"it has shape {x.shape}; for one token a sequence add an axis, {name}[:, None]"
             )
-        if x.dtype != cached.dtype:
+        if is_quantized(cached.dtype):
+            if x.dtype.name not in ("bfloat16", "float16", "float32"):
+                raise TypeError(
+                    f"append: {name} must be bfloat16, float16 or float32 for a cache of 8 bits, which gets a scale for "
+                    f"each token and head, but it is {x.dtype}; pass the tokens as they were before"
+                )
+        elif x.dtype != cached.dtype:
             raise TypeError(
                 f"append: {name}'s dtype must be the cache's, {cached.dtype}, but it is {x.dtype}; cast it (nothing is "
                 "rounded silently)"

@@ -11,6 +11,7 @@ from pallas_fa2.check_caches import check_cache, check_packed, is_known
 from pallas_fa2.ir.arrays import K_AXIS, Q_AXIS
 from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec
 from pallas_fa2.ir.call_spec import Operands
+from pallas_fa2.ir.quantized import Scales, is_quantized
 from pallas_fa2.masks import as_mask
 from pallas_fa2.masks.tree import MAX_TOKENS, Tree, with_context
 from pallas_fa2.parse_call import parse_call
@@ -44,8 +45,11 @@ def parse_cached(
     # The equivalent contiguous call. Packed queries are a row that all requests share.
     batch, heads = lengths.shape[0], cache.key.shape[2]
     query_like = jax.ShapeDtypeStruct((batch, tokens, *query.shape[-2:]), query.dtype)
+    quantized = cache.key.dtype.name if is_quantized(cache.key.dtype) else None
     key, value = (
-        jax.ShapeDtypeStruct((batch, cache.capacity, heads, x.shape[-1]), x.dtype)
+        jax.ShapeDtypeStruct(
+            (batch, cache.capacity, heads, x.shape[-1]), query.dtype if quantized else x.dtype
+        )
         for x in (cache.key, cache.value)
     )
     mask = None if mask is None else with_context(as_mask(mask), context)
@@ -75,9 +79,16 @@ def parse_cached(
         has_given_positions=q_positions is not None,
         has_sequence_data=has_sequence_data,
         split_size=split_size,
+        quantized=quantized,
     )
     starts = None if packed is None else packed.starts
-    return spec, CachedOperands(lengths, operands, clamp_table(cache), starts)
+    scales = None
+    if quantized:
+        # no gradient, as keys and values have none
+        scales = Scales(
+            *map(jax.lax.stop_gradient, map(jnp.asarray, (cache.k_scale, cache.v_scale)))
+        )
+    return spec, CachedOperands(lengths, operands, clamp_table(cache), starts, scales)
 
 
 def _check_query(query: Any, cache: Any, queries: Any) -> tuple[int, Packed | None]:

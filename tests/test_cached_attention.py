@@ -179,6 +179,17 @@ def test_features_on_the_kernel_of_hopper(feature: str, layout: str) -> None:
     check_on_the_kernel(on_the_kernel(layout), FEATURES[feature])
 
 
+def _is_quick_of_8_bits(name: str) -> bool:
+    return name in ("window", "streaming", "token_data", "bias")
+
+
+@pytest.mark.parametrize("layout", slow_but(lambda name: name in ("one", "packed_paged"), LAYOUTS))
+@pytest.mark.parametrize("feature", slow_but(_is_quick_of_8_bits, FEATURES))
+def test_features_of_8_bits_on_the_kernel_of_hopper(feature: str, layout: str) -> None:
+    quantized = "int8" if layout in ("several", "packed_paged") else "float8_e4m3fn"
+    check_on_the_kernel(on_the_kernel(layout, quantized=quantized), FEATURES[feature])
+
+
 @pytest.mark.parametrize("layout", slow_but(lambda name: name == "packed_paged", LAYOUTS))
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (12, 1)], ids=str)
 def test_grouped_heads_on_the_kernel_of_hopper(layout: str, heads: tuple[int, int]) -> None:
@@ -234,6 +245,31 @@ def test_grouped_heads(layout: str, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sixteen_bits(layout: str) -> None:
     check(LAYOUTS[layout](dtype=jnp.bfloat16), "blockwise", FEATURES["window"], tolerance=0.02)
+
+
+@pytest.mark.parametrize("layout", slow_but(lambda name: name in ("one", "packed_paged"), LAYOUTS))
+@pytest.mark.parametrize("quantized", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_eight_bits(implementation: str, quantized: str, layout: str) -> None:
+    """As what they stand for, by the scale of each token and head; NaN where nobody may look, in scales too."""
+    check(LAYOUTS[layout](quantized=quantized), implementation, FEATURES["window"])
+
+
+def test_eight_bits_have_no_gradient() -> None:
+    """Queries, sinks and score data do."""
+    problem = cached.make(2, quantized="int8")
+    plain = problem.cache.dequantize(jnp.float32)
+    args = jnp.asarray(problem.query), jnp.asarray([*SINKS[:3].tolist(), 0.5]), jnp.asarray(SLOPES)
+
+    def loss(cache: Any, query: Any, sinks: Any, slopes: Any) -> Any:
+        options = {"sinks": sinks, "score": fa.alibi(slopes), "implementation": "blockwise"}
+        return jnp.sum(fa.cached_attention(query, cache, **options) ** 2)
+
+    expected, actual = (
+        interpreter.run(jax.grad(functools.partial(loss, cache), argnums=(0, 1, 2)), *args)
+        for cache in (plain, problem.cache)
+    )
+    chex.assert_trees_all_close(actual, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -661,8 +697,9 @@ def test_splits_of_a_size_are_those_of_the_kernel() -> None:
 
 
 @pytest.mark.parametrize("layout", ["several", "paged", "packed"])
-def test_vmap_of_the_kernel_of_hopper(layout: str) -> None:
-    problems = [on_the_kernel(layout, seed=seed) for seed in range(2)]
+@pytest.mark.parametrize("quantized", [None, "int8"])
+def test_vmap_of_the_kernel_of_hopper(layout: str, quantized: str | None) -> None:
+    problems = [on_the_kernel(layout, seed=seed, quantized=quantized) for seed in range(2)]
     queries = problems[0].queries
 
     def attend(query: Any, cache: Any) -> Any:
@@ -677,8 +714,9 @@ def test_vmap_of_the_kernel_of_hopper(layout: str) -> None:
         np.testing.assert_allclose(problem.flatten(lse[i], True), expected_lse, atol=1e-3)
 
 
+@pytest.mark.parametrize("quantized", ["", "int8"])
 @pytest.mark.parametrize("placed", ["sequences", slow("heads"), slow("pages"), "packed"])
-def test_the_kernel_of_hopper_on_two_gpus(placed: str) -> None:
+def test_the_kernel_of_hopper_on_two_gpus(placed: str, quantized: str) -> None:
     """Each has its sequences, or its heads; nothing is gathered."""
     mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",))
     sequences, heads = ("x", None) if placed == "sequences" else (None, "x")
@@ -690,11 +728,13 @@ def test_the_kernel_of_hopper_on_two_gpus(placed: str) -> None:
     bf16, i32 = jnp.bfloat16, jnp.int32
     q, starts = array(bf16, (4, 1, 32, 128), sequences, None, heads), None
     if placed in ("pages", "packed"):
-        pool = array(bf16, (99, 64, 8, 128), None, None, heads)
-        cache = fa.Pages(pool, pool, array(i32, (4, 20)), array(i32, (4,)))
+        pool = array(quantized or bf16, (99, 64, 8, 128), None, None, heads)
+        scales = (array(bf16, (99, 8, 64), None, heads),) * (2 if quantized else 0)
+        cache = fa.Pages(pool, pool, array(i32, (4, 20)), array(i32, (4,)), *scales)
     else:
-        keys = array(bf16, (4, 4096, 8, 128), sequences, None, heads)
-        cache = fa.Cache(keys, keys, array(i32, (4,), sequences))
+        keys = array(quantized or bf16, (4, 4096, 8, 128), sequences, None, heads)
+        scales = (array(bf16, (4, 8, 4096), sequences, heads),) * (2 if quantized else 0)
+        cache = fa.Cache(keys, keys, array(i32, (4,), sequences), *scales)
     if placed == "packed":
         q, starts = array(bf16, (8, 32, 128), None, heads), array(i32, (5,))
 
@@ -707,7 +747,9 @@ def test_the_kernel_of_hopper_on_two_gpus(placed: str) -> None:
         hlo = compile_gate.hlo_for_h200s(run, q, cache, starts)
     assert not re.search("all-gather|all-to-all|all-reduce|collective-permute", hlo)
     half = 2 * 8 if placed == "sequences" else (8 if placed == "packed" else 4) * 4
-    assert f"bf16[{half},4,1,128]" in hlo  # rows of tokens and key heads
+    assert (
+        f"{'f16' if quantized else 'bf16'}[{half},4,1,128]" in hlo
+    )  # rows of tokens and key heads
 
 
 def test_explain_the_kernel_of_hopper() -> None:
@@ -754,6 +796,26 @@ UNSUPPORTED: dict[str, tuple[Callable[[], cached.Problem], dict, str]] = {
     "odd_dims": (
         lambda: cached.make(1, dtype=jnp.bfloat16, dims=(8, 12)), {}, "up to 256, but Hv is 12"
     ),
+    "dims_of_8_bits": (
+        lambda: cached.make(1, dtype=jnp.bfloat16, dims=(64, 80), quantized="int8"),
+        {},
+        "of 8 bits are multiples of 64, but Hv is 80",
+    ),
+    "slots_of_8_bits": (
+        lambda: cached.make(1, dtype=jnp.bfloat16, dims=(64, 64), quantized="int8", capacity=25),
+        {},
+        "has a multiple of 8 slots for a sequence, and here 25",
+    ),
+    "columns_of_8_bits": (
+        lambda: cached.make(9, dtype=jnp.bfloat16, dims=(64, 64), quantized="int8"),
+        {},
+        "are 64 at most, and here are 9 times 8",
+    ),
+    "group_of_8_bits": (
+        lambda: cached.make(1, dtype=jnp.bfloat16, dims=(64, 64), heads=(40, 1), quantized="int8"),
+        {},
+        "are 32 at most with caches of 8 bits and these head dims, and here are 40",
+    ),
 }  # fmt: skip
 
 
@@ -766,6 +828,16 @@ def test_what_the_kernel_of_hopper_does_not_support(name: str) -> None:
     rejected = dict(make_cached_plan(spec, A100).rejected).get("ampere", "")
     # by cp.async, rows of any length are copied
     assert rejected == "" if name == "partial_panels" else reason in rejected
+
+
+def test_explain_eight_bits() -> None:
+    problem = cached.make(1, quantized="int8")
+    explanation = fa.explain(problem.query, problem.cache)
+    assert "keys and values of int8 with scales" in str(explanation)
+    # 38 keys of 2 heads with 24 bytes and two scales, 4 queries of 4 heads in float32.
+    assert explanation.bytes == 38 * 2 * (24 + 4) + 4 * 4 * 24 * 4 + 16 * 4
+    assert explanation.gathered_bytes == 4 * 24 * 2 * 24 * 4
+    assert "MB of keys and values in float32" in str(explanation)
 
 
 def test_explain(monkeypatch: Any) -> None:

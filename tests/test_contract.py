@@ -51,6 +51,15 @@ def test_contract_of_caches(case: Case) -> None:
     suite.check(case, "reference", "blockwise", jit=interpreter.jit, on_cache=True)
 
 
+@pytest.mark.parametrize("quantized", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize(
+    "case", slow_but(lambda case: case.name in COMPILED, PLAIN + GENERAL), ids=str
+)
+def test_contract_of_caches_of_8_bits(case: Case, quantized: str) -> None:
+    options = {"on_cache": True, "gradients": False, "quantized": quantized}
+    suite.check(case, "reference", "blockwise", jit=interpreter.jit, **options)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case, tuned", each_variant(PLAIN + MASKED), ids=name)
 def test_contract_of_hopper(case: Case, tuned: ConfigRule) -> None:

@@ -13,15 +13,28 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.common.decode import merge, schedule, scores
+from pallas_fa2.backends.common.decode import merge, schedule, scores, softmax
 from pallas_fa2.backends.common.decode.schedule import Entry, Share, plan_decode
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
-from pallas_fa2.backends.sm90.decode import flash_forward, loader
+from pallas_fa2.backends.common.primitives import layouts
+from pallas_fa2.backends.sm90.decode import eight_bits, flash_forward, loader, scales, tile
 from pallas_fa2.backends.sm90.decode.config import choose
 from pallas_fa2.backends.sm90.decode.kernel import decode
 from pallas_fa2.ir.affine import DistanceRange
+from pallas_fa2.ir.quantized import Scales
 from tests.support import compile_gate, hopper, interpreter, launches, programs
-from tests.support.decode_cases import CASES, CAUSAL, FULL, SLOPES, Case, check, mods_of
+from tests.support.decode_cases import (
+    CASES,
+    CAUSAL,
+    FP8,
+    FULL,
+    INT8,
+    OF_8_BITS,
+    SLOPES,
+    Case,
+    check,
+    mods_of,
+)
 from tests.support.shared import RaceDetected
 from tests.support.tiers import slow, slow_but
 
@@ -32,6 +45,18 @@ def run(case: Case, *arrays: Any) -> Any:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_interpreted(case: Case) -> None:
+    check(case, decode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", OF_8_BITS.values(), ids=OF_8_BITS)
+def test_8_bits_on_a_gpu(case: Case) -> None:
+    check(case, decode, jax.jit)
+
+
+@pytest.mark.parametrize("case", OF_8_BITS.values(), ids=OF_8_BITS)
+def test_interpreted_with_8_bits(case: Case) -> None:
+    """With anything in the scales of slots that are not used, and NaN in their numbers if they are float8."""
     check(case, decode)
 
 
@@ -113,6 +138,8 @@ def test_a_cta_has_all_of_an_sm_where_tiles_are_as_many_as_sms() -> None:
     spec = Case((256,) * 16, heads=(32, 8), dims=(128, 128)).spec
     chosen = [choose(spec, num_sms) for num_sms in (127, 128, 132, 140)]
     assert [c.ctas_per_sm for c in chosen if c] == [2, 1, 1, 2]
+    small = choose(dataclasses.replace(spec, quantized=FP8), 132)
+    assert small is not None and small.ctas_per_sm == 2  # blocks arrive in half of the time
 
 
 def line_of_blocks(case: Case, entries: Entry) -> list[tuple[int, int, int]]:
@@ -155,9 +182,14 @@ def test_the_plan_deals_every_block_once(name: str, num_ctas: int) -> None:
         assert (shares.first_cta[cta], shares.last_cta[cta]) == (of_tile[0], of_tile[-1])
 
 
-@pytest.mark.parametrize("name", ["splits", "window", "past", "future", "packed", "packed_full"])
+PARTS = {"parts": Case((140, 3, 64), queries=5, q_len=2, parts=3)}
+
+
+@pytest.mark.parametrize(
+    "name", ["splits", "window", "past", "future", "packed", "packed_full", "parts"]
+)
 def test_entries_are_all_queries_and_the_keys_that_they_attend_to(name: str) -> None:
-    case = CASES[name]
+    case = (CASES | PARTS)[name]
     plan = programs.evaluate(case.plan, np.array(case.lengths, np.int32), case.starts)
     tokens = []
     least, most = case.distances
@@ -228,6 +260,38 @@ def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
         check(CASES["two_splits_of_a_cta"], decode)
 
 
+def scales_of_1(self: Any, slot: Any, scores: Any, attended: Any) -> softmax.ValueScales:
+    found = load_value_scales(self, slot, scores, attended)
+    return found._replace(scales=jnp.where(found.scales > 0, 1.0, 0.0))
+
+
+load_value_scales = tile.Split.load_value_scales
+
+
+def of_all_slots(buffer: Any, first: Any, end: Any) -> Any:
+    return find_largest(buffer, np.int32(0), np.int32(64))
+
+
+find_largest = scales.largest_exponent
+
+BUGS_OF_8_BITS: dict[str, tuple[Any, str, Any]] = {
+    **{name: BUGS[name] for name in ("a slot filled while it is read", "values that do not exist", "a skipped wait")},
+    "V without scales": (tile.Split, "load_value_scales", scales_of_1),
+    "scales of slots that are not used": (scales, "largest_exponent", of_all_slots),
+    "Q without scales": (tile.Split, "load_q_scale", lambda self: layouts.splat_constant(1.0, (8,), layouts.COL_LAYOUT)),
+    "O in no order": (eight_bits, "order_output", lambda acc: acc),
+    "a unit that is not raised": (softmax.ValueUnit, "raised", lambda self, exponent: (self, jnp.float32(1))),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("last_block_first")
+@pytest.mark.parametrize("bug", BUGS_OF_8_BITS)
+def test_a_planted_bug_with_8_bits_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*BUGS_OF_8_BITS[bug])
+    with pytest.raises((RaceDetected, AssertionError)):
+        check(OF_8_BITS["splits"], decode)
+
+
 def test_a_merge_before_all_splits_are_stored_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block that is interpreted finds all splits, but nothing orders them."""
     monkeypatch.setattr(
@@ -258,34 +322,75 @@ COMPILED: dict[str, tuple] = {
     "h192_hv128": (16, 1, (32, 8), (192, 128), None, CAUSAL),
     "h256": (16, 1, (32, 8), (256, 256), None, CAUSAL),
     "h256_queries_4": (16, 4, (32, 8), (256, 256), None, CAUSAL),
-    "fixed_splits": (16, 1, (32, 8), (128, 128), None, CAUSAL),
-    "columns_64_pages_fixed_splits": (16, 8, (64, 8), (128, 128), 16, CAUSAL),
+    "fixed_splits": (16, 1, (32, 8), (128, 128), None, CAUSAL, None, 32),
+    "columns_64_pages_fixed_splits": (16, 8, (64, 8), (128, 128), 16, CAUSAL, None, 32),
 }
 COMPILED_QUICKLY = {"group_4", "pages_16", "columns_64_window", "h256_queries_4"}
+COMPILED_OF_8_BITS: dict[str, tuple] = {
+    "group_4": (16, 1, (32, 8), (128, 128), None, CAUSAL, FP8),
+    "int8": (16, 1, (32, 8), (128, 128), None, CAUSAL, INT8),
+    "pages_8": (16, 4, (32, 8), (128, 128), 8, CAUSAL, FP8),
+    "pages_64": (16, 1, (32, 8), (128, 128), 64, CAUSAL, FP8),
+    "int8_pages_16": (16, 4, (32, 8), (128, 128), 16, CAUSAL, INT8),
+    "window": (16, 4, (32, 8), (128, 128), None, DistanceRange(-511, 0), INT8),
+    "full": (16, 4, (64, 8), (128, 128), None, FULL, FP8),
+    "h64": (16, 4, (32, 8), (64, 64), None, CAUSAL, INT8),
+    "h64_pages": (16, 4, (32, 8), (64, 64), 16, CAUSAL, FP8),
+    "h192_hv128": (16, 2, (32, 8), (192, 128), None, CAUSAL, FP8),
+    "h256": (16, 2, (32, 8), (256, 256), 16, CAUSAL, INT8),
+    "h256_window": (16, 2, (32, 8), (256, 256), None, DistanceRange(-511, 0), FP8),
+}
+COMPILED_QUICKLY_OF_8_BITS = {"group_4", "int8_pages_16", "h256_window"}
 
 
 @pytest.mark.parametrize("name", slow_but(COMPILED_QUICKLY.__contains__, COMPILED))
 def test_compiles_clean(name: str) -> None:
-    requests, queries, (n, heads), (h, hv), page_size, distances = COMPILED[name]
-    tokens, capacity = requests * queries, 8192
+    compile_clean(*COMPILED[name])
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(COMPILED_QUICKLY_OF_8_BITS.__contains__, COMPILED_OF_8_BITS)
+)
+def test_8_bits_compile_clean(name: str) -> None:
+    compile_clean(*COMPILED_OF_8_BITS[name])
+
+
+def compile_clean(
+    requests: int,
+    queries: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    page_size: int | None,
+    distances: DistanceRange,
+    quantized: str | None = None,
+    split_blocks: int | None = None,
+) -> None:
+    (n, kv_heads), tokens, capacity = heads, requests * queries, 8192
     spec = DecodeSpec(
-        requests, queries, tokens, capacity, n, heads, h, hv, 0.125, distances, page_size,
-        split_blocks=32 if name.endswith("fixed_splits") else None,
-    )  # fmt: skip
+        *(requests, queries, tokens, capacity, n, kv_heads, *dims, 0.125, distances, page_size),
+        split_blocks=split_blocks,
+        quantized=quantized,
+    )
     config = choose(spec, 132)
     assert config is not None
 
-    def run(q: Any, k: Any, v: Any, lengths: Any, *table: Any) -> Any:
-        return decode(spec, config, q, k, v, plan_decode(spec, config, lengths), *table)
+    def run(q: Any, k: Any, v: Any, lengths: Any, table: Any, scales: Any) -> Any:
+        plan = plan_decode(spec, config, lengths)
+        return decode(spec, config, q, k, v, plan, table, scales=scales)
 
-    keys, table = (requests, capacity), []
+    keys, table, scales = (requests, capacity), None, None
     if page_size is not None:
         keys = requests * capacity // page_size, page_size
-        table = [jax.ShapeDtypeStruct((requests, capacity // page_size), jnp.int32)]
-    shapes = (tokens, n, h), (*keys, heads, h), (*keys, heads, hv)
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        table = jax.ShapeDtypeStruct((requests, capacity // page_size), jnp.int32)
+    if quantized is not None:
+        shape = keys[0], kv_heads, keys[1]
+        scales = Scales(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 2)
+    q = jax.ShapeDtypeStruct((tokens, n, dims[0]), jnp.bfloat16)
+    arrays = [
+        jax.ShapeDtypeStruct((*keys, kv_heads, dim), quantized or jnp.bfloat16) for dim in dims
+    ]
     lengths = jax.ShapeDtypeStruct((requests,), jnp.int32)
-    (report,) = compile_gate.compile_for_h200(run, *arrays, lengths, *table)
+    (report,) = compile_gate.compile_for_h200(run, q, *arrays, lengths, table, scales)
     compile_gate.assert_clean(report)
     # all CTAs of an SM fit its registers and its shared memory
     assert config.ctas_per_sm * report.registers * 128 <= 65_536
@@ -409,6 +514,21 @@ def test_mods_compile_clean(name: str, queries: int) -> None:
     if (name, queries) in SPILLS:
         assert report.spill_stores <= SPILLS[name, queries]
         report = dataclasses.replace(report, spill_stores=0, spill_loads=0)
+    compile_gate.assert_clean(report)
+
+
+@pytest.mark.parametrize("name", slow_but(lambda name: name == "tree", MODS))
+def test_mods_of_8_bits_compile_clean(name: str) -> None:
+    """With as many columns as a tile has."""
+    shape = 4, 32, 4, 4096
+
+    def run(q: Any, cache: Any) -> Any:
+        return fa.cached_attention(q, cache, implementation="hopper", **mods_of(name, shape))
+
+    cache = jax.eval_shape(lambda: fa.Cache.zeros(4, 4096, kv_heads=4, head_dim=128, dtype=INT8))
+    q = jax.ShapeDtypeStruct((4, 4, 32, 128), jnp.bfloat16)
+    with hopper.planned_for_h200():
+        (report,) = compile_gate.compile_for_h200(run, q, cache)
     compile_gate.assert_clean(report)
 
 

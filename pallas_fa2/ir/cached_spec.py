@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_fa2.ir.affine import DistanceRange, distance_range
 from pallas_fa2.ir.call_spec import CallSpec, Operands
+from pallas_fa2.ir.quantized import Scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class CachedSpec:
         that all its tokens share.
       split_size: the keys between the cuts of a sequence into splits, where results must not depend on the other
         sequences of the batch; None where the kernel may cut as it likes.
+      quantized: the dtype of keys and values of 8 bits, which have scales; None where theirs is that of queries.
     """
 
     call: CallSpec
@@ -33,6 +35,7 @@ class CachedSpec:
     has_given_positions: bool = False
     has_sequence_data: bool = False
     split_size: int | None = None
+    quantized: str | None = None
 
     @property
     def distances(self) -> DistanceRange | None:
@@ -58,6 +61,8 @@ class CachedSpec:
         fields = [str(self.call)]
         if self.page_size is not None:
             fields.append(f"pages of {self.page_size} tokens")
+        if self.quantized is not None:
+            fields.append(f"keys and values of {self.quantized} with scales")
         if self.is_packed:
             fields.append("packed queries")
         if self.split_size is not None:
@@ -78,6 +83,7 @@ class CachedOperands(NamedTuple):
     call: Operands
     table: jax.Array | None = None  # int32 [B, S / page], 0 to P - 1; unused entries too
     starts: jax.Array | None = None  # int32 [B + 1], not falling, 0 to tokens
+    scales: Scales | None = None  # of keys and values of 8 bits
 
 
 def requests_of(starts: jax.Array, tokens: int) -> jax.Array:

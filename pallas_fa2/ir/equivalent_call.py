@@ -3,7 +3,8 @@
 Contiguous keys are those of a call with explicit positions, under a mask of lengths; pages are gathered first. Packed
 queries `[tokens, N, H]` become one batch entry against the slots of all sequences in a row, under a mask of requests, like
 packed documents. That is linear in the size of the cache, where a batch entry for each request would have R times the
-queries, and for each query its own copy of the keys; blocks of other requests are EMPTY.
+queries, and for each query its own copy of the keys; blocks of other requests are EMPTY. Keys and values of 8 bits are
+multiplied by their scales, in the dtype of the queries.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from pallas_fa2.ir.arrays import K_AXIS, NUM_LEADING_AXES, Q_AXIS, AuxArrays
 from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec, requests_of
 from pallas_fa2.ir.call_spec import CallSpec, Operands
+from pallas_fa2.ir.quantized import Scales, dequantize
 from pallas_fa2.ir.trace import TracedFn, trace
 
 
@@ -71,8 +73,14 @@ def equivalent_arrays(
 ) -> tuple[jax.Array, jax.Array, jax.Array, Operands]:
     """Return q, k, v with a batch axis and the operands of the equivalent call."""
     table, call = operands.table, operands.call
+    scales = operands.scales
     if table is not None:
         k, v = (_gather_pages(x, table) for x in (k, v))
+        scales = scales and Scales(*(_gather_scales(x, table) for x in scales))
+    if scales is not None:
+        k, v = (
+            dequantize(x, scale, spec.call.dtype) for x, scale in zip((k, v), scales, strict=True)
+        )
     if not spec.is_packed:
         keys = _existing_keys(False, _on_axis(operands.lengths, 0), None, None)
         return q, k, v, call._replace(mask=(keys, call.mask))
@@ -94,6 +102,12 @@ def _gather_pages(pool: jax.Array, table: jax.Array) -> jax.Array:
     """Return `[B, W * page, K, H]`, the pages of each sequence in a row."""
     pages = jnp.take(pool, table, axis=0, mode="clip")
     return pages.reshape(pages.shape[0], -1, *pages.shape[3:])
+
+
+def _gather_scales(pool: jax.Array, table: jax.Array) -> jax.Array:
+    """Return `[B, K, W * page]`, the scales of each sequence in a row."""
+    scales = jnp.swapaxes(jnp.take(pool, table, axis=0, mode="clip"), 1, 2)
+    return scales.reshape(*scales.shape[:2], -1)
 
 
 def _on_axis(x: jax.Array, axis: int) -> jax.Array:

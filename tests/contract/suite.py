@@ -21,8 +21,10 @@ def value_and_gradients(
     gradients: bool = True,
     on_cache: bool = False,
     deterministic: bool = False,
+    quantized: str | None = None,
 ) -> Callable:
-    """(q, k, v, dout, dlse) -> out, lse, dq, dk, dv; or out and lse alone. `on_cache`: by a cache that is full."""
+    """(q, k, v, dout, dlse) -> out, lse, dq, dk, dv; or out and lse alone. `on_cache`: by a cache that is full, or one
+    of 8 bits to which k and v are appended."""
     mask = case.mask(case)[0] if case.mask else None
     score = case.score(case)[0] if case.score else None
 
@@ -32,6 +34,8 @@ def value_and_gradients(
     def attend(q: Any, k: Any, v: Any) -> tuple:
         if on_cache:
             cache = fa.Cache(k, v, jnp.full(case.batch, case.kv_len))
+            if quantized is not None:
+                cache = in_8_bits(case, k, v, quantized)
             return fa.cached_attention(q, cache, q_positions=jnp.arange(case.q_len), **options)
         return fa.flash_attention(q, k, v, deterministic_gradients=deterministic, **options)
 
@@ -42,6 +46,13 @@ def value_and_gradients(
         return (out, lse, *pull((dout, jnp.where(jnp.isfinite(lse), dlse, 0))))
 
     return asking_first()(run) if case.asks_first else run
+
+
+def in_8_bits(case: Case, k: Any, v: Any, quantized: str) -> fa.Cache:
+    """The cache that k and v are appended to."""
+    dims = {"head_dim": k.shape[-1], "value_dim": v.shape[-1]}
+    cache = fa.Cache.zeros(case.batch, case.kv_len, kv_heads=case.kv_heads, dtype=quantized, **dims)
+    return cache.append(k, v)
 
 
 def expected(case: Case, inputs: list) -> tuple[Truth, Truth]:
@@ -95,20 +106,39 @@ def check(
     gradients: bool = True,
     on_cache: bool = False,
     deterministic: bool = False,
+    quantized: str | None = None,
 ) -> None:
     """Values and gradients of each, on clean inputs and with NaN where nobody may look.
 
-    `jit` is that of JAX or of the interpreter; `on_cache` calls `cached_attention`. If `deterministic`, gradients are
-    summed in one order.
+    `jit` is that of JAX or of the interpreter; `on_cache` calls `cached_attention`, on a cache of 8 bits if
+    `quantized`, without gradients: the truth is then that of the keys and values that it stands for. If
+    `deterministic`, gradients are summed in one order.
     """
     inputs = case.inputs()
-    goal, unfused = expected(case, inputs)
+    if quantized is None:
+        goal, unfused = expected(case, inputs)
+    else:
+        q, k, v, *rest = inputs
+        appended = jit(lambda k, v: in_8_bits(case, k, v, quantized))(k, v)
+        # as the product of two arrays, in float64
+        k, v = (
+            np.asarray(x, np.float64) * np.moveaxis(np.asarray(scale, np.float64), 1, 2)[..., None]
+            for x, scale in ((appended.key, appended.k_scale), (appended.value, appended.v_scale))
+        )
+        goal, _ = expected(case, [q, k, v, *rest])
+        k, v = (x.astype(case.dtype) for x in (k, v))
+        _, unfused = expected(case, [q, k, v, *rest])
     for implementation in implementations:
         interpreted = implementation == "hopper" and jit is not jax.jit
         runs = arrangements(case, inputs, interpreted)
-        call = jit(value_and_gradients(case, implementation, gradients, on_cache, deterministic))
+        call = jit(
+            value_and_gradients(case, implementation, gradients, on_cache, deterministic, quantized)
+        )
         for where, arrays, entries in runs:
             results = zip(Truth._fields, call(*arrays), unfused, goal, strict=gradients)
             for name, *of in results:
                 what = f"{implementation} {case}{where}"
+                if quantized is not None and name == "lse":
+                    # that of keys which were rounded to the dtype of queries
+                    name, of[0] = "lse of rounded keys", np.asarray(of[0]).astype(case.dtype)
                 assert_within_rule(name, what, *(x[entries] for x in of))

@@ -40,6 +40,7 @@ class Cached:
     head_dim: int = 8
     value_dim: int = 8
     dtype: str = "float32"
+    quantized: str = ""  # the dtype of a cache of 8 bits
     mask: masks.Node | None = masks.Causal()  # noqa: RUF009
     scores: tuple[score_functions.Score, ...] = ()
     sinks: bool = False
@@ -83,8 +84,9 @@ def draw(pick: Pick, for_kernels: bool = False) -> Cached:
         kv_heads=pick((1, 2)),
         group=pick((1, 3, 4)),
         head_dim=pick((8, 16, 64)),
-        value_dim=pick((8, 24)),
+        value_dim=pick((8, 24, 64)),
         dtype=pick(("float32", "float32", "bfloat16")),
+        quantized=pick(("", "", "float8_e4m3fn", "int8")),
         mask=pick((masks.Causal(), None, masks.draw(pick, 2), masks.draw(pick, 2))),
         scores=score_functions.draw(pick),
         sinks=pick((False, False, True)),
@@ -151,18 +153,21 @@ class _Step:
         self.slots = self._slots()
         num_pages = int(self.slots.max()) // max(case.page, 1) + 2
         pool = (num_pages, case.page) if case.page else (batch, case.capacity)
-        exists = np.arange(case.capacity) < lengths[:, None]
+        self.exists = exists = np.arange(case.capacity) < lengths[:, None]
         is_old = np.arange(case.capacity) < self.before[:, None]
         self.full, self.cached, self.expected, self.new = [], [], [], []
+        self.scales, self.expected_scales = [], []
         starts = np.concatenate([[0], np.cumsum(new)])
         for dim in (case.head_dim, case.value_dim):
             tail = (case.kv_heads, dim)
             slots = rng.standard_normal((pool[0] * pool[1], *tail)).astype(case.dtype)
+            if case.quantized:
+                # a token of a head is 0, and others are of any size
+                size = np.exp2(rng.integers(-4, 4, slots.shape[:-1]))[..., None]
+                slots = (slots.astype("f") * (size * (rng.random(size.shape) > 0.1))).astype(
+                    case.dtype
+                )
             full = np.where(exists[..., None, None], slots[self.slots], np.zeros((), case.dtype))
-            nan = np.full_like(slots, np.nan)
-            before, after = nan.copy(), nan.copy()
-            before[self.slots[is_old]] = slots[self.slots[is_old]]
-            after[self.slots[exists]] = slots[self.slots[exists]]
             rows = [full[b, lengths[b] - new[b] : lengths[b]] for b in range(batch)]
             if case.packed:
                 packed = np.full((case.rows, *tail), np.nan, case.dtype)
@@ -173,9 +178,16 @@ class _Step:
                 for b, row in enumerate(rows):
                     padded[b, case.rows - new[b] :] = row
                 self.new.append(padded)
+            if case.quantized:
+                slots, scales = _rounded(slots, case.quantized)
+                for states, kept in ((self.scales, is_old), (self.expected_scales, exists)):
+                    state = self._of_slots(scales, kept).reshape(*pool, case.kv_heads)
+                    states.append(np.moveaxis(state, 2, 1))
+            for states, kept in ((self.cached, is_old), (self.expected, exists)):
+                states.append(self._of_slots(slots, kept).reshape(*pool, *tail))
+            if case.quantized:
+                full = self.stand_for(self.expected[-1], self.expected_scales[-1])
             self.full.append(full)
-            self.cached.append(before.reshape(*pool, *tail))
-            self.expected.append(after.reshape(*pool, *tail))
         self.starts = starts.astype(np.int32)
         self.query = rng.standard_normal((*self.rows_shape, case.shape.q_heads, case.head_dim))
         self.query = self.query.astype(case.dtype)
@@ -203,17 +215,30 @@ class _Step:
         inside = np.arange(case.page)
         return (table[..., None] * case.page + inside).reshape(batch, case.capacity)
 
+    def stand_for(self, numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """What the numbers of 8 bits of a cache stand for by position, `[B, S, K, H]`; 0 where nothing is."""
+        x = numbers.astype(np.float64) * np.moveaxis(scales, 1, 2).astype(np.float64)[..., None]
+        x = x.reshape(-1, *x.shape[2:])[self.slots]
+        return np.where(self.exists[..., None, None], x, 0.0)
+
+    def _of_slots(self, slots: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """Those of the positions that are kept, `[B, S]`, and NaN, or what there is for it, elsewhere."""
+        state = np.full_like(slots, -128 if slots.dtype == np.int8 else np.nan)
+        state[self.slots[kept]] = slots[self.slots[kept]]
+        return state
+
     def cache(self) -> fa.Cache | fa.Pages:
         lengths = self.before.astype(np.int32)
         arrays = [jnp.asarray(x) for x in self.cached]
+        scales = [jnp.asarray(x) for x in self.scales]
         if not self.case.page:
-            return fa.Cache(*arrays, jnp.asarray(lengths))
+            return fa.Cache(*arrays, jnp.asarray(lengths), *scales)
         needed = (
             np.arange(self.table.shape[1]) * self.case.page < np.array(self.case.lengths)[:, None]
         )
         anything = self.rng.choice([-1, 10**6, -(2**31)], self.table.shape)
         table = np.where(needed, self.table, anything).astype(np.int32)
-        return fa.Pages(*arrays, jnp.asarray(table), jnp.asarray(lengths))
+        return fa.Pages(*arrays, jnp.asarray(table), jnp.asarray(lengths), *scales)
 
     def positions(self) -> tuple[np.ndarray, np.ndarray]:
         """The position of each row of each sequence and whether it is its own, `[B, T]` both."""
@@ -224,6 +249,14 @@ class _Step:
             return position, np.ones_like(position, bool)
         own = (rows >= self.starts[:-1, None]) & (rows < self.starts[1:, None])
         return lengths - self.starts[1:, None] + rows, own
+
+
+def _rounded(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens `[..., H]` in 8 bits, and the scales that they were divided by: what `append` is to do."""
+    largest, x = np.float32({"int8": 127, "float8_e4m3fn": 448}[dtype]), x.astype(np.float32)
+    scale = np.maximum(np.abs(x).max(-1) / largest, np.float32(2.0**-126)).astype(jnp.bfloat16)
+    x = np.clip(x / scale.astype(np.float32)[..., None], -largest, largest)
+    return (np.round(x) if dtype == "int8" else x).astype(dtype), scale
 
 
 def check(case: Cached, implementation: str | None) -> str:
@@ -259,8 +292,17 @@ def check(case: Cached, implementation: str | None) -> str:
     counts = np.array(case.new, np.int32)
     data = step.starts, counts, step.mask, step.scores, step.sinks
     out, lse, after = jax.jit(run)(step.query, step.new, cache, data)
-    for name, expected in zip(("key", "value"), step.expected, strict=True):
+    names = ("k_scale", "v_scale") if case.quantized else ()
+    for name, expected in zip(names, step.expected_scales, strict=True):
         _assert_same(f"cache.{name}", getattr(after, name), expected)
+    for i, (name, expected) in enumerate(zip(("key", "value"), step.expected, strict=True)):
+        found = np.asarray(getattr(after, name))
+        if case.quantized == "float8_e4m3fn":
+            step.full[i] = step.stand_for(found, step.expected_scales[i])
+            # On a CPU XLA rounds to float16 before, which makes ties of what are nearly some: one number further.
+            bits, expected_bits = (x.view(np.int8).astype(int) for x in (found, expected))
+            found = np.where(abs(bits - expected_bits) == 1, expected, found)
+        _assert_same(f"cache.{name}", found, expected)
     _assert_same("cache.lengths", after.lengths, np.array(case.lengths))
     position, own = step.positions()
     query = (
@@ -273,7 +315,7 @@ def check(case: Cached, implementation: str | None) -> str:
     goal, steps = dense.truth(a, case.shape, scale)
     noise, unfused = (
         dense.noise(a, case.shape, scale, goal, steps),
-        dense.same_dtype(a, case.shape, scale),
+        dense.same_dtype(_as_multiplied(a), case.shape, scale),
     )
 
     def select(x: np.ndarray, empty: float) -> np.ndarray:
@@ -292,12 +334,20 @@ def check(case: Cached, implementation: str | None) -> str:
         # Rows of no request have no noise.
         expected, same, by_chance = map(select, results, (empty, empty, 0.0))
         size = np.abs(np.where(np.isinf(expected), 0, expected)).max(initial=0.0)
-        twice = 0.0 if name == "lse" else FACTOR * deviation(same, expected)
-        rounding = max(FLOOR[str(x.dtype)] * size, SMALLEST[str(x.dtype)])
+        # What 8 bits stand for is rounded to the dtype of queries, and lse is that of the rounded keys.
+        is_exact = name == "lse" and not case.quantized
+        twice = 0.0 if is_exact else FACTOR * deviation(same, expected)
+        dtype = case.dtype if case.quantized else str(x.dtype)
+        rounding = max(FLOOR[dtype] * size, SMALLEST[dtype])
         limit = max(twice, rounding, float(np.max(by_chance, initial=0.0)))
         off = deviation(x, expected)
         assert off <= limit, f"{name} by {chosen}: off by {off:.3g} where {limit:.3g} may be"
     return chosen
+
+
+def _as_multiplied(a: Inputs) -> Inputs:
+    """The inputs with keys and values in the dtype of queries."""
+    return a._replace(k=a.k.astype(a.q.dtype), v=a.v.astype(a.q.dtype))
 
 
 def _inputs(step: _Step, query: np.ndarray, position: np.ndarray, own: np.ndarray) -> Inputs:

@@ -28,7 +28,10 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """`key[b]` and `value[b]` are those of sequence b, `[length, K, H]`; query is `[rows of all, N, H]`."""
+    """`key[b]` and `value[b]` are those of sequence b, `[length, K, H]`; query is `[rows of all, N, H]`.
+
+    Of a cache of 8 bits they are what it stands for.
+    """
 
     cache: fa.Cache | fa.Pages
     query: np.ndarray
@@ -63,8 +66,11 @@ def make(
     dims: tuple[int, int] = (HEAD_DIM, VALUE_DIM),
     page: int = PAGE,
     seed: int = 0,
+    quantized: str | None = None,
+    capacity: int = CAPACITY,
 ) -> Problem:
-    """`tokens` queries of each sequence, or packed ones by `counts` if that is None."""
+    """`tokens` queries of each sequence, or packed ones by `counts` if that is None; keys and values of `dtype`, or of
+    the 8 bits `quantized`; `capacity` is that of contiguous ones."""
     rng = np.random.default_rng(seed)
     batch, (q_heads, kv_heads) = len(lengths), heads
 
@@ -73,16 +79,18 @@ def make(
 
     if paged:
         cache, slots = _pages(rng, random, lengths, kv_heads, dims, page)
+        cache, whole = _in_bits(cache, quantized, rng)
         arrays = [
-            [np.asarray(x)[slots[b]].reshape(-1, *x.shape[2:])[:n] for b, n in enumerate(lengths)]
-            for x in (cache.key, cache.value)
+            [x[slots[b]].reshape(-1, *x.shape[2:])[:n] for b, n in enumerate(lengths)]
+            for x in whole
         ]
     else:
-        key, value = (random(batch, CAPACITY, kv_heads, dim) for dim in dims)
-        arrays = [[x[b, :n].copy() for b, n in enumerate(lengths)] for x in (key, value)]
-        unused = np.arange(CAPACITY) >= lengths[:, None]
+        key, value = (random(batch, capacity, kv_heads, dim) for dim in dims)
+        unused = np.arange(capacity) >= lengths[:, None]
         key[unused], value[unused] = np.nan, np.nan
         cache = fa.Cache(jnp.asarray(key), jnp.asarray(value), jnp.asarray(lengths, jnp.int32))
+        cache, whole = _in_bits(cache, quantized, rng)
+        arrays = [[x[b, :n] for b, n in enumerate(lengths)] for x in whole]
     if tokens is None:
         starts = np.concatenate([[0], np.cumsum(counts)])
         total = starts[-1] + UNUSED
@@ -97,6 +105,33 @@ def make(
         position = lengths[sequence] - tokens + row
         queries, query = None, random(batch, tokens, q_heads, dims[0])
     return Problem(cache, query, queries, *arrays, Rows(sequence, row, position))
+
+
+def _in_bits[T: fa.Cache | fa.Pages](
+    cache: T, quantized: str | None, rng: Any
+) -> tuple[T, tuple[np.ndarray, np.ndarray]]:
+    """The cache in these 8 bits, by scales between tokens of which are 2^6, and what its keys and values stand for.
+
+    Where it was NaN, the scales are as well, and so are the numbers that may be.
+    """
+    if quantized is None:
+        return cache, (np.asarray(cache.key), np.asarray(cache.value))
+    arrays, whole, scales = [], [], []
+    for x in (np.asarray(cache.key, np.float32), np.asarray(cache.value, np.float32)):
+        unused = np.isnan(x).any(-1)
+        exponent = rng.integers(-3, 3, x.shape[:3]) - (6 if quantized == "float8_e4m3fn" else 5)
+        scale = np.exp2(exponent).astype(np.float32) * np.float32(1.25)
+        numbers = np.asarray(np.nan_to_num(x) / scale[..., None])
+        low = quantized == "int8"
+        numbers = np.clip(np.round(numbers), -127, 127) if low else np.clip(numbers, -448, 448)
+        numbers = numbers.astype(quantized)
+        whole.append(numbers.astype(np.float64) * scale[..., None])
+        scale[unused] = np.nan
+        numbers[unused] = 127 if low else np.nan
+        arrays.append(jnp.asarray(numbers))
+        scales.append(jnp.asarray(np.moveaxis(scale, 2, 1), jnp.bfloat16))
+    fields = {"key": arrays[0], "value": arrays[1], "k_scale": scales[0], "v_scale": scales[1]}
+    return dataclasses.replace(cache, **fields), (whole[0], whole[1])
 
 
 def _pages(

@@ -13,6 +13,7 @@ from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.schedule import DecodePlan, plan_decode
 from pallas_fa2.backends.common.decode.spec import DecodeSpec, max_packed_entries
 from pallas_fa2.ir.affine import DistanceRange
+from pallas_fa2.ir.quantized import Scales
 from tests.support import interpreter
 
 CAUSAL, FULL = DistanceRange(most=0), DistanceRange()
@@ -33,6 +34,8 @@ class Case(NamedTuple):
     num_ctas: int = 3
     stages: int = 2
     split_blocks: int | None = None
+    quantized: str | None = None  # the dtype of keys and values of 8 bits
+    parts: int = 1  # entries of a request
 
     @property
     def starts(self) -> np.ndarray:
@@ -52,7 +55,7 @@ class Case(NamedTuple):
         requests = len(self.lengths)
         entries = max_packed_entries(self.num_tokens, requests, self.q_len)
         return DecodeSpec(
-            max_entries=entries if self.is_packed else requests,
+            max_entries=entries if self.is_packed else requests * self.parts,
             q_len=self.q_len,
             num_tokens=self.num_tokens,
             kv_len=self.capacity,
@@ -64,6 +67,8 @@ class Case(NamedTuple):
             page_size=self.page_size,
             distances=self.distances,
             split_blocks=self.split_blocks,
+            quantized=self.quantized,
+            parts=self.parts,
         )
 
     @property
@@ -75,9 +80,18 @@ class Case(NamedTuple):
         return plan_decode(self.spec, self.config, lengths, starts if self.is_packed else None)
 
     def run(
-        self, decode: Callable, q: Any, k: Any, v: Any, lengths: Any, starts: Any, *table: Any
+        self,
+        decode: Callable,
+        q: Any,
+        k: Any,
+        v: Any,
+        lengths: Any,
+        starts: Any,
+        table: Any = None,
+        scales: Any = None,
     ) -> Any:
-        return decode(self.spec, self.config, q, k, v, self.plan(lengths, starts), *table)
+        plan, options = self.plan(lengths, starts), {} if scales is None else {"scales": scales}
+        return decode(self.spec, self.config, q, k, v, plan, table, **options)
 
     def arrays(self) -> tuple[Any, ...]:
         """q, k, v, lengths and starts. Keys that do not exist are NaN."""
@@ -90,6 +104,25 @@ class Case(NamedTuple):
             x[missing] = np.nan
         q, k, v = (np.asarray(jnp.asarray(x, self.dtype)) for x in (q, k, v))
         return q, k, v, np.array(self.lengths, np.int32), self.starts
+
+    def in_8_bits(self, x: np.ndarray, rise: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Keys in 8 bits, their scales `[B, S, K]`, which differ by 2^9 and rise by 2^rise in 64 keys, and what both
+        stand for.
+
+        Where keys are NaN, scales are anything, and the numbers NaN if they may be.
+        """
+        assert self.quantized is not None
+        missing, largest = np.isnan(x).any(-1), {"int8": 127, "float8_e4m3fn": 448}[self.quantized]
+        sizes = np.random.default_rng(x.shape[-1]).integers(-6, 3, x.shape[:3])
+        sizes += rise * np.arange(self.capacity)[:, None] // 64
+        scale = (np.exp2(sizes) * 5 / largest).astype(jnp.bfloat16)
+        numbers = np.nan_to_num(x.astype(np.float32)) * largest / 5
+        numbers = np.clip(np.round(numbers), -largest, largest).astype(self.quantized)
+        whole = numbers.astype(np.float64) * scale.astype(np.float64)[..., None]
+        garbage = [np.nan, 1e30, -np.inf]
+        scale[missing] = np.resize(np.array(garbage, scale.dtype), scale[missing].shape)
+        numbers[missing] = -128 if self.quantized == "int8" else np.nan
+        return numbers, scale, whole
 
     def paged(self, x: np.ndarray, pages: np.ndarray) -> np.ndarray:
         """The keys of all requests in pages, of which the i-th of all is `pages[i]`."""
@@ -122,20 +155,25 @@ def dense(case: Case, q: Any, k: Any, v: Any) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
-def check(case: Case, decode: Callable) -> None:
-    """Compare a kernel, interpreted, with the definition."""
+def check(case: Case, decode: Callable, jit: Callable = interpreter.jit) -> None:
+    """Compare with the definition, and run twice: a plan serves several launches."""
     q, k, v, *rest = case.arrays()
-    truth, truth_lse = dense(case, q, k, v)
+    wholes, table, scales = (k, v), None, None
+    if case.quantized:
+        numbers, scales, wholes = zip(*map(case.in_8_bits, (k, v), (0, 3)), strict=True)
+        k, v = numbers
+    truth, truth_lse = dense(case, q, *wholes)
     if case.page_size:
         shape = len(case.lengths), case.capacity // case.page_size
         pages = np.random.default_rng(1).permutation(math.prod(shape)).astype(np.int32)
         k, v = (case.paged(x, pages) for x in (k, v))
-        pages = pages.reshape(shape)
-        for row, length in zip(pages, case.lengths, strict=True):
+        scales = scales and [case.paged(x, pages) for x in scales]
+        table = pages.reshape(shape)
+        for row, length in zip(table, case.lengths, strict=True):
             row[-(-length // case.page_size) :] = (1 << 30, -5)[length % 2]  # no pages at all
-        rest.append(pages)
+    by_head = scales and Scales(*(np.ascontiguousarray(np.moveaxis(x, 2, 1)) for x in scales))
     # JAX would know the method of an equal case, and have it from before a bug was planted.
-    out, lse = interpreter.run(lambda *args: case.run(decode, *args), q, k, v, *rest)
+    out, lse = jit(lambda *args: case.run(decode, *args))(q, k, v, *rest, table, by_head)
     exists = np.isfinite(truth_lse)
     np.testing.assert_array_equal(np.asarray(lse)[~exists], -np.inf)
     np.testing.assert_array_equal(np.asarray(out, np.float32)[~exists], 0)
@@ -205,3 +243,26 @@ def mods_of(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
             "score": fa.soft_cap(9.0),
         },
     }[name]
+
+
+FP8, INT8 = "float8_e4m3fn", "int8"
+OF_8_BITS = {
+    "splits": Case((256, 250), num_ctas=5, quantized=FP8),
+    "int8": Case((256, 70), quantized=INT8, dims=(128, 128)),
+    "empty": Case((200, 0, 70), heads=(2, 1), quantized=INT8),
+    "all_empty": Case((0, 0), quantized=FP8),
+    "too_long": Case((300, 1 << 30), capacity=104, quantized=FP8),
+    "group_12": Case((150, 64), heads=(12, 1), quantized=FP8, distances=FULL),
+    "queries_4": Case((140,), queries=4, q_len=4, heads=(8, 1), quantized=INT8),
+    "parts": Case((140, 3), queries=5, q_len=3, parts=2, quantized=FP8),
+    "h128_float16": Case((150,), dims=(128, 128), dtype=jnp.float16, quantized=FP8),
+    "h256_hv64": Case((90,), dims=(256, 64), quantized=FP8),
+    "h64_hv192": Case((90,), dims=(64, 192), quantized=INT8),
+    "pages_16": Case((256, 33), page_size=16, quantized=FP8),
+    "pages_24": Case((120, 50), capacity=120, page_size=24, heads=(3, 3), quantized=INT8),
+    "pages_128": Case((200, 129), page_size=128, quantized=INT8),
+    "window": Case(
+        (250, 90, 3), queries=3, q_len=3, distances=DistanceRange(-69, 0), quantized=FP8
+    ),
+    "packed_pages": Case((70, 130), queries=(9, 3), q_len=2, page_size=32, quantized=FP8),
+}

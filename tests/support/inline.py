@@ -33,14 +33,37 @@ def _load_packed_bools(tile, *, transposed):
     return (tile.T if transposed else tile).astype("int32")
 
 
+def _load_keys(tile):
+    """Column 16 k + 4 c + 2 h + j becomes 16 k + 8 h + 2 c + j."""
+    ordered = tile.astype("float16").reshape(len(tile), -1, 4, 2, 2).swapaxes(2, 3)
+    return ordered.reshape(tile.shape)
+
+
+def _load_values(tile):
+    """Row 16 a + 2 g + h of the transpose becomes 16 a + 8 h + g."""
+    rows = tile.T.astype("float16")
+    return rows.reshape(-1, 8, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _order_output(tile):
+    return tile.reshape(-1, 2, 8, tile.shape[1]).swapaxes(1, 2).reshape(tile.shape)
+
+
+def _load_scales(copies):
+    return copies[:, 0].reshape(-1).astype("float32")
+
+
 # What becomes of an array in memory that is loaded into registers.
 LOADED: dict[str, Callable[..., np.ndarray]] = {
     "load_fragment_words": lambda values: from_fragments(
         values.reshape(-1, 2, 2, 128).transpose(0, 3, 1, 2)
     ),
     "load_fragments": from_fragments,
+    "load_keys": _load_keys,
     "load_packed_bools": _load_packed_bools,
     "load_pairwise": _load_pairwise,
+    "load_scales": _load_scales,
+    "load_values": _load_values,
 }
 
 # What is stored in memory from registers.
@@ -123,6 +146,7 @@ INLINE: dict[str, Callable[..., Any]] = {
     "named_barrier_arrive": lambda _: None,
     "named_barrier_sync": lambda _: None,
     "negate_dropped": _negate_dropped,
+    "order_output": _order_output,
     "pack_bits": _pack_bits,
     "reciprocal": np.reciprocal,
     "sync_producer_warps": lambda: None,

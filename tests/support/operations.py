@@ -272,18 +272,45 @@ def _gather_elements(thread, source, index, *, source_info):
     return [values.astype(np.int32) if values.dtype.itemsize == 1 else values.view(np.int32)]
 
 
+def _largest_exponent(thread, place, first, end, *, source_info):
+    """Return the exponent's bits of the largest finite scale of a range of keys."""
+    memory = the_memory()
+    found, _, clock = memory.get_buffer_content(*place, thread)
+    if memory.detect_races:
+        generic = memory.clock_of_access(thread, place[0], clock).generic_clock
+        gpu_callbacks.get_races().check_read(thread, generic, *place, source_info)
+    scales = inline.LOADED["load_scales"](found)
+    exponents = scales.view(np.uint32) & 0x7F800000
+    key = np.arange(len(scales))
+    counts = (key >= first) & (key < end) & (exponents < 0x7F800000)
+    return [np.max(exponents[counts], initial=0).astype(np.int32)]
+
+
+def _zero_rows(thread, place, kept, *, source_info):
+    """Store zeros in the rows that are not kept."""
+    memory = the_memory()
+    found, _, _ = memory.get_buffer_content(*place, thread)
+    value = np.where(kept[:, None] != 0, found, np.zeros((), found.dtype))
+    _, _, clock = memory.store_buffer_content(*place, value, thread)
+    if clock is not None:
+        generic = memory.clock_of_access(thread, place[0], clock).generic_clock
+        gpu_callbacks.get_races().check_write(thread, generic, *place, source_info)
+
+
 # By the names of inline operations.
 OPERATIONS = {
     **bulk.OPERATIONS,
     **meetings.OPERATIONS,
     "gather": _gather,
     "gather_elements": _gather_elements,
+    "largest_exponent": _largest_exponent,
     "scatter": _scatter,
     "scatter_columns": _scatter_columns,
     "scatter_outer": _scatter_outer,
     "put_fragments": _put_fragments,
     "store_rows": _store_rows,
     "take_fragments": _take_fragments,
+    "zero_rows": _zero_rows,
 }
 
 

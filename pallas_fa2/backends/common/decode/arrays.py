@@ -10,6 +10,7 @@ from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import DecodePlan
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
+from pallas_fa2.ir.quantized import Scales
 
 
 def page_rows(spec: DecodeSpec, block_kv: int) -> int:
@@ -31,6 +32,8 @@ class Inputs(NamedTuple):
     plan: DecodePlan
     table: Any = None  # int32 [B, pages of a request]: the pages, of a paged cache
     mods: ModArrays = NO_MODS
+    scales: Scales | None = None  # [B, K, S], or of pages [P, K, page size]: of K and V of 8 bits
+    q_scale: Any = None  # float32 [tokens * N], what Q was divided by for these
 
 
 class Outputs(NamedTuple):

@@ -15,6 +15,7 @@ from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.compilation.launches import LaunchKey, reusable
 from pallas_fa2.distributed.sharding import Axes, sharded
 from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec
+from pallas_fa2.ir.quantized import Scales
 
 # Of one launch; a call of more sequences has several. `support` bounds the blocks of a launch.
 MAX_REQUESTS = 1 << 16
@@ -46,20 +47,22 @@ def forward(
     """
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, lengths: Any, rest: tuple) -> tuple:
-        starts, table, mods = rest
+        starts, table, mods, scales = rest
         launch = DecodeSpec.of_call(spec, lengths.size, k.shape[2])
         plan = plan_decode(launch, config, lengths, starts)
         rows = q.reshape(-1, *q.shape[-2:])
-        out, lse = decode(launch, config, rows, k, v, plan, table, mods.in_rows())
+        eight_bits = {} if scales is None else {"scales": scales}
+        out, lse = decode(launch, config, rows, k, v, plan, table, mods.in_rows(), **eight_bits)
         lse = jnp.swapaxes(lse.reshape(q.shape[:-1]), -1, -2)
         return out.reshape(*q.shape[:-1], out.shape[-1]), lse
 
     needs_arrays = DecodeSpec.of_call(spec).mods is not None
     mods = ModArrays.pack(spec, operands) if needs_arrays else NO_MODS
-    rest = operands.starts, operands.table, mods
+    rest = operands.starts, operands.table, mods, operands.scales
     batch = "." if spec.is_packed or spec.page_size else "b"
     starts_and_table = jax.tree.map(lambda x: "." * x.ndim, rest[:2])
-    rest_axes = *starts_and_table, mods.axes(batch)
+    scale_axes = operands.scales and Scales(*(f"{batch}k.",) * 2)
+    rest_axes = *starts_and_table, mods.axes(batch), scale_axes
     args = q, k, v, operands.lengths, rest
     key = LaunchKey.of(f"{decode.__module__}.decode", spec, config)  # an architecture's
     if spec.is_packed or spec.page_size is not None:

@@ -101,7 +101,7 @@ def plan_decode(
 ) -> DecodePlan:
     """Return the plan of requests of these lengths, int32 `[B]`; those beyond the capacity are cut off.
 
-    Without `starts` each request has `q_len` queries; otherwise request r has those from `starts[r]` to
+    Without `starts` each request has as many queries as any other; otherwise request r has those from `starts[r]` to
     `starts[r + 1]`, int32 `[B + 1]`, which are the last tokens of its sequence.
     """
     lengths = jnp.clip(lengths.astype(I32), 0, spec.kv_len)
@@ -149,10 +149,13 @@ def _cut(
 
 
 def _step_entries(spec: DecodeSpec, lengths: jax.Array) -> Entry:
-    """Return an entry for each request, without its blocks."""
-    request = jnp.arange(lengths.shape[0], dtype=I32)
-    queries = jnp.full_like(request, spec.q_len)
-    return Entry(0, 0, request, lengths, lengths - queries, request * spec.q_len, queries)
+    """Return the entries of each request, as many as its queries need, without their blocks."""
+    parts, queries = spec.parts, spec.queries_of_request
+    index = jnp.arange(spec.max_entries, dtype=I32)
+    request, before = lax.div(index, I32(parts)), lax.rem(index, I32(parts)) * spec.q_len
+    lengths, count = jnp.repeat(lengths, parts), jnp.minimum(queries - before, spec.q_len)
+    first_query = request * queries + before
+    return Entry(0, 0, request, lengths, lengths - queries + before, first_query, count)
 
 
 def _packed_entries(

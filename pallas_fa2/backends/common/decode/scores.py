@@ -77,14 +77,19 @@ class ScoreTile(NamedTuple):
     ) -> None:
         """Call keep(which keys are kept, [64]) to set V to 0 at the others, to which no query of the tile attends: there may
         be NaN, and 0 times that is no 0."""
-        spec, config, entry = self.cta.spec, self.cta.config, self.entry
+        config = self.cta.config
         if attended is not None:
             missing = votes.warpgroup_any_nonfinite(-attended, I32(0)) != 0
             when(missing)(lambda: keep(attended > -jnp.inf))
             return
-        first, end = I32(0), entry.kv_len
-        if spec.distances.least is not None:
-            first = entry.first_position + spec.distances.least
+        first, end = self.key_range()
         key = layouts.index((64, 64), 0, self.first_key)
         is_partial = (self.first_key < first) | (self.first_key + config.block_kv > end)
         when(is_partial)(lambda: keep((key >= first) & (key < end)))
+
+    def key_range(self) -> tuple[Scalar, Scalar]:
+        """Return the first key that a query of the tile may attend to, and the end of those that exist."""
+        first, least = I32(0), self.cta.spec.distances.least
+        if least is not None:
+            first = self.entry.first_position + least
+        return first, self.entry.kv_len

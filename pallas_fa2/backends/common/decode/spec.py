@@ -14,6 +14,9 @@ COLUMN_MULTIPLE = 8
 # A thread has (Hv + 3 * 64) / 128 registers for each column in O^T, S^T, P^T and the sums of its rows: with 64 columns at
 # Hv = 128 all 255 are in use.
 MAX_COLUMNS = 64
+# As operands in registers, K and V of 8 bits take max(H, Hv) / 4 more at a time: with 64 columns at Hv = 128 (and with 32 at
+# 256) a thread spills 42 of them (62).
+MAX_COLUMNS_OF_8_BITS = {128: 32, 256: 16}  # up to so large head dims
 # Below any score, but finite: a query that attends to no key has P = 0 rather than NaN.
 NO_MAXIMUM = -1e30
 
@@ -41,6 +44,8 @@ class DecodeSpec:
     split_blocks: int | None = (
         None  # blocks of keys between the cuts of fixed splits, if splits are fixed
     )
+    quantized: str | None = None  # the dtype of keys and values of 8 bits, which have scales
+    parts: int = 1  # entries of each request, of which each reads its keys; packed queries have as many as they need
 
     @classmethod
     def of_call(
@@ -54,10 +59,13 @@ class DecodeSpec:
         requests = call.batch if requests is None else requests
         kv_heads = call.kv_heads if kv_heads is None else kv_heads
         q_heads, q_len, tokens = kv_heads * call.group, call.q_len, requests * call.q_len
-        entries = requests
+        parts, entries, most = 1, requests, max_columns(cached) // pad_group(call.group)
         if cached.is_packed:
-            tokens, q_len = call.q_len, packed_q_len(call.q_len, requests, call.group)
+            tokens, q_len = call.q_len, packed_q_len(call.q_len, requests, max(1, most))
             entries = max_packed_entries(tokens, requests, q_len)
+        elif cached.quantized is not None and most and q_len:
+            parts = -(-q_len // most)
+            entries, q_len = requests * parts, -(-q_len // parts)
         distances = cached.distances
         if distances is None or needs_mask_code(cached):
             distances = DistanceRange()
@@ -75,6 +83,8 @@ class DecodeSpec:
             page_size=cached.page_size,
             mods=DecodeMods.compile(cached),
             split_blocks=None if cached.split_size is None else cached.split_size // BLOCK_KV,
+            quantized=cached.quantized,
+            parts=parts,
         )
 
     @property
@@ -92,6 +102,11 @@ class DecodeSpec:
     def padded_group(self) -> int:
         """The columns that the query heads of one token and key head take."""
         return pad_group(self.group)
+
+    @property
+    def queries_of_request(self) -> int:
+        """How many queries each request has, where they are not packed."""
+        return self.num_tokens * self.parts // self.max_entries
 
     @property
     def pads_columns(self) -> bool:
@@ -120,13 +135,20 @@ def pad_group(group: int) -> int:
     return round_up(group, COLUMN_MULTIPLE)
 
 
-def packed_q_len(tokens: int, requests: int, group: int) -> int:
-    """Return how many queries an entry of packed queries has: as many as a request has on the average.
+def max_columns(cached: CachedSpec) -> int:
+    """Return the most columns of a tile."""
+    if cached.quantized is None:
+        return MAX_COLUMNS
+    dim = max(cached.call.head_dim, cached.call.value_dim)
+    return next((n for limit, n in MAX_COLUMNS_OF_8_BITS.items() if dim <= limit), 0)
+
+
+def packed_q_len(tokens: int, requests: int, most: int) -> int:
+    """Return how many queries an entry of packed queries has, at `most`: as many as a request has on the average.
 
     A decode step has 1, and any more are columns of zeros; a prompt reads its keys once for each entry.
     """
     average = -(-tokens // requests)
-    most = max(1, MAX_COLUMNS // pad_group(group))
     return min(1 << (average - 1).bit_length(), 1 << (most.bit_length() - 1))
 
 

@@ -43,12 +43,17 @@ def _unsupported_mods(cached: CachedSpec) -> str | None:
     return limits.too_many_elements(max(sizes))
 
 
+def too_many_columns(queries: int, padded_group: int) -> str:
+    """Return why no tile has so many queries of so many heads."""
+    return (
+        f"queries times heads of a group, rounded up to a multiple of 8, are {MAX_COLUMNS} at most, and here are "
+        f"{queries} times {padded_group}"
+    )
+
+
 def _unsupported_launch(spec: DecodeSpec) -> str | None:
     if spec.columns > MAX_COLUMNS:
-        return (
-            f"queries times heads of a group, rounded up to a multiple of 8, are {MAX_COLUMNS} at most, and here are "
-            f"{spec.q_len} times {spec.padded_group}"
-        )
+        return too_many_columns(spec.q_len, spec.padded_group)
     blocks = spec.max_entries * spec.kv_heads * -(-spec.kv_len // DecodeConfig.block_kv)
     if blocks >= 1 << 31:  # they are counted in int32
         return (

@@ -14,6 +14,8 @@ def unsupported_reason(cached: CachedSpec, device: Device) -> str | None:
     """Return why the kernel cannot run a call on a cache on a GPU that has mma.sync and cp.async, or None."""
     if reason := support.unsupported_reason(cached):
         return reason
+    if cached.quantized is not None:
+        return "its caches have the dtype of queries, and this one has 8 bits"
     return _unsupported_launch(DecodeSpec.of_call(cached), device)
 
 

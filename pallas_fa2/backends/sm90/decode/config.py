@@ -1,10 +1,14 @@
 """The configurations of decode kernels."""
 
 from pallas_fa2.arithmetic import round_up
+from pallas_fa2.backends.common.decode.arrays import page_rows
 from pallas_fa2.backends.common.decode.config import MAX_IMBALANCE, DecodeConfig, reduction_bytes
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.sm90.primitives.pipeline import SHARED_MEMORY_BYTES
 
+# The scales that a copy brings: 128 bytes, because TMA writes to multiples of so many, and Pallas copies a byte for each
+# thread at least.
+SCALE_LINE = 64
 # The driver keeps 1 KiB of a multiprocessor's 228 KiB for each CTA (NVIDIA's Hopper Tuning Guide).
 SM_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 # Bytes of mbarriers and of alignment beside the buffers.
@@ -17,20 +21,30 @@ MAX_STAGES = 8
 def choose(spec: DecodeSpec, num_sms: int) -> DecodeConfig | None:
     """Return the configuration of a launch: two CTAs per SM if both have room for two stages, else one.
 
-    But where tiles are about as many as SMs, each CTA may have a whole one (`MAX_IMBALANCE`), and all of an SM's memory
-    for its ring. (Not of pages: a CTA's loads wait for the table, and one an SM has 0.92 of the speed.)
+    One CTA's products and softmax leave its loads idle unless another one's are in flight. But where tiles are about as
+    many as SMs, each CTA may have a whole one (`MAX_IMBALANCE`), and all of an SM's memory for its ring. (Not of pages: a
+    CTA's loads wait for the table, and one an SM has 0.92 of the speed; nor of 8 bits, which arrive in half of the time that
+    the softmax and both products of a block take.)
     None if shared memory has no room for two stages.
     """
     num_tiles = spec.max_entries * spec.kv_heads
-    fills_sms_once = num_sms / MAX_IMBALANCE <= num_tiles <= num_sms and spec.page_size is None
+    fills_sms_once = num_sms / MAX_IMBALANCE <= num_tiles <= num_sms
+    fills_sms_once &= spec.page_size is None and spec.quantized is None
     dims = round_up(spec.head_dim, 64), round_up(spec.value_dim, 64)
+    item = 1 if spec.quantized else 2
+    stage_bytes = DecodeConfig.block_kv * sum(dims) * item + scale_bytes(spec)
     for ctas_per_sm in (1,) if fills_sms_once else (2, 1):
         available = min(SM_BYTES // ctas_per_sm - RESERVED_BYTES, SHARED_MEMORY_BYTES)
-        block_bytes = 2 * DecodeConfig.block_kv * sum(dims)
-        stages = (available - _fixed_bytes(spec, *dims)) // block_bytes
+        stages = (available - _fixed_bytes(spec, *dims)) // stage_bytes
         if stages >= 2:
             return DecodeConfig(*dims, min(stages, MAX_STAGES), ctas_per_sm, num_sms)
     return None
+
+
+def scale_bytes(spec: DecodeSpec) -> int:
+    """Return the bytes of the scales of a block of K and V of 8 bits."""
+    copies = DecodeConfig.block_kv // page_rows(spec, DecodeConfig.block_kv)
+    return 2 * copies * 2 * SCALE_LINE if spec.quantized else 0
 
 
 def _fixed_bytes(spec: DecodeSpec, head_dim: int, value_dim: int) -> int:

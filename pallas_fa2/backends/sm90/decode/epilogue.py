@@ -14,6 +14,7 @@ from pallas_fa2.backends.common.decode.schedule import Entry
 from pallas_fa2.backends.common.decode.spec import NO_MAXIMUM
 from pallas_fa2.backends.common.primitives import gather_scatter, layouts
 from pallas_fa2.backends.common.primitives.types import Scalar
+from pallas_fa2.backends.sm90.decode import eight_bits
 from pallas_fa2.backends.sm90.decode.loader import group_rows
 from pallas_fa2.backends.sm90.decode.memory import SharedStorage
 from pallas_fa2.control_flow import when
@@ -30,6 +31,8 @@ class TileOutput(NamedTuple):
         """Store O^T, normalized, `[Hv, columns]`, and lse in base 2, `[columns]`: lines 14 and 15."""
         spec, out = self.cta.spec, self.cta.memory.out
         group = spec.padded_group
+        if spec.quantized is not None:
+            acc = eight_bits.order_output(acc)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left the buffer
         for columns in layouts.slices(self.cta.config.value_dim, 64):
             tile = acc[columns.start : columns.start + columns.size].astype(out.dtype)

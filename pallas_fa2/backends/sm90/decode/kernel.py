@@ -26,11 +26,13 @@ from pallas_fa2.backends.common.decode.schedule import (
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives.launch import build_kernel
 from pallas_fa2.backends.common.primitives.types import Scalar
+from pallas_fa2.backends.sm90.decode.eight_bits import order_queries
 from pallas_fa2.backends.sm90.decode.epilogue import TileOutput
 from pallas_fa2.backends.sm90.decode.loader import KvLoader
 from pallas_fa2.backends.sm90.decode.memory import SharedStorage
 from pallas_fa2.backends.sm90.decode.tile import Split
 from pallas_fa2.control_flow import when
+from pallas_fa2.ir.quantized import Scales
 
 
 def decode(
@@ -42,27 +44,32 @@ def decode(
     plan: DecodePlan,
     table: jax.Array | None = None,
     mods: ModArrays = NO_MODS,
+    scales: Scales | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [tokens, N, Hv]` and natural `lse [tokens, N]`, float32.
 
     q is `[tokens, N, H]`, bfloat16 or float16; k and v are `[B, S, K, H]` and `[B, S, K, Hv]`, or pages `[P, page size,
     K, H]` and `[P, page size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request. `mods` are what masks and
-    scores read.
+    scores read. k and v of 8 bits have `scales`.
     """
+    dtype, q_scale = q.dtype, None
+    if spec.quantized is not None:
+        q, q_scale = order_queries(q)
+        q_scale = q_scale.reshape(-1)
     shape = spec.num_tokens * spec.kv_heads, spec.group, 1, spec.head_dim
     # Q is small: where TMA would load partial panels one by one, they are filled before.
     missing_columns = config.head_dim - spec.head_dim
     grouped = jnp.pad(q.reshape(shape), [(0, 0)] * 3 + [(0, missing_columns)])
-    inputs = Inputs(grouped, k, v, plan, table, mods)
+    inputs = Inputs(grouped, k, v, plan, table, mods, scales, q_scale)
     flat, tree = jax.tree.flatten(inputs)
 
     def run(refs: tuple, memory: SharedStorage) -> None:
         inputs, outputs = jax.tree.unflatten(tree, refs[: len(flat)]), Outputs(*refs[len(flat) :])
         visit_share(Cta(spec, config, inputs, outputs, memory))
 
-    out_type = jax.ShapeDtypeStruct((*shape[:-1], config.value_dim), q.dtype)
+    out_type = jax.ShapeDtypeStruct((*shape[:-1], config.value_dim), dtype)
     out_types = Outputs.types(spec, config, out_type)
-    memory = SharedStorage.allocate(spec, config, q.dtype)
+    memory = SharedStorage.allocate(spec, config, dtype)
     kernel = build_kernel(
         "decode",
         run,

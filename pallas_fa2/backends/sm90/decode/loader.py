@@ -5,6 +5,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32, rem
 from pallas_fa2.backends.common.decode.arrays import Cta, page_rows
@@ -43,6 +44,17 @@ class KvLoader:
                 target = buffer.at[slot, pl.ds(row, self.page_rows)]
                 source = self._source(array, cursor, i)
                 source.load(target, memory.kv_full.array, barrier)
+        if inputs.scales is None:
+            return
+        pairs = zip(inputs.scales, (memory.k_scale, memory.v_scale), strict=True)
+        for name, (array, lines) in zip("kv", pairs, strict=True):
+            barrier = memory.kv_full.at(name, slot)
+            for i in range(lines.shape[1]):
+                source = self._source(array, cursor, i)
+                heads = pl.ds(source.head, lines.shape[2])
+                rows = pl.ds(source.rows.start, self.page_rows)
+                scales = array.at[source.batch, heads, rows]
+                plgpu.copy_gmem_to_smem(scales, lines.at[slot, i], barrier)
 
     def _source(self, array: Ref, cursor: KvCursor, i: int) -> HeadRows:
         """Return where the i-th copy of a block comes from."""

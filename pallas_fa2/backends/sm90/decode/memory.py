@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_fa2.backends.common.decode.arrays import page_rows
@@ -9,6 +11,8 @@ from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives import swizzle
 from pallas_fa2.backends.common.primitives.types import Ref, Scratch
+from pallas_fa2.backends.sm90.decode.config import SCALE_LINE
+from pallas_fa2.backends.sm90.decode.eight_bits import OPERAND_DTYPE, panel_width
 from pallas_fa2.backends.sm90.primitives.pipeline import Barriers
 
 
@@ -19,26 +23,42 @@ class SharedStorage(NamedTuple):
     """
 
     q: Ref  # [2, columns, H]: this tile's, and the next one's
-    k: Ref  # [stages, 64, H]
+    k: Ref  # [stages, 64, H], of 8 or 16 bits
     v: Ref  # [stages, 64, Hv]
     p: Ref  # [columns, 64]
     out: Ref  # [columns, Hv]
     q_full: Barriers
     kv_full: Barriers
+    # Of K of 8 bits, [stages, copies of a block, heads, keys]: a copy brings 64 scales, those of its keys of this head and
+    # of the next ones.
+    k_scale: Ref = None
+    v_scale: Ref = None
 
     @classmethod
     def allocate(cls, spec: DecodeSpec, config: DecodeConfig, dtype: DTypeLike) -> "SharedStorage":
-        def smem(*shape: int) -> Scratch:
+        operand = OPERAND_DTYPE if spec.quantized else dtype
+
+        def smem(*shape: int, dtype: DTypeLike = operand) -> Scratch:
             return swizzle.swizzled_smem(*shape, dtype=dtype, panel=64)
 
-        stages, block_kv = config.stages, config.block_kv
-        pages = block_kv // page_rows(spec, block_kv)
+        def ring(dim: int) -> Scratch:
+            shape = config.stages, config.block_kv, dim
+            if spec.quantized is None:
+                return smem(*shape)
+            return swizzle.swizzled_smem(*shape, dtype=spec.quantized, panel=panel_width(dim))
+
+        copies, scales = config.block_kv // page_rows(spec, config.block_kv), {}
+        if spec.quantized is not None:
+            kind = plgpu.SMEM((config.stages, copies, copies, SCALE_LINE // copies), jnp.bfloat16)
+            scales = {"k_scale": kind, "v_scale": kind}
+            copies *= 2  # the scales arrive with their tokens
         return cls(
             q=smem(2, spec.columns, config.head_dim),
-            k=smem(stages, block_kv, config.head_dim),
-            v=smem(stages, block_kv, config.value_dim),
-            p=smem(spec.columns, block_kv),
-            out=smem(spec.columns, config.value_dim),
+            k=ring(config.head_dim),
+            v=ring(config.value_dim),
+            p=smem(spec.columns, config.block_kv),
+            out=smem(spec.columns, config.value_dim, dtype=dtype),
             q_full=Barriers.allocate(spec.q_len, q=2),
-            kv_full=Barriers.allocate(pages, k=stages, v=stages),
+            kv_full=Barriers.allocate(copies, k=config.stages, v=config.stages),
+            **scales,
         )

@@ -2,8 +2,13 @@
 
 from pallas_fa2.backends.common.decode import support
 from pallas_fa2.backends.common.decode.arrays import page_rows
-from pallas_fa2.backends.common.decode.config import DecodeConfig
-from pallas_fa2.backends.common.decode.spec import DecodeSpec
+from pallas_fa2.backends.common.decode.spec import (
+    BLOCK_KV,
+    MAX_COLUMNS,
+    DecodeSpec,
+    max_columns,
+    pad_group,
+)
 from pallas_fa2.backends.common.primitives.swizzle import SWIZZLE_ROWS
 from pallas_fa2.backends.sm90.decode import config
 from pallas_fa2.device import Device
@@ -17,14 +22,35 @@ def unsupported_reason(cached: CachedSpec, device: Device) -> str | None:
     """Return why the kernel does not support a call on a cache on this device, or None."""
     if not device.is_sm90:
         return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
-    return support.unsupported_reason(cached) or _unsupported_launch(DecodeSpec.of_call(cached))
+    reason = support.unsupported_reason(cached)
+    if reason is None and cached.quantized is not None:
+        reason = _unsupported_8_bits(cached)
+    return reason or _unsupported_launch(DecodeSpec.of_call(cached))
+
+
+def _unsupported_8_bits(cached: CachedSpec) -> str | None:
+    call = cached.call
+    for name, dim in (("H", call.head_dim), ("Hv", call.value_dim)):
+        if dim % 64:
+            return f"head dims of caches of 8 bits are multiples of 64, but {name} is {dim}"
+    group = pad_group(call.group)
+    if group > max_columns(cached):
+        return (
+            "heads of a group, rounded up to a multiple of 8, are "
+            f"{max_columns(cached)} at most with caches of 8 bits and these head dims, and here are {group}"
+        )
+    if not cached.is_packed and call.q_len * group > MAX_COLUMNS:
+        return support.too_many_columns(call.q_len, group)
+    if cached.page_size is None and call.kv_len % SWIZZLE_ROWS:
+        return f"a cache of 8 bits has a multiple of {SWIZZLE_ROWS} slots for a sequence, and here {call.kv_len}"
+    return None
 
 
 def _unsupported_launch(spec: DecodeSpec) -> str | None:
     if spec.page_size is not None:
         if spec.page_size % SWIZZLE_ROWS:
             return f"a page has a multiple of {SWIZZLE_ROWS} tokens, and here {spec.page_size}"
-        rows = page_rows(spec, DecodeConfig.block_kv)
+        rows = page_rows(spec, BLOCK_KV)
         if rows < PARTIAL_PANEL_ROWS and (spec.head_dim % 64 or spec.value_dim % 64):
             return (
                 f"with pages of {spec.page_size} tokens head dims are multiples of 64, and here {spec.head_dim} and "
