@@ -26,9 +26,9 @@ def backend_forward(
     spec: CallSpec, plan: Plan, q: Any, k: Any, v: Any, operands: Operands
 ) -> Results:
     """Return the results of the backend on arrays with one batch axis, with None where it returns no row sums."""
-    results = BACKENDS[plan.implementation].forward(spec, plan.forward, q, k, v, operands)
-    out, lse, sums = results if len(results) == 3 else (*results, None)
-    return out, lse, sums
+    forward: Callable[..., Any] = BACKENDS[plan.implementation].forward
+    out, lse, *sums = forward(spec, plan.forward, q, k, v, operands)
+    return out, lse, sums[0] if sums else None
 
 
 def backend_backward(
