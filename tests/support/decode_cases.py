@@ -120,8 +120,8 @@ def dense(case: Case, q: Any, k: Any, v: Any) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
-def check(case: Case, decode: Callable) -> None:
-    """Compare a kernel, interpreted, with the definition."""
+def check(case: Case, decode: Callable, jit: Callable = interpreter.jit) -> None:
+    """Compare a kernel, interpreted or by `jax.jit`, with the definition."""
     q, k, v, *rest = case.arrays()
     truth, truth_lse = dense(case, q, k, v)
     if case.page_size:
@@ -133,7 +133,7 @@ def check(case: Case, decode: Callable) -> None:
             row[-(-length // case.page_size) :] = (1 << 30, -5)[length % 2]  # no pages at all
         rest.append(pages)
     # JAX would know the method of an equal case, and have it from before a bug was planted.
-    out, lse = interpreter.run(lambda *args: case.run(decode, *args), q, k, v, *rest)
+    out, lse = jit(lambda *args: case.run(decode, *args))(q, k, v, *rest)
     exists = np.isfinite(truth_lse)
     np.testing.assert_array_equal(np.asarray(lse)[~exists], -np.inf)
     np.testing.assert_array_equal(np.asarray(out, np.float32)[~exists], 0)
