@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from benchmarks.measure import short_error
 from pallas_fa2.backends.sm80 import backend, first_use
+from pallas_fa2.backends.sm80.decode import cached_forward
 from pallas_fa2.backends.sm80.support import MIN_CAPABILITY
 from pallas_fa2.device import Device, device_of
 
@@ -47,11 +48,13 @@ def describe(device: Device) -> dict[str, Any]:
 
 
 def first_use_by_family(device: Device) -> dict[str, str]:
-    """Compare each family of the mma.sync kernels with the definition; return what is wrong by head dim and dtype."""
+    """Compare each family of the mma.sync kernels with the definition; return what is wrong by head dim and dtype, and in
+    decoding."""
+    actual, decode = jax.devices()[0], (cached_forward.configure, cached_forward.forward)
     try:
-        wrong = first_use.check_families(
-            (backend.forward, backend.backward), device, jax.devices()[0]
-        )
+        wrong = first_use.check_families((backend.forward, backend.backward), device, actual)
+        decoding = first_use.check_decode(decode, device, actual)
     except Exception as e:  # noqa: BLE001 - that a kernel does not compile belongs in the report
         return {"all": short_error(e)}
-    return {f"H = {dim}, {dtype}": reason or "right" for (dim, dtype), reason in wrong.items()}
+    families = {f"H = {dim}, {dtype}": reason for (dim, dtype), reason in wrong.items()}
+    return {name: reason or "right" for name, reason in {**families, "decoding": decoding}.items()}

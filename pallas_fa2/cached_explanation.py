@@ -51,7 +51,7 @@ class CachedExplanation:
         lines = [
             f"{self.spec}",
             f"implementation  {self.plan.implementation} on {self.device.kind}",
-            *(f"  not {name}: {reason}" for name, reason in self.plan.rejected),
+            *(f"  {reason}" for reason in self.plan.reasons()),
             f"forward         {self.forward}",
             f"memory          {moved} of inputs and outputs{gathered if self.gathered_bytes else ''}",
         ]

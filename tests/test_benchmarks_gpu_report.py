@@ -19,6 +19,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpu_report, "device_of", lambda _: RTX_3090)
     monkeypatch.setattr(first_use, "check_families", lambda *_: dict.fromkeys(first_use.FAMILIES))
+    monkeypatch.setattr(first_use, "check_decode", lambda *_: "")
     monkeypatch.setattr(measure, "matmul", lambda n: 60.0)
 
     def fake(shape, implementations, iterations, backward):
@@ -43,7 +44,7 @@ def test_a_report_is_a_file_of_results_that_describes_the_gpu(gpu, capsys, monke
     saved = record.load(path)
     assert saved["gpu"]["capability"] == "8.6" and saved["gpu"]["multiprocessors"] == 82
     names = {f"H = {dim}, {dtype}" for dim, dtype in first_use.FAMILIES}
-    assert saved["gpu"]["first_use"] == dict.fromkeys(names, "right")
+    assert saved["gpu"]["first_use"] == dict.fromkeys((*names, "decoding"), "right")
     assert set(saved["results"]) == set(REPORT) and saved["setup"]["jax"] == jax.__version__
     out = capsys.readouterr().out
     assert "| d128_s4096_c |" in out and f"Please send us {path}" in out
@@ -54,8 +55,11 @@ def test_a_report_is_a_file_of_results_that_describes_the_gpu(gpu, capsys, monke
 def test_a_report_says_what_is_wrong(gpu, monkeypatch):
     families = dict.fromkeys(first_use.FAMILIES) | WRONG
     monkeypatch.setattr(first_use, "check_families", lambda *_: families)
+    decoding = "a decode step at H = 64: relative error 0.5"
+    monkeypatch.setattr(first_use, "check_decode", lambda *_: decoding)
     report = gpu_report.first_use_by_family(RTX_3090)
     assert report["H = 64, bfloat16"] == WRONG[64, "bfloat16"]
+    assert report["decoding"] == decoding
     assert report["H = 64, float32"] == report["H = 96, bfloat16"] == "right"
 
     def fails(*_):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -24,6 +25,13 @@ RTX_3090 = gpus.device("8.6")
 @pytest.mark.parametrize("name", slow_but(lambda name: name not in ("group_20", "full"), CASES))
 def test_interpreted(name: str) -> None:
     check(CASES[name], decode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_runs(name: str, stages: int) -> None:
+    check(CASES[name]._replace(stages=stages), decode, jax.jit)
 
 
 @pytest.mark.parametrize("stages", [1, slow(3), slow(4)])

@@ -30,8 +30,15 @@ class CachedPlan:
 
     def summary(self, spec: CachedSpec) -> str:
         """Say in one line which backend runs a call and why no faster one does."""
-        reasons = [f"not {name}: {reason}" for name, reason in self.rejected]
-        return "; ".join([f"{self.implementation} runs {spec}", *reasons])
+        return "; ".join([f"{self.implementation} runs {spec}", *self.reasons()])
+
+    def reasons(self) -> list[str]:
+        """Say of each faster backend why it cannot run the call; or why its kernel that reads caches cannot, where the backend
+        runs the equivalent call."""
+        return [
+            f"not {name}{"'s kernel that reads caches" * (name == self.implementation)}: {reason}"
+            for name, reason in self.rejected
+        ]
 
 
 def make_cached_plan(

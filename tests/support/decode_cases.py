@@ -156,7 +156,7 @@ def dense(case: Case, q: Any, k: Any, v: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check(case: Case, decode: Callable, jit: Callable = interpreter.jit) -> None:
-    """Compare with the definition, and run twice: a plan serves several launches."""
+    """Compare a kernel, interpreted or by `jax.jit`, with the definition."""
     q, k, v, *rest = case.arrays()
     wholes, table, scales = (k, v), None, None
     if case.quantized:
