@@ -286,7 +286,7 @@ def _largest_exponent(thread, place, first, end, *, source_info):
     return [np.max(exponents[counts], initial=0).astype(np.int32)]
 
 
-def _zero_rows(thread, place, kept, *, source_info):
+def _zero_byte_rows(thread, place, kept, *, source_info):
     """Store zeros in the rows that are not kept."""
     memory = the_memory()
     found, _, _ = memory.get_buffer_content(*place, thread)
@@ -310,7 +310,7 @@ OPERATIONS = {
     "put_fragments": _put_fragments,
     "store_rows": _store_rows,
     "take_fragments": _take_fragments,
-    "zero_rows": _zero_rows,
+    "zero_byte_rows": _zero_byte_rows,
 }
 
 

@@ -218,7 +218,7 @@ def _shuffle(value: MlirValue, lane: MlirValue) -> MlirValue:
 def zero_rows(buffer: Ref, kept: jax.Array) -> None:
     """Set rows of V of 8 bits in shared memory to 0 where `kept`, int32 `[64]`, is 0."""
 
-    @inline_op("zero_rows", as_operand(buffer), ROW_LAYOUT)
+    @inline_op("zero_byte_rows", as_operand(buffer), ROW_LAYOUT)
     def zero(_, buffer: Ref, kept: Registers) -> None:
         # Four lanes have rows r and r + 8 of a warp's 16, and a quarter of each line of both.
         _, panels, _, width = ir.MemRefType(buffer.type).shape
