@@ -110,7 +110,9 @@ class Split:
             return acc[...]
 
         s = pl.run_scoped(multiply, pipeline.accumulator(64, self.cta.spec.columns))
-        return s if k_scale is None else s * layouts.outer_product(k_scale, q_scale)
+        if k_scale is None or q_scale is None:
+            return s
+        return s * layouts.outer_product(k_scale, q_scale)
 
     def multiply_pv(self, acc: jax.Array, slot: Scalar) -> jax.Array:
         """Return O^T + V^T P^T, float32 [Hv, columns]: line 10."""
