@@ -12,8 +12,11 @@ from pallas_fa2.backends.sm90.decode import eight_bits, scales
 from tests.support import inline, programs
 
 
-def ordered(q: np.ndarray) -> eight_bits.Queries:
-    return eight_bits.Queries(*map(np.asarray, programs.evaluate(eight_bits.order_queries, q)))
+def ordered(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The operand, and what it is to be multiplied by."""
+    operand, largest = map(np.asarray, programs.evaluate(eight_bits.order_queries, q))
+    assert largest.dtype == np.float32
+    return operand, np.asarray(programs.evaluate(eight_bits.query_scale, largest.view(np.int32)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -51,25 +51,33 @@ def panel_width(dim: int) -> int:
 
 
 class Queries(NamedTuple):
-    """Queries as operands: `operand * scale` in another order of columns."""
+    """Queries as operands: `operand * query_scale(largest)` in another order of columns."""
 
     operand: jax.Array  # float16, like the queries
-    scale: jax.Array  # float32, one for each query and head: a power of two
+    largest: jax.Array  # float32, the largest magnitude of each query and head
 
 
 def order_queries(q: jax.Array) -> Queries:
-    """Return Q `[..., H]` as an operand. Its rows are multiplied by powers of two, because float16 has fewer exponents
-    than bfloat16."""
-    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(q.astype(jnp.float32)), axis=-1), I32)
-    exponent = (bits >> 23) & 255
-    # Rows of zeros have 2^0, and so have those with infinity or NaN, which stay.
-    exponent = jnp.where((exponent == 0) | (exponent == 255), 127 + QUERY_EXPONENT, exponent)
-    exponent = jnp.clip(exponent - QUERY_EXPONENT, 1, 253)
-    scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
-    inverse = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
-    operand = (q.astype(jnp.float32) * inverse[..., None]).astype(OPERAND_DTYPE)
+    """Return Q `[..., H]` as an operand. Its rows are divided by powers of two, because float16 has fewer exponents than
+    bfloat16."""
+    wide = q.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=-1)
+    scale = query_scale(lax.bitcast_convert_type(largest, I32))
+    operand = (wide / scale[..., None]).astype(OPERAND_DTYPE)
     ordered = jnp.swapaxes(operand.reshape(*q.shape[:-1], -1, 4, 2, 2), -3, -2)
-    return Queries(ordered.reshape(q.shape), scale)
+    return Queries(ordered.reshape(q.shape), largest)
+
+
+def query_scale(largest: jax.Array) -> jax.Array:
+    """Return the powers of two that queries are divided by, float32, from the bits of their largest magnitudes.
+
+    The kernel computes them, so that XLA has no operation for them alone.
+    """
+    exponent = largest >> 23
+    # Rows of zeros have 2^0, and so have those with infinity or NaN, which stay.
+    is_normal = (exponent > 0) & (exponent < 255)
+    exponent = jnp.where(is_normal, jnp.maximum(exponent - QUERY_EXPONENT, 1), 127)
+    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
 def load_keys(buffer: Ref) -> jax.Array:

@@ -52,15 +52,15 @@ def decode(
     K, H]` and `[P, page size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request. `mods` are what masks and
     scores read. k and v of 8 bits have `scales`.
     """
-    dtype, q_scale = q.dtype, None
+    dtype, largest = q.dtype, None
     if spec.quantized is not None:
-        q, q_scale = order_queries(q)
-        q_scale = q_scale.reshape(-1)
+        q, largest = order_queries(q)
+        largest = largest.reshape(-1)
     shape = spec.num_tokens * spec.kv_heads, spec.group, 1, spec.head_dim
     # Q is small: where TMA would load partial panels one by one, they are filled before.
     missing_columns = config.head_dim - spec.head_dim
     grouped = jnp.pad(q.reshape(shape), [(0, 0)] * 3 + [(0, missing_columns)])
-    inputs = Inputs(grouped, k, v, plan, table, mods, scales, q_scale)
+    inputs = Inputs(grouped, k, v, plan, table, mods, scales, largest)
     flat, tree = jax.tree.flatten(inputs)
 
     def run(refs: tuple, memory: SharedStorage) -> None:

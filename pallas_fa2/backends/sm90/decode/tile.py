@@ -60,14 +60,14 @@ class Split:
 
     def load_q_scale(self) -> jax.Array | None:
         """Load what the queries of the tile were divided by, where K has 8 bits, [columns]."""
-        spec, q_scale = self.cta.spec, self.cta.inputs.q_scale
-        if q_scale is None:
+        spec, largest = self.cta.spec, self.cta.inputs.q_largest
+        if largest is None:
             return None
         column = layouts.index((64, spec.columns), 1, 0)
         token, member = div(column, spec.padded_group), rem(column, spec.padded_group)
         row = (self.entry.first_query + token) * spec.kv_heads + self.head
-        bits = gather_scatter.gather_elements(q_scale, row * spec.group + member, (1,))
-        return lax.bitcast_convert_type(bits, jnp.float32)
+        bits = gather_scatter.gather_elements(largest, row * spec.group + member, (1,))
+        return eight_bits.query_scale(bits)
 
     def visit_block(
         self, i: Scalar, state: LoopState, *, q_scale: jax.Array | None = None
@@ -109,7 +109,7 @@ class Split:
             return acc[...]
 
         s = pl.run_scoped(multiply, pipeline.accumulator(64, self.cta.spec.columns))
-        if q_scale is None or k_scale is None:
+        if k_scale is None or q_scale is None:
             return s
         return s * layouts.outer_product(k_scale, q_scale)
 
