@@ -13,6 +13,7 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.split_float32 import split_for_gradients
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig, DqConfig
 from pallas_fa2.backends.sm80.backward.dq_kernel import query_gradients
 from pallas_fa2.backends.sm80.backward.kernel import gradients
@@ -133,6 +134,41 @@ def test_sizes_that_float16_does_not_have() -> None:
 
 
 BACKWARDS = {
+    "float32": (
+        BackwardConfig(64, 64, warpgroups=1, score_queries=32, terms=2),
+        KernelSpec(1, 100, 150, 2, 1, 0.125, 50),
+        (64, 56),
+    ),
+    "float32_8_warps": (
+        BackwardConfig(64, 64, stages=2, vector_atomics=True, terms=2),
+        KernelSpec(1, 70, 130, 1, 1, 0.125, None),
+        (64, 64),
+    ),
+    "float32_split_columns": (
+        BackwardConfig(128, 128, split_columns=True, terms=2),
+        KernelSpec(1, 130, 70, 1, 1, 0.1, 0),
+        (128, 104),
+    ),
+    "float32_dq_apart": (
+        BackwardConfig(
+            96, 64, warpgroups=1, terms=2, dq=DqConfig(96, 64, row_tiles=2, score_keys=32, terms=2)
+        ),
+        KernelSpec(1, 100, 70, 1, 1, 0.125, 0),
+        (88, 64),
+    ),
+    "float32_all_apart": (
+        BackwardConfig(
+            128,
+            128,
+            warpgroups=1,
+            score_queries=16,
+            apart=True,
+            terms=2,
+            dq=DqConfig(128, 128, score_keys=16, dout_in_registers=True, terms=2),
+        ),
+        KernelSpec(1, 70, 70, 1, 1, 0.1, None),
+        (128, 104),
+    ),
     "1_stage": (BackwardConfig(64, 64), KernelSpec(1, 100, 150, 2, 1, 0.125, 50), (64, 56)),
     "2_stages": (
         BackwardConfig(64, 64, stages=2, vector_atomics=True),
@@ -189,7 +225,7 @@ BACKWARDS = {
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backward(name: str) -> None:
     config, spec, dims = BACKWARDS[name]
-    q, k, v, dout = _arrays(spec, dims)
+    q, k, v, dout = _arrays(spec, dims, jnp.float32 if config.is_split else jnp.bfloat16)
     in_float32 = [x.astype("float32") for x in (q, k, v)]
     (out, lse), pull = jax.vjp(functools.partial(_dense, spec), *in_float32)
     expected = pull((dout.astype("float32"), jnp.zeros_like(lse)))
@@ -197,15 +233,21 @@ def test_backward(name: str) -> None:
     delta = np.pad(-np.einsum("bthd,bthd->bht", dout.astype("float32"), out), extra)
     lse = np.pad(-np.asarray(lse) * np.float32(LOG2E), extra, constant_values=-np.inf)
 
-    def compute(*arrays: jax.Array) -> tuple:
-        dq, dk, dv, _ = gradients(spec, config, Inputs(*arrays))
+    def compute(q: Any, k: Any, v: Any, dout: Any, *rows: Any) -> tuple:
+        inputs, like = Inputs(q, k, v, dout, *rows), (q, k, v)
+        if config.is_split:
+            dims = config.head_dim, config.value_dim
+            *terms, scales = split_for_gradients(q, k, v, dout, dims, config.multiples)
+            inputs = Inputs(*terms, *rows, scales=scales)
+        dq, dk, dv, _ = gradients(spec, config, inputs, like)
         if config.dq is not None:
-            dq = query_gradients(spec, config.dq, Inputs(*arrays))
+            dq = query_gradients(spec, config.dq, inputs, q)
         return dq, dk, dv
 
     found = interpreter.run(compute, q, k, v, dout, lse, delta.astype("float32"))
     for actual, gradient in zip(found, expected, strict=True):
-        np.testing.assert_allclose(actual.astype("float32"), gradient, atol=3e-2)
+        atol = 4e-6 * abs(gradient).max() if config.is_split else 3e-2
+        np.testing.assert_allclose(actual.astype("float32"), gradient, atol=atol)
 
 
 def _run(kind: str, name: str) -> None:
@@ -221,6 +263,8 @@ MEETINGS = [
     ("backward", "dq_apart", 6, 2),
     ("backward", "dq_apart_2_stages", 6, 2),
     ("backward", "all_apart", 13, 5),
+    ("backward", "float32", 2, 1),
+    ("backward", "float32_split_columns", 3, 1),
 ]
 
 

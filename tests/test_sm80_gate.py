@@ -61,12 +61,14 @@ def _compiled(name: str, capability: str) -> bool:
 
 
 def _kernels(name: str, capability: str) -> list[str]:
-    if name in CANDIDATES or CALLS[name].dtype == jnp.float32:
+    if name in CANDIDATES:
         return ["attention"]
-    q, v = (jax.ShapeDtypeStruct((1, 64, 1, dim), "bfloat16") for dim in CALLS[name].dims)
-    options = {"deterministic_gradients": name.startswith("deterministic")}
-    spec, _ = parse_call(q, q, v, **options)
+    call = CALLS[name]
+    q, v = (jax.ShapeDtypeStruct((1, 64, 1, dim), call.dtype) for dim in call.dims)
+    spec, _ = parse_call(q, q, v, deterministic_gradients="deterministic" in name)
     config = configs.backward_config(spec, gpus.device(capability))
+    if config is None:  # `blockwise` forms the gradients
+        return ["attention"]
     return ["attention", "attention_gradients", *["attention_dq"] * (config.dq is not None)]
 
 
