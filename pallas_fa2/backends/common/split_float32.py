@@ -110,9 +110,15 @@ def row_powers(highest: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest absolute value, `highest`."""
     bits = lax.bitcast_convert_type(jnp.maximum(highest, LEAST_LARGEST), jnp.int32)
     power = (bits & (0xFF << 23)) - (TOP_EXPONENT << 23)
-    inverse = (2 * 127 << 23) - power  # float32's exponents are biased by 127
-    power, inverse = (lax.bitcast_convert_type(x, jnp.float32) for x in (power, inverse))
-    return power, inverse
+    power = lax.bitcast_convert_type(power, jnp.float32)
+    return power, inverse_power(power)
+
+
+def inverse_power(power: jax.Array) -> jax.Array:
+    """Return 1 / power of powers of two from 2^-126 to 2^126, exactly; of 0, 2^127."""
+    # float32's exponents are biased by 127
+    bits = (2 * 127 << 23) - lax.bitcast_convert_type(power, jnp.int32)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _finite_rows(x: jax.Array) -> jax.Array:

@@ -56,12 +56,9 @@ class KeyBlock:
         return cls(schedule, inputs, outputs, memory, coordinates, *counts)
 
     @property
-    def batch(self) -> Any:
-        return self.coordinates[0]
-
-    @property
-    def head(self) -> Any:
-        return self.coordinates[1]
+    def head(self) -> tuple[Any, Any]:
+        """Batch entry and head."""
+        return self.coordinates[:2]
 
     def compute_first_key(self) -> Any:
         return self.coordinates[2] * self.config.block_kv
@@ -125,7 +122,7 @@ class KeyBlock:
                 ds_rows = [products.round_rows(x, q.dtype, q_power) for x in ds]
             p = [m.zero_dropped(x) for m, x in zip(mods, p, strict=True)]
             p_rows = [products.round_rows(x, q.dtype, dout_power) for x in p]
-            self.store_ds(columns, ds, ds_rows, powers)
+            self.store_ds(columns, ds, ds_rows, powers, dout_power)
             if self.config.split_columns:
                 self.store_tiles(self.memory.p, columns, p_rows)
                 continue
@@ -192,23 +189,24 @@ class KeyBlock:
     def store_tiles(self, buffer: StoredTile, columns: Any, tiles: list[RowOperand]) -> None:
         """Store some columns of P or dS of each tile of keys."""
         piece = self.warpgroup if self.config.split_columns else columns.start // columns.size
-        for rows, tile in zip(self.slice_score_rows(), tiles, strict=True):
-            slices = mma.term_slices(buffer.tile, columns, self.config.terms)
-            for x, term in zip(slices, tile.terms, strict=True):
-                buffer.tile.at[rows, x][...] = term
-            if tile.power is not None:
-                buffer.power.at[piece].at[rows][...] = tile.power
+        products.store_rows(buffer, self.slice_score_rows(), columns, piece, tiles)
 
     def store_ds(
-        self, columns: Any, ds: list, ds_rows: list[RowOperand], powers: list[KeyPowers]
+        self,
+        columns: Any,
+        ds: list[jax.Array],
+        ds_rows: list[RowOperand],
+        powers: list[KeyPowers],
+        dout_power: Any,
     ) -> None:
-        """Store dS where products read it: split, that of dQ has the powers of keys, that of dK those of queries."""
+        """Store dS where products read it: split, that of dQ has the powers of keys, that of dK those of q."""
         of_dq, of_dk = self.memory.ds, self.memory.dk_ds
         if of_dk is not None:
             self.store_tiles(of_dk, columns, ds_rows)
         if of_dq is not None and self.config.is_split:
             tiles = zip(ds, powers, strict=True)
-            ds_rows = [products.split_warp_rows(x, of_dq.tile.dtype, own.k) for x, own in tiles]
+            dtype = of_dq.tile.dtype
+            ds_rows = [products.split_warp_rows(x, dtype, own.k, dout_power) for x, own in tiles]
         if of_dq is not None:
             self.store_tiles(of_dq, columns, ds_rows)
 
@@ -217,7 +215,11 @@ class KeyBlock:
         columns = self.share(self.config.head_dim)
         operands = *self.memory.ds, self.memory.k
         dq = products.multiply_transposed(*operands, columns, self.config.terms)
-        target = self.outputs.dq.at[self.batch, self.head, i, self.warpgroup]
+        if (scales := self.inputs.scales) is not None:
+            queries = pl.ds(i * self.config.block_q, self.config.block_q)
+            power = layouts.load_row(0, scales.dout.at[(*self.head, queries)], jnp.float32)
+            dq *= layouts.broadcast_rows(power, dq.shape)
+        target = self.outputs.dq.at[(*self.head, i, self.warpgroup)]
         accumulate.add_tile(target, dq, self.config.vector_atomics)
 
     def mask(self, exponents: list[jax.Array], t: Any, i: Any, columns: Any) -> list[jax.Array]:
@@ -246,11 +248,11 @@ class KeyBlock:
 
     def load_mods(self, i: Any, rows: Any, columns: Any, masked: bool) -> KeyMods:
         """Load what scores and dropout, and the mask if `masked`, read of a tile of keys."""
-        head, arrays = (self.batch, self.head), (self.inputs.aux, self.outputs.aux_grads)
+        arrays = self.inputs.aux, self.outputs.aux_grads
         first_key = self.compute_first_key() + rows.start
         tile = first_key, i * self.config.block_q + columns.start
         ragged = self.spec.kv_len % self.config.block_kv != 0
-        return KeyMods.load(self.spec, *arrays, head, *tile, masked, ragged)
+        return KeyMods.load(self.spec, *arrays, self.head, *tile, masked, ragged)
 
     def slice_score_rows(self) -> list[Any]:
         """Return the tiles of keys, within the block, whose scores the warpgroup forms."""

@@ -44,6 +44,9 @@ class KeyLoads:
     coordinates: tuple[Any, Any, Any]  # batch entry, head and block of keys
     num_steps: Any
 
+    def compute_kv_head(self) -> Any:
+        return arithmetic.div(self.coordinates[1], self.schedule.spec.group)
+
     def load_block(self, t: Any, i: Any) -> None:
         """Begin to copy block i of queries, the t-th, if there is one, and make a group of the copies so far."""
         config, q_len = self.schedule.config, self.schedule.spec.q_len
@@ -72,10 +75,10 @@ class KeyLoads:
         size, v = config.block_kv, self.memory.v
         if config.v_in_registers:
             v = self.memory.dout.at[0]
-        batch, head, block = self.coordinates
+        batch, _, block = self.coordinates
         first = block * size
         limit = None if kv_len % size == 0 else kv_len - first
-        keys = batch, pl.ds(first, size), arithmetic.div(head, self.schedule.spec.group)
+        keys = batch, pl.ds(first, size), self.compute_kv_head()
         for array, buffer in ((self.inputs.k, self.memory.k), (self.inputs.v, v)):
             if buffer is not None:
                 async_copy.load_rows(array.at[keys], buffer, config.warpgroups, limit)
@@ -92,12 +95,12 @@ class KeyLoads:
     def load_key_powers(self, score_rows: list[Any]) -> list[KeyPowers]:
         """Load the powers of two of each tile of keys of split operands."""
         scales, powers = self.inputs.scales, []
-        batch, head, block = self.coordinates
+        batch, _, block = self.coordinates
         if scales is None:
             return powers
         for rows in score_rows:
             keys = pl.ds(block * self.schedule.config.block_kv + rows.start, 64)
-            place = batch, arithmetic.div(head, self.schedule.spec.group), keys
+            place = batch, self.compute_kv_head(), keys
             arrays = (x.at[place] for x in (scales.k, scales.v))
             powers.append(KeyPowers(*(layouts.load_row(0, x, jnp.float32) for x in arrays)))
         return powers

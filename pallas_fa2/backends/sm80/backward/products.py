@@ -2,7 +2,9 @@
 
 Their terms, where inputs are float32 (`split_float32`), are formed in registers. What is contracted over has a power of two
 for each token, and so have P and dS: P 2^c of the token's dO is what it contributes to dV, dS 2^a of its q to dK, dS 2^b of
-the key to dQ. float16 has these in relation to the largest of a row and a block, whose power of two multiplies the product.
+the key to dQ. float16 has these in relation to the largest of a row and a block, whose power of two multiplies the product. In dQ, whose
+operand passes from warp to warp, it is the largest of 16 keys and a block of queries, after the size of each query's dO was
+divided out.
 """
 
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from pallas_fa2.backends.common.inline import asm, inline_op
 from pallas_fa2.backends.common.primitives import layouts, thread_values
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
 from pallas_fa2.backends.common.primitives.types import Ref, Registers
+from pallas_fa2.backends.sm80.backward.memory import StoredTile
 from pallas_fa2.backends.sm80.primitives import mma
 
 
@@ -51,9 +54,16 @@ def round_rows(tile: jax.Array, dtype: DTypeLike, weights: jax.Array | None) -> 
     return _split_rows(tile, dtype, plgpu.layout_cast(highest, ROW_LAYOUT))
 
 
-def split_warp_rows(tile: jax.Array, dtype: DTypeLike, weights: jax.Array) -> RowOperand:
-    """Return a float32 tile times `weights`, one for each row, split, with one power for all of a warp's 16 rows."""
-    tile *= layouts.broadcast_rows(weights, tile.shape)
+def split_warp_rows(
+    tile: jax.Array, dtype: DTypeLike, rows: jax.Array, columns: jax.Array
+) -> RowOperand:
+    """Return a float32 tile times a weight for each row and over one for each column, which are powers of two, split, with one
+    power for all of a warp's 16 rows."""
+    inverse = split_float32.inverse_power(columns)
+    tile *= layouts.broadcast_columns(
+        inverse, tile.shape
+    )  # one after the other: their product may be infinite
+    tile *= layouts.broadcast_rows(rows, tile.shape)
     return _split_rows(tile, dtype, warp_largest(tile))
 
 
@@ -108,6 +118,18 @@ def add_rows(
 
 def _add_scaled(acc: jax.Array, product: jax.Array, operand: RowOperand) -> jax.Array:
     return acc + product * layouts.broadcast_rows(operand.power, product.shape)
+
+
+def store_rows(
+    buffer: StoredTile, tile_rows: list[Any], columns: Any, piece: Any, tiles: list[RowOperand]
+) -> None:
+    """Store some columns, which are a piece, of tiles of rows in shared memory."""
+    for rows, tile in zip(tile_rows, tiles, strict=True):
+        slices = mma.term_slices(buffer.tile, columns, len(tile.terms))
+        for x, term in zip(slices, tile.terms, strict=True):
+            buffer.tile.at[rows, x][...] = term
+        if tile.power is not None:
+            buffer.power.at[piece].at[rows][...] = tile.power
 
 
 def multiply_transposed(left: Ref, power: Ref | None, right: Ref, columns: Any, terms: int) -> Any:
