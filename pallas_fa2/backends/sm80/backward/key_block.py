@@ -117,9 +117,9 @@ class KeyBlock:
                 dp = self.multiply_keys(self.memory.v, dout.at[columns], v)  # line 13
                 dp = products.scale(dp, [x.v for x in powers], dout_power)
                 column_delta = layouts.load_row(1, delta.at[columns], jnp.float32)
-                tiles = zip(mods, zip(p, s, dp, strict=True), strict=True)
-                ds = [m.ds(*x, column_delta) for m, x in tiles]  # line 14
-                ds_rows = [products.round_rows(x, q.dtype, q_power) for x in ds]
+                for m, *tiles in zip(mods, p, s, dp, strict=True):
+                    ds.append(m.ds(*tiles, column_delta))  # line 14
+                    ds_rows.append(products.round_rows(ds[-1], q.dtype, q_power))
             p = [m.zero_dropped(x) for m, x in zip(mods, p, strict=True)]
             p_rows = [products.round_rows(x, q.dtype, dout_power) for x in p]
             self.store_ds(columns, ds, ds_rows, powers, dout_power)
