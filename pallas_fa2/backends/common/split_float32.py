@@ -99,10 +99,10 @@ def split_for_gradients(
     q_power, k_power, v_power, dout_power = (_power_of_two(e - TOP_EXPONENT) for e in exponents)
     (of_queries, of_keys), (dim, value_dim) = multiples, dims
     columns = dim, dim, value_dim, value_dim
-    terms = map(_split_rows, (q, k, v, dout), exponents, columns)
+    q, k, v, dout = map(_split_rows, (q, k, v, dout), exponents, columns)
     powers = (q_power, of_queries), (dout_power, of_queries), (k_power, of_keys), (v_power, of_keys)
     padded = (_pad_tokens(x, block).swapaxes(1, 2) for x, block in powers)
-    return *terms, GradientScales(*padded)
+    return q, k, v, dout, GradientScales(*padded)
 
 
 def row_powers(highest: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -106,7 +106,7 @@ def from_thread_values(value: MlirValue) -> Registers:
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
 
-def repeat(value: MlirValue, shape: tuple[int, ...], layout: mgpu.TiledLayout) -> Registers:
+def repeat(value: MlirValue, shape: tuple[int, ...], layout: Any) -> Registers:
     """Return a float array whose elements of a thread are all this value of its."""
     registers = np.empty(layout.registers_shape(shape), object)
     kind = layout.registers_element_type(value.type)

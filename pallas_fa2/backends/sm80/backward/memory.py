@@ -28,11 +28,11 @@ class SharedStorage(NamedTuple):
     v: Any  # [block_kv, Hv] where dK and dV are formed together
     q: Any  # [stages, block_q, H]
     dout: Any  # [stages, block_q, Hv]
-    ds: StoredTile | None  # of dQ
+    ds: Any  # StoredTile of dQ
     lse: Any  # [stages, block_q]; of split operands they are two of `vectors`
     delta: Any
-    p: StoredTile | None  # where columns are divided
-    dk_ds: StoredTile | None  # of dK, where columns are divided: that of dQ, if it is not split
+    p: Any  # StoredTile where columns are divided
+    dk_ds: Any  # StoredTile of dK, where columns are divided: that of dQ, if it is not split
     # Of split operands, float32 [4, stages, block_q]: lse, delta and the powers of q and dO. Every buffer begins at a multiple
     # of 1024 bytes.
     vectors: Any = None

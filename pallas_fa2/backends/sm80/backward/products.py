@@ -36,9 +36,7 @@ class RowOperand(NamedTuple):
         return self._replace(terms=list(map(mma.as_left, self.terms)))
 
 
-def scale(
-    tiles: list[jax.Array], rows: list[jax.Array], columns: jax.Array | None
-) -> list[jax.Array]:
+def scale(tiles: list[jax.Array], rows: list[Any], columns: jax.Array | None) -> list[jax.Array]:
     """Return products of split operands times the powers of two of each tile's rows and of its columns."""
     if columns is None:
         return tiles
@@ -112,11 +110,12 @@ def add_rows(
             lefts = [[x[:, start : start + mma.K_STEP] for x in y.terms] for y in operands]
             products = mma.add_terms(products, lefts, rights)
         tiles = zip(accs, products, operands, strict=True)
-        sums.append([_add_scaled(layouts.slice_columns(x, own), *of) for x, *of in tiles])
+        sums.append([_add_scaled(layouts.slice_columns(x, own), y, z) for x, y, z in tiles])
     return [x[0] if len(x) == 1 else lax.concatenate(x, 1) for x in zip(*sums, strict=True)]
 
 
 def _add_scaled(acc: jax.Array, product: jax.Array, operand: RowOperand) -> jax.Array:
+    assert operand.power is not None
     return acc + product * layouts.broadcast_rows(operand.power, product.shape)
 
 

@@ -184,7 +184,7 @@ class QueryBlock:
             arrays += [scales.q, scales.dout]
         return RowStatistics(*(layouts.load_row(0, x.at[rows], jnp.float32) for x in arrays))
 
-    def load_rows(self) -> list[list[jax.Array]]:
+    def load_rows(self) -> list[list[list[jax.Array]]]:
         """Begin to copy Q and dO of the block; return dO's fragments of each panel of columns, if they are kept in registers."""
         size, dout = self.config.block_q, self.memory.dout
         if self.config.dout_in_registers:
