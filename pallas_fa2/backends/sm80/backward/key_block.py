@@ -117,8 +117,8 @@ class KeyBlock:
                 dp = self.multiply_keys(self.memory.v, dout.at[columns], v)  # line 13
                 dp = products.scale(dp, [x.v for x in powers], dout_power)
                 column_delta = layouts.load_row(1, delta.at[columns], jnp.float32)
-                for m, *tiles in zip(mods, p, s, dp, strict=True):
-                    ds.append(m.ds(*tiles, column_delta))  # line 14
+                for m, tile in zip(mods, zip(p, s, dp, strict=True), strict=True):
+                    ds.append(m.ds(*tile, column_delta))  # line 14
                     ds_rows.append(products.round_rows(ds[-1], q.dtype, q_power))
             p = [m.zero_dropped(x) for m, x in zip(mods, p, strict=True)]
             p_rows = [products.round_rows(x, q.dtype, dout_power) for x in p]
@@ -213,8 +213,8 @@ class KeyBlock:
     def add_dq(self, i: Any) -> None:
         """Add dQ_i = dS K, of the warpgroup's columns, to device memory."""
         columns = self.share(self.config.head_dim)
-        operands = *self.memory.ds, self.memory.k
-        dq = products.multiply_transposed(*operands, columns, self.config.terms)
+        ds, terms = self.memory.ds, self.config.terms
+        dq = products.multiply_transposed(ds.tile, ds.power, self.memory.k, columns, terms)
         if (scales := self.inputs.scales) is not None:
             queries = pl.ds(i * self.config.block_q, self.config.block_q)
             power = layouts.load_row(0, scales.dout.at[(*self.head, queries)], jnp.float32)

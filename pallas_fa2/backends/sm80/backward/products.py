@@ -103,7 +103,9 @@ def add_rows(
     # A split product starts from zero and is added by units that round to nearest (docs/decisions/0075-split-float32.md).
     sums = []
     for own in layouts.slices(columns.size, min(mma.panel_width(columns.size), panel)):
-        products = [thread_values.zero_accumulator((64, own.size)) for _ in operands]
+        size = own.size
+        assert isinstance(size, int)
+        products = [thread_values.zero_accumulator((64, size)) for _ in operands]
         slices = mma.term_slices(right, pl.ds(columns.start + own.start, own.size), terms)
         for start in range(0, right.shape[0], mma.K_STEP):
             rights = [mma.load_right(right.at[pl.ds(start, mma.K_STEP), x]) for x in slices]
