@@ -410,11 +410,20 @@ def test_explain_names_the_backend_of_score_gradients():
     assert asked.backward.endswith("sums in one order")
 
 
-def test_explain_names_the_backend_of_gradients_of_float32():
+def test_explain_describes_the_kernels_of_float32():
     x = jax.ShapeDtypeStruct((2, 2048, 4, 64), jnp.float32)
     explanation = fa.explain(x, x, x, device=H200)
     assert explanation.implementation == "ampere"
-    assert explanation.forward.endswith("float32 as two float16 numbers, three products")
+    for text in (explanation.forward, explanation.backward):
+        assert text.endswith("float32 as two float16 numbers, three products")
+    # float32 dQ, terms of q, k, v and dout, and of each query delta, lse and two powers of two
+    assert explanation.workspace_bytes == 4 * 2 * 4 * 2048 * (64 + 4 * 64 + 4)
+
+
+def test_explain_names_the_backend_of_gradients_of_float32():
+    x = jax.ShapeDtypeStruct((2, 2048, 4, 256), jnp.float32)
+    explanation = fa.explain(x, x, x, device=H200)
+    assert explanation.implementation == "ampere"
     assert explanation.backward.startswith("blockwise: XLA's operations")
     blockwise = fa.explain(x, x, x, device=H200, implementation="blockwise")
     assert explanation.workspace_bytes == blockwise.workspace_bytes

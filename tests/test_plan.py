@@ -297,13 +297,29 @@ def test_gpus_before_ampere_are_refused_before_anything_is_lowered():
 
 
 @pytest.mark.parametrize("device", [H200, *GPUS], ids=lambda device: device.kind)
-@pytest.mark.parametrize("options", [{}, {"deterministic_gradients": True}, {"score": fa.alibi(4)}])
-def test_every_gpu_runs_float32_on_ampere_and_its_gradients_on_blockwise(device, options):
-    plan = make_plan(spec(dtype=jnp.float32, **options), device)
+@pytest.mark.parametrize("options", [{}, {"deterministic_gradients": True}])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 80), (128, 128)])
+def test_every_gpu_runs_float32_and_its_gradients_on_ampere(device, options, dims):
+    plan = make_plan(spec(dtype=jnp.float32, dims=dims, **options), device)
     assert plan.implementation == "ampere" and plan.forward.is_split
     for score_gradients in (False, True):
-        name, tiles = plan.backward_for(score_gradients)
-        assert name == "blockwise" and tiles == make_plan(spec(), CPU).backward
+        assert plan.backward_for(score_gradients) == ("ampere", plan.backward)
+    assert plan.backward.is_split and plan.backward.adds_dq in (not options, False)
+    assert plan.backward.dq is None or plan.backward.dq.is_split
+
+
+@pytest.mark.parametrize(
+    "dims, smallest", [((192, 128), "9.0"), ((192, 192), "9.0"), ((256, 256), "")]
+)
+def test_blockwise_forms_gradients_of_float32_where_no_kernel_fits(dims, smallest):
+    for device in (H200, GPUS[0]):
+        plan = make_plan(spec(dtype=jnp.float32, dims=dims), device)
+        name, tiles = plan.backward_for(score_gradients=False)
+        assert plan.implementation == "ampere"
+        if device.capability == smallest:
+            assert name == "ampere" and tiles.is_split
+        else:
+            assert name == "blockwise" and tiles == make_plan(spec(), CPU).backward
 
 
 def test_float32_of_large_heads_needs_shared_memory():
@@ -322,10 +338,11 @@ def test_kernels_fit_into_the_shared_memory_of_each_gpu():
             call = spec(dims=dims, deterministic_gradients=deterministic)
             forward, backward, _ = configs.configure(call, device)
             assert max(forward.smem_bytes, backward.smem_bytes) <= multiprocessor.smem_bytes(device)
-            call = spec(dims=dims, dtype=jnp.float32)
+            call = spec(dims=dims, dtype=jnp.float32, deterministic_gradients=deterministic)
             if configs.unsupported_reason(call, device) is None:
-                forward = configs.configure(call, device).forward
+                forward, backward, _ = configs.configure(call, device)
                 assert forward.smem_bytes <= multiprocessor.smem_bytes(device)
+                assert backward is None or backward.smem_bytes <= multiprocessor.smem_bytes(device)
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise", "ampere", "hopper"])

@@ -22,8 +22,9 @@ from tests.support.tiers import slow
 # Bytes that a thread stores and loads: of constants of a loop most of all, a few times in a step of hundreds of
 # instructions. ptxas 13.0 needs more registers for Blackwell; in 100 KB the kernel of dQ alone at (256, 256) spills 496.
 MAX_SPILL_BYTES = {"8.0": 450, "8.6": 500, "8.9": 500, "9.0": 450, "10.0": 900, "12.0": 900}
-# Of float32 inputs: 624 under a general mask at H = 128 on 8.6, 544 at H = 256 on 8.0. S and P have twice the registers.
-MAX_SPILL_BYTES_FLOAT32 = {x: max(700, most) for x, most in MAX_SPILL_BYTES.items()}
+# Of float32 inputs, whose fragments have twice the registers. In the backward: 1680 at H = 96 on 9.0, whose gradients of 64 keys
+# are in one warpgroup, 1648 of dQ alone at H = 128 under documents on 12.0; at H = 64 and 128 on 9.0 0 to 712.
+MAX_SPILL_BYTES_FLOAT32 = 1800
 # Without a mask ptxas hoists more out of the loops at (256, 256) in 100 KB on Blackwell: the kernels of dK and dQ spill 2672
 # and 3096 bytes, which makes them slow, not wrong. Not mended yet.
 KNOWN_SPILLS = {("12.0", "full_256"): 3200}
@@ -31,23 +32,10 @@ KNOWN_SPILLS = {("12.0", "full_256"): 3200}
 # on 9.0 and 200 on 10.0. With fewer columns it spills nothing.
 MAX_SPILL_BYTES_DECODE = 240
 # Calls that one process compiles, in less than its time limit.
-CALLS_PER_PROCESS = 6
-# Deterministic gradients, float32 and the candidates of `autotune` are compiled for one GPU of each kind of shared memory
-# and registers; `python -m tests.support.portable_gate` compiles them for any other.
-EXTRA = tuple(
-    x for x in (*CALLS, *CANDIDATES) if x.startswith(("deterministic", "float32", "candidate"))
-)
-EXTRA_CAPABILITIES = "8.0", "9.0", "12.0"
+CALLS_PER_PROCESS = 5
 # For `make test`: both kinds of shared memory, all branches of a step.
 QUICK = {"8.0": ("h128_128", "scored", "documents", "deterministic_128", "float32_h128")}
 QUICK_DECODE = {"8.0": ("decode_pages_16", "decode_group_20", "decode_columns_64_tree")}
-
-
-def _processes(capability: str) -> list[tuple[str, ...]]:
-    """Return the calls of each process that compiles for a GPU."""
-    calls = [name for name in CALLS if name not in EXTRA]
-    calls += EXTRA if capability in EXTRA_CAPABILITIES else []
-    return list(itertools.batched((*calls, *CACHED_CALLS), CALLS_PER_PROCESS))
 
 
 def _compiled(name: str, capability: str) -> bool:
@@ -66,15 +54,23 @@ def _compiled(name: str, capability: str) -> bool:
     return True
 
 
+def _processes(capability: str) -> list[tuple[str, ...]]:
+    """Return the calls of each process that compiles for a GPU."""
+    calls = [name for name in (*CALLS, *CANDIDATES) if _compiled(name, capability)]
+    return list(itertools.batched((*calls, *CACHED_CALLS), CALLS_PER_PROCESS))
+
+
 def _kernels(name: str, capability: str) -> list[str]:
     if name in CACHED_CALLS:
         return ["decode"]
-    if name in CANDIDATES or CALLS[name].dtype == jnp.float32:
+    if name in CANDIDATES:
         return ["attention"]
-    q, v = (jax.ShapeDtypeStruct((1, 64, 1, dim), "bfloat16") for dim in CALLS[name].dims)
-    options = {"deterministic_gradients": name.startswith("deterministic")}
-    spec, _ = parse_call(q, q, v, **options)
+    call = CALLS[name]
+    q, v = (jax.ShapeDtypeStruct((1, 64, 1, dim), call.dtype) for dim in call.dims)
+    spec, _ = parse_call(q, q, v, deterministic_gradients="deterministic" in name)
     config = configs.backward_config(spec, gpus.device(capability))
+    if config is None:  # `blockwise` forms the gradients
+        return ["attention"]
     return ["attention", "attention_gradients", *["attention_dq"] * (config.dq is not None)]
 
 
@@ -89,7 +85,6 @@ def _kernels(name: str, capability: str) -> list[str]:
 )
 def test_kernels_compile(capability: str, calls: tuple[str, ...]) -> None:
     environment = {**os.environ, "PALLAS_FA2_GATE": capability, "JAX_PLATFORMS": "cpu"}
-    calls = tuple(name for name in calls if _compiled(name, capability))
     command = [sys.executable, "-m", "tests.support.portable_gate", *calls]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=280
@@ -110,6 +105,6 @@ def test_kernels_compile(capability: str, calls: tuple[str, ...]) -> None:
             assert ctas * (kernel["smem_bytes"] + 1024) <= gpus.GPUS[capability].smem_per_sm, kernel
             continue
         is_float32 = (CALLS | CANDIDATES)[kernel["call"]].dtype == jnp.float32
-        bounds = MAX_SPILL_BYTES_FLOAT32 if is_float32 else MAX_SPILL_BYTES
-        most = KNOWN_SPILLS.get((capability, kernel["call"]), bounds[capability])
+        bound = MAX_SPILL_BYTES_FLOAT32 if is_float32 else MAX_SPILL_BYTES[capability]
+        most = KNOWN_SPILLS.get((capability, kernel["call"]), bound)
         assert kernel["spill_bytes"] <= most, kernel

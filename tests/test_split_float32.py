@@ -7,6 +7,8 @@ import numpy as np
 from pallas_fa2.backends.common.split_float32 import (
     MAX_SIZE_DIFFERENCE,
     Scales,
+    row_powers,
+    split_for_gradients,
     split_operands,
 )
 
@@ -74,3 +76,30 @@ def test_the_smallest_and_the_largest_numbers_stay_finite() -> None:
     terms, scales = _split(x, x, x)
     for array in jax.tree.leaves((terms, scales)):
         assert np.isfinite(array).all() and array.dtype in (jnp.float16, jnp.float32)
+
+
+def test_gradients_have_a_power_of_two_for_each_token() -> None:
+    arrays = [
+        _tokens(n, dim, seed) for n, dim, seed in ((70, 12, 0), (90, 12, 2), (90, 8, 4), (70, 8, 6))
+    ]
+    arrays[1][0, 3, 0, 5], arrays[2][1, 4, 0] = np.nan, 0
+    run = jax.jit(lambda *x: split_for_gradients(*x, DIMS, (64, 128)))
+    *terms, scales = jax.tree.map(np.asarray, run(*arrays))
+    powers, lengths = (scales.q, scales.k, scales.v, scales.dout), (128, 128, 128, 128)
+    for x, parts, power, length in zip(arrays, terms, powers, lengths, strict=True):
+        assert power.shape == (2, 3, length) and (power[..., x.shape[1] :] == 0).all()
+        power = power.swapaxes(1, 2)[:, : x.shape[1], :, None]
+        total = _sum(parts, x.shape[3]) * power
+        expected = np.where(np.isfinite(x).all(-1, keepdims=True), x, 0)
+        largest = np.abs(expected).max(-1, keepdims=True)
+        bound = np.maximum(2.0**-23 * np.abs(expected), 2.0**-39 * largest)
+        assert (np.abs(total - expected) <= bound).all() and np.isfinite(power).all()
+
+
+def test_powers_of_rows_and_their_inverses() -> None:
+    highest = np.float32([0, 1e-45, 2.0**-112, 2.0**-111, 0.75, 1, 3, 2.0**127, 3.4e38])
+    power, inverse = (np.asarray(x) for x in row_powers(jnp.asarray(highest)))
+    np.testing.assert_array_equal(power * inverse, 1)
+    scaled = (highest * inverse)[2:]
+    assert (scaled >= 2.0**14).all() and (scaled < 2.0**15).all()
+    assert (power[:2] == power[2]).all() and power[2] == 2.0**-126

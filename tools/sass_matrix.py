@@ -105,6 +105,9 @@ CALLS: dict[str, Call] = {
     "h192": Call((192, 192)),
     "h256_causal": Call((256, 256), heads=(8, 8), options=causal),
     "h128_float16": Call(dtype=jnp.float16),
+    # By mma.sync, of two terms.
+    "h64_float32": Call((64, 64), dtype=jnp.float32),
+    "h128_float32_causal": Call(dtype=jnp.float32, options=causal),
     "h128_grouped": Call(heads=(32, 8), options=causal),
     "h128_ragged": Call(lengths=(3000, 3001)),
     "h128_end": Call(lengths=(2048, 8192), options=lambda: {"is_causal": True, "align": "end"}),

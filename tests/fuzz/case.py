@@ -202,7 +202,7 @@ def _draw_for_hopper(pick: Pick) -> Case:
         group=pick((1, 2, 3)),
         head_dim=dim,
         value_dim=pick((dim, 64, 128)),
-        dtype=pick(("bfloat16", "float16")),
+        dtype=pick(("bfloat16", "float16", "float32")),
         mask=pick(PLAIN_MASKS) if pick((True, False)) else masks.draw(pick),
         scores=score_functions.draw(pick) if pick((False, False, True)) else (),
         scale=pick((None, None, 0.3, 1.0)),

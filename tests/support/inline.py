@@ -130,6 +130,11 @@ def _warp_exclusive_count(x):
     return (np.cumsum(warps, 1, x.dtype) - warps).reshape(-1)
 
 
+def _warp_largest(tile):
+    """fmax leaves out NaN."""
+    return np.repeat(np.fmax.reduce(np.abs(tile).reshape(4, -1), 1, initial=0), 16)
+
+
 # What is computed in registers. A warpgroup is one thread here: its four warps share their votes.
 INLINE: dict[str, Callable[..., Any]] = {
     "apply_bits": _apply_bits,
@@ -153,6 +158,7 @@ INLINE: dict[str, Callable[..., Any]] = {
     "thread_indices": lambda: np.arange(layouts.THREADS, dtype="int32"),
     "warp_any_abs_ge_2": lambda tile: np.any(~(np.abs(tile) < 2)).astype("int32"),
     "warp_any_gt": lambda tile, *, limit: np.any(tile > limit).astype("int32"),
+    "warp_largest": _warp_largest,
     "warp_exclusive_count": _warp_exclusive_count,
     "warp_sum": lambda x: np.repeat(_by_warps(x).sum(1, x.dtype), layouts.LANES),
     "warpgroup_any_nonfinite": lambda rows, _: np.any(~(rows < np.inf)).astype("int32"),

@@ -94,12 +94,15 @@ CALLS = {
             ("h96", (96, 96), _causal),
             ("h128", (128, 128), _causal),
             ("h192_128", (192, 128), _causal),
+            ("h192", (192, 192), _causal),
             ("h256", (256, 256), _causal),
             ("full", (64, 64), lambda _: {}),
             ("full_128", (128, 128), lambda _: {}),
             ("documents", (128, 128), _documents),
             ("biased", (64, 64), _biased),
             ("dropped", (64, 64), _dropped),
+            *((f"deterministic_{h}", (h, h), _deterministic(_causal)) for h in (64, 96, 128)),
+            ("deterministic_documents", (128, 128), _deterministic(_documents)),
         )
     },
 }

@@ -47,7 +47,7 @@ class AuxGrads(NamedTuple):
         def pairwise(source: ArgSource) -> jax.Array:
             x = aux.pairwise[cast(int, source.position)]
             tiles = x.shape[2] // PIECE_COLUMNS, x.shape[3] // 64, PIECE_COLUMNS * 64
-            narrow = source.dtype in legality.NARROW
+            narrow = source.dtype in legality.NARROW and dtype != jnp.float32
             if not narrow or x.shape[1] < heads or x.shape[0] * MAX_ENTRIES_STORED < batch:
                 return jnp.zeros((*x.shape[:2], *tiles), jnp.float32)
             stored_everywhere = spec.mask is None and not spec.causal

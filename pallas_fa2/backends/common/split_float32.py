@@ -24,6 +24,8 @@ TERMS = 2
 TOP_EXPONENT = 14
 # 2^(e - 14 - 14) is a normal float32, as GPUs flush others to zero. Smaller tokens have fewer bits.
 MIN_EXPONENT = -98
+# Of a row of P or dS, for which 2^(e - 14) is the smallest normal float32.
+LEAST_LARGEST = 2.0**-112
 # Values are scaled as if they were at most 2^105 smaller than the largest of their head. P is a float32 from 2^-126 to 2^14:
 # of the probabilities of a query that sees both, those down to 2^-35 remain; and row sums of up to 2^22 keys are finite.
 MAX_SIZE_DIFFERENCE = 105
@@ -68,6 +70,55 @@ def split_operands(
         _split_rows(v, size + largest, dims[1]),
         scales,
     )
+
+
+class GradientScales(NamedTuple):
+    """The powers of two of tokens in the backward: a number is that of its token times the sum of its terms. float32, finite, 0
+    for tokens past the end."""
+
+    q: jax.Array  # [B, N, T']
+    dout: jax.Array
+    k: jax.Array  # [B, K, S']
+    v: jax.Array
+
+
+def split_for_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    dims: tuple[int, int],
+    multiples: tuple[int, int],
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, GradientScales]:
+    """Return q, k, v and dout as float16 `[B, T, N, 2 H']`, high terms before low ones, and the powers of their tokens.
+
+    `dims` are H' of the kernels, for q and k, and for v and dout; `multiples` are those to which the scales of queries and
+    keys are padded. Tokens with a number that is not finite are zeros: a query that sees one has an lse of NaN.
+    """
+    exponents = [_row_exponents(x) for x in (q, k, v, dout)]
+    q_power, k_power, v_power, dout_power = (_power_of_two(e - TOP_EXPONENT) for e in exponents)
+    (of_queries, of_keys), (dim, value_dim) = multiples, dims
+    columns = dim, dim, value_dim, value_dim
+    q, k, v, dout = map(_split_rows, (q, k, v, dout), exponents, columns)
+    powers = (q_power, of_queries), (dout_power, of_queries), (k_power, of_keys), (v_power, of_keys)
+    padded = (_pad_tokens(x, block).swapaxes(1, 2) for x, block in powers)
+    return q, k, v, dout, GradientScales(*padded)
+
+
+def row_powers(highest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return 2^(e - 14) and 2^(14 - e) for each row of a tile in registers, where 2^e is the power of two at or below its
+    largest absolute value, `highest`."""
+    bits = lax.bitcast_convert_type(jnp.maximum(highest, LEAST_LARGEST), jnp.int32)
+    power = (bits & (0xFF << 23)) - (TOP_EXPONENT << 23)
+    power = lax.bitcast_convert_type(power, jnp.float32)
+    return power, inverse_power(power)
+
+
+def inverse_power(power: jax.Array) -> jax.Array:
+    """Return 1 / power of powers of two from 2^-126 to 2^126, exactly; of 0, 2^127."""
+    # float32's exponents are biased by 127
+    bits = (2 * 127 << 23) - lax.bitcast_convert_type(power, jnp.int32)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _finite_rows(x: jax.Array) -> jax.Array:

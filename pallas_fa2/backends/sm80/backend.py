@@ -13,6 +13,7 @@ from pallas_fa2.backends.common.causal_trim import causal_trim
 from pallas_fa2.backends.common.compiled_mods import CompiledMods, RuntimeAux
 from pallas_fa2.backends.common.decode.cached_forward import describe as describe_cached
 from pallas_fa2.backends.common.second_order import forbid_second_order
+from pallas_fa2.backends.common.split_float32 import split_for_gradients
 from pallas_fa2.backends.protocol import Backend, CachedForward, KernelDescription
 from pallas_fa2.backends.sm80 import configs, first_use, support
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
@@ -85,23 +86,29 @@ def backward(
         kernel_spec = mods.make_kernel_spec(q.shape[0], q.shape[2], k.shape[2])
         delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
         delta = -delta if dlse is None else dlse - delta
-        if kernel_spec.guards_nonfinite:
+        like, scales = (q, k, v), None
+        if config.is_split:
+            lse = _mark_nonfinite_queries(q, dout, lse)
+            dims, multiples = (config.head_dim, config.value_dim), config.multiples
+            q, k, v, dout, scales = split_for_gradients(q, k, v, dout, dims, multiples)
+        elif kernel_spec.guards_nonfinite:
             q, k, dout, lse = _sanitize_for_backward(q, k, dout, lse)
         extra = -kernel_spec.q_len % config.rows_multiple
         lse, delta = (
             jnp.pad(x, ((0, 0), (0, 0), (0, extra)), constant_values=fill)
             for x, fill in ((lse, -jnp.inf), (delta, 0.0))
         )
-        inputs = Inputs(q, k, v, dout, lse, delta)
+        inputs = Inputs(q, k, v, dout, lse, delta, scales=scales)
         plan = mods.plan_mask(kernel_spec, runtime, config.tile, q_axis=1)
         block_mask = None if plan.classes is None else block_mask_by_keys(plan.classes)
         by_keys = inputs._replace(block_mask=block_mask, aux=plan.aux, mask_bits=plan.mask_bits)
-        dq, dk, dv, aux_grads = gradients(plan.kernel_spec, config, by_keys)
+        dq, dk, dv, aux_grads = gradients(plan.kernel_spec, config, by_keys, like)
         if config.dq is not None:
             assert dq_mods is not None
             plan = dq_mods.plan_mask(kernel_spec, dq_aux, config.dq.tile, q_axis=0)
             masks = {"block_mask": plan.block_mask, "aux": plan.aux, "mask_bits": plan.mask_bits}
-            dq = query_gradients(plan.kernel_spec, config.dq, inputs._replace(**masks))
+            inputs = inputs._replace(**masks)
+            dq = query_gradients(plan.kernel_spec, config.dq, inputs, like[0])
         return dq, dk, dv, aux_grads
 
     arguments = ("b.n.", "b.k.", "b.k.", "b.n.", "b.n.", "bn.", None if dlse is None else "bn.")
@@ -148,12 +155,16 @@ def _sanitize_for_backward(
     P and dS are 0 where a mask hides a pair, and multiply these. Elsewhere, lse or delta is NaN where one of them was not
     finite, and with it P or dS.
     """
-    q_finite, k_finite, dout_finite = (jnp.isfinite(x).all(-1, keepdims=True) for x in (q, k, dout))
-    rows = (q_finite & dout_finite)[..., 0].swapaxes(1, 2)
-    q, k, dout = (
-        jnp.where(finite, x, 0) for finite, x in ((q_finite, q), (k_finite, k), (dout_finite, dout))
-    )
-    return q, k, dout, jnp.where(rows, lse, jnp.nan)
+    lse = _mark_nonfinite_queries(q, dout, lse)
+    q, k, dout = (jnp.where(jnp.isfinite(x).all(-1, keepdims=True), x, 0) for x in (q, k, dout))
+    return q, k, dout, lse
+
+
+def _mark_nonfinite_queries(q: jax.Array, dout: jax.Array, lse: jax.Array) -> jax.Array:
+    """Return an lse that is NaN where a query's q or dO is not finite, unless the query sees no key: then it stays -inf, so that
+    its P is 0 for keys past the end as well, which no mask hides."""
+    finite = (jnp.isfinite(q).all(-1) & jnp.isfinite(dout).all(-1)).swapaxes(1, 2)
+    return jnp.where(finite | (lse == -jnp.inf), lse, jnp.nan)
 
 
 def describe(
@@ -170,7 +181,11 @@ def describe(
         return KernelDescription(forward.tile, forward_text, None, 0)
     rows = spec.batch * spec.q_heads * round_up(spec.q_len, backward.rows_multiple)
     keys = spec.batch * spec.q_heads * round_up(spec.kv_len, backward.block_kv)
-    shares = 0 if spec.group == 1 else keys * (backward.head_dim + backward.value_dim)
+    dims = backward.head_dim + backward.value_dim
+    shares = 0 if spec.group == 1 else keys * dims
+    # A copy of q, k, v and dout in two terms of 16 bits.
+    tokens = spec.batch * (spec.q_len * spec.q_heads + spec.kv_len * spec.kv_heads)
+    copies = tokens * dims if backward.is_split else 0
     if backward.dq is None:
         dq, columns = "float32 dQ, atomic additions in any order", backward.head_dim
     else:
@@ -182,8 +197,8 @@ def describe(
         forward.tile,
         forward_text,
         f"mma.sync, a CTA of {4 * backward.warpgroups} warps for {backward.block_kv} keys, {backward.block_q} queries at "
-        f"a time{blocks}; {dq}",
-        4 * (rows * (columns + 2) + shares),
+        f"a time{blocks}; {dq}{split}",
+        4 * (rows * (columns + 2 * backward.terms) + shares + copies),
     )
 
 

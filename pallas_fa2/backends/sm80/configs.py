@@ -1,6 +1,6 @@
 """The configurations of the mma.sync kernels, by head dims and the shared memory of a GPU."""
 
-import dataclasses
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pallas_fa2.backends.common import limits, split_float32
@@ -69,7 +69,7 @@ BACKWARD_CONFIGS = (
 # where 100 KB of shared memory have no room for blocks of K, V, Q and dO: scores of 32 queries at a time spill up to 1408 bytes
 # where ptxas compiles for Blackwell, and 32 keys up to 1840. (Not measured.)
 KEY_CONFIGS = (
-    *(dataclasses.replace(config, stages=2) for config in BACKWARD_CONFIGS),
+    *(replace(config, stages=2) for config in BACKWARD_CONFIGS),
     *BACKWARD_CONFIGS,
     *(BackwardConfig(*dims, warpgroups=1, score_queries=16, apart=True) for dims in LARGE_DIMS),
 )
@@ -84,6 +84,30 @@ DQ_RULES: tuple[Rule[DqConfig], ...] = (
     *(Rule(DqConfig(*dims, score_keys=16, dout_in_registers=True)) for dims in LARGE_DIMS),
 )
 
+# Of float32 inputs, whose operands take twice the shared memory. From H = 128 on, the gradients of 64 keys in one warpgroup
+# spill 3000 to 5000 bytes. Beyond (192, 192) no operands of 64 rows fit, and `blockwise` forms the gradients.
+SPLIT_BACKWARD_CONFIGS = (
+    BackwardConfig(64, 64, warpgroups=1, terms=split_float32.TERMS),
+    BackwardConfig(96, 96, warpgroups=1, score_queries=32, terms=split_float32.TERMS),
+    *(
+        BackwardConfig(*dims, split_columns=True, terms=split_float32.TERMS)
+        for dims in ((128, 128), *LARGE_DIMS)
+    ),
+)
+# The same where dQ has a kernel of its own. The last one serves all calls at H = 128 where a CTA has 100 KB.
+SPLIT_KEY_CONFIGS = (
+    *(replace(config, stages=2) for config in SPLIT_BACKWARD_CONFIGS),
+    *SPLIT_BACKWARD_CONFIGS,
+    BackwardConfig(128, 128, warpgroups=1, score_queries=16, apart=True, terms=split_float32.TERMS),
+)
+SPLIT_DQ_RULES: tuple[Rule[DqConfig], ...] = (
+    *(
+        Rule(DqConfig(*dims, terms=split_float32.TERMS))
+        for dims in ((64, 64), (96, 96), (128, 128), *LARGE_DIMS)
+    ),
+    Rule(DqConfig(128, 128, score_keys=16, dout_in_registers=True, terms=split_float32.TERMS)),
+)
+
 
 def kernel_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
     """Return the dims of the smallest kernels that take these."""
@@ -91,7 +115,7 @@ def kernel_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def _first_that_serves(rules: tuple[Rule, ...], spec: CallSpec, device: Device) -> Any:
-    return next(rule.config for rule in rules if rule.serves(spec, device))
+    return next((rule.config for rule in rules if rule.serves(spec, device)), None)
 
 
 def terms(spec: CallSpec) -> int:
@@ -115,25 +139,29 @@ def _split_forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
     dims = kernel_dims(spec.head_dim, spec.value_dim)
     block_kv = 32 if dims[0] > 192 and spec.is_plain else 64
     config = ForwardConfig(*dims, row_tiles=1, block_kv=block_kv, terms=split_float32.TERMS)
-    wide = dataclasses.replace(config, warpgroups=2)
+    wide = replace(config, warpgroups=2)
     available = smem_bytes(device)
     # Where a multiprocessor has no room for two CTAs, 8 warps of one hide each other's softmax.
     return wide if wide.smem_bytes <= available < 2 * config.smem_bytes else config
 
 
-def backward_config(spec: CallSpec, device: Device) -> BackwardConfig:
-    """Return the backward's configuration."""
+def backward_config(spec: CallSpec, device: Device) -> BackwardConfig | None:
+    """Return the backward's configuration, or None if no kernel fits."""
     dims, available = kernel_dims(spec.head_dim, spec.value_dim), smem_bytes(device)
     vectors = float(device.capability) >= 9.0
-    candidates = [dataclasses.replace(x, vector_atomics=vectors) for x in BACKWARD_CONFIGS]
-    dq = _first_that_serves(DQ_RULES, spec, device)
-    with_dq = [dataclasses.replace(config, dq=dq) for config in KEY_CONFIGS]
-    candidates = with_dq if spec.deterministic else candidates + with_dq
-    return next(
+    tables = BACKWARD_CONFIGS, KEY_CONFIGS, DQ_RULES
+    if terms(spec) > 1:
+        tables = SPLIT_BACKWARD_CONFIGS, SPLIT_KEY_CONFIGS, SPLIT_DQ_RULES
+    own, with_dq, dq_rules = tables
+    candidates = [] if spec.deterministic else [replace(x, vector_atomics=vectors) for x in own]
+    dq = _first_that_serves(dq_rules, spec, device)
+    candidates += [] if dq is None else [replace(config, dq=dq) for config in with_dq]
+    fitting = (
         config
         for config in candidates
         if (config.head_dim, config.value_dim) == dims and config.smem_bytes <= available
     )
+    return next(fitting, None)
 
 
 def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
@@ -149,12 +177,11 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
 
 
 def configure(spec: CallSpec, device: Device) -> Configuration:
-    forward = forward_config(spec, device)
-    if terms(spec) > 1:  # there is no backward of split operands
-        return Configuration(forward, None, score_gradients="blockwise")
+    forward, backward = forward_config(spec, device), backward_config(spec, device)
     # Gradients of what scores read are added up in any order.
-    score_gradients = "blockwise" if spec.deterministic and spec.scores else None
-    return Configuration(forward, backward_config(spec, device), score_gradients)
+    ordered = spec.deterministic and spec.scores
+    score_gradients = "blockwise" if ordered or backward is None else None
+    return Configuration(forward, backward, score_gradients)
 
 
 def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:

@@ -106,6 +106,16 @@ def from_thread_values(value: MlirValue) -> Registers:
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
 
+def repeat(value: MlirValue, shape: tuple[int, ...], layout: Any) -> Registers:
+    """Return a float array whose elements of a thread are all this value of its."""
+    registers = np.empty(layout.registers_shape(shape), object)
+    kind = layout.registers_element_type(value.type)
+    count = ir.VectorType(kind).shape[0]
+    for at in np.ndindex(*registers.shape):
+        registers[at] = vector([value] * count)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
 def map_elements(
     tile: Registers,
     function: Callable[[MlirValue, RegisterIndex, int], MlirValue],

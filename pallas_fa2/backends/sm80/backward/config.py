@@ -5,6 +5,8 @@ from typing import Any, ClassVar
 
 from jax.experimental import pallas as pl
 
+from pallas_fa2.arithmetic import round_up
+
 
 @dataclasses.dataclass(frozen=True)
 class DqConfig:
@@ -20,10 +22,19 @@ class DqConfig:
     stages: int = 1  # buffers of K and of V
     # Whether fragments of dO are kept in registers, 64 of them at Hv = 256, and pass through V's buffer. One tile of rows.
     dout_in_registers: bool = False
+    # float16 numbers whose sum an element of an operand is: 2 for float32 inputs (`split_float32`).
+    terms: int = 1
 
     @property
-    def terms(self) -> int:
-        return 1  # `blockwise` computes gradients of float32 inputs
+    def is_split(self) -> bool:
+        """Whether inputs are float32, as sums of float16 numbers."""
+        return self.terms > 1
+
+    @property
+    def panel_columns(self) -> int:
+        """Return the columns of a swizzled panel at most: fragments of a panel are loaded at once, and of two terms they take
+        twice the registers (4500 bytes of spills instead of 3700, or 650 instead of 390, H = 128)."""
+        return 32 if self.is_split else 64
 
     @property
     def block_q(self) -> int:
@@ -42,7 +53,10 @@ class DqConfig:
         """Return the bytes of shared memory that a CTA takes."""
         dims = self.head_dim + self.value_dim
         row_dims = self.head_dim if self.dout_in_registers else dims
-        return 2 * (self.block_q * row_dims + self.stages * self.block_kv * dims)
+        powers = 2 * 4 * self.stages * self.block_kv if self.is_split else 0
+        return (
+            2 * self.terms * (self.block_q * row_dims + self.stages * self.block_kv * dims) + powers
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +83,8 @@ class BackwardConfig:
     # registers (64 of them at Hv = 256), and the other needs no V. 8 products then, for 5. One tile of keys.
     apart: bool = False
     formed: tuple[bool, bool] = (True, True)  # dK, dV
+    # float16 numbers whose sum an element of an operand is: 2 for float32 inputs (`split_float32`).
+    terms: int = 1
     block_q: ClassVar[int] = 64
 
     @property
@@ -78,6 +94,16 @@ class BackwardConfig:
     @property
     def tile(self) -> tuple[int, int]:
         return self.block_q, self.block_kv
+
+    @property
+    def is_split(self) -> bool:
+        """Whether inputs are float32, as sums of float16 numbers."""
+        return self.terms > 1
+
+    @property
+    def panel_columns(self) -> int:
+        """Return the columns of a swizzled panel at most, as `DqConfig.panel_columns`."""
+        return 32 if self.is_split else 64
 
     @property
     def adds_dq(self) -> bool:
@@ -103,7 +129,9 @@ class BackwardConfig:
     def panel(self, dim: int, shared: bool) -> int:
         """Return the columns of a swizzled panel of rows of this length; if they are `shared`, a warpgroup's columns are
         whole panels."""
-        return 64 if (dim // self.warpgroups if shared else dim) % 64 == 0 else 32
+        return min(
+            64 if (dim // self.warpgroups if shared else dim) % 64 == 0 else 32, self.panel_columns
+        )
 
     def share(self, dim: int, warpgroup: Any) -> Any:
         """Return a warpgroup's columns of dQ, and where columns are divided, of dK or dV."""
@@ -117,13 +145,26 @@ class BackwardConfig:
 
     @property
     def stored_tiles(self) -> int:
-        """Return how many tiles of keys by queries go through shared memory: dS for dQ, P and dS where columns are divided."""
+        """Return how many tiles of keys by queries go through shared memory: dS for dQ, P and dS where columns are divided; a
+        split dS differs for dQ and dK."""
+        if self.is_split:
+            return 2 * self.split_columns + self.adds_dq
         return 2 if self.split_columns else int(self.adds_dq)
+
+    @property
+    def pieces(self) -> int:
+        """Return into how many pieces of queries a block is divided whose scores are formed at once."""
+        return self.block_q // self.score_columns
 
     @property
     def rows_multiple(self) -> int:
         """Return the multiple to which values of query rows are padded: whole blocks of each kernel."""
         return self.block_q if self.dq is None else max(self.block_q, self.dq.block_q)
+
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """Return the multiples to which values of queries and of keys are padded: whole blocks of each kernel."""
+        return self.rows_multiple, self.block_kv
 
     @property
     def smem_bytes(self) -> int:
@@ -134,5 +175,8 @@ class BackwardConfig:
         key_dims = dims if all(self.formed) else self.head_dim
         operands = self.block_kv * key_dims + self.stages * self.block_q * dims
         tiles = self.stored_tiles * self.block_kv * self.block_q
-        own = 2 * (operands + tiles) + 8 * self.stages * self.block_q
+        own = 2 * self.terms * (operands + tiles) + 8 * self.terms * self.stages * self.block_q
+        if self.is_split:
+            # Every buffer begins at a multiple of 1024 bytes: here of vectors, and of the powers of stored tiles.
+            own += self.stored_tiles * round_up(4 * self.pieces * self.block_kv, 1024)
         return own if self.dq is None else max(own, self.dq.smem_bytes)

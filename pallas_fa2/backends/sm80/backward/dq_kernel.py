@@ -1,6 +1,8 @@
 """The kernel of dQ alone: a CTA for each block of query rows of a head, for gradients that are bitwise the same in every
 run."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -12,8 +14,8 @@ from pallas_fa2.backends.sm80.backward.query_block import QueryBlock
 from pallas_fa2.backends.sm80.row_schedule import RowSchedule
 
 
-def query_gradients(spec: KernelSpec, config: DqConfig, inputs: Inputs) -> jax.Array:
-    """Return dq like q `[B, T, N, H]`, from what `kernel.gradients` reads as well.
+def query_gradients(spec: KernelSpec, config: DqConfig, inputs: Inputs, like: Any) -> jax.Array:
+    """Return dq like q `[B, T, N, H]`, which is `like`, from what `kernel.gradients` reads as well.
 
     Under a mask, `inputs.block_mask` lists the blocks of keys of every block of queries, and mask bits are those of rows of
     queries.
@@ -32,7 +34,7 @@ def query_gradients(spec: KernelSpec, config: DqConfig, inputs: Inputs) -> jax.A
         "attention_dq",
         run,
         dq_storage(config, inputs.q.dtype),
-        jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype),
+        jax.ShapeDtypeStruct(like.shape, like.dtype),
         {"cta": schedule.raster_order.count},
         config.warpgroups,
     )

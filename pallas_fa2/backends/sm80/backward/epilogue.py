@@ -33,6 +33,10 @@ class KeyEpilogue:
                 for n, tile in enumerate(tiles):
                     self._store_share(target, n, tile)
             return
+        if config.is_split:
+            self._store_float_rows(self.outputs.dk, dk, spec.scale, score_rows)
+            self._store_float_rows(self.outputs.dv, dv, spec.dropout_scale, score_rows)
+            return
         if config.adds_dq or config.stages > 1:
             async_copy.sync_cta(config.warpgroups)  # everyone has read K and V
         memory, outputs, first_key = self.memory, self.outputs, block * config.block_kv
@@ -53,6 +57,19 @@ class KeyEpilogue:
         for buffer, _, _, target in stores:
             target = target.at[batch, pl.ds(first_key, config.block_kv), kv_head]
             async_copy.store_rows(buffer, target, config.warpgroups, spec.kv_len - first_key)
+
+    def _store_float_rows(
+        self, target: Any, tiles: list[jax.Array], scale: float, score_rows: list[Any]
+    ) -> None:
+        """Store float32 tiles of keys from registers."""
+        (batch, head, block), spec = self.coordinates, self.schedule.spec
+        share = self.warpgroup if self.schedule.config.split_columns else 0
+        for rows, tile in zip(
+            score_rows, tiles, strict=False
+        ):  # there are none that are not formed
+            key = block * self.schedule.config.block_kv + rows.start
+            keys = target.at[batch, pl.ds(key, 64), arithmetic.div(head, spec.group)]
+            register_io.store_rows(keys, tile * scale, tile.shape[1] * share, spec.kv_len - key)
 
     def _store_share(self, target: Any, n: int, tile: jax.Array) -> None:
         """Store the n-th tile of keys of a head of a group."""

@@ -22,7 +22,7 @@ from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.common.primitives import accumulate, launch, swizzle
+from pallas_fa2.backends.common.primitives import accumulate, launch, register_io, swizzle
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.key_block import KeyBlock
 from pallas_fa2.backends.sm80.backward.memory import Inputs, Outputs, SharedStorage, shared_storage
@@ -31,14 +31,15 @@ from pallas_fa2.backends.sm80.primitives import async_copy
 
 
 def gradients(
-    spec: KernelSpec, config: BackwardConfig, inputs: Inputs
+    spec: KernelSpec, config: BackwardConfig, inputs: Inputs, like: tuple[Any, Any, Any]
 ) -> tuple[jax.Array | None, jax.Array, jax.Array, AuxGrads | None]:
-    """Return dq, dk and dv, like q `[B, T, N, H]`, k `[B, S, K, H]` and v `[B, S, K, Hv]`, and gradients of aux inputs.
+    """Return dq, dk and dv, like q `[B, T, N, H]`, k `[B, S, K, H]` and v `[B, S, K, Hv]`, which are `like`, and gradients of
+    aux inputs.
 
     Under a mask, `inputs.block_mask` lists the blocks of queries of every block of keys. dq is None where it has a kernel of
     its own (`dq_kernel`).
     """
-    q, k, v, aux = inputs.q, inputs.k, inputs.v, inputs.aux
+    (q, k, v), aux = like, inputs.aux
     schedule, sums = BackwardSchedule(spec, config), None
     if config.adds_dq:
         shape = tiles_shape(spec, schedule.q_blocks, config.head_dim, config.warpgroups)
@@ -108,19 +109,26 @@ def convert_tiles(tiles: jax.Array, like: jax.Array, scale: float, vectors: bool
     columns, group = size // 64, q_heads // heads
 
     def run(refs: tuple, memory: list[Any]) -> None:
-        (tiles, target), (buffer,) = refs, memory
+        tiles, target = refs
         entry, head, block = arithmetic.unravel(lax.axis_index("cta"), (batch, heads, blocks))
         share = lax.axis_index("warpgroup") if shares > 1 else I32(0)
         each = (tiles.at[entry, head * group + i, block, share] for i in range(group))
         loaded = (accumulate.load_tile(x, columns, vectors) for x in each)
         total = functools.reduce(jnp.add, loaded) * scale
+        if not memory:  # float32
+            rows = target.at[entry, pl.ds(block * 64, 64), head]
+            register_io.store_rows(rows, total, share * columns, length - block * 64)
+            return
+        (buffer,) = memory
         buffer.at[:, pl.ds(share * columns, columns)][...] = total.astype(like.dtype)
         async_copy.sync_cta(shares)
         rows = target.at[entry, pl.ds(block * 64, 64), head]
         async_copy.store_rows(buffer, rows, shares, length - block * 64)
 
-    panel = 64 if columns % 64 == 0 else 32
-    memory = [swizzle.swizzled_smem(64, shares * columns, dtype=like.dtype, panel=panel)]
+    memory = []
+    if like.dtype != jnp.float32:
+        panel = 64 if columns % 64 == 0 else 32
+        memory = [swizzle.swizzled_smem(64, shares * columns, dtype=like.dtype, panel=panel)]
     out_type = jax.ShapeDtypeStruct(like.shape, like.dtype)
     kernel = launch.build_kernel(
         "convert", run, memory, out_type, {"cta": batch * heads * blocks}, shares

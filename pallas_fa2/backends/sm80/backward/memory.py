@@ -10,33 +10,46 @@ from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.primitives import swizzle
+from pallas_fa2.backends.common.split_float32 import GradientScales
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig, DqConfig
 
 
+class StoredTile(NamedTuple):
+    """A tile of keys by queries, P or dS, in shared memory, between registers and a product."""
+
+    tile: Any  # [block_kv, block_q]
+    power: Any  # float32 [pieces of block_q, block_kv] of a split tile: what multiplies products of a piece and a row
+
+
 class SharedStorage(NamedTuple):
-    """Shared memory of a CTA."""
+    """Shared memory of a CTA; split operands have columns for each term."""
 
     k: Any  # [block_kv, H]
     v: Any  # [block_kv, Hv] where dK and dV are formed together
     q: Any  # [stages, block_q, H]
     dout: Any  # [stages, block_q, Hv]
-    ds: Any  # [block_kv, block_q] where it goes through shared memory
-    lse: Any  # [stages, block_q]
-    delta: Any  # [stages, block_q]
-    p: Any  # [block_kv, block_q] where columns are divided
+    ds: Any  # StoredTile of dQ
+    lse: Any  # [stages, block_q]; of split operands they are two of `vectors`
+    delta: Any
+    p: Any  # StoredTile where columns are divided
+    dk_ds: Any  # StoredTile of dK, where columns are divided: that of dQ, if it is not split
+    # Of split operands, float32 [4, stages, block_q]: lse, delta and the powers of q and dO. Every buffer begins at a multiple
+    # of 1024 bytes.
+    vectors: Any = None
 
 
 class DqStorage(NamedTuple):
-    """Shared memory of a CTA of the kernel of dQ alone."""
+    """Shared memory of a CTA of the kernel of dQ alone; split operands have columns for each term."""
 
     q: Any  # [block_q, H]: dQ leaves through it
     dout: Any  # [block_q, Hv] if it is not kept in registers
     k: Any  # [stages, block_kv, H]
     v: Any  # [stages, block_kv, Hv]
+    powers: Any = None  # float32 [2, stages, block_kv], of split K and V
 
 
 class Inputs(NamedTuple):
-    """Arrays in device memory that are read."""
+    """Arrays in device memory that are read; split operands have columns for each term."""
 
     q: Any  # [B, T, N, H]
     k: Any  # [B, S, K, H]
@@ -49,6 +62,7 @@ class Inputs(NamedTuple):
     block_mask: BlockMask | None = None  # of each tile, under a mask
     aux: AuxInputs | None = None  # what masks, scores and dropout read
     mask_bits: Any = None  # of a mask that is precomputed
+    scales: GradientScales | None = None  # of split operands
 
 
 class Outputs(NamedTuple):
@@ -65,27 +79,41 @@ def shared_storage(config: BackwardConfig, dtype: Any) -> SharedStorage:
     split = config.split_columns
     k_panel = config.panel(config.head_dim, shared=True)  # for dQ
     q_panel, v_panel = (config.panel(dim, split) for dim in (config.head_dim, config.value_dim))
-    tile = operand(config.block_kv, config.block_q, panel=config.score_columns)
+    terms, powers = config.terms, config.is_split
+    row_powers = plgpu.SMEM((config.pieces, config.block_kv), jnp.float32) if powers else None
+    tile = operand(config.block_kv, terms * config.block_q, panel=config.score_columns)
+    stored = StoredTile(tile, row_powers)
+    columns, v_columns = terms * config.head_dim, terms * config.value_dim
     rows = plgpu.SMEM((config.stages, config.block_q), jnp.float32)
     return SharedStorage(
-        k=operand(config.block_kv, config.head_dim, panel=k_panel),
-        v=operand(config.block_kv, config.value_dim, panel=v_panel) if all(config.formed) else None,
-        q=operand(config.stages, config.block_q, config.head_dim, panel=q_panel),
-        dout=operand(config.stages, config.block_q, config.value_dim, panel=v_panel),
-        ds=tile if config.stored_tiles else None,
-        lse=rows,
-        delta=rows,
-        p=tile if split else None,
+        k=operand(config.block_kv, columns, panel=k_panel),
+        v=operand(config.block_kv, v_columns, panel=v_panel) if all(config.formed) else None,
+        q=operand(config.stages, config.block_q, columns, panel=q_panel),
+        dout=operand(config.stages, config.block_q, v_columns, panel=v_panel),
+        ds=stored if config.adds_dq or (split and not powers) else None,
+        lse=None if powers else rows,
+        delta=None if powers else rows,
+        p=stored if split else None,
+        dk_ds=stored if split and powers else None,
+        vectors=plgpu.SMEM((4, *rows.shape), jnp.float32) if powers else None,
     )
 
 
 def dq_storage(config: DqConfig, dtype: Any) -> DqStorage:
     operand = functools.partial(swizzle.swizzled_smem, dtype=dtype)
-    panel, v_panel = (64 if dim % 64 == 0 else 32 for dim in (config.head_dim, config.value_dim))
-    dout = operand(config.block_q, config.value_dim, panel=v_panel)
+    panel, v_panel = (
+        min(64 if dim % 64 == 0 else 32, config.panel_columns)
+        for dim in (config.head_dim, config.value_dim)
+    )
+    columns, v_columns = config.terms * config.head_dim, config.terms * config.value_dim
+    dout = operand(config.block_q, v_columns, panel=v_panel)
+    powers = None
+    if config.is_split:
+        powers = plgpu.SMEM((2, config.stages, config.block_kv), jnp.float32)
     return DqStorage(
-        q=operand(config.block_q, config.head_dim, panel=panel),
+        q=operand(config.block_q, columns, panel=panel),
         dout=None if config.dout_in_registers else dout,
-        k=operand(config.stages, config.block_kv, config.head_dim, panel=panel),
-        v=operand(config.stages, config.block_kv, config.value_dim, panel=v_panel),
+        k=operand(config.stages, config.block_kv, columns, panel=panel),
+        v=operand(config.stages, config.block_kv, v_columns, panel=v_panel),
+        powers=powers,
     )

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.common.primitives import layouts, thread_values
+from pallas_fa2.backends.common.primitives import layouts, register_io, thread_values
 from pallas_fa2.backends.common.row_mods import RowMods
+from pallas_fa2.backends.sm80.backward import products
 from pallas_fa2.backends.sm80.backward.config import DqConfig
 from pallas_fa2.backends.sm80.backward.memory import DqStorage, Inputs
 from pallas_fa2.backends.sm80.primitives import async_copy, mma
@@ -33,6 +33,8 @@ class RowStatistics(NamedTuple):
 
     lse: jax.Array  # -lse in base 2
     delta: jax.Array  # -delta
+    q_power: jax.Array | None = None  # powers of two, of split operands
+    dout_power: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,16 +80,22 @@ class QueryBlock:
         """
         j, dq = carry
         next_j = self.tile.load_block_index(t + 1)
-        k, v = self.buffers(t)
+        k, v, *_ = self.buffers(t)
         self.wait_for_copies()  # K_j and V_j are there, and everyone has read the block before
         if self.config.stages > 1:
             self.load_block(t + 1, next_j)
         for keys in layouts.slices(self.config.block_kv, self.config.score_keys):
+            k_power, v_power = self.load_key_powers(t, keys)
             s = self.multiply_rows(self.memory.q, k.at[keys])  # line 10
+            s = products.scale(s, [x.q_power for x in statistics], k_power)
             p = self.probabilities(s, statistics, t, j, keys)  # line 11
             dp = self.multiply_rows(self.memory.dout, v.at[keys], dout)  # line 13
-            ds = self.score_gradients(p, s, dp, statistics, j, keys)  # line 14
-            dq = mma.multiply_rows(dq, ds, k.at[keys])  # line 15
+            dp = products.scale(dp, [x.dout_power for x in statistics], v_power)
+            ds = self.score_gradients(p, s, dp, statistics, j, keys, k_power)  # line 14
+            columns = pl.ds(0, self.config.head_dim)
+            dq = products.add_rows(
+                dq, ds, k.at[keys], columns, self.config.panel_columns
+            )  # line 15
         if self.config.stages == 1:
             async_copy.sync_cta(self.config.warpgroups)  # everyone has read K_j and V_j
             self.load_block(t + 1, next_j)
@@ -96,17 +104,20 @@ class QueryBlock:
     def multiply_rows(self, rows: Any, keys: Any, fragments: Sequence = ()) -> list[jax.Array]:
         """Return rows @ keys^T of each of the warpgroup's tiles of rows: S or dP. `fragments` are those of the rows, of each
         panel of columns, if they are in registers."""
-        tiles = range(self.config.row_tiles)
+        tiles, terms = range(self.config.row_tiles), self.config.terms
         accs = [thread_values.zero_accumulator((64, keys.shape[0])) for _ in tiles]
-        for i, columns in enumerate(mma.panel_slices(keys)):
+        for i, columns in enumerate(mma.panel_slices(keys, terms, self.config.panel_columns)):
             lefts = fragments[i] if fragments else self.left_fragments(rows, columns)
-            right = mma.load_right(keys.at[:, columns], transposed=True)
-            accs = [plgpu.mma(acc, left, right) for acc, left in zip(accs, lefts, strict=True)]
+            slices = mma.term_slices(keys, columns, terms)
+            rights = [mma.load_right(keys.at[:, x], transposed=True) for x in slices]
+            accs = mma.add_terms(accs, lefts, rights)
         return accs
 
-    def left_fragments(self, rows: Any, columns: Any) -> list[jax.Array]:
-        tiles = range(self.config.row_tiles)
-        return [mma.load_left(self.tile.own_rows(rows, n).at[:, columns]) for n in tiles]
+    def left_fragments(self, rows: Any, columns: Any) -> list[list[jax.Array]]:
+        """Load the terms of some columns of each tile of rows."""
+        tiles = [self.tile.own_rows(rows, n) for n in range(self.config.row_tiles)]
+        slices = mma.term_slices(rows, columns, self.config.terms)
+        return [[mma.load_left(tile.at[:, x]) for x in slices] for tile in tiles]
 
     def probabilities(
         self, s: list[jax.Array], statistics: list[RowStatistics], t: Any, j: Any, keys: Any
@@ -139,14 +150,22 @@ class QueryBlock:
         return self.load_mods(n, j, keys, masked=True).apply_mask(exponent, bits)
 
     def score_gradients(
-        self, p: list, s: list, dp: list, statistics: list[RowStatistics], j: Any, keys: Any
-    ) -> list[jax.Array]:
-        """Return dS of each tile of rows as a left operand."""
+        self,
+        p: list,
+        s: list,
+        dp: list,
+        statistics: list[RowStatistics],
+        j: Any,
+        keys: Any,
+        k_power: jax.Array | None,
+    ) -> list[products.RowOperand]:
+        """Return dS of each tile of rows as a left operand; of split operands it is contracted over keys, and so their powers
+        are in it."""
         ds = []
         for n, tiles in enumerate(zip(p, s, dp, strict=True)):
             mods = self.load_mods(n, j, keys, masked=False)
             gradient = mods.ds(*tiles, statistics[n].delta)
-            ds.append(mma.as_left(gradient.astype(self.inputs.q.dtype)))
+            ds.append(products.round_rows(gradient, self.inputs.q.dtype, k_power).as_left())
         return ds
 
     def load_mods(self, n: int, j: Any, keys: Any, masked: bool) -> RowMods:
@@ -160,10 +179,12 @@ class QueryBlock:
 
     def load_statistics(self, n: int) -> RowStatistics:
         rows = (*self.tile.head, pl.ds(self.tile.compute_row(n), 64))
-        arrays = self.inputs.lse, self.inputs.delta
+        arrays, scales = [self.inputs.lse, self.inputs.delta], self.inputs.scales
+        if scales is not None:
+            arrays += [scales.q, scales.dout]
         return RowStatistics(*(layouts.load_row(0, x.at[rows], jnp.float32) for x in arrays))
 
-    def load_rows(self) -> list[list[jax.Array]]:
+    def load_rows(self) -> list[list[list[jax.Array]]]:
         """Begin to copy Q and dO of the block; return dO's fragments of each panel of columns, if they are kept in registers."""
         size, dout = self.config.block_q, self.memory.dout
         if self.config.dout_in_registers:
@@ -178,7 +199,8 @@ class QueryBlock:
             return []
         async_copy.commit_group()
         self.wait_for_copies()
-        fragments = [self.left_fragments(dout, columns) for columns in mma.panel_slices(dout)]
+        panels = mma.panel_slices(dout, self.config.terms, self.config.panel_columns)
+        fragments = [self.left_fragments(dout, columns) for columns in panels]
         async_copy.sync_cta(self.config.warpgroups)  # everyone has its own rows of dO
         return fragments
 
@@ -189,9 +211,13 @@ class QueryBlock:
         def load() -> None:
             kv_head, first = self.tile.compute_kv_head(), j * size
             limit = None if self.spec.kv_len % size == 0 else self.spec.kv_len - first
-            for array, buffer in zip((self.inputs.k, self.inputs.v), self.buffers(t), strict=True):
+            k, v, *powers = self.buffers(t)
+            for array, buffer in ((self.inputs.k, k), (self.inputs.v, v)):
                 rows = array.at[batch, pl.ds(first, size), kv_head]
                 async_copy.load_rows(rows, buffer, self.config.warpgroups, limit)
+            if (scales := self.inputs.scales) is not None:
+                for array, buffer in zip((scales.k, scales.v), powers, strict=True):
+                    async_copy.load_vector(array.at[batch, kv_head, pl.ds(first, size)], buffer)
 
         when(t < self.tile.num_blocks)(load)
         async_copy.commit_group()
@@ -201,18 +227,36 @@ class QueryBlock:
         async_copy.sync_cta(self.config.warpgroups)
 
     def store(self, dq: list[jax.Array]) -> None:
-        """Store dQ, through Q's buffer."""
+        """Store dQ, through Q's buffer, or float32 from registers."""
+        first, (batch, head) = self.tile.compute_first_row(), self.tile.head
+        if self.config.is_split:
+            for n, tile in enumerate(dq):
+                row = self.tile.compute_row(n)
+                target, limit = self.dq.at[batch, pl.ds(row, 64), head], self.spec.q_len - row
+                register_io.store_rows(target, tile * self.spec.scale, 0, limit)
+            return
         if self.config.stages > 1:
             async_copy.sync_cta(self.config.warpgroups)  # everyone has read Q
         for n, tile in enumerate(dq):
             own = self.tile.own_rows(self.memory.q, n)
             own[...] = (tile * self.spec.scale).astype(self.dq.dtype)
         async_copy.sync_cta(self.config.warpgroups)
-        first, (batch, head) = self.tile.compute_first_row(), self.tile.head
         target = self.dq.at[batch, pl.ds(first, self.config.block_q), head]
         limit = self.spec.q_len - first
         async_copy.store_rows(self.memory.q, target, self.config.warpgroups, limit)
 
-    def buffers(self, t: Any) -> tuple[Any, Any]:
-        stage = arithmetic.rem(t, self.config.stages) if self.config.stages > 1 else 0
-        return self.memory.k.at[stage], self.memory.v.at[stage]
+    def load_key_powers(self, t: Any, keys: Any) -> list[jax.Array | None]:
+        """Load the powers of two of some keys and of their values, of split operands."""
+        if not self.config.is_split:
+            return [None, None]
+        _, _, *powers = self.buffers(t)
+        return [layouts.load_row(1, x.at[keys], jnp.float32) for x in powers]
+
+    def buffers(self, t: Any) -> tuple[Any, ...]:
+        """Return where the t-th block of K and V and their powers lie."""
+        stage, m = (
+            arithmetic.rem(t, self.config.stages) if self.config.stages > 1 else 0,
+            self.memory,
+        )
+        powers = [m.powers.at[i, stage] for i in range(2)] if self.config.is_split else []
+        return m.k.at[stage], m.v.at[stage], *powers

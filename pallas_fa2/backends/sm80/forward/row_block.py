@@ -19,7 +19,13 @@ from pallas_fa2.backends.common.row_mods import RowMods
 from pallas_fa2.backends.sm80.forward import products
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.memory import Inputs, SharedStorage
-from pallas_fa2.backends.sm80.forward.softmax import NO_MAXIMUM, KeyScales, Softmax, update
+from pallas_fa2.backends.sm80.forward.softmax import (
+    NO_MAXIMUM,
+    KeyScales,
+    Softmax,
+    log_sum,
+    update,
+)
 from pallas_fa2.backends.sm80.primitives import async_copy, mma
 from pallas_fa2.backends.sm80.row_schedule import RowSchedule, RowTile
 from pallas_fa2.control_flow import cond, when
@@ -158,7 +164,10 @@ class RowBlock:
             if self.spec.score is not None:
                 empty |= state.maximum == self.no_key_threshold
             share = jnp.where(empty, 0.0, self.spec.dropout_scale / total)
-            lse = state.maximum * (1 / LOG2E) + jnp.log(total)
+            if self.config.is_split:
+                lse = log_sum(state.maximum, total)
+            else:
+                lse = state.maximum * (1 / LOG2E) + jnp.log(total)
             out = [x * layouts.broadcast_rows(share, x.shape) for x in state.out]
             self.store_tile(n, out)
             row = self.tile.compute_row(n)

@@ -1,9 +1,11 @@
 """The online softmax of 64 rows: Algorithm 1, line 9 and the rescaling of line 10."""
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_fa2.backends.common.primitives import layouts
@@ -12,6 +14,8 @@ from pallas_fa2.backends.common.split_float32 import TOP_EXPONENT
 
 # Below any score, but finite: a row that has seen no key yet gives p = 0 rather than NaN.
 NO_MAXIMUM = -1e30
+LN2_HIGH = 0.693359375  # 9 bits
+LN2_LOW = math.log(2) - LN2_HIGH
 
 
 class Softmax(NamedTuple):
@@ -62,6 +66,19 @@ def update(
     row_sum += layouts.fold_octets(jnp.add, weighted)
     out = [x * layouts.broadcast_rows(factor, x.shape) for x in state.out]
     return p, Softmax(maximum, row_sum, out)
+
+
+def log_sum(maximum: jax.Array, total: jax.Array) -> jax.Array:
+    """Return m ln 2 + log l of split operands, rounded once: gradients are relative to its error.
+
+    m is an integer, and counts the sizes of values, which l takes back: both may be 2^100 where their product is 1. So they
+    are added as exponents, and ln 2 has two parts, of which products with the first are exact up to 2^15.
+    """
+    bits = lax.bitcast_convert_type(total, jnp.int32)
+    exponent = maximum + ((bits >> 23) - 127).astype(jnp.float32)
+    mantissa = lax.bitcast_convert_type((bits & 0x7FFFFF) | (127 << 23), jnp.float32)
+    lse = exponent * LN2_HIGH + (exponent * LN2_LOW + jnp.log(mantissa))
+    return jnp.where(total < jnp.inf, lse, jnp.nan)
 
 
 def round_to_integer(x: jax.Array) -> jax.Array:

@@ -47,10 +47,11 @@ def panel_width(columns: int) -> int:
     return 64 if columns % 64 == 0 else 32
 
 
-def panel_slices(buffer: Ref, terms: int = 1) -> list[Slice]:
-    """Return slices of a buffer's columns, whole swizzled panels each; of an operand of several terms, of the first."""
+def panel_slices(buffer: Ref, terms: int = 1, most: int = 64) -> list[Slice]:
+    """Return slices of a buffer's columns, whole swizzled panels of at `most` so many each; of an operand of several terms,
+    of the first."""
     columns = buffer.shape[-1] // terms
-    return layouts.slices(columns, panel_width(columns))
+    return layouts.slices(columns, min(panel_width(columns), most))
 
 
 def term_slices(buffer: Ref, columns: Slice, terms: int) -> list[Slice]:
@@ -59,15 +60,20 @@ def term_slices(buffer: Ref, columns: Slice, terms: int) -> list[Slice]:
     return [pl.ds(i * dim + columns.start, columns.size) for i in range(terms)]
 
 
-def split_left(tile: jax.Array, dtype: DTypeLike, terms: int) -> list[jax.Array]:
-    """Return a float32 tile as left operands of 16 bits, whose sum it is but for the rounding of the last."""
-    operands = []
+def split_tile(tile: jax.Array, dtype: DTypeLike, terms: int) -> list[jax.Array]:
+    """Return a float32 tile as tiles of 16 bits, whose sum it is but for the rounding of the last."""
+    parts = []
     for i in range(terms):
-        term = tile.astype(dtype)
-        operands.append(as_left(term))
+        part = tile.astype(dtype)
+        parts.append(part)
         if i + 1 < terms:
-            tile -= term.astype(jnp.float32)
-    return operands
+            tile -= part.astype(jnp.float32)
+    return parts
+
+
+def split_left(tile: jax.Array, dtype: DTypeLike, terms: int) -> list[jax.Array]:
+    """Return the terms of a float32 tile as left operands."""
+    return list(map(as_left, split_tile(tile, dtype, terms)))
 
 
 # Accumulators of products, by the size of the products: of term i of the left and term j of the right operand at i + j,
@@ -92,6 +98,21 @@ def add_products(sums: Sums, lefts: list[list[jax.Array]], rights: list[jax.Arra
 def total(sums: Sums) -> list[jax.Array]:
     """Add up the sums of each tile, the smallest first."""
     return [functools.reduce(jnp.add, reversed(tile)) for tile in zip(*sums, strict=True)]
+
+
+def add_terms(
+    accs: list[jax.Array], lefts: list[list[jax.Array]], rights: list[jax.Array]
+) -> list[jax.Array]:
+    """Return acc + left @ right of each tile, but for the products below the last size, in accumulators of their own.
+
+    The smallest products come first, so that few of the sums that tensor cores round toward zero are large. It takes half
+    the registers of `add_products`.
+    """
+    for size in reversed(range(len(rights))):
+        for i in range(size + 1):
+            tiles = zip(accs, lefts, strict=True)
+            accs = [plgpu.mma(acc, left[i], rights[size - i]) for acc, left in tiles]
+    return accs
 
 
 def multiply_rows(accs: list[jax.Array], lefts: list[jax.Array], buffer: Ref) -> list[jax.Array]:
