@@ -37,6 +37,8 @@ from benchmarks import jobs, measure, record
 from benchmarks.run import names_among
 
 AXIS = "sequence"
+RESULTS = "nvidia-h200-x2.json"
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "benchmarks" / "context-parallel.md"
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128  # Llama-8B's
 STRATEGIES = "ring", "all_gather", "ulysses", "jit", "heads"
 ALLOWED = 0.01  # of the norm: bfloat16 has 8 bits, and blocks are rounded once more
@@ -221,6 +223,38 @@ def measured(run: Any, args: tuple, expected: tuple, order: np.ndarray) -> dict[
 
 def _rounded(x: Any) -> Any:
     return float(f"{x:.4g}") if isinstance(x, float) else x
+
+
+def page() -> str:
+    """Return docs/benchmarks/context-parallel.md from the committed results."""
+    measured = record.load(record.RESULTS / RESULTS)
+    setup, run, results = measured["setup"], measured["run"], measured["results"]
+    names = [name for name in STRATEGIES if any(name in x["rows"] for x in results.values())]
+    rows = [
+        "| | pass | one GPU, ms | " + " | ".join(names) + " |",
+        "|" + "---|" * (len(names) + 3),
+    ]
+    for case, result in results.items():
+        for phase, title in (("forward", "forward"), ("both", "with the backward")):
+            cells = [result["rows"].get(name, {}).get(phase, {}) for name in names]
+            text = [
+                f"{x['ms']:.2f} ({x['efficiency']:.3f})" if "efficiency" in x else "-"
+                for x in cells
+            ]
+            one = result["rows"]["one"][phase]["ms"]
+            rows.append(f"| {case} | {title} | {one:.2f} | {' | '.join(text)} |")
+    devices = next(iter(results.values()))["devices"]
+    return f"""# Speed of sequences over several GPUs
+
+`python -m benchmarks.pages` writes this page from [{RESULTS}](../../benchmarks/results/{RESULTS}):
+{devices} of {setup["device"]} of one host, driver {setup["driver"]}, jax {setup["jax"]}, {run["date"]}, commit {run["commit"]}.
+
+Milliseconds, and the speed over {devices} times that of one GPU. bfloat16, N = 32, K = 8, H = 128; causal cases and documents (4096
+tokens in the mean) in zigzag order if their name does not say otherwise. `heads` has heads divided and moves nothing.
+The ring's kernels did not wait for transfers yet: [decision 0079](../decisions/0079-ring-transfers.md) has what that changed.
+
+{chr(10).join(rows)}
+"""
 
 
 def lines(results: dict[str, Any]) -> list[str]:

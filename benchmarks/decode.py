@@ -148,6 +148,8 @@ IMPLEMENTATIONS: dict[str, tuple[Callable, int | None, bool]] = {
     "xla": (xla, None, True),
 }
 OURS = "ours", "pages16", "pages64"
+RESULTS = "nvidia-h200-decode.json"
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "benchmarks" / "decode.md"
 
 
 def reference(dtype: Any, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
@@ -226,6 +228,44 @@ def speed(case: Case, launches: list[list[tuple[str, float]]]) -> dict[str, floa
     longest = statistics.median(max(ms for _, ms in kernels) for kernels in launches)
     rounded = {"ms": ms, "others_ms": ms - longest, "gb_s": case.gigabytes() / ms * 1e3}
     return {name: float(f"{x:.4g}") for name, x in rounded.items()}
+
+
+def page() -> str:
+    """Return docs/benchmarks/decode.md from the committed results."""
+    measured = record.load(record.RESULTS / RESULTS)
+    setup, run, results = measured["setup"], measured["run"], measured["results"]
+    names = [name for name in IMPLEMENTATIONS if any(name in x["rows"] for x in results.values())]
+    rows = [
+        f"| | {' | '.join(names)} | ours / best rival | kernel alone |",
+        "|" + "---|" * (len(names) + 3),
+    ]
+    for case, result in results.items():
+        speeds = {who: row.get("gb_s") for who, row in result["rows"].items()}
+        best = max(x for who, x in speeds.items() if who not in OURS and x is not None)
+        own = result["rows"]["ours"]
+        alone = own["gb_s"] * own["ms"] / (own["ms"] - own["others_ms"]) / best
+        cells = ["-" if speeds[name] is None else f"{speeds[name]:.0f}" for name in names]
+        rows.append(f"| {case} | {' | '.join(cells)} | {own['gb_s'] / best:.3f} | {alone:.3f} |")
+    largest = max(
+        row["error"] / x["allowed"]
+        for x in results.values()
+        for row in x["rows"].values()
+        if "error" in row
+    )
+    return f"""# Speed of a decode step's attention
+
+`python -m benchmarks.pages` writes this page from [{RESULTS}](../../benchmarks/results/{RESULTS}):
+{setup["device"]}, driver {setup["driver"]}, jax {setup["jax"]}, {run["date"]}, commit {run["commit"]}.
+
+Gigabytes of keys and values a second, over the time of all kernels of a call. One query for each sequence, bfloat16, N = 32
+query heads and, if the name does not say otherwise, K = 8 key heads and H = 128; `b16_s8k` are 16 sequences of 8192 tokens.
+`pages16` and `pages64` are ours on pages of so many tokens. The last column has our decode kernel without the plan, which layers
+of one program share (10 us of a call here, by seven kernels; four since).
+
+{chr(10).join(rows)}
+
+Largest error over the allowed, twice that of dense bfloat16 attention: {largest:.2f}.
+"""
 
 
 def lines(results: dict[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """Writes the pages of docs/benchmarks from committed results.
 
-    python -m benchmarks.pages            # h200.md, masks.md, short.md, ampere.md and numerics.md
+    python -m benchmarks.pages            # h200.md, masks.md, short.md, ampere.md and the others
     python -m benchmarks.pages --check    # write nothing; exit status 1 if a page differs
 
 `methodology.md` beside them is written by hand.
@@ -14,10 +14,15 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from benchmarks import numerics, record, report
+from benchmarks import context_parallel, decode, numerics, record, report
 
 FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "benchmarks"
 TITLES = {"forward": "Forward", "both": "Forward and backward"}
+OTHERS: tuple[Any, ...] = (
+    numerics,
+    decode,
+    context_parallel,
+)  # modules that write a page of their own
 GRADIENTS = ("out", "dq", "dk", "dv")
 
 
@@ -178,7 +183,7 @@ def section(page: Page, phase: str, title: str, results: dict[str, dict]) -> lis
 def generate() -> dict[pathlib.Path, str]:
     """Return every generated page by its path."""
     pages = {FOLDER / name: text(page) for name, page in PAGES.items()}
-    return {**pages, numerics.PAGE: numerics.page()}
+    return pages | {module.PAGE: module.page() for module in OTHERS}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,6 +18,7 @@ RESULTS = results_of(
 def small(monkeypatch, tmp_path):
     monkeypatch.setattr(pages, "FOLDER", tmp_path / "docs")
     monkeypatch.setattr(pages, "PAGES", {"nothing.md": PAGE})
+    monkeypatch.setattr(pages, "OTHERS", (numerics,))
     monkeypatch.setattr(numerics, "PAGE", tmp_path / "docs" / "numerics.md")
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     measured = {**RESULTS, "setup": RESULTS["setup"] | {"implementations": {"ours": "0.1.0"}}}

@@ -222,8 +222,14 @@ def _deal_shares(
         begin = jnp.where(begin > tile_begin, tile_begin + counts[entry], begin)
         head, entry, tile_begin = locate(begin)
     tile_end = tile_begin + counts[entry]
-    own = begin[None, :num_ctas]
-    first_cta = (own <= tile_begin[:, None]).sum(1, dtype=I32) - 1
-    last_cta = (own < tile_end[:, None]).sum(1, dtype=I32) - 1
+
+    # Solved for the CTA: to count those that begin before a block takes XLA two kernels more.
+    def cta_of(block: jax.Array) -> jax.Array:
+        in_larger = rest * (least + 1)  # the first shares have a block more
+        smaller = rest + lax.div(block - in_larger, jnp.maximum(least, 1))
+        equal = jnp.where(block < in_larger, lax.div(block, least + 1), smaller)
+        return jnp.where(is_fixed, lax.div(block, jnp.maximum(fixed_share, 1)), equal)
+
+    first_cta, last_cta = cta_of(tile_begin), cta_of(tile_end - 1)
     used, zeros = jnp.broadcast_to(num_entries, cta.shape), jnp.zeros_like(cta)
     return Share(begin, head, entry, tile_begin, first_cta, last_cta, used, zeros)
