@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from benchmarks import measure, plot, record, report, rivals, run
+from benchmarks import measure, pages, plot, record, report, rivals, run
 from benchmarks.rivals import Implementation
 from benchmarks.shapes import MASKS, SHAPES, SWEEP, Shape
 from tests.support.hopper import planned_for_h200
@@ -257,7 +257,8 @@ def test_the_report_has_masks_separately_and_ours_is_no_rival():
     assert curves == {(True, 128): {"ours": [(8192, 400.0)], "fa3": [(8192, 500.0)]}}
 
 
-SPEEDS = sorted(p for p in record.RESULTS.glob("*.json") if not p.stem.startswith("numerics"))
+OF_SHAPES = {page.results for page in pages.PAGES.values()}
+SPEEDS = sorted(p for p in record.RESULTS.glob("*.json") if p.name in OF_SHAPES)
 
 
 @pytest.mark.parametrize("path", SPEEDS, ids=lambda p: p.stem)

@@ -118,7 +118,7 @@ def test_fragments_are_those_of_wgmma(name: str, dim: int, monkeypatch: pytest.M
         values = np.stack(list(words.reshape(-1))).reshape(*words.shape, 4, 8, 4, 2)
         return values.transpose(0, 3, 2, 4, 1, 5, 6).reshape(shape)
 
-    monkeypatch.setattr(eight_bits, "_load", load)
+    monkeypatch.setattr(eight_bits, "_load_operand", load)
     monkeypatch.setattr(eight_bits, "_ldmatrix", lambda at, kind: ldmatrix(memory, at, kind))
     widen = {"uint8": lambda word, order: [word[:, order[:2]], word[:, order[2:]]]}
     monkeypatch.setattr(eight_bits, "_WIDEN", widen)

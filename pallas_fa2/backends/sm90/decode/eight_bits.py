@@ -96,7 +96,7 @@ def load_keys(buffer: Ref) -> jax.Array:
                 eight = 2 * (2 * n + i // 2)
                 result[0, eight, i % 2], result[0, eight + 1, i % 2] = low, high
 
-    return _load("load_keys", buffer, (rows, dim), load)
+    return _load_operand("load_keys", buffer, (rows, dim), load)
 
 
 def load_values(buffer: Ref) -> jax.Array:
@@ -115,10 +115,10 @@ def load_values(buffer: Ref) -> jax.Array:
                     for h in range(2):
                         result[tile, 4 * half + i, h] = pairs[h]
 
-    return _load("load_values", buffer, (dim, rows), load)
+    return _load_operand("load_values", buffer, (dim, rows), load)
 
 
-def _load(
+def _load_operand(
     name: str, buffer: Ref, shape: tuple[int, int], load: Callable[["_Lines", np.ndarray], None]
 ) -> jax.Array:
     """Return a left operand whose pairs of numbers, by tile, eight of columns and half of the rows, `load` fills in."""
