@@ -71,9 +71,9 @@ def run_forward(
 
     *axes, length, heads, _ = jax.typeof(q).sharding.spec
     rows = PartitionSpec(*axes, heads, length)
-    run = _on_mesh(run, mesh, (PartitionSpec(*axes, length, heads, None), rows, rows))
+    run = on_mesh(run, mesh, (PartitionSpec(*axes, length, heads, None), rows, rows))
     if BACKENDS[plan.implementation].backward is None and mesh.explicit_axes and mesh.manual_axes:
-        # What JAX would keep for its own backward are residuals of the partitioner's, as `_on_mesh` says.
+        # What JAX would keep for its own backward are residuals of the partitioner's, as `on_mesh` says.
         run = jax.checkpoint(run)
     return run(q, k, v, operands)
 
@@ -103,11 +103,11 @@ def run_backward(
 
     floats = tuple(split_floats(operands.scores)[0])
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (q, k, v, floats))
-    run = _on_mesh(run, jax.typeof(q).sharding.mesh, specs)
+    run = on_mesh(run, jax.typeof(q).sharding.mesh, specs)
     return run(arrays, operands)
 
 
-def _on_mesh(run: Callable, mesh: Any, specs: Any) -> Callable:
+def on_mesh(run: Callable, mesh: Any, specs: Any) -> Callable:
     """Return `run` with its arrays divided over the explicit axes of a mesh; results are laid out by `specs`.
 
     Forward and backward do so each for itself: JAX cannot take the partitioner's residuals out of `shard_map`.

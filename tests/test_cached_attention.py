@@ -714,11 +714,12 @@ def test_vmap_of_the_kernel_of_hopper(layout: str, quantized: str | None) -> Non
         np.testing.assert_allclose(problem.flatten(lse[i], True), expected_lse, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)], ids=str)
 @pytest.mark.parametrize("quantized", ["", "int8"])
 @pytest.mark.parametrize("placed", ["sequences", slow("heads"), slow("pages"), "packed"])
-def test_the_kernel_of_hopper_on_two_gpus(placed: str, quantized: str) -> None:
+def test_the_kernel_of_hopper_on_two_gpus(placed: str, quantized: str, kind: AxisType) -> None:
     """Each has its sequences, or its heads; nothing is gathered."""
-    mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",))
+    mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",), axis_types=(kind,))
     sequences, heads = ("x", None) if placed == "sequences" else (None, "x")
 
     def array(dtype: Any, shape: tuple[int, ...], *axes: Any) -> Any:
@@ -743,7 +744,7 @@ def test_the_kernel_of_hopper_on_two_gpus(placed: str, quantized: str) -> None:
         score = fa.alibi(np.ones(32, np.float32))
         return fa.cached_attention(q, cache, queries=queries, score=score, return_lse=True)
 
-    with planned_for_h200():
+    with planned_for_h200(), jax.set_mesh(mesh):
         hlo = compile_gate.hlo_for_h200s(run, q, cache, starts)
     assert not re.search("all-gather|all-to-all|all-reduce|collective-permute", hlo)
     half = 2 * 8 if placed == "sequences" else (8 if placed == "packed" else 4) * 4
