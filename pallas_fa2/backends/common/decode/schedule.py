@@ -72,7 +72,7 @@ class Share(NamedTuple):
     last_cta: Any
     num_entries: Any  # that there are
     # The splits of the tile that begins in this CTA which are stored so far: 0 before and after each launch
-    # (`merge.arrive`).
+    # (`merge.TileSplits.arrive`).
     arrivals: Any
 
     @classmethod
@@ -92,7 +92,7 @@ class DecodePlan(NamedTuple):
     entries: (
         jax.Array
     )  # int32 [entries, 7]: `Entry`; with fixed splits [rows, 9], `FixedSplits` too
-    # int32 [K, rows], with fixed splits: of an entry's first row, the splits that are stored so far (`merge.arrive`)
+    # int32 [K, rows], with fixed splits: of an entry's first row, the splits that are stored so far, as `Share.arrivals`
     arrivals: jax.Array | None = None
 
 
