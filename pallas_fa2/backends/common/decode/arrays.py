@@ -33,9 +33,8 @@ class Inputs(NamedTuple):
     table: Any = None  # int32 [B, pages of a request]: the pages, of a paged cache
     mods: ModArrays = NO_MODS
     scales: Scales | None = None  # [B, K, S], or of pages [P, K, page size]: of K and V of 8 bits
-    q_largest: Any = (
-        None  # float32 [tokens * N], the largest magnitudes of Q, which was divided for these
-    )
+    # float32 [tokens * N]: the largest magnitude of each query and head, of which follows by what Q was divided.
+    q_largest: Any = None
 
 
 class Outputs(NamedTuple):

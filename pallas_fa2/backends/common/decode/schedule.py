@@ -89,9 +89,8 @@ class DecodePlan(NamedTuple):
 
     # int32 [CTAs + 1, 15]: `Share`, and the `Entry` of its tile, so that a CTA waits for one load before its first copy
     shares: jax.Array
-    entries: (
-        jax.Array
-    )  # int32 [entries, 7]: `Entry`; with fixed splits [rows, 9], `FixedSplits` too
+    # int32 [entries, 7]: `Entry`; with fixed splits [rows, 9], `FixedSplits` too
+    entries: jax.Array
     # int32 [K, rows], with fixed splits: of an entry's first row, the splits that are stored so far, as `Share.arrivals`
     arrivals: jax.Array | None = None
 

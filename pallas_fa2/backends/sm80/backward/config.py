@@ -77,7 +77,8 @@ class BackwardConfig:
     split_columns: bool = False
     # Whether dQ is added 16 bytes at a time: from compute capability 9.0 on.
     vector_atomics: bool = False
-    # The kernel of dQ alone, whose sums have one order. Without one, this kernel adds to dQ in any order.
+    # The kernel of dQ alone, whose sums have one order, or where shared memory has no room for dS of dQ. Without one, this
+    # kernel adds to dQ in any order.
     dq: DqConfig | None = None
     # Whether dK and dV have a kernel each: where shared memory has no room for blocks of K, V, Q and dO, the one has V in
     # registers (64 of them at Hv = 256), and the other needs no V. 8 products then, for 5. One tile of keys.
