@@ -176,7 +176,8 @@ class BackwardConfig:
         key_dims = dims if all(self.formed) else self.head_dim
         operands = self.block_kv * key_dims + self.stages * self.block_q * dims
         tiles = self.stored_tiles * self.block_kv * self.block_q
-        own = 2 * self.terms * (operands + tiles) + 8 * self.terms * self.stages * self.block_q
+        vectors = 4 if self.is_split else 2  # lse, delta, and the powers of q and dO, in float32
+        own = 2 * self.terms * (operands + tiles) + 4 * vectors * self.stages * self.block_q
         if self.is_split:
             # Every buffer begins at a multiple of 1024 bytes: here of vectors, and of the powers of stored tiles.
             own += self.stored_tiles * round_up(4 * self.pieces * self.block_kv, 1024)
