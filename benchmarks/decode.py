@@ -52,7 +52,7 @@ class Case:
         return np.maximum(1, draws / draws.max() * self.kv_len).astype(np.int32)
 
     def gigabytes(self) -> float:
-        """Return the size of the keys and values that a step reads."""
+        """Return the size of the keys and values that a step reads, 2 bytes an element."""
         return 4e-9 * int(self.lengths().sum()) * self.kv_heads * self.head_dim
 
 
