@@ -42,7 +42,8 @@ PAGE = pathlib.Path(__file__).parent.parent / "docs" / "benchmarks" / "context-p
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128  # Llama-8B's
 STRATEGIES = "ring", "all_gather", "ulysses", "jit", "heads"
 ALLOWED = 0.01  # of the norm: bfloat16 has 8 bits, and blocks are rounded once more
-SECONDS = 0.7  # of launches for one time: a second more heats the GPU, and one launch of 1M tokens takes longer
+# Of launches for one time: more heats the GPU. One launch of 524,288 tokens takes longer.
+SECONDS = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +157,7 @@ def milliseconds(run: Callable, args: tuple) -> float:
 
 
 def differences(results: tuple, expected: tuple) -> list[float]:
-    """Return the norm of each difference over that of the expected array, a part of the tokens at a time."""
+    """Return the norm of each difference over that of the expected array."""
 
     @jax.jit
     def squares(x: Any, y: Any) -> Any:

@@ -52,7 +52,7 @@ class Case:
         return np.maximum(1, draws / draws.max() * self.kv_len).astype(np.int32)
 
     def gigabytes(self) -> float:
-        """Return the size of the keys and values that a step reads."""
+        """Return the size of the keys and values that a step reads, 2 bytes an element."""
         return 4e-9 * int(self.lengths().sum()) * self.kv_heads * self.head_dim
 
 
@@ -223,7 +223,7 @@ def alternate(programs: dict[str, Any], iterations: int) -> dict[str, list]:
 
 
 def speed(case: Case, launches: list[list[tuple[str, float]]]) -> dict[str, float]:
-    """Return the median milliseconds of all kernels of a launch, the part before the longest one, and gigabytes a second."""
+    """Return the median milliseconds of all kernels of a launch, and without the longest one, and gigabytes a second."""
     ms = statistics.median(sum(ms for _, ms in kernels) for kernels in launches)
     longest = statistics.median(max(ms for _, ms in kernels) for kernels in launches)
     rounded = {"ms": ms, "others_ms": ms - longest, "gb_s": case.gigabytes() / ms * 1e3}

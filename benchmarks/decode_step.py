@@ -107,7 +107,7 @@ def make_step(sizes: Sizes, attention: Callable, traces: list[None]) -> Any:
 
 
 class Measured(NamedTuple):
-    """Milliseconds of a step: as the host sees it, and of its kernels."""
+    """Milliseconds of a step, as the host sees it, and of its kernels; and the program's temporary memory."""
 
     step: float
     attention: float
@@ -117,7 +117,7 @@ class Measured(NamedTuple):
 
 
 def measure(sizes: Sizes, attention: Callable, batch: int, length: int, steps: int) -> Measured:
-    """Measure steps that begin with half-full caches, and check that they are one program."""
+    """Measure steps on caches that are nearly full, and check that they are one program."""
     traces: list[None] = []
     step = make_step(sizes, attention, traces)
     weights = make_weights(sizes)

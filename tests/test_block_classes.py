@@ -102,7 +102,7 @@ def of_positions(q, k, xp):
         "prefix": lambda: (j < 7) | (i >= j),
         "dilated": lambda: (abs(i - j) <= 20) & (abs(i - j) % 4 == 0),
         "dilated, signed": lambda: (i - j) % 3 == 0,
-        "neighbourhood": lambda: (
+        "neighborhood": lambda: (
             (abs(i // WIDTH - j // WIDTH) <= 1) & (abs(i % WIDTH - j % WIDTH) <= 2)
         ),
         "negative floor division": lambda: (i - 30) // 7 >= (j - 30) // 7,
@@ -164,7 +164,7 @@ def test_classes_are_sound(name):
 @pytest.mark.parametrize(
     "name, share",
     [("causal window", 1), ("sink and window", 1), ("documents, causal", 1),
-     ("chunked and causal", 1), ("two-sided window", 1), ("neighbourhood", 1.3), ("prefix", 1),
+     ("chunked and causal", 1), ("two-sided window", 1), ("neighborhood", 1.3), ("prefix", 1),
      ("clip", 1), ("clamp", 1), ("halves of chunks", 1)],
 )  # fmt: skip
 def test_classes_of_common_masks_are_tight(name, share):

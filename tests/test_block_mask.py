@@ -108,7 +108,7 @@ def last_beside_mean(entries):
 
 
 def test_on_the_device_long_tiles_come_early():
-    """Of 16 heads, two that see all, and others that see their neighbours alone."""
+    """Of 16 heads, two that see all, and others that see their neighbors alone."""
     near = np.tril(np.triu(np.ones((64, 64), np.int32), -6))
     heads = np.arange(16)[:, None, None] % 8 == 7
     classes = np.where(heads, FULL * np.tril(np.ones((64, 64))), FULL * near).astype(np.int32)

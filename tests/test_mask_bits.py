@@ -32,7 +32,7 @@ OF_KEYS = jnp.sort(jax.random.randint(jax.random.key(1), (B, S), 0, 5), 1)
 
 @fa.mask_fn
 def grid(q, k, c):
-    """A neighbourhood on a grid, of the same document."""
+    """A neighborhood on a grid, of the same document."""
     rows, columns = q.index // 20 - k.index // 20, q.index % 20 - k.index % 20
     near = (abs(rows) <= c.reach) & (abs(columns) <= c.reach)
     return near & (q.id <= k.id + 1)

@@ -51,8 +51,8 @@ def ask_too_late(self: Any) -> int:
     return pending(self) + 1
 
 
-def load_values_too_early(self: Any, step: Any, loads: Any) -> Any:
-    return load_values(self, step + 1, loads)
+def load_values_too_early(self: Any, step: Any, block: Any) -> None:
+    load_values(self, step + 1, block)
 
 
 def one_slot_for_q(self: Any, slot: Any, tile: Any) -> None:

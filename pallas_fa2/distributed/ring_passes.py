@@ -133,11 +133,11 @@ def backward(
         return total + x.astype(total.dtype)
 
     def visit(turn: Turn, carry: Any, shift_by: Any) -> Any:
-        (k, v), travelling, (dq, dscores) = carry
+        (k, v), traveling, (dq, dscores) = carry
         following = shift((k, v), ring.axis_name, turn.stride)
         if turn.arrival is not None:  # the sums of the steps before
-            travelling = shift(travelling, ring.axis_name, turn.arrival)
-        (following, travelling), k, v = send_first((following, travelling), k, v)
+            traveling = shift(traveling, ring.axis_name, turn.arrival)
+        (following, traveling), k, v = send_first((following, traveling), k, v)
         blocks = list(blocks_of(ring.axis_name, turn.step, shift_by, operands, k.shape[TOKENS]))
         parts = []
         for block in blocks:
@@ -149,8 +149,8 @@ def backward(
                 return run_backward(*block.call[:2], arrays, block.operands, needs_grad)
 
             parts.append(block.run(compute, _zeros_like, q))
-        following, travelling, parts = end_step((following, travelling, parts))
-        dkv = match_varying_axes(_zeros((k, v)), q) if turn.arrival is None else travelling
+        following, traveling, parts = end_step((following, traveling, parts))
+        dkv = match_varying_axes(_zeros((k, v)), q) if turn.arrival is None else traveling
         for block, (dq_part, *dkv_part, dscores_part) in zip(blocks, parts, strict=True):
             dq = block.replace_queries(dq, add(block.queries(dq), dq_part))
             dkv = tuple(
@@ -169,13 +169,13 @@ def backward(
     floats = split_floats(operands.scores)[0]
     kv = shift((k, v), ring.axis_name, turns[0].step.shift if turns else 0)
     sums = match_varying_axes(Sums(_zeros(q), _zeros(floats)), q)
-    home, travelling = [], None
+    home, traveling = [], None
     for turn, same in itertools.groupby(turns):
-        kv, travelling, sums = repeat(list(same), visit, (kv, travelling, sums))
+        kv, traveling, sums = repeat(list(same), visit, (kv, traveling, sums))
         if turn.step.shift == 0:
-            home, travelling = [travelling], None
-    if travelling is not None:
-        home.append(shift(travelling, ring.axis_name, -turns[-1].step.shift))
+            home, traveling = [traveling], None
+    if traveling is not None:
+        home.append(shift(traveling, ring.axis_name, -turns[-1].step.shift))
     dk, dv = jax.tree.map(lambda *x: sum(x[1:], x[0]), *home) if home else _zeros((k, v))
     dscores = [dx.astype(x.dtype) for dx, x in zip(sums.dscores, floats, strict=True)]
     return sums.dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dscores

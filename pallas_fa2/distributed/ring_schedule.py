@@ -179,6 +179,7 @@ class RingSchedule:
                 code, *self.distances, dims.q_len // chunks, dims.kv_len // chunks
             )
 
+        # there may be no conjunct, and `np.stack` needs an array
         return np.stack([unknown, *map(classify, self.mask_codes)])[1:]
 
     def _calls(self, shift: int) -> list[BlockCall]:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pallas_fa2.backends.registry import BACKENDS
-from pallas_fa2.backends.xla.tile import sums_from_lse
+from pallas_fa2.backends.xla.tile import lse_from_sums, sums_from_lse
 from pallas_fa2.distributed import ring_passes
 from pallas_fa2.distributed.aux_shards import map_aux, own_positions
 from pallas_fa2.distributed.device_calls import call_on_all_keys, plan_ring
@@ -94,7 +94,7 @@ def divided_backward(
             ring, operands = part.ring(q, k, operands)
             v, out, lse, dout, dlse, sums = rest
             if lse is None:
-                lse = jnp.where(sums.total == 0, -jnp.inf, sums.maximum + jnp.log(sums.total))
+                lse = lse_from_sums(sums)
             arrays = q, k, v, out.astype(q.dtype), lse, dout, dlse
             *dqkv, dscores = ring_passes.backward(ring, *arrays, operands, needs_grad)
             return *dqkv, tuple(dscores)

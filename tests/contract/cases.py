@@ -170,7 +170,7 @@ def _scattered(q: Any, k: Any) -> Any:
 
 
 def scattered(case: Case) -> tuple[Any, np.ndarray]:
-    """Blocks of 64 keys that are not neighbours."""
+    """Blocks of 64 keys that are not neighbors."""
     q, k = positions(case)
     dense = ((q // 64 * 3 + k // 64) % 5 == 0) | ((q - k) % 150 == 149)
     return _scattered, everywhere(case, dense)

@@ -77,7 +77,7 @@ def poison(case: Case, inputs: list, value: float) -> list:
     return [q, k, v, dout, dlse]
 
 
-def poison_neighbours(inputs: list) -> list:
+def poison_neighbors(inputs: list) -> list:
     """NaN in all batch entries but the first: an entry's rows follow those of the entry before."""
     entry = np.arange(len(inputs[0]))
     return [
@@ -91,11 +91,11 @@ def arrangements(case: Case, inputs: list, interpreted: bool) -> list[tuple[str,
     clean, dead = ("", inputs, slice(None)), poison(case, inputs, float("nan"))
     poisoned = [(", poisoned with NaN", dead, slice(None))] if case.mask is not None else []
     if not interpreted:
-        beside = [(", beside NaN", poison_neighbours(inputs), slice(1))] if case.batch > 1 else []
+        beside = [(", beside NaN", poison_neighbors(inputs), slice(1))] if case.batch > 1 else []
         return [clean, *poisoned, *beside]
     # Interpreting takes long: one run has all the NaN, and those that it lacks are in another.
     if case.batch > 1:
-        return [clean, (", beside NaN", poison_neighbours(dead), slice(1))]
+        return [clean, (", beside NaN", poison_neighbors(dead), slice(1))]
     return poisoned or [clean]
 
 

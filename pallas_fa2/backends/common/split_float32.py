@@ -34,9 +34,8 @@ MAX_SIZE_DIFFERENCE = 105
 class Scales(NamedTuple):
     """Powers of two by which the products of split operands are multiplied, in float32."""
 
-    queries: (
-        jax.Array
-    )  # [B, N, T'], T' a multiple of block_q; NaN where a number of the query is not finite
+    # [B, N, T'], T' a multiple of block_q; NaN where a number of the query is not finite
+    queries: jax.Array
     # [B, K, blocks, 3 block_kv]: of each key its power, NaN where a number of the key or its value is not finite; the log2
     # of its value's size in relation to the head's largest, at most 0; and the weight that undoes it and P's 2^14.
     keys: jax.Array

@@ -196,6 +196,11 @@ def sums_from_lse(lse: jax.Array) -> RowSums:
     return RowSums(jnp.where(empty, 0, lse), jnp.where(empty, 0, jnp.ones_like(lse)))
 
 
+def lse_from_sums(sums: RowSums) -> jax.Array:
+    """Return the natural logsumexp of row sums, -inf for empty rows."""
+    return jnp.where(sums.total == 0, -jnp.inf, sums.maximum + jnp.log(sums.total))
+
+
 def _as_rows(x: jax.Array) -> jax.Array:
     """Transpose row statistics `[B, K, G, t]` to `[B, t, K, G, 1]`."""
     return jnp.moveaxis(x, -1, 1)[..., None]

@@ -26,16 +26,15 @@ def page_rows(spec: DecodeSpec, block_kv: int) -> int:
 class Inputs(NamedTuple):
     """Arrays in device memory that the kernel reads."""
 
-    q: Any  # [tokens * K, G, H], as the kernel wants it
+    q: Any  # [tokens * K, G, H]; of Hopper's [tokens * K, G, 1, H of shared memory]
     k: Any  # [B, S, K, H], or pages [P, page size, K, H]
     v: Any
     plan: DecodePlan
     table: Any = None  # int32 [B, pages of a request]: the pages, of a paged cache
     mods: ModArrays = NO_MODS
     scales: Scales | None = None  # [B, K, S], or of pages [P, K, page size]: of K and V of 8 bits
-    q_largest: Any = (
-        None  # float32 [tokens * N], the largest magnitudes of Q, which was divided for these
-    )
+    # float32 [tokens * N]: the largest magnitude of each query and head, of which follows by what Q was divided.
+    q_largest: Any = None
 
 
 class Outputs(NamedTuple):
@@ -46,7 +45,7 @@ class Outputs(NamedTuple):
     `head * rows + row`.
     """
 
-    out: Any  # [tokens * K, G, Hv], as the kernel wants it
+    out: Any  # [tokens, N, Hv]; of Hopper's [tokens * K, G, 1, Hv of shared memory]
     lse: Any  # float32 [tokens * N], natural
     split_out: Any  # float32 [splits, Hv / 64, 64 * columns]: O^T, normalized, as its tiles lie in registers
     split_lse: Any  # float32 [splits, columns], in base 2

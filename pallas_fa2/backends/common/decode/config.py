@@ -31,6 +31,6 @@ class DecodeConfig:
 
 
 def reduction_bytes(spec: DecodeSpec) -> int:
-    """Return the bytes through which the four warps reduce a tile's keys: a float32 of each thread for every pair of
-    columns of an eight."""
+    """Return the bytes through which the four warps reduce a tile's keys: a float32 of each thread for both of
+    its columns of each eight."""
     return 128 * spec.columns

@@ -67,9 +67,8 @@ def _with_key_index(function: TileFunction) -> TileFunction:
 class ModArrays(NamedTuple):
     """What masks and scores read. Rows are int32 whatever their bits stand for; None where nothing is read."""
 
-    q: Any = (
-        None  # [B, rows, T]; [1, rows, tokens] of packed queries. In the kernel [rows, all tokens]
-    )
+    # [B, rows, T]; [1, rows, tokens] of packed queries. In the kernel [rows, all tokens]
+    q: Any = None
     k: Any = None  # [B | 1, rows, S]; the first row is that of `ArgSource` 1, as the first source are positions
     integers: Any = None  # int32 [B | 1, K, G, fields]
     floats: Any = None  # float32 [B | 1, K, G, fields]

@@ -72,7 +72,7 @@ class Share(NamedTuple):
     last_cta: Any
     num_entries: Any  # that there are
     # The splits of the tile that begins in this CTA which are stored so far: 0 before and after each launch
-    # (`merge.arrive`).
+    # (`merge.TileSplits.arrive`).
     arrivals: Any
 
     @classmethod
@@ -89,10 +89,9 @@ class DecodePlan(NamedTuple):
 
     # int32 [CTAs + 1, 15]: `Share`, and the `Entry` of its tile, so that a CTA waits for one load before its first copy
     shares: jax.Array
-    entries: (
-        jax.Array
-    )  # int32 [entries, 7]: `Entry`; with fixed splits [rows, 9], `FixedSplits` too
-    # int32 [K, rows], with fixed splits: of an entry's first row, the splits that are stored so far (`merge.arrive`)
+    # int32 [entries, 7]: `Entry`; with fixed splits [rows, 9], `FixedSplits` too
+    entries: jax.Array
+    # int32 [K, rows], with fixed splits: of an entry's first row, the splits that are stored so far, as `Share.arrivals`
     arrivals: jax.Array | None = None
 
 

@@ -79,6 +79,7 @@ class ScoreTile(NamedTuple):
         be NaN, and 0 times that is no 0."""
         config = self.cta.config
         if attended is not None:
+            # -inf becomes the infinity for which they vote
             missing = votes.warpgroup_any_nonfinite(-attended, I32(0)) != 0
             when(missing)(lambda: keep(attended > -jnp.inf))
             return

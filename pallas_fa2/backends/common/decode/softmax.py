@@ -58,7 +58,9 @@ class ValueScales(NamedTuple):
     """The scales of V of a block."""
 
     scales: jax.Array  # float32 [64], 0 where no query attends to a key
-    exponent: jax.Array  # of the largest one: the bits of that power of two as float32
+    # Of the largest finite one of the keys that exist, also of those that a mask of code hides: the bits of that power of two
+    # as float32.
+    exponent: jax.Array
 
 
 class OnlineSoftmax(NamedTuple):

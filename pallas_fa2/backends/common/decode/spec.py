@@ -41,9 +41,8 @@ class DecodeSpec:
     distances: DistanceRange  # of the keys that a query attends to, from its own position
     page_size: int | None = None  # keys of a page, if the cache is paged
     mods: DecodeMods | None = None
-    split_blocks: int | None = (
-        None  # blocks of keys between the cuts of fixed splits, if splits are fixed
-    )
+    # Blocks of keys between the cuts of fixed splits, if splits are fixed.
+    split_blocks: int | None = None
     quantized: str | None = None  # the dtype of keys and values of 8 bits, which have scales
     parts: int = 1  # entries of each request, of which each reads its keys; packed queries have as many as they need
 

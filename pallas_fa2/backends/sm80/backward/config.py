@@ -77,7 +77,8 @@ class BackwardConfig:
     split_columns: bool = False
     # Whether dQ is added 16 bytes at a time: from compute capability 9.0 on.
     vector_atomics: bool = False
-    # The kernel of dQ alone, whose sums have one order. Without one, this kernel adds to dQ in any order.
+    # The kernel of dQ alone, whose sums have one order, or where shared memory has no room for dS of dQ. Without one, this
+    # kernel adds to dQ in any order.
     dq: DqConfig | None = None
     # Whether dK and dV have a kernel each: where shared memory has no room for blocks of K, V, Q and dO, the one has V in
     # registers (64 of them at Hv = 256), and the other needs no V. 8 products then, for 5. One tile of keys.
@@ -175,7 +176,8 @@ class BackwardConfig:
         key_dims = dims if all(self.formed) else self.head_dim
         operands = self.block_kv * key_dims + self.stages * self.block_q * dims
         tiles = self.stored_tiles * self.block_kv * self.block_q
-        own = 2 * self.terms * (operands + tiles) + 8 * self.terms * self.stages * self.block_q
+        vectors = 4 if self.is_split else 2  # lse, delta, and the powers of q and dO, in float32
+        own = 2 * self.terms * (operands + tiles) + 4 * vectors * self.stages * self.block_q
         if self.is_split:
             # Every buffer begins at a multiple of 1024 bytes: here of vectors, and of the powers of stored tiles.
             own += self.stored_tiles * round_up(4 * self.pieces * self.block_kv, 1024)

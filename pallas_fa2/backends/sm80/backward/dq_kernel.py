@@ -1,5 +1,8 @@
-"""The kernel of dQ alone: a CTA for each block of query rows of a head, for gradients that are bitwise the same in every
-run."""
+"""The kernel of dQ alone: a CTA for each block of query rows of a head.
+
+It is for gradients that are bitwise the same in every run, and for those whose kernel of dK and dV has no room in shared
+memory for dQ's dS.
+"""
 
 from typing import Any
 

@@ -24,8 +24,8 @@ class KeyEpilogue:
     warpgroup: Any
 
     def store(self, dk: list[jax.Array], dv: list[jax.Array], score_rows: list[Any]) -> None:
-        """Store the tiles of keys of those that are formed: through shared memory, or of a head of a group as they lie in
-        registers."""
+        """Store the tiles of keys of those that are formed: through shared memory; from registers if they are float32; or
+        of a head of a group as they lie in registers."""
         (batch, head, block), spec = self.coordinates, self.schedule.spec
         config = self.schedule.config
         if spec.group > 1:
@@ -64,9 +64,8 @@ class KeyEpilogue:
         """Store float32 tiles of keys from registers."""
         (batch, head, block), spec = self.coordinates, self.schedule.spec
         share = self.warpgroup if self.schedule.config.split_columns else 0
-        for rows, tile in zip(
-            score_rows, tiles, strict=False
-        ):  # there are none that are not formed
+        # not strict: where dK or dV is not formed, it has no tiles
+        for rows, tile in zip(score_rows, tiles, strict=False):
             key = block * self.schedule.config.block_kv + rows.start
             keys = target.at[batch, pl.ds(key, 64), arithmetic.div(head, spec.group)]
             register_io.store_rows(keys, tile * scale, tile.shape[1] * share, spec.kv_len - key)

@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
     # Of whole blocks of rows, T' >= T of them. -lse in base 2, float32 [B, N, T'], is -inf in rows that do not exist or see
     # nothing, so that their P is 0.
     lse: Any
-    delta: Any  # dlse - rowsum(dO ∘ O), float32 [B, N, T']
+    delta: Any  # -delta of the glossary: dlse - rowsum(dO ∘ O), float32 [B, N, T']
     block_mask: BlockMask | None = None  # of each tile, under a mask
     aux: AuxInputs | None = None  # what masks, scores and dropout read
     mask_bits: Any = None  # of a mask that is precomputed

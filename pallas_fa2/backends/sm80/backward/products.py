@@ -3,7 +3,7 @@
 Their terms, where inputs are float32 (`split_float32`), are formed in registers. What is contracted over has a power of two
 for each token, and so have P and dS: P 2^c of the token's dO is what it contributes to dV, dS 2^a of its q to dK, dS 2^b of
 the key to dQ. float16 has these in relation to the largest of a row and a block, whose power of two multiplies the product. In dQ, whose
-operand passes from warp to warp, it is the largest of 16 keys and a block of queries, after the size of each query's dO was
+operand passes from warp to warp, it is the largest of 16 keys and of the queries whose scores are formed at once, after the size of each query's dO was
 divided out.
 """
 
@@ -58,9 +58,8 @@ def split_warp_rows(
     """Return a float32 tile times a weight for each row and over one for each column, which are powers of two, split, with one
     power for all of a warp's 16 rows."""
     inverse = split_float32.inverse_power(columns)
-    tile *= layouts.broadcast_columns(
-        inverse, tile.shape
-    )  # one after the other: their product may be infinite
+    # One after the other: the product of both factors may be infinite.
+    tile *= layouts.broadcast_columns(inverse, tile.shape)
     tile *= layouts.broadcast_rows(rows, tile.shape)
     return _split_rows(tile, dtype, warp_largest(tile))
 

@@ -93,9 +93,8 @@ class QueryBlock:
             dp = products.scale(dp, [x.dout_power for x in statistics], v_power)
             ds = self.score_gradients(p, s, dp, statistics, j, keys, k_power)  # line 14
             columns = pl.ds(0, self.config.head_dim)
-            dq = products.add_rows(
-                dq, ds, k.at[keys], columns, self.config.panel_columns
-            )  # line 15
+            panel = self.config.panel_columns
+            dq = products.add_rows(dq, ds, k.at[keys], columns, panel)  # line 15
         if self.config.stages == 1:
             async_copy.sync_cta(self.config.warpgroups)  # everyone has read K_j and V_j
             self.load_block(t + 1, next_j)
@@ -254,9 +253,7 @@ class QueryBlock:
 
     def buffers(self, t: Any) -> tuple[Any, ...]:
         """Return where the t-th block of K and V and their powers lie."""
-        stage, m = (
-            arithmetic.rem(t, self.config.stages) if self.config.stages > 1 else 0,
-            self.memory,
-        )
+        stages, m = self.config.stages, self.memory
+        stage = arithmetic.rem(t, stages) if stages > 1 else 0
         powers = [m.powers.at[i, stage] for i in range(2)] if self.config.is_split else []
         return m.k.at[stage], m.v.at[stage], *powers

@@ -6,7 +6,7 @@ from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.sm80.multiprocessor import smem_bytes_of_ctas
 from pallas_fa2.device import Device
 
-# Two CTAs of two stages have 64 to 128 KiB in flight at H = 128. A multiprocessor's share of device memory brings 16 KiB
+# Two CTAs of two stages have 64 to 128 KiB in flight at H = 128. A multiprocessor's share of device memory brings 18 KiB
 # in a microsecond, about its latency, on an A100 (2.0 TB/s, 108 of them), 8 on a GeForce 4090 and 36 on an H200: more would
 # wait for the same bytes. (By count, not measured.)
 MAX_CTAS_PER_SM, MAX_STAGES = 2, 4

@@ -56,7 +56,7 @@ class KvLoader:
         loads = Loads(cursor, self._block(cursor), I32(0))
         for step in range(self.cta.config.stages):
             if step:
-                loads = self.load_values(I32(step - 1), loads)
+                self.load_values(I32(step - 1), loads.values)
             loads = self.load_keys(I32(step), loads, is_first=step == 0)
         return loads
 
@@ -78,13 +78,12 @@ class KvLoader:
         num_tiles = loads.num_tiles + jnp.where(begins_tile, 1, 0)
         return Loads(self.line.advance(cursor), block, num_tiles)
 
-    def load_values(self, step: Scalar, loads: Loads) -> Loads:
+    def load_values(self, step: Scalar, block: KvBlock) -> None:
         """Begin to load V of the CTA's block `step`, if there is one."""
         buffer = self.cta.memory.v.at[rem(step, self.cta.config.stages)]
-        load = functools.partial(self._load_block, self.cta.inputs.v, buffer, loads.values)
+        load = functools.partial(self._load_block, self.cta.inputs.v, buffer, block)
         when(step < self.num_steps)(load)
         async_copy.commit_group()
-        return loads
 
     def _load_q(self, slot: Scalar, tile: Tile) -> None:
         """Load Q of a tile. Rows that pad a group are zeros."""

@@ -56,7 +56,7 @@ class Split:
         slot = rem(step, stages)
         first_key = (self.entry.first_block + self.first_index + i) * config.block_kv
         self.loader.wait()  # for K_j and Q; all warps have left the block before
-        loads = self.loader.load_values(step + (stages - 1), state.loads)
+        self.loader.load_values(step + (stages - 1), state.loads.values)
         tile = ScoreTile(self.cta, self.entry, self.head, first_key)
         s = tile.mask(self.multiply_s(slot))
         attended = tile.attended_keys(s)
@@ -65,7 +65,7 @@ class Split:
             p.astype(memory.p.dtype), plgpu.Layout.WGMMA_TRANSPOSED
         )
         self.loader.wait()  # for V_j; P is there, and all warps have read K_j
-        loads = self.loader.load_keys(step + stages, loads)
+        loads = self.loader.load_keys(step + stages, state.loads)
 
         def keep(kept: jax.Array) -> None:
             async_copy.zero_rows(memory.v.at[slot], kept)

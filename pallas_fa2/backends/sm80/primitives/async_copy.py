@@ -57,7 +57,7 @@ class _ThreadChunks:
         panel_bytes = width * size
         row_bytes, group_bytes = panels * panel_bytes, panels * panel_bytes * group_rows
         self.columns_per_chunk = CHUNK_BYTES // size
-        chunks = 8 if row_bytes % 128 == 0 else 4  # that neighbouring threads copy, of a row
+        chunks = 8 if row_bytes % 128 == 0 else 4  # that neighboring threads copy, of a row
         threads = THREADS * warpgroups
         rows_per_pass = threads // chunks
         thread = arith.andi(thread_index(), i32(threads - 1))

@@ -103,7 +103,7 @@ def total(sums: Sums) -> list[jax.Array]:
 def add_terms(
     accs: list[jax.Array], lefts: list[list[jax.Array]], rights: list[jax.Array]
 ) -> list[jax.Array]:
-    """Return acc + left @ right of each tile, but for the products below the last size, in accumulators of their own.
+    """Return acc + left @ right of each tile, but for the products below the last size: all sizes in one accumulator.
 
     The smallest products come first, so that few of the sums that tensor cores round toward zero are large. It takes half
     the registers of `add_products`.

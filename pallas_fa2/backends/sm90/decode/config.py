@@ -23,8 +23,8 @@ def choose(spec: DecodeSpec, num_sms: int) -> DecodeConfig | None:
 
     One CTA's products and softmax leave its loads idle unless another one's are in flight. But where tiles are about as
     many as SMs, each CTA may have a whole one (`MAX_IMBALANCE`), and all of an SM's memory for its ring. (Not of pages: a
-    CTA's loads wait for the table, and one an SM has 0.92 of the speed; nor of 8 bits, which arrive in half of the time that
-    the softmax and both products of a block take.)
+    CTA's loads wait for the table, and one an SM has 0.92 of the speed; nor of 8 bits, which arrive in two thirds of the
+    time that a block takes until its last product, docs/decisions/0081-caches-of-8-bits.md.)
     None if shared memory has no room for two stages.
     """
     num_tiles = spec.max_entries * spec.kv_heads

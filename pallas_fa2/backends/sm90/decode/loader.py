@@ -85,7 +85,6 @@ class KvLoader:
 
 def group_rows(array: Ref, index: Scalar, padded_group: int) -> HeadRows:
     """Return the rows of a group in `[tokens * K, G, 1, H]`, with those that pad it: they do not exist."""
-    first = rematerialize(
-        I32(0)
-    )  # if it were known when traced, Pallas would see that not all rows exist
+    # If it were known when traced, Pallas would see that not all rows exist.
+    first = rematerialize(I32(0))
     return HeadRows(array, index, pl.ds(first, padded_group), I32(0), in_row_groups=True)
