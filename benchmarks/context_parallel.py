@@ -252,7 +252,7 @@ def page() -> str:
 
 Milliseconds, and the speed over {devices} times that of one GPU. bfloat16, N = 32, K = 8, H = 128; causal cases and documents (4096
 tokens in the mean) in zigzag order if their name does not say otherwise. `heads` has heads divided and moves nothing.
-The ring's kernels did not wait for transfers yet: [decision 0079](../decisions/0079-ring-transfers.md) has what that changed.
+{run.get("note", "")}
 
 {chr(10).join(rows)}
 """
