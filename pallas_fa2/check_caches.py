@@ -130,6 +130,11 @@ def check_packed(queries: Any, batch: int, tokens: int) -> None:
 def check_append(cache: Any, key: Any, value: Any, new: Any, queries: Any) -> None:
     """Raise a TypeError or ValueError unless the new tokens fit the cache."""
     check_cache(cache)
+    if np.iinfo(cache.lengths.dtype).max < cache.capacity:
+        raise TypeError(
+            f"append: lengths' dtype must hold the capacity of a sequence, {cache.capacity}, but it is "
+            f"{cache.lengths.dtype}, in which they would wrap around; use int32"
+        )
     batch, axes = cache.lengths.shape[0], "[B, T, K, H]" if queries is None else "[tokens, K, H]"
     for name, x, cached in (("key", key, cache.key), ("value", value, cache.value)):
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):

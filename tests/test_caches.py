@@ -363,3 +363,13 @@ def test_a_known_overflow_counts_the_tokens_that_are_new() -> None:
     two = jnp.zeros((B, 2, K, H))
     after = cache.append(two, two, new=jnp.array([2, 2, 1]))
     assert after.lengths.tolist() == [2, 7, 12]
+
+
+def test_lengths_that_would_wrap_around_are_refused() -> None:
+    cache = fa.Cache.zeros(1, 300, kv_heads=1, head_dim=8)
+    cache = dataclasses.replace(cache, lengths=jnp.array([250], jnp.uint8))
+    token = jnp.ones((1, 20, 1, 8), jnp.bfloat16)
+    with pytest.raises(
+        TypeError, match=r"lengths' dtype must hold .* 300, but it is uint8.*use int32"
+    ):
+        cache.append(token, token)

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_fa2 as fa
+from pallas_fa2.distributed import sharding
 from tests.support import compile_gate, programs
 from tests.support.hopper import planned_for_h200
 from tests.support.tiers import slow
@@ -247,3 +248,39 @@ def test_on_gpus_the_program_is_that_of_shard_map() -> None:
         check_vma=False,
     )
     assert events(by_jit) == events(by_shard_map)
+
+
+@pytest.mark.parametrize("name", ["tokens", "keys", "one query", "heads"])
+def test_what_devices_do_not_divide_is_gathered(name: str) -> None:
+    """A slice is divided over as many devices as what it was taken from, the last of which has less."""
+    calls: dict[str, tuple[Any, Callable]] = {
+        "tokens": (P(None, "x"), lambda x: [x[:, :-1]] * 3),
+        "keys": (P(None, "x"), lambda x: [x, x[:, :-1], x[:, :-1]]),
+        "one query": (P(None, "x"), lambda x: [x[:, -1:], x, x]),
+        "heads": (P(None, None, "x"), lambda x: [x[:, :, :-1]] * 3),
+    }
+    spec, slices = calls[name]
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    x = random(0, 1, 8, 2, 4)
+    run = functools.partial(fa.flash_attention, is_causal=True, align="end")
+    out = jax.jit(lambda x: run(*slices(x)))(jax.device_put(x, NamedSharding(mesh, spec)))
+    expected = programs.evaluate(lambda x: run(*slices(x), implementation="reference"), x)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_xla_finds_the_source_lines_of_a_partition(capfd: pytest.CaptureFixture) -> None:
+    """It did not end on this program: it followed a cycle of stack frames that another module numbered."""
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    divided = NamedSharding(mesh, P(None, "x"))
+    q, k, v = (jax.device_put(random(i, 2, 16, n, 8), divided) for i, n in enumerate((4, 2, 2)))
+    slopes = jnp.ones(4)
+
+    def loss(*args: Any) -> Any:
+        *qkv, slopes = args
+        out = fa.flash_attention(*qkv, is_causal=True, score=fa.alibi(slopes))
+        return jnp.sin(out).sum()
+
+    limit = getattr(jax.config, sharding.LOCATIONS)
+    jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v, slopes).compile()
+    assert getattr(jax.config, sharding.LOCATIONS) == limit != 0
+    assert "stack_frame" not in capfd.readouterr().err

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from pallas_fa2.ir.mesh import without_mesh
 
 # The factors of axes that may be divided over devices, as a sharding rule of `custom_partitioning` names them.
 ENTRIES, HEADS, QUERIES, KEYS = "entries", "heads", "queries", "keys"
+LOCATIONS = "jax_traceback_in_locations_limit"
 # Query heads of one key head stay together.
 IN_GROUP = "in_group"
 
@@ -102,6 +104,7 @@ def partitioned(function: Callable, axes: Axes, on_shard: Callable) -> Callable:
                     results, tree = jax.tree.flatten(compute(*args))
                     return tree.unflatten(map(_psum, results, psum_axes))
 
+            _lower_without_locations(of_device)
             return mesh, of_device, result_shardings, arg_shardings
 
         # `custom_partitioning` takes no constants; `jit` keeps those of the function.
@@ -112,6 +115,19 @@ def partitioned(function: Callable, axes: Axes, on_shard: Callable) -> Callable:
         return results
 
     return call
+
+
+def _lower_without_locations(function: Callable) -> None:
+    """Have JAX lower a function, which it does before it lets go of it, without the source lines of its operations.
+
+    The table of lines is not part of the module that a partitioner returns, and XLA takes the numbers of lines for those of
+    the whole program: it prints "Invalid stack_frame_id", or follows a cycle of frames and does not end (XLA of jaxlib 0.11,
+    where it inlines a call or a loop of one iteration).
+    """
+    limit = getattr(jax.config, LOCATIONS)
+    if limit != 0:
+        jax.config.update(LOCATIONS, 0)
+        weakref.finalize(function, jax.config.update, LOCATIONS, limit)
 
 
 def _as_in_shard_map(mesh: Mesh) -> AbstractContextManager:
@@ -210,11 +226,14 @@ def _divided_over(
 ) -> tuple[str, ...]:
     """Return the mesh axes over which an axis of an array is divided, in the order of a `PartitionSpec`.
 
-    There are none where it is divided over a fraction of a mesh axis: such a sharding has no `PartitionSpec`.
+    There are none where it is divided over a fraction of a mesh axis, as such a sharding has no `PartitionSpec`, nor where
+    the devices do not divide its length.
     """
     if mesh.empty:
         return ()
-    indices = sharding.devices_indices_map(shape)
+    # On a shape that the devices divide in any case: JAX has no indices of one that they do not.
+    divisible = tuple(size * mesh.size for size in shape)
+    indices = sharding.devices_indices_map(divisible)
     starts = np.vectorize(lambda device: indices[device][axis].start or 0, otypes=[int])(
         mesh.devices
     )
@@ -225,8 +244,8 @@ def _divided_over(
         if mesh.shape[name] > 1
     }
     names = sorted(filter(steps.get, steps), key=lambda name: -steps[name])
-    covers_mesh_axes = math.prod(mesh.shape[name] for name in names) == len(np.unique(starts))
-    return tuple(names) if covers_mesh_axes else ()
+    parts = math.prod(mesh.shape[name] for name in names)
+    return tuple(names) if parts == len(np.unique(starts)) and shape[axis] % parts == 0 else ()
 
 
 def _mesh_axes(*entries: Any) -> set[str]:
