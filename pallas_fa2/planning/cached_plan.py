@@ -72,8 +72,7 @@ def make_cached_plan(
             "or attend to one sequence in each call"
         )
     plan = _plan_equivalent_call(spec, device, implementation)
-    others = [x for x in plan.rejected if x[0] not in dict(rejected)]
-    return CachedPlan(plan.implementation, plan, rejected=(*rejected, *others))
+    return CachedPlan(plan.implementation, plan, rejected=(*rejected, *plan.rejected))
 
 
 def _plan_equivalent_call(
