@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from benchmarks.measure import short_error
 from pallas_fa2.backends.sm80 import backend, first_use
-from pallas_fa2.backends.sm80.decode import cached_forward
+from pallas_fa2.backends.sm80.decode.cached_forward import CACHED_FORWARD
 from pallas_fa2.backends.sm80.support import MIN_CAPABILITY
 from pallas_fa2.device import Device, device_of
 
@@ -50,7 +50,7 @@ def describe(device: Device) -> dict[str, Any]:
 def first_use_by_family(device: Device) -> dict[str, str]:
     """Compare each family of the mma.sync kernels with the definition; return what is wrong by head dim and dtype, and in
     decoding."""
-    actual, decode = jax.devices()[0], (cached_forward.configure, cached_forward.forward)
+    actual, decode = jax.devices()[0], (CACHED_FORWARD.configure, CACHED_FORWARD.forward)
     try:
         wrong = first_use.check_families((backend.forward, backend.backward), device, actual)
         decoding = first_use.check_decode(decode, device, actual)

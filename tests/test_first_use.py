@@ -11,7 +11,7 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.backends import reference
 from pallas_fa2.backends.sm80 import backend, first_use
-from pallas_fa2.backends.sm80.decode import cached_forward
+from pallas_fa2.backends.sm80.decode.cached_forward import CACHED_FORWARD
 from pallas_fa2.compilation import store
 from pallas_fa2.device import Device, device_of
 from pallas_fa2.ir.equivalent_call import equivalent_arrays, equivalent_spec
@@ -150,7 +150,7 @@ def test_the_check_of_decoding_compares_with_the_definition(
         return out * factor, lse
 
     monkeypatch.setattr(first_use, "DECODE_FAMILIES", ((128, 16),))
-    here, kernels = jax.local_devices()[0], (cached_forward.configure, forward)
+    here, kernels = jax.local_devices()[0], (CACHED_FORWARD.configure, forward)
     assert first_use.check_decode(kernels, A100, here) == wrong
 
 
@@ -171,7 +171,7 @@ def test_kernels_are_right_here() -> None:
     (gpu, *_) = jax.local_devices()
     device, decode = (
         device_of(jax.numpy.zeros(())),
-        (cached_forward.configure, cached_forward.forward),
+        (CACHED_FORWARD.configure, CACHED_FORWARD.forward),
     )
     assert first_use.check(KERNELS, device, gpu) == ""
     assert first_use.check_decode(decode, device, gpu) == ""

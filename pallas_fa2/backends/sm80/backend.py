@@ -1,5 +1,6 @@
 """The mma.sync kernels as a backend: lengths, shards and values that are not finite are dealt with outside of them."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,18 +12,16 @@ from pallas_fa2.backends.common.aux_grads import AuxGrads, pairwise_from_fragmen
 from pallas_fa2.backends.common.batching import batched
 from pallas_fa2.backends.common.causal_trim import causal_trim
 from pallas_fa2.backends.common.compiled_mods import CompiledMods, RuntimeAux
-from pallas_fa2.backends.common.decode.cached_forward import describe as describe_cached
 from pallas_fa2.backends.common.second_order import forbid_second_order
 from pallas_fa2.backends.common.split_float32 import split_for_gradients
-from pallas_fa2.backends.protocol import Backend, CachedForward, KernelDescription
+from pallas_fa2.backends.protocol import Backend, KernelDescription
 from pallas_fa2.backends.sm80 import configs, first_use, support
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.dq_kernel import query_gradients
 from pallas_fa2.backends.sm80.backward.kernel import gradients
 from pallas_fa2.backends.sm80.backward.memory import Inputs
 from pallas_fa2.backends.sm80.backward.schedule import block_mask_by_keys
-from pallas_fa2.backends.sm80.decode import cached_forward
-from pallas_fa2.backends.sm80.decode import support as decode_support
+from pallas_fa2.backends.sm80.decode.cached_forward import CACHED_FORWARD
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.kernel import attention
 from pallas_fa2.device import Device
@@ -210,10 +209,10 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
 
 def cached_unsupported_reason(spec: CachedSpec, device: Device) -> str | None:
     """Return why the decode kernel cannot run a call on a cache on a device, or must not, or None."""
-    reason = support.unsupported_device(device) or decode_support.unsupported_reason(spec, device)
+    reason = support.unsupported_device(device) or CACHED_FORWARD.unsupported_reason(spec, device)
     if reason is not None:
         return reason
-    return first_use.failure((cached_forward.configure, cached_forward.forward), device, "decode")
+    return first_use.failure((CACHED_FORWARD.configure, CACHED_FORWARD.forward), device, "decode")
 
 
 BACKEND = Backend(
@@ -226,7 +225,5 @@ BACKEND = Backend(
     candidates=configs.candidates,
     config_type=ForwardConfig,
     is_fused=True,
-    cached=CachedForward(
-        cached_unsupported_reason, cached_forward.configure, cached_forward.forward, describe_cached
-    ),
+    cached=dataclasses.replace(CACHED_FORWARD, unsupported_reason=cached_unsupported_reason),
 )

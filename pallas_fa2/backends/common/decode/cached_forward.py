@@ -1,5 +1,6 @@
 """The forward of `cached_attention`: from the arrays of a call on a cache to those of a decode kernel and back."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,31 @@ from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import plan_decode
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
+from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.compilation.launches import LaunchKey, reusable
+from pallas_fa2.device import Device
 from pallas_fa2.distributed.sharding import Axes, sharded
 from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec
 from pallas_fa2.ir.quantized import Scales
 
 # Of one launch; a call of more sequences has several. `support` bounds the blocks of a launch.
 MAX_REQUESTS = 1 << 16
+
+
+def make(
+    unsupported_reason: Callable[[CachedSpec, Device], str | None],
+    choose: Callable[[DecodeSpec, Device], DecodeConfig | None],
+    decode: Callable[..., tuple[jax.Array, jax.Array]],
+) -> CachedForward:
+    """Return the forward of `cached_attention` by the kernel of an architecture, `decode` in the configuration of `choose`."""
+
+    def configure(spec: CachedSpec, device: Device) -> DecodeConfig:
+        config = choose(DecodeSpec.of_call(spec), device)
+        assert config is not None, "`unsupported_reason` says so"
+        return config
+
+    run = functools.partial(forward, decode)
+    return CachedForward(unsupported_reason, configure, run, describe)
 
 
 def describe(spec: CachedSpec, config: DecodeConfig) -> str:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_fa2.arithmetic import I32, LOG2E, div, rem
+from pallas_fa2.arithmetic import I32, LOG2E
 from pallas_fa2.backends.common.decode.arrays import Cta
+from pallas_fa2.backends.common.decode.columns import QueryColumns
 from pallas_fa2.backends.common.decode.schedule import Entry
 from pallas_fa2.backends.common.decode.tile_inputs import TileMods
 from pallas_fa2.backends.common.primitives import layouts, masking, votes
@@ -65,9 +66,7 @@ class ScoreTile(NamedTuple):
         if spec.mods is None or spec.mods.mask is None:
             return None
         if spec.pads_columns:  # they are masked as some other query is
-            column = layouts.index(s.shape, 1, 0)
-            token, member = div(column, spec.padded_group), rem(column, spec.padded_group)
-            is_query = (token < self.entry.num_queries) & (member < spec.group)
+            is_query = QueryColumns.compute(spec).are_queries(spec, self.entry)
             is_query = layouts.broadcast_columns(jnp.where(is_query, 1, 0), s.shape) != 0
             s = jnp.where(is_query, s, -jnp.inf)
         return layouts.fold_octets(jnp.maximum, s).max(axis=1)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_fa2.arithmetic import LOG2E
 from pallas_fa2.backends.common.decode.spec import NO_MAXIMUM
 from pallas_fa2.backends.common.primitives import layouts
 from pallas_fa2.backends.common.primitives.layouts import (
@@ -111,3 +112,8 @@ class OnlineSoftmax(NamedTuple):
         scale = jnp.where(is_empty, 0.0, one / total)
         lse = jnp.where(is_empty, NO_MAXIMUM, self.maximum + jnp.log2(total))
         return self.acc * broadcast_columns(scale, self.acc.shape), lse
+
+
+def natural_lse(lse: jax.Array) -> jax.Array:
+    """Return the natural logsumexp, -inf where there is no key, of one in base 2."""
+    return jnp.where(lse <= NO_MAXIMUM, -jnp.inf, lse * (1 / LOG2E))

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa2.arithmetic import I32, rem
-from pallas_fa2.backends.common.decode.arrays import Cta, Inputs, Outputs
-from pallas_fa2.backends.common.decode.config import DecodeConfig, reduction_bytes
+from pallas_fa2.backends.common.decode.arrays import Cta, Inputs
+from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.cursor import Tile
+from pallas_fa2.backends.common.decode.launch import launch
 from pallas_fa2.backends.common.decode.merge import store_tile
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import (
@@ -23,7 +24,6 @@ from pallas_fa2.backends.common.decode.schedule import (
     Share,
 )
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
-from pallas_fa2.backends.common.primitives.launch import build_kernel
 from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.backends.sm80.decode.epilogue import TileOutput
 from pallas_fa2.backends.sm80.decode.loader import KvLoader, Loads
@@ -49,24 +49,9 @@ def decode(
     """
     grouped = q.reshape(spec.num_tokens * spec.kv_heads, spec.group, spec.head_dim)
     inputs = Inputs(grouped, k, v, plan, table, mods)
-    flat, tree = jax.tree.flatten(inputs)
-
-    def run(refs: tuple, memory: SharedStorage) -> None:
-        inputs, outputs = jax.tree.unflatten(tree, refs[: len(flat)]), Outputs(*refs[len(flat) :])
-        visit_share(Cta(spec, config, inputs, outputs, memory))
-
     out_type = jax.ShapeDtypeStruct((*q.shape[:2], spec.value_dim), q.dtype)
-    kernel = build_kernel(
-        "decode",
-        run,
-        SharedStorage.allocate(spec, config, q.dtype),
-        tuple(Outputs.types(spec, config, out_type)),
-        {"cta": config.num_ctas},
-        1,
-        reduction_bytes=reduction_bytes(spec),
-    )
-    out, lse, _, _ = kernel(*flat)
-    return out, lse.reshape(q.shape[:2])
+    memory = SharedStorage.allocate(spec, config, q.dtype)
+    return launch(spec, config, inputs, out_type, memory, visit_share)
 
 
 class ShareState(NamedTuple):

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.arithmetic import LOG2E, div, rem
 from pallas_fa2.backends.common.decode.arrays import Cta
+from pallas_fa2.backends.common.decode.columns import QueryColumns
 from pallas_fa2.backends.common.decode.schedule import Entry
-from pallas_fa2.backends.common.decode.spec import NO_MAXIMUM
+from pallas_fa2.backends.common.decode.softmax import natural_lse
 from pallas_fa2.backends.common.primitives import gather_scatter, layouts
 from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.backends.sm90.decode import eight_bits
@@ -45,14 +45,12 @@ class TileOutput(NamedTuple):
             target = group_rows(self.cta.outputs.out, row, group)
             when(t < self.entry.num_queries)(functools.partial(target.store, source))
         plgpu.commit_smem_to_gmem_group()
-        self.store_lse(jnp.where(lse <= NO_MAXIMUM, -jnp.inf, lse * (1 / LOG2E)))
+        self.store_lse(natural_lse(lse))
 
     def store_lse(self, lse: jax.Array) -> None:
         """Store the natural lse of the columns that are queries."""
         spec, target = self.cta.spec, self.cta.outputs.lse
-        column = layouts.index((64, spec.columns), 1, 0)
-        token, member = div(column, spec.padded_group), rem(column, spec.padded_group)
-        row = (self.entry.first_query + token) * spec.kv_heads + self.head
-        is_query = (token < self.entry.num_queries) & (member < spec.group)
-        index = jnp.where(is_query, row * spec.group + member, target.shape[0])
+        columns = QueryColumns.compute(spec)
+        index = columns.compute_index(spec, self.entry, self.head)
+        index = jnp.where(columns.are_queries(spec, self.entry), index, target.shape[0])
         gather_scatter.scatter_columns(target, lse, index)

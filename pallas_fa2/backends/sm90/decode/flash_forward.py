@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_fa2.backends.common.decode.cached_forward import describe as describe_cached
 from pallas_fa2.backends.common.decode.config import DecodeConfig
-from pallas_fa2.backends.sm90.decode import cached_forward, support
+from pallas_fa2.backends.sm90.decode.cached_forward import CACHED_FORWARD
 from pallas_fa2.device import Device
 from pallas_fa2.ir.affine import DistanceRange, distance_range
 from pallas_fa2.ir.arrays import NUM_LEADING_AXES, Q_AXIS, default_positions
@@ -33,9 +32,9 @@ def configure(spec: CallSpec, device: Device) -> DecodeConfig | None:
     if spec.causal == "start" or not (few_tiles or spec.group > 1):
         return None
     cached = _on_a_cache(spec)
-    if support.unsupported_reason(cached, device) is not None:
+    if CACHED_FORWARD.unsupported_reason(cached, device) is not None:
         return None
-    return cached_forward.configure(cached, device)
+    return CACHED_FORWARD.configure(cached, device)
 
 
 def forward(
@@ -50,12 +49,12 @@ def forward(
     lengths = jnp.full(q.shape[0], spec.kv_len, jnp.int32)
     positions = default_positions(spec.q_len, Q_AXIS)
     cached = CachedOperands(lengths, operands._replace(q_index=positions))
-    return cached_forward.forward(_on_a_cache(spec), config, q, k, v, cached)
+    return CACHED_FORWARD.forward(_on_a_cache(spec), config, q, k, v, cached)
 
 
 def describe(spec: CallSpec, config: DecodeConfig) -> str:
     """Describe the kernel that serves a call."""
-    return describe_cached(_on_a_cache(spec), config)
+    return CACHED_FORWARD.describe(_on_a_cache(spec), config)
 
 
 def _on_a_cache(spec: CallSpec) -> CachedSpec:

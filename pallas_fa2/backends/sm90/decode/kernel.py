@@ -11,9 +11,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32, rem
-from pallas_fa2.backends.common.decode.arrays import Cta, Inputs, Outputs
-from pallas_fa2.backends.common.decode.config import DecodeConfig, reduction_bytes
+from pallas_fa2.backends.common.decode.arrays import Cta, Inputs
+from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.cursor import KvCursor, Tile
+from pallas_fa2.backends.common.decode.launch import launch
 from pallas_fa2.backends.common.decode.merge import store_tile
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import (
@@ -24,7 +25,6 @@ from pallas_fa2.backends.common.decode.schedule import (
     Share,
 )
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
-from pallas_fa2.backends.common.primitives.launch import build_kernel
 from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.backends.sm90.decode.eight_bits import order_queries
 from pallas_fa2.backends.sm90.decode.epilogue import TileOutput
@@ -61,27 +61,10 @@ def decode(
     missing_columns = config.head_dim - spec.head_dim
     grouped = jnp.pad(q.reshape(shape), [(0, 0)] * 3 + [(0, missing_columns)])
     inputs = Inputs(grouped, k, v, plan, table, mods, scales, largest)
-    flat, tree = jax.tree.flatten(inputs)
-
-    def run(refs: tuple, memory: SharedStorage) -> None:
-        inputs, outputs = jax.tree.unflatten(tree, refs[: len(flat)]), Outputs(*refs[len(flat) :])
-        visit_share(Cta(spec, config, inputs, outputs, memory))
-
     out_type = jax.ShapeDtypeStruct((*shape[:-1], config.value_dim), dtype)
-    out_types = Outputs.types(spec, config, out_type)
     memory = SharedStorage.allocate(spec, config, dtype)
-    kernel = build_kernel(
-        "decode",
-        run,
-        memory,
-        tuple(out_types),
-        {"cta": config.num_ctas},
-        1,
-        reduction_bytes=reduction_bytes(spec),
-    )
-    out, lse, _, _ = kernel(*flat)
-    out = out[..., : spec.value_dim].reshape(*q.shape[:2], spec.value_dim)
-    return out, lse.reshape(q.shape[:2])
+    out, lse = launch(spec, config, inputs, out_type, memory, visit_share)
+    return out[..., : spec.value_dim].reshape(*q.shape[:2], spec.value_dim), lse
 
 
 class ShareState(NamedTuple):

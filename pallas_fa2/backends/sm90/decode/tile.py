@@ -14,8 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.arithmetic import I32, div, rem
+from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.decode.arrays import Cta
+from pallas_fa2.backends.common.decode.columns import QueryColumns
 from pallas_fa2.backends.common.decode.cursor import KvCursor
 from pallas_fa2.backends.common.decode.schedule import Entry
 from pallas_fa2.backends.common.decode.scores import ScoreTile
@@ -63,10 +64,8 @@ class Split:
         spec, largest = self.cta.spec, self.cta.inputs.q_largest
         if largest is None:
             return None
-        column = layouts.index((64, spec.columns), 1, 0)
-        token, member = div(column, spec.padded_group), rem(column, spec.padded_group)
-        row = (self.entry.first_query + token) * spec.kv_heads + self.head
-        bits = gather_scatter.gather_elements(largest, row * spec.group + member, (1,))
+        index = QueryColumns.compute(spec).compute_index(spec, self.entry, self.head)
+        bits = gather_scatter.gather_elements(largest, index, (1,))
         return eight_bits.query_scale(bits)
 
     def visit_block(
