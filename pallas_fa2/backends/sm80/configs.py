@@ -86,13 +86,11 @@ DQ_RULES: tuple[Rule[DqConfig], ...] = (
 
 # Of float32 inputs, whose operands take twice the shared memory. From H = 128 on, the gradients of 64 keys in one warpgroup
 # spill 3000 to 5000 bytes. Beyond (192, 192) no operands of 64 rows fit, and `blockwise` forms the gradients.
+SPLIT_DIMS = (128, 128), (192, 128), (192, 192)  # beyond (96, 96)
 SPLIT_BACKWARD_CONFIGS = (
     BackwardConfig(64, 64, warpgroups=1, terms=split_float32.TERMS),
     BackwardConfig(96, 96, warpgroups=1, score_queries=32, terms=split_float32.TERMS),
-    *(
-        BackwardConfig(*dims, split_columns=True, terms=split_float32.TERMS)
-        for dims in ((128, 128), *LARGE_DIMS)
-    ),
+    *(BackwardConfig(*dims, split_columns=True, terms=split_float32.TERMS) for dims in SPLIT_DIMS),
 )
 # The same where dQ has a kernel of its own. The last one serves all calls at H = 128 where a CTA has 100 KB.
 SPLIT_KEY_CONFIGS = (
@@ -103,7 +101,7 @@ SPLIT_KEY_CONFIGS = (
 SPLIT_DQ_RULES: tuple[Rule[DqConfig], ...] = (
     *(
         Rule(DqConfig(*dims, terms=split_float32.TERMS))
-        for dims in ((64, 64), (96, 96), (128, 128), *LARGE_DIMS)
+        for dims in ((64, 64), (96, 96), *SPLIT_DIMS)
     ),
     Rule(DqConfig(128, 128, score_keys=16, dout_in_registers=True, terms=split_float32.TERMS)),
 )
