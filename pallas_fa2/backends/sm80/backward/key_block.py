@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -144,16 +144,20 @@ class KeyBlock:
         return next_i, dk, dv
 
     def multiply_keys(self, keys: Any, queries: Any, fragments: Sequence = ()) -> list[jax.Array]:
-        """Return keys @ queries^T of each of the warpgroup's tiles of keys: S^T or dP^T. `fragments` are those of the keys,
-        of each panel of columns, if they are in registers."""
-        tiles, terms = self.slice_score_rows(), self.config.terms
-        accs = [thread_values.zero_accumulator((64, queries.shape[0])) for _ in tiles]
-        for i, columns in enumerate(mma.panel_slices(queries, terms, self.config.panel_columns)):
-            lefts = fragments[i] if fragments else self.left_fragments(keys, columns)
-            slices = mma.term_slices(queries, columns, terms)
-            rights = [mma.load_right(queries.at[:, x], transposed=True) for x in slices]
-            accs = mma.add_terms(accs, lefts, rights)
-        return accs
+        """Return keys @ queries^T of each of the warpgroup's tiles of keys: S^T or dP^T."""
+        config = self.config
+        lefts = fragments or self.load_left_panels(keys)
+        sizes = config.terms, config.panel_columns
+        return products.multiply_scores(config.key_tiles, lefts, queries, *sizes)
+
+    def load_left_panels(self, keys: Any) -> Iterator[list[list[jax.Array]]]:
+        """Load the warpgroup's tiles of a buffer with a row for each key as left operands, a panel after another."""
+        tiles = self.key_tiles(keys)
+        return products.load_left_panels(tiles, self.config.terms, self.config.panel_columns)
+
+    def key_tiles(self, keys: Any) -> list[Any]:
+        """Return the warpgroup's tiles of a buffer with a row for each key."""
+        return [keys.at[rows] for rows in self.slice_score_rows()]
 
     def add_rows(
         self, accs: list[jax.Array], operands: list[RowOperand], right: Any
@@ -171,20 +175,14 @@ class KeyBlock:
         own = self.share(right.shape[1] // config.terms)
         pieces = mma.panel_slices(left.tile, config.terms, config.score_columns)
         for i, piece in enumerate(pieces):
-            operands = list(map(RowOperand, self.left_fragments(left.tile, piece)))
+            terms = products.load_left(self.key_tiles(left.tile), piece, config.terms)
+            operands = list(map(RowOperand, terms))
             if config.is_split:
                 powers = (left.power.at[i, rows] for rows in self.slice_score_rows())
                 powers = (layouts.load_row(0, x, jnp.float32) for x in powers)
                 operands = [x._replace(power=y) for x, y in zip(operands, powers, strict=True)]
             accs = products.add_rows(accs, operands, right.at[piece], own, config.panel_columns)
         return accs
-
-    def left_fragments(self, keys: Any, columns: Any) -> list[list[jax.Array]]:
-        """Load the terms of some columns of each tile of keys."""
-        slices = mma.term_slices(keys, columns, self.config.terms)
-        return [
-            [mma.load_left(keys.at[rows, x]) for x in slices] for rows in self.slice_score_rows()
-        ]
 
     def store_tiles(self, buffer: StoredTile, columns: Any, tiles: list[RowOperand]) -> None:
         """Store some columns of P or dS of each tile of keys."""
@@ -288,9 +286,8 @@ class KeyBlock:
             return []
         async_copy.commit_group()
         self.wait_for_copies()
-        v, config = self.memory.dout.at[0], self.config  # until dO is copied there
-        panels = mma.panel_slices(v, config.terms, config.panel_columns)
-        fragments = [self.left_fragments(v, columns) for columns in panels]
+        v = self.memory.dout.at[0]  # until dO is copied there
+        fragments = list(self.load_left_panels(v))
         async_copy.sync_cta(self.config.warpgroups)  # everyone has its rows of V
         return fragments
 

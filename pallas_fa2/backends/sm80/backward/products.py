@@ -7,6 +7,7 @@ operand passes from warp to warp, it is the largest of 16 keys and of the querie
 divided out.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,33 @@ class RowOperand(NamedTuple):
     def as_left(self) -> "RowOperand":
         """Return the operand of tiles in registers as `mma.load_left` loads it."""
         return self._replace(terms=list(map(mma.as_left, self.terms)))
+
+
+def load_left(tiles: list[Ref], columns: Any, terms: int) -> list[list[jax.Array]]:
+    """Load the terms of some columns of tiles of rows in shared memory as left operands."""
+    return [
+        [mma.load_left(tile.at[:, x]) for x in mma.term_slices(tile, columns, terms)]
+        for tile in tiles
+    ]
+
+
+def load_left_panels(tiles: list[Ref], terms: int, panel: int) -> Iterator[list[list[jax.Array]]]:
+    """Load tiles of rows as left operands, a panel of columns at a time, lazily."""
+    for columns in mma.panel_slices(tiles[0], terms, panel):
+        yield load_left(tiles, columns, terms)
+
+
+def multiply_scores(
+    count: int, lefts: Iterable[list[list[jax.Array]]], right: Ref, terms: int, panel: int
+) -> list[jax.Array]:
+    """Return tile @ right^T of each of `count` tiles of rows: S or dP. `lefts` are the tiles (`load_left_panels`), in registers
+    or loaded as they are multiplied."""
+    accs = [thread_values.zero_accumulator((64, right.shape[0])) for _ in range(count)]
+    for columns, left in zip(mma.panel_slices(right, terms, panel), lefts, strict=True):
+        slices = mma.term_slices(right, columns, terms)
+        rights = [mma.load_right(right.at[:, x], transposed=True) for x in slices]
+        accs = mma.add_terms(accs, left, rights)
+    return accs
 
 
 def scale(tiles: list[jax.Array], rows: list[Any], columns: jax.Array | None) -> list[jax.Array]:

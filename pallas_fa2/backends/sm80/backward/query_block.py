@@ -7,7 +7,7 @@ kernel of dK and dV.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from pallas_fa2.backends.common.row_mods import RowMods
 from pallas_fa2.backends.sm80.backward import products
 from pallas_fa2.backends.sm80.backward.config import DqConfig
 from pallas_fa2.backends.sm80.backward.memory import DqStorage, Inputs
-from pallas_fa2.backends.sm80.primitives import async_copy, mma
+from pallas_fa2.backends.sm80.primitives import async_copy
 from pallas_fa2.backends.sm80.row_schedule import RowSchedule, RowTile
 from pallas_fa2.control_flow import cond, when
 
@@ -101,22 +101,16 @@ class QueryBlock:
         return next_j, dq
 
     def multiply_rows(self, rows: Any, keys: Any, fragments: Sequence = ()) -> list[jax.Array]:
-        """Return rows @ keys^T of each of the warpgroup's tiles of rows: S or dP. `fragments` are those of the rows, of each
-        panel of columns, if they are in registers."""
-        tiles, terms = range(self.config.row_tiles), self.config.terms
-        accs = [thread_values.zero_accumulator((64, keys.shape[0])) for _ in tiles]
-        for i, columns in enumerate(mma.panel_slices(keys, terms, self.config.panel_columns)):
-            lefts = fragments[i] if fragments else self.left_fragments(rows, columns)
-            slices = mma.term_slices(keys, columns, terms)
-            rights = [mma.load_right(keys.at[:, x], transposed=True) for x in slices]
-            accs = mma.add_terms(accs, lefts, rights)
-        return accs
+        """Return rows @ keys^T of each of the warpgroup's tiles of rows: S or dP."""
+        config = self.config
+        lefts = fragments or self.load_left_panels(rows)
+        sizes = config.terms, config.panel_columns
+        return products.multiply_scores(config.row_tiles, lefts, keys, *sizes)
 
-    def left_fragments(self, rows: Any, columns: Any) -> list[list[jax.Array]]:
-        """Load the terms of some columns of each tile of rows."""
+    def load_left_panels(self, rows: Any) -> Iterator[list[list[jax.Array]]]:
+        """Load the warpgroup's tiles of a buffer with a row for each query as left operands, a panel after another."""
         tiles = [self.tile.own_rows(rows, n) for n in range(self.config.row_tiles)]
-        slices = mma.term_slices(rows, columns, self.config.terms)
-        return [[mma.load_left(tile.at[:, x]) for x in slices] for tile in tiles]
+        return products.load_left_panels(tiles, self.config.terms, self.config.panel_columns)
 
     def probabilities(
         self, s: list[jax.Array], statistics: list[RowStatistics], t: Any, j: Any, keys: Any
@@ -198,8 +192,7 @@ class QueryBlock:
             return []
         async_copy.commit_group()
         self.wait_for_copies()
-        panels = mma.panel_slices(dout, self.config.terms, self.config.panel_columns)
-        fragments = [self.left_fragments(dout, columns) for columns in panels]
+        fragments = list(self.load_left_panels(dout))
         async_copy.sync_cta(self.config.warpgroups)  # everyone has its own rows of dO
         return fragments
 
