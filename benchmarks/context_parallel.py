@@ -16,7 +16,6 @@ sequence, without shard_map) and `heads` (flash_attention on divided heads, for 
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
 import pathlib
@@ -223,7 +222,7 @@ def measured(run: Any, args: tuple, expected: tuple, order: np.ndarray) -> dict[
 
 
 def _rounded(x: Any) -> Any:
-    return float(f"{x:.4g}") if isinstance(x, float) else x
+    return record.rounded(x) if isinstance(x, float) else x
 
 
 def page() -> str:
@@ -276,16 +275,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--strategies", type=names_among(strategies), default=list(STRATEGIES))
     parser.add_argument("--devices", type=int, help="GPUs, all by default")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
-    parser.add_argument("--json", type=pathlib.Path, help="the file of results")
-    parser.add_argument("--commit", help="the name of the commit, where there is no git checkout")
+    record.add_arguments(parser)
     args = parser.parse_args(argv)
     jobs.share_memory()
     devices = args.devices or jax.device_count()
     contents: dict[str, Any] = {
         "setup": record.setup({}, 0),
-        "run": {"date": datetime.date.today().isoformat(), "commit": args.commit or record.commit()},
+        "run": record.stamp(args.commit),
         "results": {},
-    }  # fmt: skip
+    }
     function = functools.partial(measure_case, strategies=tuple(args.strategies), devices=devices)
     for name, result in jobs.run_all(function, args.cases, args.jobs):
         contents["results"][name] = result

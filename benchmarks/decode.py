@@ -13,7 +13,6 @@ Ours plans the step in the call, as its rivals do: `plan` is what that takes of 
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
 import math
@@ -227,7 +226,7 @@ def speed(case: Case, launches: list[list[tuple[str, float]]]) -> dict[str, floa
     ms = statistics.median(sum(ms for _, ms in kernels) for kernels in launches)
     longest = statistics.median(max(ms for _, ms in kernels) for kernels in launches)
     rounded = {"ms": ms, "others_ms": ms - longest, "gb_s": case.gigabytes() / ms * 1e3}
-    return {name: float(f"{x:.4g}") for name, x in rounded.items()}
+    return {name: record.rounded(x) for name, x in rounded.items()}
 
 
 def page() -> str:
@@ -295,16 +294,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rivals", type=names_among(IMPLEMENTATIONS))
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
-    parser.add_argument("--json", type=pathlib.Path, help="the file of results")
-    parser.add_argument("--commit", help="the name of the commit, where there is no git checkout")
+    record.add_arguments(parser)
     args = parser.parse_args(argv)
     jobs.share_memory()
     names = tuple(IMPLEMENTATIONS) if args.rivals is None else (*OURS, *args.rivals)
     contents: dict[str, Any] = {
         "setup": record.setup({}, args.iterations),
-        "run": {"date": datetime.date.today().isoformat(), "commit": args.commit or record.commit()},
+        "run": record.stamp(args.commit),
         "results": {},
-    }  # fmt: skip
+    }
     function = functools.partial(measure_case, names=names, iterations=args.iterations)
     for name, result in jobs.run_all(function, args.cases, args.jobs):
         known = contents["results"] | {name: result}

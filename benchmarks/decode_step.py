@@ -11,9 +11,7 @@ all lengths: its traces are counted. Nothing of a cache's size is copied: the co
 """
 
 import argparse
-import datetime
 import json
-import pathlib
 import re
 import statistics
 import time
@@ -175,7 +173,7 @@ def report(sizes: Sizes, batch: int, length: int, steps: int) -> dict[str, Any]:
 
 
 def _rounded(measured: Measured) -> dict[str, float]:
-    return {name: float(f"{x:.4g}") for name, x in measured._asdict().items()}
+    return {name: record.rounded(x) for name, x in measured._asdict().items()}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -186,13 +184,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", type=pathlib.Path, help="the file of results")
-    parser.add_argument("--commit", help="the name of the commit, where there is no git checkout")
+    record.add_arguments(parser)
     args = parser.parse_args(argv)
     jobs.share_memory()
     contents = {
         "setup": record.setup({}, args.steps),
-        "run": {"date": datetime.date.today().isoformat(), "commit": args.commit or record.commit()},
+        "run": record.stamp(args.commit),
         "results": report(Sizes(layers=args.layers), args.batch, args.length, args.steps),
     }  # fmt: skip
     print(json.dumps(contents["results"], indent=1))

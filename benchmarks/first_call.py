@@ -20,7 +20,6 @@ case's processes must agree within 1 %; the file also has a digest of their bits
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import pathlib
@@ -197,8 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     names = "device", "driver", "jax", "jaxlib", "sources"
     contents = {
         "setup": {n: described[n] for n in names} | {"cpus": os.cpu_count()},
-        "date": datetime.date.today().isoformat(),
-        "commit": args.commit or record.commit(),
+        **record.stamp(args.commit),
         "seconds": {},
     }
     print(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_fa2 as fa
-from benchmarks import remote
+from benchmarks import record, remote
 from benchmarks.rivals import Implementation, align_of, mask_of, score_limit, score_of
 from benchmarks.shapes import Shape
 from pallas_fa2.planning.autotune import median_ms, total_times
@@ -301,7 +301,7 @@ def speeds(
     for name, row in rows.items():
         if "refused" not in row:
             ms = statistics.median(times[name])
-            speed = {"tflops": float(f"{flops / ms * 1e-9:.4g}"), "ms": float(f"{ms:.4g}")}
+            speed = {"tflops": record.rounded(flops / ms * 1e-9), "ms": record.rounded(ms)}
             rows[name] = speed | row
     return rows
 

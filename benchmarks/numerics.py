@@ -12,7 +12,6 @@ rule: at most twice the error of dense attention.
 """
 
 import argparse
-import datetime
 import functools
 import pathlib
 import sys
@@ -242,8 +241,7 @@ def main(argv: list[str] | None = None) -> int:
         setup = record.setup(named, iterations=1)
         measured = {
             "setup": setup,
-            "date": datetime.date.today().isoformat(),
-            "commit": args.commit or record.commit(),
+            **record.stamp(args.commit),
             "length": length,
             "results": measure(length, args.jobs),
         }

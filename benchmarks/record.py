@@ -6,6 +6,8 @@
 A file holds one setup; several runs may have filled it.
 """
 
+import argparse
+import datetime
 import hashlib
 import importlib.metadata
 import json
@@ -62,6 +64,22 @@ def sources() -> str:
 def commit() -> str:
     """Return the commit of the checkout, marked "dirty" if files have been edited since."""
     return _output("git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty")
+
+
+def stamp(commit_name: str | None) -> dict[str, str]:
+    """Return today's date, and the name of the commit, that of the checkout if it is not given."""
+    return {"date": datetime.date.today().isoformat(), "commit": commit_name or commit()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --json and --commit, by which a benchmark's file of results is made where there is no checkout."""
+    parser.add_argument("--json", type=pathlib.Path, help="the file of results")
+    parser.add_argument("--commit", help="the name of the commit, where there is no git checkout")
+
+
+def rounded(x: float) -> float:
+    """Return a number with four digits."""
+    return float(f"{x:.4g}")
 
 
 def _output(*command: str) -> str:

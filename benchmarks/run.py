@@ -19,7 +19,6 @@ A report has a dozen shapes, and what `benchmarks/gpu_report.py` says of the GPU
 """
 
 import argparse
-import datetime
 import functools
 import json
 import os
@@ -104,9 +103,8 @@ def fill(
 ) -> None:
     """Measure shapes into the record `contents` until the budget is spent, and write it after each."""
     run = {
-        "date": datetime.date.today().isoformat(),
-        "commit": args.commit or record.commit(),
-        "matmul": float(f"{measure.matmul(args.iterations):.4g}"),
+        **record.stamp(args.commit),
+        "matmul": record.rounded(measure.matmul(args.iterations)),
         "jobs": args.jobs,
         "shapes": [],
     }
