@@ -5,14 +5,13 @@ import logging
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from pallas_fa2.autodiff import attention
 from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec
 from pallas_fa2.ir.call_spec import split_floats
 from pallas_fa2.ir.equivalent_call import equivalent_arrays, equivalent_spec
-from pallas_fa2.passes import on_mesh
+from pallas_fa2.passes import on_mesh, result_specs
 from pallas_fa2.planning.cached_plan import CachedPlan
 
 log = logging.getLogger("pallas_fa2")
@@ -45,12 +44,8 @@ def _by_kernel(
 ) -> Results:
     cached = BACKENDS[plan.implementation].cached
     assert cached is not None, "the plan says that it reads the cache"
-    *axes, rows, heads, _ = jax.typeof(q).sharding.spec
-    specs = PartitionSpec(*axes, rows, heads, None), PartitionSpec(*axes, heads, rows)
-    run = on_mesh(
-        functools.partial(cached.forward, spec, plan.config), jax.typeof(q).sharding.mesh, specs
-    )
-    return run(q, k, v, operands)
+    run = functools.partial(cached.forward, spec, plan.config)
+    return on_mesh(run, jax.typeof(q).sharding.mesh, result_specs(q))(q, k, v, operands)
 
 
 def _fwd_rule(spec: CachedSpec, plan: CachedPlan, *args: Any) -> tuple[Results, tuple]:

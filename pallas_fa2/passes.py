@@ -69,9 +69,8 @@ def run_forward(
         results = _map_statistics_like_out(*match_varying_axes(results, q))
         return _split_batch(batch, results)
 
-    *axes, length, heads, _ = jax.typeof(q).sharding.spec
-    rows = PartitionSpec(*axes, heads, length)
-    run = on_mesh(run, mesh, (PartitionSpec(*axes, length, heads, None), rows, rows))
+    of_out, of_lse = result_specs(q)
+    run = on_mesh(run, mesh, (of_out, of_lse, of_lse))
     if BACKENDS[plan.implementation].backward is None and mesh.explicit_axes and mesh.manual_axes:
         # What JAX would keep for its own backward are residuals of the partitioner's, as `on_mesh` says.
         run = jax.checkpoint(run)
@@ -105,6 +104,12 @@ def run_backward(
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (q, k, v, floats))
     run = on_mesh(run, jax.typeof(q).sharding.mesh, specs)
     return run(arrays, operands)
+
+
+def result_specs(q: jax.Array) -> tuple[PartitionSpec, PartitionSpec]:
+    """Return how out `[*B, T, N, Hv]` and lse `[*B, N, T]` are divided over a mesh where q is `[*B, T, N, H]`."""
+    *axes, length, heads, _ = jax.typeof(q).sharding.spec
+    return PartitionSpec(*axes, length, heads, None), PartitionSpec(*axes, heads, length)
 
 
 def on_mesh(run: Callable, mesh: Any, specs: Any) -> Callable:

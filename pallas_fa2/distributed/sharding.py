@@ -25,9 +25,10 @@ from pallas_fa2.ir.mesh import without_mesh
 
 # The factors of axes that may be divided over devices, as a sharding rule of `custom_partitioning` names them.
 ENTRIES, HEADS, QUERIES, KEYS = "entries", "heads", "queries", "keys"
-LOCATIONS = "jax_traceback_in_locations_limit"
 # Query heads of one key head stay together.
 IN_GROUP = "in_group"
+# An option of `jax.config`: how many frames of each operation's source lines are lowered.
+LOCATIONS = "jax_traceback_in_locations_limit"
 
 
 @dataclasses.dataclass(frozen=True)
