@@ -88,9 +88,9 @@ def cached_attention(
         `[B, S]`, by position. `Tree` is the mask of drafted tokens.
       score, scale, sinks: as in `flash_attention`.
       q_positions: integers `[B, T]` (or `[tokens]`), any other positions of the queries, such as depths in a tree.
-      split_size: cut each sequence at multiples of so many keys, itself a multiple of 64, and nowhere else, so that the bits
+      split_size: split each sequence at multiples of so many keys, itself a multiple of 64, and nowhere else, so that the bits
         of a query's result do not depend on the other sequences of the batch, nor on which tokens are computed with it.
-        Smaller sizes fill a GPU with fewer sequences, and have more results to merge. By default work is cut into equal
+        Smaller sizes fill a GPU with fewer sequences, and have more results to merge. By default sequences are split into equal
         shares. Only kernels that read a cache have this.
       return_lse: also return the natural logsumexp of the scores, by which `merge` combines this with attention on other
         keys, such as a prefix that all sequences share.

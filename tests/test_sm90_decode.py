@@ -182,14 +182,14 @@ def test_the_plan_deals_every_block_once(name: str, num_ctas: int) -> None:
         assert (shares.first_cta[cta], shares.last_cta[cta]) == (of_tile[0], of_tile[-1])
 
 
-PARTS = {"parts": Case((140, 3, 64), queries=5, q_len=2, parts=3)}
+ENTRIES = {"three_entries": Case((140, 3, 64), queries=5, q_len=2, per_request=3)}
 
 
 @pytest.mark.parametrize(
-    "name", ["splits", "window", "past", "future", "packed", "packed_full", "parts"]
+    "name", ["splits", "window", "past", "future", "packed", "packed_full", "three_entries"]
 )
 def test_entries_are_all_queries_and_the_keys_that_they_attend_to(name: str) -> None:
-    case = (CASES | PARTS)[name]
+    case = (CASES | ENTRIES)[name]
     plan = programs.evaluate(case.plan, np.array(case.lengths, np.int32), case.starts)
     tokens = []
     least, most = case.distances

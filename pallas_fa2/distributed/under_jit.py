@@ -28,7 +28,7 @@ from pallas_fa2.ir.arrays import K_AXIS, NUM_LEADING_AXES, Q_AXIS, CallShape, de
 from pallas_fa2.ir.call_spec import CallSpec, Operands, split_floats
 from pallas_fa2.parse_call import CheckedCall
 from pallas_fa2.passes import NeedsGrad, Results, backend_backward, backend_forward
-from pallas_fa2.planning.plan import Plan, plan_part
+from pallas_fa2.planning.plan import Plan, plan_shard
 
 QUERY, KEY, ROWS = "btn.", "bsk.", "bnt"  # the axes of q and out, of k and v, and of lse
 
@@ -40,21 +40,21 @@ def divided_forward(
     if _is_on_one_device(spec, plan, operands):
         return backend_forward(spec, plan, q, k, v, operands)
 
-    def whole(q: Any, k: Any, v: Any, operands: Operands) -> Results:
+    def unpartitioned(q: Any, k: Any, v: Any, operands: Operands) -> Results:
         return backend_forward(spec, plan, q, k, v, operands._replace(head_index=None))
 
     def on_shard(division: Division, like: Results) -> Callable:
         def compute(q: Any, k: Any, v: Any, operands: Operands) -> Results:
             operands = _own_heads(division, operands)
             if not division.queries:
-                return backend_forward(_own_part(spec, q, k), plan, q, k, v, operands)
-            part = _Part(spec, plan, division)
+                return backend_forward(_shard_spec(spec, q, k), plan, q, k, v, operands)
+            shard = _Shard(spec, plan, division)
             if division.keys:
-                ring, operands = part.ring(q, k, operands)
+                ring, operands = shard.ring(q, k, operands)
                 out, lse = ring_passes.forward(ring, q, k, v, operands)
                 sums = None
             else:
-                own, own_plan, operands = part.on_all_keys(q, k, operands)
+                own, own_plan, operands = shard.on_all_keys(q, k, operands)
                 out, lse, sums = backend_forward(own, own_plan, q, k, v, operands)
             if like[2] is None:
                 sums = None
@@ -66,7 +66,7 @@ def divided_forward(
 
     operands = _with_head_index(spec, operands)
     axes = Axes((QUERY, KEY, KEY, _axes_of(operands)), (QUERY, ROWS, ROWS))
-    return _with_vmap(whole, axes, on_shard)(q, k, v, operands)
+    return _with_vmap(unpartitioned, axes, on_shard)(q, k, v, operands)
 
 
 def divided_backward(
@@ -77,7 +77,7 @@ def divided_backward(
         return backend_backward(spec, plan, arrays, operands, needs_grad)
     q, k, *rest = arrays
 
-    def whole(q: Any, k: Any, rest: list, operands: Operands) -> tuple:
+    def unpartitioned(q: Any, k: Any, rest: list, operands: Operands) -> tuple:
         operands = operands._replace(head_index=None)
         return backend_backward(spec, plan, (q, k, *rest), operands, needs_grad)
 
@@ -86,12 +86,12 @@ def divided_backward(
             operands = _own_heads(division, operands)
             arrays = q, k, *rest
             if not division.queries:
-                return backend_backward(_own_part(spec, q, k), plan, arrays, operands, needs_grad)
-            part = _Part(spec, plan, division)
+                return backend_backward(_shard_spec(spec, q, k), plan, arrays, operands, needs_grad)
+            shard = _Shard(spec, plan, division)
             if not division.keys:
-                own, own_plan, operands = part.on_all_keys(q, k, operands)
+                own, own_plan, operands = shard.on_all_keys(q, k, operands)
                 return backend_backward(own, own_plan, arrays, operands, needs_grad)
-            ring, operands = part.ring(q, k, operands)
+            ring, operands = shard.ring(q, k, operands)
             v, out, lse, dout, dlse, sums = rest
             if lse is None:
                 lse = lse_from_sums(sums)
@@ -106,7 +106,8 @@ def divided_backward(
     others = [None if x is None else axes for x, axes in zip(rest, others, strict=True)]
     data = tuple(map(_axes_of, split_floats(operands.scores)[0]))
     axes = Axes((QUERY, KEY, others, _axes_of(operands)), (QUERY, KEY, KEY, data))
-    return _differentiable(_with_vmap(whole, axes, on_shard), whole)(q, k, rest, operands)
+    call = _with_vmap(unpartitioned, axes, on_shard)
+    return _differentiable(call, unpartitioned)(q, k, rest, operands)
 
 
 def _is_on_one_device(spec: CallSpec, plan: Plan, operands: Operands) -> bool:
@@ -120,26 +121,26 @@ def _is_on_one_device(spec: CallSpec, plan: Plan, operands: Operands) -> bool:
     )
 
 
-def _with_vmap(whole: Callable, axes: Axes, on_shard: Callable) -> Callable:
+def _with_vmap(unpartitioned: Callable, axes: Axes, on_shard: Callable) -> Callable:
     """Return the partitioned function; under `vmap` its kernels are partitioned, by batch entries and heads."""
-    call = custom_vmap(partitioned(whole, axes, on_shard))
+    call = custom_vmap(partitioned(unpartitioned, axes, on_shard))
 
     @call.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
         in_axes = jax.tree.map(lambda mapped: 0 if mapped else None, tuple(batched))
-        results = jax.vmap(whole, in_axes, axis_size=size)(*args)
+        results = jax.vmap(unpartitioned, in_axes, axis_size=size)(*args)
         return results, jax.tree.map(lambda _: True, results)
 
     return call
 
 
-def _differentiable(call: Callable, whole: Callable) -> Callable:
-    """Return `call` with the derivative of `whole`: the partitioner has none, and second derivatives need one."""
+def _differentiable(call: Callable, unpartitioned: Callable) -> Callable:
+    """Return `call` with the derivative of `unpartitioned`: the partitioner has none, and second derivatives need one."""
     call = jax.custom_jvp(call)
 
     @call.defjvp
     def _(primals: tuple, tangents: tuple) -> tuple:
-        return jax.jvp(whole, primals, tangents)
+        return jax.jvp(unpartitioned, primals, tangents)
 
     return call
 
@@ -167,7 +168,7 @@ def _own_heads(division: Division, operands: Operands) -> Operands:
     return operands if divided else operands._replace(head_index=None)
 
 
-def _own_part(spec: CallSpec, q: Any, k: Any) -> CallSpec:
+def _shard_spec(spec: CallSpec, q: Any, k: Any) -> CallSpec:
     """Return the call on a device's batch entries and heads."""
     return dataclasses.replace(
         spec, batch=q.shape[0], q_heads=q.shape[2], kv_heads=k.shape[2], source=None
@@ -175,7 +176,7 @@ def _own_part(spec: CallSpec, q: Any, k: Any) -> CallSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _Shard:
     """What a device computes whose queries are some of a sequence's."""
 
     spec: CallSpec
@@ -184,12 +185,12 @@ class _Part:
 
     def ring(self, q: Any, k: Any, operands: Operands) -> tuple[ring_passes.Ring, Operands]:
         call, operands = self._call(q, k, operands)
-        plan = functools.partial(plan_part, self.plan)
+        plan = functools.partial(plan_shard, self.plan)
         return plan_ring(call, operands, self.division.queries, "contiguous", plan)
 
     def on_all_keys(self, q: Any, k: Any, operands: Operands) -> tuple[CallSpec, Plan, Operands]:
         spec, operands = call_on_all_keys(*self._call(q, k, operands))
-        return spec, plan_part(self.plan, spec), operands
+        return spec, plan_shard(self.plan, spec), operands
 
     def _call(self, q: Any, k: Any, operands: Operands) -> tuple[CheckedCall, Operands]:
         """Return the call, and what it reads of its queries and of all keys; the mask's data are a tuple, by conjuncts."""

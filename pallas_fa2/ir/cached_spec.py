@@ -24,8 +24,8 @@ class CachedSpec:
       has_given_positions: whether the caller gave the queries' positions. Without, they follow from lengths and starts.
       has_sequence_data: whether queries are packed, and the mask or a score reads arrays with a value for each sequence
         that all its tokens share.
-      split_size: the keys between the cuts of a sequence into splits, where results must not depend on the other
-        sequences of the batch; None where the kernel may cut as it likes.
+      split_size: the keys of a split of a sequence, where results must not depend on the other
+        sequences of the batch; None where the kernel may choose its splits.
       quantized: the dtype of keys and values of 8 bits, which have scales; None where theirs is that of queries.
     """
 

@@ -72,8 +72,8 @@ def make_plan(
     )
 
 
-def plan_part(plan: Plan, spec: CallSpec) -> Plan:
-    """Return the plan of a part of a call: by the same backend if it supports the part, otherwise by the fastest."""
+def plan_shard(plan: Plan, spec: CallSpec) -> Plan:
+    """Return the plan of what a device computes of a call: by the same backend if it supports that, otherwise by the fastest."""
     assert plan.device is not None
     supports = BACKENDS[plan.implementation].unsupported_reason(spec, plan.device) is None
     return make_plan(spec, plan.device, plan.implementation if supports else None)

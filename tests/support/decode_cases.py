@@ -35,7 +35,7 @@ class Case(NamedTuple):
     stages: int = 2
     split_blocks: int | None = None
     quantized: str | None = None  # the dtype of keys and values of 8 bits
-    parts: int = 1  # entries of a request
+    per_request: int = 1  # entries of a request
 
     @property
     def starts(self) -> np.ndarray:
@@ -55,7 +55,7 @@ class Case(NamedTuple):
         requests = len(self.lengths)
         entries = max_packed_entries(self.num_tokens, requests, self.q_len)
         return DecodeSpec(
-            max_entries=entries if self.is_packed else requests * self.parts,
+            max_entries=entries if self.is_packed else requests * self.per_request,
             q_len=self.q_len,
             num_tokens=self.num_tokens,
             kv_len=self.capacity,
@@ -68,7 +68,7 @@ class Case(NamedTuple):
             distances=self.distances,
             split_blocks=self.split_blocks,
             quantized=self.quantized,
-            parts=self.parts,
+            entries_per_request=self.per_request,
         )
 
     @property
@@ -254,7 +254,7 @@ OF_8_BITS = {
     "too_long": Case((300, 1 << 30), capacity=104, quantized=FP8),
     "group_12": Case((150, 64), heads=(12, 1), quantized=FP8, distances=FULL),
     "queries_4": Case((140,), queries=4, q_len=4, heads=(8, 1), quantized=INT8),
-    "parts": Case((140, 3), queries=5, q_len=3, parts=2, quantized=FP8),
+    "two_entries": Case((140, 3), queries=5, q_len=3, per_request=2, quantized=FP8),
     "h128_float16": Case((150,), dims=(128, 128), dtype=jnp.float16, quantized=FP8),
     "h256_hv64": Case((90,), dims=(256, 64), quantized=FP8),
     "h64_hv192": Case((90,), dims=(64, 192), quantized=INT8),

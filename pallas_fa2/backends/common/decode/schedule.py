@@ -5,7 +5,7 @@ CTA has an equal share of it (stream-K, arXiv:2301.03598): how often a tile is s
 of CTAs does not. Neighboring CTAs then read neighboring heads of the same tokens at about the same time, and those lie
 side by side in device memory. Where all tiles are equally long, and come out nearly even, no tile is split.
 
-With fixed splits (`DecodeSpec.split_blocks`) entries are cut at multiples of so many keys, each split is a row of the line
+With fixed splits (`DecodeSpec.split_blocks`) entries are split at multiples of so many keys, each split is a row of the line
 of its own, and CTAs have whole rows: which sums are rounded then depends on nothing but the sequence itself.
 """
 
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 
 class FixedSplits(NamedTuple):
-    """The rows of an entry that is cut into fixed splits; behind the `Entry` of each of these rows."""
+    """The rows of an entry with fixed splits; behind the `Entry` of each of these rows."""
 
     first_row: Any
     num_rows: Any
@@ -117,7 +117,7 @@ def plan_decode(
     entries = entries._replace(num_blocks=jnp.where(exists, count, 0), first_block=first)
     columns, arrivals = list(entries), None
     if spec.split_blocks is not None:
-        entries, splits, num_entries = _cut(spec, spec.split_blocks, entries)
+        entries, splits, num_entries = _split_entries(spec, spec.split_blocks, entries)
         columns = [*entries, *splits]
         arrivals = jnp.zeros((spec.kv_heads, spec.max_rows), I32)
     shares = _deal_shares(spec, config, entries.num_blocks, num_entries)
@@ -126,10 +126,10 @@ def plan_decode(
     return DecodePlan(jnp.concatenate([jnp.stack(shares, 1), first_entries], 1), table, arrivals)
 
 
-def _cut(
+def _split_entries(
     spec: DecodeSpec, split_blocks: int, entries: Entry
 ) -> tuple[Entry, FixedSplits, jax.Array]:
-    """Cut entries at multiples of `split_blocks` blocks; return their rows, whose they are, and how many there are."""
+    """Split entries at multiples of `split_blocks` blocks; return their rows, whose they are, and how many there are."""
     first_split = lax.div(entries.first_block, I32(split_blocks))
     end = entries.first_block + entries.num_blocks
     count = lax.div(end + (split_blocks - 1), I32(split_blocks)) - first_split
@@ -139,22 +139,22 @@ def _cut(
     owner = (ends[None] <= row[:, None]).sum(1, dtype=I32)
     owner = jnp.minimum(owner, spec.max_entries - 1)
     splits = FixedSplits((ends - count)[owner], count[owner])
-    cut = (first_split[owner] + row - splits.first_row) * split_blocks
+    multiple = (first_split[owner] + row - splits.first_row) * split_blocks
     rows = Entry(*(jnp.broadcast_to(x, ends.shape)[owner] for x in entries))
-    begin = jnp.maximum(rows.first_block, cut)
-    size = jnp.minimum(end[owner], cut + split_blocks) - begin
+    begin = jnp.maximum(rows.first_block, multiple)
+    size = jnp.minimum(end[owner], multiple + split_blocks) - begin
     rows = rows._replace(num_blocks=jnp.where(row < ends[-1], size, 0), first_block=begin)
     return rows, splits, ends[-1]
 
 
 def _step_entries(spec: DecodeSpec, lengths: jax.Array) -> Entry:
     """Return the entries of each request, as many as its queries need, without their blocks."""
-    parts, queries = spec.parts, spec.queries_of_request
+    count, queries = spec.entries_per_request, spec.queries_of_request
     index = jnp.arange(spec.max_entries, dtype=I32)
-    request, before = lax.div(index, I32(parts)), lax.rem(index, I32(parts)) * spec.q_len
-    lengths, count = jnp.repeat(lengths, parts), jnp.minimum(queries - before, spec.q_len)
+    request, before = lax.div(index, I32(count)), lax.rem(index, I32(count)) * spec.q_len
+    lengths, num_queries = jnp.repeat(lengths, count), jnp.minimum(queries - before, spec.q_len)
     first_query = request * queries + before
-    return Entry(0, 0, request, lengths, lengths - queries + before, first_query, count)
+    return Entry(0, 0, request, lengths, lengths - queries + before, first_query, num_queries)
 
 
 def _packed_entries(

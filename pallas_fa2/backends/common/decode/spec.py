@@ -41,10 +41,11 @@ class DecodeSpec:
     distances: DistanceRange  # of the keys that a query attends to, from its own position
     page_size: int | None = None  # keys of a page, if the cache is paged
     mods: DecodeMods | None = None
-    # Blocks of keys between the cuts of fixed splits, if splits are fixed.
+    # Blocks of keys of a fixed split, if splits are fixed.
     split_blocks: int | None = None
     quantized: str | None = None  # the dtype of keys and values of 8 bits, which have scales
-    parts: int = 1  # entries of each request, of which each reads its keys; packed queries have as many as they need
+    # Each entry of a request reads its keys. Packed requests have as many entries as they need.
+    entries_per_request: int = 1
 
     @classmethod
     def of_call(
@@ -58,13 +59,13 @@ class DecodeSpec:
         requests = call.batch if requests is None else requests
         kv_heads = call.kv_heads if kv_heads is None else kv_heads
         q_heads, q_len, tokens = kv_heads * call.group, call.q_len, requests * call.q_len
-        parts, entries, most = 1, requests, max_columns(cached) // pad_group(call.group)
+        per_request, entries, most = 1, requests, max_columns(cached) // pad_group(call.group)
         if cached.is_packed:
             tokens, q_len = call.q_len, packed_q_len(call.q_len, requests, max(1, most))
             entries = max_packed_entries(tokens, requests, q_len)
         elif cached.quantized is not None and most and q_len:
-            parts = -(-q_len // most)
-            entries, q_len = requests * parts, -(-q_len // parts)
+            per_request = -(-q_len // most)
+            entries, q_len = requests * per_request, -(-q_len // per_request)
         distances = cached.distances
         if distances is None or needs_mask_code(cached):
             distances = DistanceRange()
@@ -83,7 +84,7 @@ class DecodeSpec:
             mods=DecodeMods.compile(cached),
             split_blocks=None if cached.split_size is None else cached.split_size // BLOCK_KV,
             quantized=cached.quantized,
-            parts=parts,
+            entries_per_request=per_request,
         )
 
     @property
@@ -105,7 +106,7 @@ class DecodeSpec:
     @property
     def queries_of_request(self) -> int:
         """How many queries each request has, where they are not packed."""
-        return self.num_tokens * self.parts // self.max_entries
+        return self.num_tokens * self.entries_per_request // self.max_entries
 
     @property
     def pads_columns(self) -> bool:

@@ -85,7 +85,7 @@ class TileMods:
         """Load arrays of pairs, whose index is one of a column plus one of a key."""
         loaded, shape = {}, (key.size, token.size)
         query = self.entry.first_query + token if self.mods.is_packed else token
-        if not self.mods.is_packed and self.spec.parts > 1:
+        if not self.mods.is_packed and self.spec.entries_per_request > 1:
             query += self.entry.first_query - self.entry.request * self.spec.queries_of_request
         for source, position in self.mods.sources("pair").items():
             array = self.arrays.pairwise[position]
