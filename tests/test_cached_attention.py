@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import itertools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -16,139 +14,23 @@ from jax.sharding import AxisType
 
 import pallas_fa2 as fa
 from pallas_fa2 import cached_autodiff
-from pallas_fa2.backends import registry
-from pallas_fa2.backends.common.decode.spec import DecodeSpec
-from pallas_fa2.backends.protocol import CachedForward
-from pallas_fa2.backends.sm90.decode.cached_forward import CACHED_FORWARD
-from pallas_fa2.ir.affine import DistanceRange
-from pallas_fa2.ir.equivalent_call import equivalent_spec
-from pallas_fa2.parse_cached import parse_cached
-from pallas_fa2.planning.cached_plan import make_cached_plan
-from pallas_fa2.planning.plan import make_plan
-from tests.support import cached, compile_gate, interpreter
-from tests.support.hopper import A100, H200, planned_for, planned_for_h200
-from tests.support.tiers import slow, slow_but
+from tests.support import cached, interpreter
+from tests.support.cached_features import (
+    BATCH,
+    FEATURES,
+    LAYOUTS,
+    PREFIX,
+    SINKS,
+    SLOPES,
+    alibi,
+    check,
+    check_on_the_kernel,
+    constant,
+    on_the_kernel,
+)
+from tests.support.tiers import slow_but
 
 IMPLEMENTATIONS = ["reference", "blockwise"]
-LAYOUTS = {
-    "one": lambda **options: cached.make(1, **options),
-    "several": lambda **options: cached.make(7, **options),
-    "paged": lambda **options: cached.make(3, paged=True, **options),
-    "packed": lambda **options: cached.make(None, **options),
-    "packed_paged": lambda **options: cached.make(None, paged=True, **options),
-}
-RNG = np.random.default_rng(7)
-BATCH = len(cached.LENGTHS)
-SINKS = np.array([0.3, -1.0, 2.0, -np.inf], np.float32)
-SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
-PREFIX = np.array([2, 3, 4, 0])
-IMAGE = RNG.integers(0, 3, (BATCH, cached.CAPACITY))
-KEY_BIAS = RNG.standard_normal((BATCH, 1, 1, cached.CAPACITY)).astype(np.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Feature:
-    """The options of a call, and the same for `cached.dense`."""
-
-    options: Callable[[cached.Problem], dict[str, Any]]
-    dense: Callable[[cached.Problem], dict[str, Any]]
-
-
-def constant(options: dict, **dense: Any) -> Feature:
-    return Feature(lambda problem: options, lambda problem: dense)
-
-
-def _query_data(problem: cached.Problem) -> np.ndarray:
-    shape = (problem.tokens,) if problem.is_packed else (BATCH, problem.tokens)
-    return np.arange(np.prod(shape)).reshape(shape) % 3
-
-
-def _of_query(problem: cached.Problem, b: int, row: int) -> int:
-    data = _query_data(problem)
-    return data[row] if problem.is_packed else data[b, row]
-
-
-def _positions(problem: cached.Problem) -> np.ndarray:
-    shape = (problem.tokens,) if problem.is_packed else (BATCH, problem.tokens)
-    return (np.arange(np.prod(shape)) * 5 % 11).reshape(shape)
-
-
-def _pairs(problem: cached.Problem) -> np.ndarray:
-    shape = problem.tokens, cached.CAPACITY
-    return np.random.default_rng(1).standard_normal((BATCH, cached.HEADS, *shape)).astype("f")
-
-
-@fa.mask_fn
-def _same_image(q: Any, k: Any) -> Any:
-    return q.image == k.image
-
-
-def _alibi(s: np.ndarray, b: int, row: int, q: int, k: np.ndarray) -> np.ndarray:
-    return s - SLOPES[:, None] * abs(q - k)
-
-
-FEATURES = {
-    "causal": constant({}),
-    "no_mask": constant({"mask": None}, visible=lambda b, row, q, k: k >= 0),
-    "window": constant(
-        {"mask": fa.SlidingWindow(3)}, visible=lambda b, row, q, k: (k <= q) & (q - k < 3)
-    ),
-    "window_of_data": constant(
-        {"mask": fa.Causal() & fa.Window(jnp.int32(4))},
-        visible=lambda b, row, q, k: (k <= q) & (q - k <= 4),
-    ),
-    "prefix": constant(
-        {"mask": fa.Prefix(PREFIX) | fa.Causal()},
-        visible=lambda b, row, q, k: (k <= q) | (k < PREFIX[b]),
-    ),
-    "streaming": constant(
-        {"mask": fa.Causal() & (fa.Prefix(2) | fa.Window(3))},
-        visible=lambda b, row, q, k: (k <= q) & ((k < 2) | (q - k <= 3)),
-    ),
-    "nothing": constant(
-        {"mask": lambda q, k: q.index < 0}, visible=lambda b, row, q, k: np.full(k.shape, q < 0)
-    ),
-    "token_data": Feature(
-        lambda problem: {
-            "mask": _same_image(q_tokens={"image": _query_data(problem)}, k_tokens={"image": IMAGE})
-        },
-        lambda problem: {"visible": lambda b, row, q, k: IMAGE[b, k] == _of_query(problem, b, row)},
-    ),
-    "soft_cap": constant(
-        {"score": fa.soft_cap(0.7)}, score=lambda s, b, row, q, k: 0.7 * np.tanh(s / 0.7)
-    ),
-    "alibi": constant({"score": fa.alibi(SLOPES)}, score=_alibi),
-    "key_bias": constant(
-        {"score": fa.bias(KEY_BIAS)}, score=lambda s, b, row, q, k: s + KEY_BIAS[b, 0, 0, k]
-    ),
-    "bias": Feature(
-        lambda problem: {"score": fa.bias(_pairs(problem))},
-        lambda problem: {"score": lambda s, b, row, q, k: s + _pairs(problem)[b, :, row, k].T},
-    ),
-    "scale": constant({"scale": 0.1}, scale=0.1),
-    "sinks": constant({"sinks": SINKS}, sinks=SINKS),
-    "positions": Feature(
-        lambda problem: {"q_positions": _positions(problem), "score": fa.alibi(SLOPES)},
-        lambda problem: {"positions": _positions(problem).ravel(), "score": _alibi},
-    ),
-}
-
-
-def check(
-    problem: cached.Problem, implementation: str | None, feature: Feature, tolerance: float = 2e-6
-) -> None:
-    def run(query: Any, cache: Any, queries: Any) -> Any:
-        return fa.cached_attention(
-            query, cache, queries=queries, return_lse=True, implementation=implementation,
-            **feature.options(problem),
-        )  # fmt: skip
-
-    out, lse = interpreter.run(run, problem.query, problem.cache, problem.queries)
-    expected_out, expected_lse = cached.dense(problem, **feature.dense(problem))
-    assert out.dtype == problem.query.dtype and lse.dtype == np.float32
-    np.testing.assert_allclose(problem.flatten(out), expected_out, rtol=0, atol=tolerance)
-    lse = problem.flatten(lse, heads_first=True)
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=tolerance)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -158,82 +40,6 @@ def check(
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_on_every_cache(feature: str, layout: str, implementation: str) -> None:
     check(LAYOUTS[layout](), implementation, FEATURES[feature])
-
-
-def on_the_kernel(layout: str, **options: Any) -> cached.Problem:
-    return LAYOUTS[layout](dtype=jnp.bfloat16, dims=(64, 128), page=8, **options)
-
-
-def check_on_the_kernel(problem: cached.Problem, feature: Feature, device: Any = H200) -> None:
-    """Interpreted, with what it claims to support."""
-    spec, _ = _spec(problem, **feature.options(problem))
-    plan = make_cached_plan(spec, device)
-    assert plan.reads_cache and plan.implementation == ("hopper" if device.is_sm90 else "ampere")
-    with planned_for(device._replace(num_sms=2)):
-        check(problem, None, feature, tolerance=0.02)
-
-
-@pytest.mark.parametrize("layout", slow_but(lambda name: "paged" in name, LAYOUTS))
-@pytest.mark.parametrize("feature", FEATURES)
-def test_features_on_the_kernel_of_hopper(feature: str, layout: str) -> None:
-    check_on_the_kernel(on_the_kernel(layout), FEATURES[feature])
-
-
-def _is_quick_of_8_bits(name: str) -> bool:
-    return name in ("window", "streaming", "token_data", "bias")
-
-
-@pytest.mark.parametrize("layout", slow_but(lambda name: name in ("one", "packed_paged"), LAYOUTS))
-@pytest.mark.parametrize("feature", slow_but(_is_quick_of_8_bits, FEATURES))
-def test_features_of_8_bits_on_the_kernel_of_hopper(feature: str, layout: str) -> None:
-    quantized = "int8" if layout in ("several", "packed_paged") else "float8_e4m3fn"
-    check_on_the_kernel(on_the_kernel(layout, quantized=quantized), FEATURES[feature])
-
-
-@pytest.mark.parametrize("layout", slow_but(lambda name: name == "packed_paged", LAYOUTS))
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (12, 1)], ids=str)
-def test_grouped_heads_on_the_kernel_of_hopper(layout: str, heads: tuple[int, int]) -> None:
-    if layout == "several" and heads == (12, 1):
-        pytest.skip("7 queries of 12 heads are more columns than a tile has")
-    check_on_the_kernel(on_the_kernel(layout, heads=heads), FEATURES["causal"])
-
-
-@pytest.mark.parametrize("lengths", [[0, 0, 0, 0], slow([24, 24, 24, 24])], ids=["empty", "full"])
-@pytest.mark.parametrize("layout", slow_but(lambda name: name == "paged", LAYOUTS))
-def test_empty_and_full_sequences_on_the_kernel_of_hopper(layout: str, lengths: list[int]) -> None:
-    counts = {"counts": np.minimum(cached.COUNTS, lengths)} if "packed" in layout else {}
-    problem = on_the_kernel(layout, lengths=np.array(lengths), **counts)
-    check_on_the_kernel(problem, FEATURES["key_bias"])
-
-
-@pytest.mark.parametrize("counts", [[1, 0, 1, 1], slow([0, 0, 0, 0]), slow([0, 0, 9, 0])], ids=str)
-def test_packed_starts_on_the_kernel_of_hopper(counts: list[int]) -> None:
-    check_on_the_kernel(on_the_kernel("packed", counts=np.array(counts)), FEATURES["sinks"])
-
-
-AMPERE_QUICK = "causal", "sinks", "key_bias"
-
-
-@pytest.mark.parametrize("feature", slow_but(lambda name: name in AMPERE_QUICK, FEATURES))
-def test_features_on_the_kernel_of_ampere(feature: str) -> None:
-    """The kernels share all that differs between layouts."""
-    check_on_the_kernel(on_the_kernel("packed_paged"), FEATURES[feature], A100)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("heads", [slow((4, 4)), (12, 1)], ids=str)
-def test_grouped_heads_on_the_kernel_of_ampere(layout: str, heads: tuple[int, int]) -> None:
-    if layout == "several" and heads == (12, 1):
-        pytest.skip("7 queries of 12 heads are more columns than a tile has")
-    check_on_the_kernel(on_the_kernel(layout, heads=heads), FEATURES["causal"], A100)
-
-
-@pytest.mark.parametrize("lengths", [[0, 0, 0, 0], slow([24, 24, 24, 24])], ids=["empty", "full"])
-@pytest.mark.parametrize("layout", ["paged", slow("packed")])
-def test_empty_and_full_sequences_on_the_kernel_of_ampere(layout: str, lengths: list[int]) -> None:
-    counts = {"counts": np.minimum(cached.COUNTS, lengths)} if "packed" in layout else {}
-    problem = on_the_kernel(layout, lengths=np.array(lengths), **counts)
-    check_on_the_kernel(problem, FEATURES["causal"], A100)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -357,7 +163,7 @@ def test_trees(layout: str, implementation: str) -> None:
         "q_positions": positions.reshape(shape),
         "score": fa.alibi(SLOPES),
     }
-    dense = {"visible": visible, "positions": positions, "score": _alibi}
+    dense = {"visible": visible, "positions": positions, "score": alibi}
     if on_kernel:
         check_on_the_kernel(problem, constant(options, **dense))
     else:
@@ -380,7 +186,8 @@ def test_gradients_are_those_of_contiguous_attention() -> None:
     pages = problem.cache
     assert isinstance(pages, fa.Pages)
     query = jnp.asarray(problem.query)
-    weights = jnp.asarray(RNG.standard_normal((*query.shape[:2], cached.VALUE_DIM)), jnp.float32)
+    rng = np.random.default_rng(7)
+    weights = jnp.asarray(rng.standard_normal((*query.shape[:2], cached.VALUE_DIM)), jnp.float32)
 
     def loss(implementation: str, query: Any, key: Any, value: Any, sinks: Any, slopes: Any) -> Any:
         cache = dataclasses.replace(pages, key=key, value=value)
@@ -548,326 +355,6 @@ def test_heads_of_a_pool_stay_divided_over_devices(layout: str, kind: AxisType) 
     assert not re.search("all-gather|all-to-all|collective-permute", compiled.as_text())
     assert after.key.sharding.is_equivalent_to(placed[3].sharding, 4)
     np.testing.assert_allclose(out, jax.jit(step)(*args)[0], atol=1e-6)
-
-
-# Plans and the seam of kernels.
-
-
-def _spec(problem: cached.Problem, **options: Any) -> Any:
-    return parse_cached(problem.query, problem.cache, queries=problem.queries, **options)
-
-
-def test_the_spec_of_a_call() -> None:
-    problem = cached.make(3, paged=True)
-    spec, operands = _spec(problem, mask=fa.Causal())
-    call = spec.call
-    assert (call.batch, call.q_len, call.kv_len) == (4, 3, 24) and call.has_explicit_positions
-    assert spec.page_size == 4 and not spec.is_packed and spec.is_causal
-    assert operands.table.shape == (4, 6) and operands.starts is None
-    assert operands.call.q_index.shape == (4, 1, 1, 3, 1)
-    assert int(operands.table.min()) >= 0 and int(operands.table.max()) < 27
-
-    packed = cached.make(None)
-    data = _same_image(q_tokens={"image": _query_data(packed)}, k_tokens={"image": IMAGE})
-    spec, operands = _spec(packed, mask=data, score=fa.bias(_pairs(packed)))
-    assert (spec.call.batch, spec.call.q_len, spec.page_size, spec.is_packed) == (4, 16, None, True)
-    assert spec.distances is None
-    shapes = {x.shape for x in jax.tree.leaves(operands.call)}
-    queries = {(1, 1, 1, 16, 1)}
-    assert shapes == queries | {(4, 1, 1, 1, 24), (1, 1, 1, 1, 24), (1, 2, 2, 16, 24)}
-
-
-@pytest.mark.parametrize(
-    "mask, distances",
-    [
-        (fa.Causal(), (None, 0)),
-        (None, (None, None)),
-        (fa.SlidingWindow(9), (-8, 0)),
-        (fa.Window(4), (-4, 4)),
-        (fa.Causal() & fa.Prefix(4), None),
-    ],
-    ids=str,
-)
-def test_the_spec_tells_ranges_of_distances(mask: Any, distances: tuple | None) -> None:
-    spec, _ = _spec(cached.make(1), mask=mask)
-    assert spec.distances == (None if distances is None else DistanceRange(*distances))
-    assert spec.is_causal == (distances == (None, 0))
-
-
-CONFIGS = itertools.count()
-
-
-def _with_cached_forward(monkeypatch: Any, supports: bool) -> list:
-    """Let the hopper backend have a forward that reads caches (by the equivalent call); return its calls."""
-    calls: list = []
-    config = f"configuration {next(CONFIGS)}"  # a program of each test's own
-
-    def forward(spec: Any, config: Any, *arrays: Any) -> Any:
-        calls.append((spec, config))
-        plan = make_cached_plan(spec, fa.Device(), "reference")
-        return cached_autodiff._by_equivalent_call(spec, plan, *arrays)
-
-    kernel = CachedForward(
-        unsupported_reason=lambda spec, device: None if supports else "it is a test",
-        configure=lambda spec, device: config,
-        forward=forward,
-        describe=lambda spec, config: f"a kernel, {config}",
-    )
-    backends = dict(registry.BACKENDS)
-    backends["hopper"] = dataclasses.replace(backends["hopper"], cached=kernel)
-    for module in ("planning.cached_plan", "cached_autodiff"):
-        monkeypatch.setattr(f"pallas_fa2.{module}.BACKENDS", backends)
-    return calls
-
-
-@pytest.mark.parametrize("name", [None, "hopper", "fused"])
-def test_a_backend_that_reads_caches_runs_the_call(monkeypatch: Any, name: Any) -> None:
-    calls = _with_cached_forward(monkeypatch, supports=True)
-    problem = cached.make(None, paged=True)
-    check(problem, name, FEATURES["sinks"])
-    ((spec, config),) = calls
-    assert config.startswith("configuration") and spec.page_size == 4
-
-
-def test_gradients_of_a_kernel_are_those_of_the_equivalent_call(monkeypatch: Any) -> None:
-    calls = _with_cached_forward(monkeypatch, supports=True)
-    problem = cached.make(2)
-    fill = jnp.nan_to_num(problem.cache.key)
-
-    def loss(name: Any, query: Any, key: Any, slopes: Any) -> Any:
-        cache = dataclasses.replace(problem.cache, key=key)
-        options = {"score": fa.alibi(slopes), "mask": fa.Causal() & fa.Prefix(PREFIX)}
-        out = fa.cached_attention(query, cache, implementation=name, **options)
-        return jnp.sum(jnp.nan_to_num(out) ** 2)
-
-    args = jnp.asarray(problem.query), fill, jnp.asarray(SLOPES)
-    by_kernel, expected = (
-        interpreter.run(jax.grad(functools.partial(loss, name), argnums=(0, 1, 2)), *args)
-        for name in ("hopper", "blockwise")
-    )
-    assert calls
-    # Gradients of slopes are sums of terms up to 100 that cancel.
-    chex.assert_trees_all_close(by_kernel, expected, atol=1e-3)
-
-
-def test_what_no_kernel_reads_runs_as_the_equivalent_call(monkeypatch: Any) -> None:
-    _with_cached_forward(monkeypatch, supports=False)
-    spec, _ = _spec(cached.make(1), mask=fa.Causal())
-    plan = make_cached_plan(spec, fa.Device())
-    assert plan.implementation == "blockwise" and not plan.reads_cache
-    assert plan.rejected[0] == ("hopper", "it is a test")
-    with pytest.raises(ValueError, match="implementation 'hopper' does not support this call"):
-        make_cached_plan(spec, fa.Device(), "hopper")
-
-
-@pytest.mark.parametrize("tokens", [1, None], ids=["one", "packed"])
-def test_the_equivalent_call_runs_on_a_gpu_by_its_kernels(tokens: int | None) -> None:
-    """Calls on 16-bit caches that no kernel reads run on the kernels of `flash_attention`."""
-    problem = cached.make(tokens, dtype=jnp.bfloat16, paged=True)
-    with planned_for_h200(cores=2):
-        check(problem, "fused", FEATURES["token_data"], tolerance=0.02)
-    spec, _ = _spec(problem, mask=fa.Causal())
-    plan = make_cached_plan(spec, H200)
-    assert plan.implementation in registry.FUSED and not plan.reads_cache
-    assert plan.rejected[0] == ("hopper", "a page has a multiple of 8 tokens, and here 4")
-    assert plan.call == make_plan(equivalent_spec(spec), H200)
-
-
-def test_no_kernel_takes_a_value_of_each_sequence_of_packed_queries() -> None:
-    """The equivalent call's one entry has the queries of all sequences."""
-    spec, _ = _spec(cached.make(None), mask=fa.Prefix(PREFIX))
-    plan = make_cached_plan(spec, A100)
-    assert plan.implementation == "blockwise"
-    assert plan.rejected[-1][1].startswith("its masks and scores read a value for each sequence")
-    spec, _ = _spec(cached.make(1), mask=fa.Prefix(PREFIX))
-    plan = make_cached_plan(spec, A100)
-    assert plan.implementation == "ampere" and not plan.reads_cache
-
-
-def test_splits_of_a_size_are_those_of_the_kernel() -> None:
-    problem = on_the_kernel("several")
-    spec, _ = parse_cached(problem.query, problem.cache, split_size=128)
-    assert "splits of 128 keys" in str(spec)
-    plan = make_cached_plan(spec, H200)
-    assert plan.reads_cache and DecodeSpec.of_call(spec).split_blocks == 2
-    attend = functools.partial(fa.cached_attention, split_size=64)
-    with planned_for_h200(cores=2):
-        out = interpreter.run(attend, problem.query, problem.cache)
-    np.testing.assert_allclose(problem.flatten(out), cached.dense(problem)[0], atol=0.02)
-
-
-@pytest.mark.parametrize("layout", ["several", "paged", "packed"])
-@pytest.mark.parametrize("quantized", [None, "int8"])
-def test_vmap_of_the_kernel_of_hopper(layout: str, quantized: str | None) -> None:
-    problems = [on_the_kernel(layout, seed=seed, quantized=quantized) for seed in range(2)]
-    queries = problems[0].queries
-
-    def attend(query: Any, cache: Any) -> Any:
-        return fa.cached_attention(query, cache, queries=queries, return_lse=True)
-
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *[(p.query, p.cache) for p in problems])
-    with planned_for_h200(cores=2):
-        out, lse = interpreter.run(jax.vmap(attend), *stacked)
-    for i, problem in enumerate(problems):
-        expected_out, expected_lse = cached.dense(problem)
-        np.testing.assert_allclose(problem.flatten(out[i]), expected_out, atol=0.02)
-        np.testing.assert_allclose(problem.flatten(lse[i], True), expected_lse, atol=1e-3)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)], ids=str)
-@pytest.mark.parametrize("quantized", ["", "int8"])
-@pytest.mark.parametrize("placed", ["sequences", slow("heads"), slow("pages"), "packed"])
-def test_the_kernel_of_hopper_on_two_gpus(placed: str, quantized: str, kind: AxisType) -> None:
-    """Each has its sequences, or its heads; nothing is gathered."""
-    mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",), axis_types=(kind,))
-    sequences, heads = ("x", None) if placed == "sequences" else (None, "x")
-
-    def array(dtype: Any, shape: tuple[int, ...], *axes: Any) -> Any:
-        sharding = jax.NamedSharding(mesh, jax.P(*axes))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    bf16, i32 = jnp.bfloat16, jnp.int32
-    q, starts = array(bf16, (4, 1, 32, 128), sequences, None, heads), None
-    if placed in ("pages", "packed"):
-        pool = array(quantized or bf16, (99, 64, 8, 128), None, None, heads)
-        scales = (array(bf16, (99, 8, 64), None, heads),) * (2 if quantized else 0)
-        cache = fa.Pages(pool, pool, array(i32, (4, 20)), array(i32, (4,)), *scales)
-    else:
-        keys = array(quantized or bf16, (4, 4096, 8, 128), sequences, None, heads)
-        scales = (array(bf16, (4, 8, 4096), sequences, heads),) * (2 if quantized else 0)
-        cache = fa.Cache(keys, keys, array(i32, (4,), sequences), *scales)
-    if placed == "packed":
-        q, starts = array(bf16, (8, 32, 128), None, heads), array(i32, (5,))
-
-    def run(q: Any, cache: Any, starts: Any) -> Any:
-        queries = None if starts is None else fa.Packed(starts)
-        score = fa.alibi(np.ones(32, np.float32))
-        return fa.cached_attention(q, cache, queries=queries, score=score, return_lse=True)
-
-    with planned_for_h200(), jax.set_mesh(mesh):
-        hlo = compile_gate.hlo_for_h200s(run, q, cache, starts)
-    assert not re.search("all-gather|all-to-all|all-reduce|collective-permute", hlo)
-    half = 2 * 8 if placed == "sequences" else (8 if placed == "packed" else 4) * 4
-    assert (
-        f"{'f16' if quantized else 'bf16'}[{half},4,1,128]" in hlo
-    )  # rows of tokens and key heads
-
-
-def test_explain_the_kernel_of_hopper() -> None:
-    explanation = fa.explain(
-        (problem := on_the_kernel("packed_paged")).query,
-        problem.cache,
-        queries=problem.queries,
-        device=H200,
-    )
-    assert explanation.implementation == "hopper" and explanation.gathered_bytes == 0
-    assert "64 keys x 32 columns, for 4 queries of 2 heads" in explanation.forward
-    assert "read the pages in the pool" in explanation.forward
-
-
-def test_explain_the_kernel_of_ampere() -> None:
-    problem = on_the_kernel("packed_paged")
-    options = {"queries": problem.queries, "device": A100}
-    explanation = fa.explain(problem.query, problem.cache, **options)
-    assert explanation.implementation == "ampere" and explanation.gathered_bytes == 0
-    assert "64 keys x 32 columns, for 4 queries of 2 heads" in explanation.forward
-    assert "read the pages in the pool" in explanation.forward
-
-
-def test_where_ampere_has_no_room_it_says_so_and_runs_the_equivalent_call() -> None:
-    problem = cached.make(4, dtype=jnp.bfloat16, heads=(16, 1), dims=(256, 256))
-    device = fa.Device("gpu", "NVIDIA GeForce RTX 4090", "8.9", 128)
-    explanation = fa.explain(problem.query, problem.cache, device=device)
-    assert explanation.implementation == "ampere" and "equivalent call" in str(explanation)
-    reason = "not ampere's kernel that reads caches: 101376 bytes of shared memory have no room for 64 columns"
-    assert reason in str(explanation)
-
-
-UNSUPPORTED: dict[str, tuple[Callable[[], cached.Problem], dict, str]] = {
-    "float32": (lambda: cached.make(1), {}, "bfloat16 or float16, not float32"),
-    "queries": (lambda: cached.make(9, dtype=jnp.bfloat16), {}, "64 at most, and here are 9 times 8"),
-    "packed": (
-        lambda: cached.make(None, dtype=jnp.bfloat16, heads=(72, 1)), {}, "here are 1 times 72"
-    ),
-    "partial_panels": (
-        lambda: cached.make(1, dtype=jnp.bfloat16, paged=True, page=8),
-        {},
-        "with pages of 8 tokens head dims are multiples of 64, and here 8 and 16",
-    ),
-    "odd_dims": (
-        lambda: cached.make(1, dtype=jnp.bfloat16, dims=(8, 12)), {}, "up to 256, but Hv is 12"
-    ),
-    "dims_of_8_bits": (
-        lambda: cached.make(1, dtype=jnp.bfloat16, dims=(64, 80), quantized="int8"),
-        {},
-        "of 8 bits are multiples of 64, but Hv is 80",
-    ),
-    "slots_of_8_bits": (
-        lambda: cached.make(1, dtype=jnp.bfloat16, dims=(64, 64), quantized="int8", capacity=25),
-        {},
-        "has a multiple of 8 slots for a sequence, and here 25",
-    ),
-    "columns_of_8_bits": (
-        lambda: cached.make(9, dtype=jnp.bfloat16, dims=(64, 64), quantized="int8"),
-        {},
-        "are 64 at most, and here are 9 times 8",
-    ),
-    "group_of_8_bits": (
-        lambda: cached.make(1, dtype=jnp.bfloat16, dims=(64, 64), heads=(40, 1), quantized="int8"),
-        {},
-        "are 32 at most with caches of 8 bits and these head dims, and here are 40",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_the_kernel_of_hopper_does_not_support(name: str) -> None:
-    make, options, reason = UNSUPPORTED[name]
-    spec, _ = _spec(make(), **{"mask": fa.Causal(), **options})
-    assert reason in (CACHED_FORWARD.unsupported_reason(spec, H200) or "")
-    assert "needs a Hopper GPU" in (CACHED_FORWARD.unsupported_reason(spec, A100) or "")
-    rejected = dict(make_cached_plan(spec, A100).rejected).get("ampere", "")
-    # by cp.async, rows of any length are copied
-    if name == "partial_panels":
-        assert not rejected
-    else:
-        assert (reason if spec.quantized is None else "this one has 8 bits") in rejected
-
-
-def test_explain_eight_bits() -> None:
-    problem = cached.make(1, quantized="int8")
-    explanation = fa.explain(problem.query, problem.cache)
-    assert "keys and values of int8 with scales" in str(explanation)
-    # 38 keys of 2 heads with 24 bytes and two scales, 4 queries of 4 heads in float32.
-    assert explanation.bytes == 38 * 2 * (24 + 4) + 4 * 4 * 24 * 4 + 16 * 4
-    assert explanation.gathered_bytes == 4 * 24 * 2 * 24 * 4
-    assert "MB of keys and values in float32" in str(explanation)
-
-
-def test_explain(monkeypatch: Any) -> None:
-    problem = cached.make(None, paged=True)
-    options = {"queries": problem.queries, "sinks": SINKS, "score": fa.alibi(SLOPES)}
-    explanation = fa.explain(problem.query, problem.cache, **options)
-    assert explanation.implementation == "blockwise"
-    text = str(explanation)
-    assert "pages of 4 tokens, packed queries" in text and "equivalent call" in text
-    # Float32 of 38 keys of 2 heads and 16 queries of 4 heads with dims 8 + 16, and lse.
-    assert explanation.bytes == (38 * 2 + 16 * 4) * 24 * 4 + 16 * 4 * 4
-    assert explanation.gathered_bytes == 4 * 24 * 2 * 24 * 4
-
-    shapes = jax.eval_shape(lambda: problem.cache)
-    query = jax.ShapeDtypeStruct(problem.query.shape, problem.query.dtype)
-    unknown = fa.explain(query, shapes, **options)
-    assert unknown.bytes is None and unknown.plan == explanation.plan
-    assert "unknown, as lengths are" in str(unknown)
-
-    _with_cached_forward(monkeypatch, supports=True)
-    monkeypatch.setattr("pallas_fa2.cached_explanation.BACKENDS", cached_autodiff.BACKENDS)
-    explanation = fa.explain(problem.query, problem.cache, **options)
-    assert explanation.implementation == "hopper" and explanation.gathered_bytes == 0
-    assert "a kernel, configuration" in str(explanation)
-    with pytest.raises(TypeError, match="is_causal"):
-        fa.explain(problem.query, problem.cache, is_causal=True)
 
 
 # Errors, before anything is lowered.

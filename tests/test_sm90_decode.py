@@ -431,7 +431,7 @@ def test_layers_share_a_plan() -> None:
     assert " copy(" not in two
 
 
-# Masks and scores, of several blocks and splits: the features of `tests/test_cached_attention.py` have one block.
+# Masks and scores, of several blocks and splits: those of `tests/support/cached_features.py` have one block.
 MODS = ["soft_cap", "alibi", "streaming", "images", "bias", "masked_scores", "dense", "tree"]
 
 

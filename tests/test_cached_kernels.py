@@ -1,0 +1,152 @@
+"""Kernels that read a cache, interpreted, with every feature that `cached_attention` has."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import pallas_fa2 as fa
+from pallas_fa2.backends.common.decode.spec import DecodeSpec
+from pallas_fa2.parse_cached import parse_cached
+from pallas_fa2.planning.cached_plan import make_cached_plan
+from tests.support import cached, compile_gate, interpreter
+from tests.support.cached_features import FEATURES, LAYOUTS, check_on_the_kernel, on_the_kernel
+from tests.support.hopper import A100, H200, planned_for_h200
+from tests.support.tiers import slow, slow_but
+
+
+@pytest.mark.parametrize("layout", slow_but(lambda name: "paged" in name, LAYOUTS))
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_on_the_kernel_of_hopper(feature: str, layout: str) -> None:
+    check_on_the_kernel(on_the_kernel(layout), FEATURES[feature])
+
+
+def _is_quick_of_8_bits(name: str) -> bool:
+    return name in ("window", "streaming", "token_data", "bias")
+
+
+@pytest.mark.parametrize("layout", slow_but(lambda name: name in ("one", "packed_paged"), LAYOUTS))
+@pytest.mark.parametrize("feature", slow_but(_is_quick_of_8_bits, FEATURES))
+def test_features_of_8_bits_on_the_kernel_of_hopper(feature: str, layout: str) -> None:
+    quantized = "int8" if layout in ("several", "packed_paged") else "float8_e4m3fn"
+    check_on_the_kernel(on_the_kernel(layout, quantized=quantized), FEATURES[feature])
+
+
+@pytest.mark.parametrize("layout", slow_but(lambda name: name == "packed_paged", LAYOUTS))
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (12, 1)], ids=str)
+def test_grouped_heads_on_the_kernel_of_hopper(layout: str, heads: tuple[int, int]) -> None:
+    if layout == "several" and heads == (12, 1):
+        pytest.skip("7 queries of 12 heads are more columns than a tile has")
+    check_on_the_kernel(on_the_kernel(layout, heads=heads), FEATURES["causal"])
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0, 0], slow([24, 24, 24, 24])], ids=["empty", "full"])
+@pytest.mark.parametrize("layout", slow_but(lambda name: name == "paged", LAYOUTS))
+def test_empty_and_full_sequences_on_the_kernel_of_hopper(layout: str, lengths: list[int]) -> None:
+    counts = {"counts": np.minimum(cached.COUNTS, lengths)} if "packed" in layout else {}
+    problem = on_the_kernel(layout, lengths=np.array(lengths), **counts)
+    check_on_the_kernel(problem, FEATURES["key_bias"])
+
+
+@pytest.mark.parametrize("counts", [[1, 0, 1, 1], slow([0, 0, 0, 0]), slow([0, 0, 9, 0])], ids=str)
+def test_packed_starts_on_the_kernel_of_hopper(counts: list[int]) -> None:
+    check_on_the_kernel(on_the_kernel("packed", counts=np.array(counts)), FEATURES["sinks"])
+
+
+AMPERE_QUICK = "causal", "sinks", "key_bias"
+
+
+@pytest.mark.parametrize("feature", slow_but(lambda name: name in AMPERE_QUICK, FEATURES))
+def test_features_on_the_kernel_of_ampere(feature: str) -> None:
+    """The kernels share all that differs between layouts."""
+    check_on_the_kernel(on_the_kernel("packed_paged"), FEATURES[feature], A100)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [slow((4, 4)), (12, 1)], ids=str)
+def test_grouped_heads_on_the_kernel_of_ampere(layout: str, heads: tuple[int, int]) -> None:
+    if layout == "several" and heads == (12, 1):
+        pytest.skip("7 queries of 12 heads are more columns than a tile has")
+    check_on_the_kernel(on_the_kernel(layout, heads=heads), FEATURES["causal"], A100)
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0, 0], slow([24, 24, 24, 24])], ids=["empty", "full"])
+@pytest.mark.parametrize("layout", ["paged", slow("packed")])
+def test_empty_and_full_sequences_on_the_kernel_of_ampere(layout: str, lengths: list[int]) -> None:
+    counts = {"counts": np.minimum(cached.COUNTS, lengths)} if "packed" in layout else {}
+    problem = on_the_kernel(layout, lengths=np.array(lengths), **counts)
+    check_on_the_kernel(problem, FEATURES["causal"], A100)
+
+
+def test_splits_of_a_size_are_those_of_the_kernel() -> None:
+    problem = on_the_kernel("several")
+    spec, _ = parse_cached(problem.query, problem.cache, split_size=128)
+    assert "splits of 128 keys" in str(spec)
+    plan = make_cached_plan(spec, H200)
+    assert plan.reads_cache and DecodeSpec.of_call(spec).split_blocks == 2
+    attend = functools.partial(fa.cached_attention, split_size=64)
+    with planned_for_h200(cores=2):
+        out = interpreter.run(attend, problem.query, problem.cache)
+    np.testing.assert_allclose(problem.flatten(out), cached.dense(problem)[0], atol=0.02)
+
+
+@pytest.mark.parametrize("layout", ["several", "paged", "packed"])
+@pytest.mark.parametrize("quantized", [None, "int8"])
+def test_vmap_of_the_kernel_of_hopper(layout: str, quantized: str | None) -> None:
+    problems = [on_the_kernel(layout, seed=seed, quantized=quantized) for seed in range(2)]
+    queries = problems[0].queries
+
+    def attend(query: Any, cache: Any) -> Any:
+        return fa.cached_attention(query, cache, queries=queries, return_lse=True)
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *[(p.query, p.cache) for p in problems])
+    with planned_for_h200(cores=2):
+        out, lse = interpreter.run(jax.vmap(attend), *stacked)
+    for i, problem in enumerate(problems):
+        expected_out, expected_lse = cached.dense(problem)
+        np.testing.assert_allclose(problem.flatten(out[i]), expected_out, atol=0.02)
+        np.testing.assert_allclose(problem.flatten(lse[i], True), expected_lse, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)], ids=str)
+@pytest.mark.parametrize("quantized", ["", "int8"])
+@pytest.mark.parametrize("placed", ["sequences", slow("heads"), slow("pages"), "packed"])
+def test_the_kernel_of_hopper_on_two_gpus(placed: str, quantized: str, kind: AxisType) -> None:
+    """Each has its sequences, or its heads; nothing is gathered."""
+    mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",), axis_types=(kind,))
+    sequences, heads = ("x", None) if placed == "sequences" else (None, "x")
+
+    def array(dtype: Any, shape: tuple[int, ...], *axes: Any) -> Any:
+        sharding = jax.NamedSharding(mesh, jax.P(*axes))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    bf16, i32 = jnp.bfloat16, jnp.int32
+    q, starts = array(bf16, (4, 1, 32, 128), sequences, None, heads), None
+    if placed in ("pages", "packed"):
+        pool = array(quantized or bf16, (99, 64, 8, 128), None, None, heads)
+        scales = (array(bf16, (99, 8, 64), None, heads),) * (2 if quantized else 0)
+        cache = fa.Pages(pool, pool, array(i32, (4, 20)), array(i32, (4,)), *scales)
+    else:
+        keys = array(quantized or bf16, (4, 4096, 8, 128), sequences, None, heads)
+        scales = (array(bf16, (4, 8, 4096), sequences, heads),) * (2 if quantized else 0)
+        cache = fa.Cache(keys, keys, array(i32, (4,), sequences), *scales)
+    if placed == "packed":
+        q, starts = array(bf16, (8, 32, 128), None, heads), array(i32, (5,))
+
+    def run(q: Any, cache: Any, starts: Any) -> Any:
+        queries = None if starts is None else fa.Packed(starts)
+        score = fa.alibi(np.ones(32, np.float32))
+        return fa.cached_attention(q, cache, queries=queries, score=score, return_lse=True)
+
+    with planned_for_h200(), jax.set_mesh(mesh):
+        hlo = compile_gate.hlo_for_h200s(run, q, cache, starts)
+    assert not re.search("all-gather|all-to-all|all-reduce|collective-permute", hlo)
+    half = 2 * 8 if placed == "sequences" else (8 if placed == "packed" else 4) * 4
+    assert (
+        f"{'f16' if quantized else 'bf16'}[{half},4,1,128]" in hlo
+    )  # rows of tokens and key heads
