@@ -260,20 +260,17 @@ class Pages(_Appends):
         return jnp.asarray(cached).at[index].set(x, mode="drop")
 
 
+def as_int32(x: Any) -> jax.Array:
+    """Return integers as int32: bounds would wrap around in a narrower dtype."""
+    return jnp.asarray(x).astype(jnp.int32)
+
+
 def clamp_lengths(cache: Cache | Pages) -> jax.Array:
     """Return the lengths as int32 `[B]`, 0 to the capacity."""
-    # As int32 first: the bound wraps around in a narrower dtype.
-    return jnp.clip(jnp.asarray(cache.lengths).astype(jnp.int32), 0, cache.capacity)
-
-
-def clamp_table(cache: Cache | Pages) -> jax.Array | None:
-    """Return the table of pages as int32 `[B, W]`, 0 to P - 1; None for a contiguous cache."""
-    if isinstance(cache, Cache):
-        return None
-    return jnp.clip(jnp.asarray(cache.table).astype(jnp.int32), 0, cache.key.shape[0] - 1)
+    return jnp.clip(as_int32(cache.lengths), 0, cache.capacity)
 
 
 def clamp_starts(queries: Packed, tokens: int) -> Packed:
     """Return the starts as int32 that never fall, 0 to the number of rows."""
-    starts = jnp.clip(jnp.asarray(queries.starts).astype(jnp.int32), 0, tokens)
+    starts = jnp.clip(as_int32(queries.starts), 0, tokens)
     return Packed(jax.lax.cummax(starts))

@@ -45,7 +45,6 @@ def test_the_spec_of_a_call() -> None:
     assert spec.page_size == 4 and not spec.is_packed and spec.is_causal
     assert operands.table.shape == (4, 6) and operands.starts is None
     assert operands.call.q_index.shape == (4, 1, 1, 3, 1)
-    assert int(operands.table.min()) >= 0 and int(operands.table.max()) < 27
 
     packed = cached.make(None)
     data = same_image(q_tokens={"image": query_data(packed)}, k_tokens={"image": IMAGE})

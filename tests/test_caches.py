@@ -118,7 +118,7 @@ def test_integers_may_be_narrower_than_what_they_are_compared_with(dtype: str) -
     pool = jnp.zeros((70_000, 1, 1, 8))
     table, lengths = np.array([[100, 2]], dtype), np.array([100], dtype)
     pages = fa.Pages(pool, pool, table, np.array([2], dtype))
-    assert np.asarray(caches.clamp_table(pages)).tolist() == [[100, 2]]
+    assert np.asarray(caches.as_int32(pages.table)).tolist() == [[100, 2]]
     cache = fa.Cache(*(jnp.zeros((1, 70_000, 1, 8)),) * 2, lengths)
     assert np.asarray(caches.clamp_lengths(cache)).tolist() == [100]
     starts = caches.clamp_starts(fa.Packed(np.array([0, 100], dtype)), 70_000).starts

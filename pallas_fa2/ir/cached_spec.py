@@ -71,17 +71,17 @@ class CachedSpec:
 
 
 class CachedOperands(NamedTuple):
-    """The arrays of a call beside query, key and value. All integers are in the ranges given here.
+    """The arrays of a call beside query, key and value.
 
     Query i of a packed call belongs to request r where `starts[r] <= i < starts[r + 1]`; where there is none, its output is
     0 and its lse -inf.
     """
 
-    lengths: jax.Array  # int32 [B], 0 to S
+    lengths: jax.Array  # int32 [B], any: below 0 is 0, and beyond S is S
     # Mask and score data with the leading axes [B, K, G, T, S]. `q_index` is [B, 1, 1, T, 1], or [1, 1, 1, tokens, 1] for
     # packed queries, whose other per-query data have no batch axis either. `k_index` is [1, 1, 1, 1, S]: 0, 1, 2, ...
     call: Operands
-    table: jax.Array | None = None  # int32 [B, S / page], 0 to P - 1; unused entries too
+    table: jax.Array | None = None  # int32 [B, S / page], any: a page out of range is the first or the last one
     starts: jax.Array | None = None  # int32 [B + 1], not falling, 0 to tokens
     scales: Scales | None = None  # of keys and values of 8 bits
 

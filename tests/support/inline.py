@@ -125,9 +125,14 @@ def _by_warps(x):
     return x.reshape(-1, layouts.LANES)
 
 
-def _warp_exclusive_count(x):
+def _exclusive_sum_of_lanes(x):
     warps = _by_warps(x)
     return (np.cumsum(warps, 1, x.dtype) - warps).reshape(-1)
+
+
+def _uniform(x):
+    assert (x == x[0]).all(), f"a value that all threads have is {x}"
+    return x[0]
 
 
 def _warp_largest(tile):
@@ -156,10 +161,13 @@ INLINE: dict[str, Callable[..., Any]] = {
     "reciprocal": np.reciprocal,
     "sync_producer_warps": lambda: None,
     "thread_indices": lambda: np.arange(layouts.THREADS, dtype="int32"),
+    "uniform": _uniform,
     "warp_any_abs_ge_2": lambda tile: np.any(~(np.abs(tile) < 2)).astype("int32"),
     "warp_any_gt": lambda tile, *, limit: np.any(tile > limit).astype("int32"),
     "warp_largest": _warp_largest,
-    "warp_exclusive_count": _warp_exclusive_count,
+    "warp_exclusive_count": _exclusive_sum_of_lanes,
+    "warp_exclusive_sum": _exclusive_sum_of_lanes,
+    "warp_max": lambda x: np.repeat(_by_warps(x).max(1), layouts.LANES),
     "warp_sum": lambda x: np.repeat(_by_warps(x).sum(1, x.dtype), layouts.LANES),
     "warpgroup_any_nonfinite": lambda rows, _: np.any(~(rows < np.inf)).astype("int32"),
     "zero_accumulator": lambda *, shape: np.zeros(shape, "float32"),

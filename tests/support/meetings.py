@@ -10,6 +10,7 @@ import functools
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
+from pallas_fa2.backends.common.decode import merge
 from pallas_fa2.backends.sm90.backward.dq import first_store
 from tests.support import shared
 from tests.support.shared import row_of, the_memory
@@ -89,15 +90,29 @@ def _signal_stored(thread, place, first, **_):
         memory.turns.tell(add)
 
 
+def _prepare_arrivals(thread, place, **_):
+    """Begin to count in a word, if it does not count."""
+    memory = the_memory()
+
+    def prepare() -> None:
+        words, _, _ = memory.get_buffer_content(*place, thread)
+        if not _counts(words):
+            memory.store_buffer_content(*place, _word_of_arrivals(0), thread)
+
+    memory.turns.tell(prepare)
+
+
 def _arrive_last(thread, place, others, **_):
-    """Count an arrival, after which the count begins again; the last one comes after what all others had done."""
+    """Count an arrival; the last one ends the count, and comes after what all others had done."""
     memory, arrivals = the_memory(), []
     released = shared.current.released[place[0], str(place[1].range)]
 
     def arrive() -> None:
-        before, _, _ = memory.get_buffer_content(*place, thread)
+        words, _, _ = memory.get_buffer_content(*place, thread)
+        assert _counts(words), "an arrival is counted in a word that is not prepared"
+        before = int(words[0]) & 0xFFFF
         arrivals.append(before)
-        count = np.int32(0 if before >= others else before + 1)
+        count = np.zeros(2, np.int32) if before == others else _word_of_arrivals(before + 1)
         memory.store_buffer_content(*place, count, thread)
         if memory.detect_races:
             clock = memory.incr_clock(thread).copy()
@@ -109,6 +124,16 @@ def _arrive_last(thread, place, others, **_):
         shared.current.acquired.setdefault(thread, {}).update(released)
         released.clear()
     return [np.int32(is_last)]
+
+
+def _word_of_arrivals(count: int) -> np.ndarray:
+    return np.array([merge.COUNTS << 16 | count], np.uint64).view(np.int32)
+
+
+def _counts(words: np.ndarray) -> bool:
+    """Whether two int32 are a word that counts."""
+    (word,) = words.view(np.uint64)
+    return int(word) >> 16 == merge.COUNTS
 
 
 def _claim_tile(thread, last_claim, entries, slot, first_claim, num_claims, phase, tiles, **_):
@@ -187,6 +212,7 @@ OPERATIONS = {
     "end_dq_turn": _end_turn,
     "give_dq_turn": functools.partial(_end_turn, warps=4),
     "prefetch_entry": _prefetch_entry,
+    "prepare_arrivals": _prepare_arrivals,
     "resolve_dq_ticket": _resolve_ticket,
     "resolve_entry": _resolve_entry,
     "share_dq_ticket": _share_ticket,

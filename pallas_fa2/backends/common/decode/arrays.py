@@ -6,10 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.decode.config import DecodeConfig
+from pallas_fa2.backends.common.decode.entries import Entry
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import DecodePlan
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
+from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.ir.quantized import Scales
 
 
@@ -49,6 +52,9 @@ class Outputs(NamedTuple):
     lse: Any  # float32 [tokens * N], natural
     split_out: Any  # float32 [splits, Hv / 64, 64 * columns]: O^T, normalized, as its tiles lie in registers
     split_lse: Any  # float32 [splits, columns], in base 2
+    # int32 [words, 2]: 64 bits that count the splits of a tile that are stored so far (`merge`), anything before the kernel
+    # and after it. That of a tile is its first CTA's, or that of its first fixed split.
+    arrivals: Any
 
     @classmethod
     def types(cls, spec: DecodeSpec, config: DecodeConfig, out: Any) -> "Outputs":
@@ -57,11 +63,13 @@ class Outputs(NamedTuple):
         if spec.split_blocks is not None:
             splits = spec.kv_heads * spec.max_rows
         fragments = splits, config.value_dim // 64, 64 * spec.columns
+        words = splits if spec.split_blocks is not None else config.num_ctas
         return cls(
             out,
             jax.ShapeDtypeStruct((spec.num_tokens * spec.q_heads,), f32),
             jax.ShapeDtypeStruct(fragments, f32),
             jax.ShapeDtypeStruct((splits, spec.columns), f32),
+            jax.ShapeDtypeStruct((words, 2), I32),
         )
 
 
@@ -74,3 +82,7 @@ class Cta[Memory]:
     inputs: Inputs
     outputs: Outputs
     memory: Memory
+
+    def load_entry(self, index: Scalar) -> Entry:
+        """Load an entry of the plan, or a row of fixed splits."""
+        return self.inputs.plan.load_entry(self.spec, index)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_fa2.arithmetic import div, rem
-from pallas_fa2.backends.common.decode.schedule import Entry
+from pallas_fa2.backends.common.decode.entries import Entry
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives import layouts
 from pallas_fa2.backends.common.primitives.types import Scalar

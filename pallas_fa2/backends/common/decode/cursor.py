@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_fa2.arithmetic import I32, div
 from pallas_fa2.backends.common.decode.arrays import Cta, page_rows
-from pallas_fa2.backends.common.decode.schedule import KeyBlocks
+from pallas_fa2.backends.common.decode.entries import KeyBlocks
 from pallas_fa2.backends.common.primitives.types import Scalar
 
 
@@ -79,7 +79,7 @@ class BlockLine:
 
     def _load_blocks(self, tile: Tile) -> KeyBlocks:
         # nothing is loaded of a tile after the last one
-        return KeyBlocks.load(self.cta.inputs.plan.entries, tile.entry)
+        return self.cta.load_entry(tile.entry).key_blocks
 
     def _load_pages(self, blocks: KeyBlocks, index: Scalar) -> tuple[Scalar, ...]:
         """Load the pages of a block. Whatever the table has, they are pages that exist."""

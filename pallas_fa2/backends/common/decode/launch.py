@@ -38,5 +38,5 @@ def launch(
         1,
         reduction_bytes=reduction_bytes(spec),
     )
-    out, lse, _, _ = kernel(*flat)
+    out, lse, *_ = kernel(*flat)
     return out, lse.reshape(spec.num_tokens, spec.q_heads)

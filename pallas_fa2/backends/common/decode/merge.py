@@ -18,55 +18,78 @@ from jaxlib.mlir import ir
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.decode.arrays import Cta
 from pallas_fa2.backends.common.decode.cursor import Tile
-from pallas_fa2.backends.common.decode.schedule import (
-    ARRIVALS_COLUMN,
-    FixedSplits,
-    Share,
-)
+from pallas_fa2.backends.common.decode.entries import Entry
+from pallas_fa2.backends.common.decode.share import load_deal
 from pallas_fa2.backends.common.decode.spec import NO_MAXIMUM
 from pallas_fa2.backends.common.inline import asm, inline_op
 from pallas_fa2.backends.common.primitives import layouts, register_io, thread_values
 from pallas_fa2.backends.common.primitives.layouts import (
     ACC_LAYOUT,
     COL_LAYOUT,
+    LANES,
     THREADS,
     broadcast_columns,
 )
 from pallas_fa2.backends.common.primitives.named_barriers import NamedBarrier
 from pallas_fa2.backends.common.primitives.types import Ref, Registers, Scalar
-from pallas_fa2.control_flow import cond, rematerialize, when
+from pallas_fa2.control_flow import cond, when
 
 # The splits that are loaded together, as long as their O^T and the sum take no more registers of a thread: with more,
 # kernels of 64 columns spill.
 MAX_LOADS, MAX_REGISTERS = 16, 128
 
 
-def store_tile(
-    cta: Cta[Any],
-    tile: Tile,
-    begins_here: jax.Array | bool,
-    is_whole: jax.Array | bool,
-    result: tuple[jax.Array, jax.Array],
-    store: Callable[[jax.Array, jax.Array], None],
-) -> None:
-    """Store a tile's O^T and lse in base 2 by `store`, or this CTA's split of it; the last CTA that has one merges all.
+class TileVisit(NamedTuple):
+    """The visit of a CTA to a tile, of which it has all blocks or some."""
 
-    `begins_here` and `is_whole` say whether the CTA has the first block and all blocks of the tile.
-    """
-    fixed = cta.spec.split_blocks is not None
-    if fixed:
-        is_whole = FixedSplits.load(cta.inputs.plan.entries, tile.entry).num_rows == 1
+    cta: Cta[Any]
+    tile: Tile
+    entry: Entry
+    first_index: Scalar  # of the tile's blocks, the first that the CTA visits
+    step: Scalar  # how many blocks the CTA has visited before
+    num_blocks: Scalar
 
-    def store_split() -> None:
-        splits = (
-            TileSplits.of_rows(cta, tile.head, tile.entry)
-            if fixed
-            else TileSplits.of_ctas(cta, begins_here)
-        )
-        splits.store(*result)
-        when(splits.arrive() != 0)(lambda: store(*splits.merge()))
+    @classmethod
+    def of(
+        cls,
+        cta: Cta[Any],
+        tile: Tile,
+        entry: Entry,
+        first_index: Scalar,
+        step: Scalar,
+        num_steps: Scalar,
+    ) -> "TileVisit":
+        """Compute how many blocks of a tile a CTA visits, which visits `num_steps` in all."""
+        num_blocks = jnp.minimum(entry.num_blocks - first_index, num_steps - step)
+        return cls(cta, tile, entry, first_index, step, num_blocks)
 
-    cond(is_whole, lambda: store(*result), store_split)
+    def prepare(self, is_due: jax.Array) -> None:
+        """Prepare the word that counts the tile's splits, before the visit, if this is due and the tile is split."""
+        when(is_due & ~self._is_whole())(lambda: self._splits().prepare())
+
+    def store(
+        self, result: tuple[jax.Array, jax.Array], store: Callable[[jax.Array, jax.Array], None]
+    ) -> None:
+        """Store the tile's O^T and lse in base 2 by `store`, or this CTA's split of it; the last CTA that has one merges
+        all."""
+
+        def store_split() -> None:
+            splits = self._splits()
+            splits.store(*result)
+            when(splits.arrive() != 0)(lambda: store(*splits.merge()))
+
+        cond(self._is_whole(), lambda: store(*result), store_split)
+
+    def _is_whole(self) -> jax.Array:
+        if self.cta.spec.split_blocks is None:
+            return self.num_blocks == self.entry.num_blocks
+        return self.cta.inputs.plan.load_fixed_splits(self.tile.entry).num_rows == 1
+
+    def _splits(self) -> "TileSplits":
+        if self.cta.spec.split_blocks is None:
+            first_step = self.step - self.first_index
+            return TileSplits.of_ctas(self.cta, first_step, self.entry.num_blocks)
+        return TileSplits.of_rows(self.cta, self.tile.head, self.tile.entry)
 
 
 class TileSplits(NamedTuple):
@@ -79,24 +102,25 @@ class TileSplits(NamedTuple):
     word: Ref  # that counts arrivals
 
     @classmethod
-    def of_ctas(cls, cta: Cta[Any], begins_here: jax.Array | bool) -> "TileSplits":
-        """Load which CTAs visit the tile that this CTA visits in part: the first or the last one of its share."""
-        # Loaded here: they would hold registers through the loops. The CTA after a tile's first one begins with it.
-        index, shares = rematerialize(lax.axis_index("cta")), cta.inputs.plan.shares
-        share = Share.load(shares, jnp.where(begins_here, index + 1, index))
-        first = jnp.where(begins_here, index, share.first_cta)
-        own = _split_index(lax.axis_index("cta"), begins_here)
-        return cls(cta, own, first, share.last_cta, shares.at[first, ARRIVALS_COLUMN])
+    def of_ctas(cls, cta: Cta[Any], first_step: Scalar, num_blocks: Scalar) -> "TileSplits":
+        """Compute which CTAs visit a tile of so many blocks that begins there in the share of this one."""
+        begin, deal = load_deal(cta.memory.deal)
+        tile_begin, own = begin + first_step, lax.axis_index("cta")
+        first, last = deal.cta_of(tile_begin), deal.cta_of(tile_begin + num_blocks - 1)
+        word = cta.outputs.arrivals.at[first]
+        return cls(cta, _split_index(own, own == first), first, last, word)
 
     @classmethod
     def of_rows(cls, cta: Cta[Any], head: Scalar, row: Scalar) -> "TileSplits":
         """Load the rows of the tile whose fixed split this one is."""
-        first, count = FixedSplits.load(cta.inputs.plan.entries, row)
+        first, count = cta.inputs.plan.load_fixed_splits(row)
         start = head * cta.spec.max_rows
-        arrivals = cta.inputs.plan.arrivals
-        assert arrivals is not None, "splits are fixed"
-        word = arrivals.at[head, first]
+        word = cta.outputs.arrivals.at[start + first]
         return cls(cta, start + row, start + first, start + first + count - 1, word)
+
+    def prepare(self) -> None:
+        """Set the word that counts arrivals to none, unless another CTA has. To call before this CTA visits the tile."""
+        _prepare(self.word)
 
     def store(self, acc: jax.Array, lse: jax.Array) -> None:
         """Store the split of this CTA: O^T, normalized, `[Hv, columns]`, and lse in base 2, `[columns]`."""
@@ -166,9 +190,27 @@ def _split_index(cta: Scalar, begins_tile: Any) -> Scalar:
     return 2 * cta + jnp.where(begins_tile, 1, 0)
 
 
+# What the upper 48 bits of a word are while it counts, and the lower 16 the arrivals. XLA has the memory of an output hold
+# anything before. As bfloat16, float16, float32 or float64 this is NaN, which no computation makes with these bits, and
+# 2^-48 of all words of integers have it. The last arrival sets the word to 0.
+COUNTS = 0xFFF7_7FF7_FFA2
+
+
+@inline_op("prepare_arrivals", plgpu.RefType())
+def _prepare(_, word: Ref) -> None:
+    """Begin to count in a word of device memory, if it does not count. A thread of the last warp does, so that the first one,
+    which may begin to load, need not wait for the word."""
+    code = (
+        f"{{ .reg .pred p; .reg .b64 v, u; setp.ne.s32 p, $0, {THREADS - LANES}; @p bra done; "
+        f"ld.relaxed.gpu.global.b64 v, [$1]; shr.u64 u, v, 16; setp.eq.u64 p, u, {COUNTS}; "
+        f"@p bra done; atom.relaxed.gpu.global.cas.b64 u, [$1], v, {COUNTS << 16}; done: }}"
+    )
+    asm(code, "r,l", thread_values.warpgroup_thread_index(), thread_values.address(word))
+
+
 @inline_op("arrive_last", plgpu.RefType(), plgpu.Layout.WG_SPLAT, result=thread_values.SCALAR_I32)
 def _arrive(_, word: Ref, others: Registers) -> Registers:
-    """Count an arrival in a word of device memory, which is 0 again after `others` + 1; return 1 for the last one.
+    """Count an arrival in a word of device memory; return 1 for the last one, which sets it to 0, after `others`.
 
     What all threads of the CTA have stored before is released, and what the CTAs that arrived before have stored is
     acquired: the barriers carry that between the threads and the one that counts (PTX ISA, memory consistency model:
@@ -176,9 +218,10 @@ def _arrive(_, word: Ref, others: Registers) -> Registers:
     """
     barrier = f"{int(NamedBarrier.VOTE)}, {THREADS}"
     code = (
-        "{ .reg .pred p, leader; .reg .b32 v; "
-        f"barrier.cta.sync {barrier}; setp.eq.s32 leader, $1, 0; mov.b32 v, -1; "
-        "@leader atom.acq_rel.gpu.global.inc.u32 v, [$2], $3; setp.eq.s32 p, v, $3; "
+        "{ .reg .pred p, leader; .reg .b32 v; .reg .b64 count; "
+        f"barrier.cta.sync {barrier}; setp.eq.s32 leader, $1, 0; mov.b64 count, -1; "
+        "@leader atom.acq_rel.gpu.global.add.u64 count, [$2], 1; cvt.u32.u64 v, count; "
+        "and.b32 v, v, 0xffff; setp.eq.and.s32 p, v, $3, leader; @p st.relaxed.gpu.global.b64 [$2], 0; "
         f"barrier.cta.red.or.pred p, {barrier}, p; selp.s32 v, 1, 0, p; "
         "shfl.sync.idx.b32 $0, v, 0, 31, -1; }"
     )

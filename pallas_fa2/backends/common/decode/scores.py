@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_fa2.arithmetic import I32, LOG2E
 from pallas_fa2.backends.common.decode.arrays import Cta
 from pallas_fa2.backends.common.decode.columns import QueryColumns
-from pallas_fa2.backends.common.decode.schedule import Entry
+from pallas_fa2.backends.common.decode.entries import Entry
 from pallas_fa2.backends.common.decode.tile_inputs import TileMods
 from pallas_fa2.backends.common.primitives import layouts, masking, votes
 from pallas_fa2.backends.common.primitives.types import Scalar

@@ -1,4 +1,4 @@
-"""Operations on an int32 of each thread, `[THREADS]`: loads, stores, and sums over a warp."""
+"""Operations on an int32 of each thread, `[THREADS]`: loads, stores, and sums and maxima over a warp."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,10 @@ from pallas_fa2.backends.common.inline import asm, inline_op
 from pallas_fa2.backends.common.primitives.thread_values import (
     PER_THREAD,
     PER_THREAD_I32,
+    SCALAR_I32,
     address,
     from_thread_values,
+    splat,
     thread_value,
     warpgroup_thread_index,
 )
@@ -53,12 +55,27 @@ def thread_indices(_) -> Registers:
 @inline_op("gather", plgpu.RefType(), PER_THREAD, result=PER_THREAD_I32)
 def gather(_, source: Ref, indices: Registers) -> Registers:
     """Return an element for each thread, of device memory `[n]` that no thread writes; 0 for an index of n or more."""
+    return _gather("ld.global.nc.b32", source, indices, side_effects=False)
+
+
+@inline_op("gather", plgpu.RefType(), PER_THREAD, result=PER_THREAD_I32)
+def gather_in_order(_, source: Ref, indices: Registers) -> Registers:
+    """Return what `gather` does, by loads that stay behind all barriers before them.
+
+    At its start a kernel prefetches descriptors and initializes barriers. ptxas would put the other loads, and what waits for
+    them, before that.
+    """
+    return _gather("ld.global.b32", source, indices, side_effects=True)
+
+
+def _gather(load: str, source: Ref, indices: Registers, side_effects: bool) -> Registers:
     (size,) = ir.MemRefType(source.type).shape
     code = (
         f"{{ .reg .pred p; .reg .b64 a; setp.lt.u32 p, $2, {size}; mad.wide.u32 a, $2, 4, $1; "
-        "mov.b32 $0, 0; @p ld.global.nc.b32 $0, [a]; }"
+        f"mov.b32 $0, 0; @p {load} $0, [a]; }}"
     )
-    return asm_i32(code, "=&r,l,r", address(source), thread_value(indices), side_effects=False)
+    operands = address(source), thread_value(indices)
+    return asm_i32(code, "=&r,l,r", *operands, side_effects=side_effects)
 
 
 def scatter(target: Ref, indices: jax.Array, *values: jax.Array) -> None:
@@ -90,6 +107,27 @@ def _store(instruction: str, target: Ref, indices: Registers, *values: Registers
 def warp_sum(_, x: Registers) -> Registers:
     """Return the sum over a warp to each of its lanes."""
     return asm_i32("redux.sync.add.s32 $0, $1, -1;", "=r,r", thread_value(x))
+
+
+@inline_op("warp_max", PER_THREAD, result=PER_THREAD_I32)
+def warp_max(_, x: Registers) -> Registers:
+    """Return the maximum over a warp to each of its lanes."""
+    return asm_i32("redux.sync.max.s32 $0, $1, -1;", "=r,r", thread_value(x))
+
+
+@inline_op("warp_exclusive_sum", PER_THREAD, result=PER_THREAD_I32)
+def warp_exclusive_sum(_, x: Registers) -> Registers:
+    """Return the sum over the lanes below each lane."""
+    add = "shfl.sync.up.b32 v|p, sum, {}, 0, -1; @p add.s32 sum, sum, v; "
+    steps = "".join(add.format(1 << i) for i in range(5))
+    code = f"{{ .reg .pred p; .reg .b32 v, sum; mov.b32 sum, $1; {steps}sub.s32 $0, sum, $1; }}"
+    return asm_i32(code, "=r,r", thread_value(x))
+
+
+@inline_op("uniform", PER_THREAD, result=SCALAR_I32)
+def uniform(_, x: Registers) -> Registers:
+    """Return the value that all threads have, as a scalar."""
+    return splat(thread_value(x))
 
 
 def asm_i32(

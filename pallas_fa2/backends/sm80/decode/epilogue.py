@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_fa2.backends.common.decode.arrays import Cta
 from pallas_fa2.backends.common.decode.columns import QueryColumns
-from pallas_fa2.backends.common.decode.schedule import Entry
+from pallas_fa2.backends.common.decode.entries import Entry
 from pallas_fa2.backends.common.decode.softmax import natural_lse
 from pallas_fa2.backends.common.primitives import gather_scatter, layouts
 from pallas_fa2.backends.common.primitives.types import Scalar

@@ -14,21 +14,16 @@ from pallas_fa2.backends.common.decode.arrays import Cta, Inputs
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.cursor import Tile
 from pallas_fa2.backends.common.decode.launch import launch
-from pallas_fa2.backends.common.decode.merge import store_tile
+from pallas_fa2.backends.common.decode.merge import TileVisit
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
-from pallas_fa2.backends.common.decode.schedule import (
-    FIRST_ENTRY_COLUMN,
-    DecodePlan,
-    Entry,
-    KeyBlocks,
-    Share,
-)
+from pallas_fa2.backends.common.decode.schedule import DecodePlan
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.backends.sm80.decode.epilogue import TileOutput
 from pallas_fa2.backends.sm80.decode.loader import KvLoader, Loads
 from pallas_fa2.backends.sm80.decode.memory import SharedStorage
 from pallas_fa2.backends.sm80.decode.tile import Split
+from pallas_fa2.backends.sm80.primitives import async_copy
 
 
 def decode(
@@ -66,25 +61,28 @@ class ShareState(NamedTuple):
 
 def visit_share(cta: Cta[SharedStorage]) -> None:
     """Visit the blocks of one CTA, a tile after another."""
-    shares, cta_index = cta.inputs.plan.shares, lax.axis_index("cta")
-    share = Share.load(shares, cta_index)
-    first_blocks = KeyBlocks.load(shares, cta_index, FIRST_ENTRY_COLUMN)
-    num_steps = Share.load(shares, cta_index + 1).begin - share.begin
+    share = cta.inputs.plan.load_share(cta.spec, cta.config, lax.axis_index("cta"))
+    num_steps = share.end - share.begin
     loader = KvLoader(cta, share, num_steps)
     tile, first_index = Tile(share.entry, share.head), share.begin - share.tile_begin
-    loads = loader.fill_ring(loader.line.start(tile, first_index, first_blocks))
+    share.store_deal(cta.memory.deal)
+    async_copy.sync_cta(1)
+    # before the loads of the ring, which take as long as the word takes to arrive
+    first_visit = TileVisit.of(cta, tile, share.first_entry, first_index, I32(0), num_steps)
+    first_visit.prepare(num_steps > 0)
+    loads = loader.fill_ring(loader.line.start(tile, first_index, share.first_entry.key_blocks))
 
     def visit_tile(state: ShareState) -> ShareState:
         num_tiles, step, tile, first_index, loads = state
-        entry = Entry.load(cta.inputs.plan.entries, tile.entry)
-        num_blocks = jnp.minimum(entry.num_blocks - first_index, num_steps - step)
+        entry = cta.load_entry(tile.entry)
+        visit = TileVisit.of(cta, tile, entry, first_index, step, num_steps)
+        num_blocks = visit.num_blocks
+        visit.prepare(num_tiles > 0)
         q_slot = rem(num_tiles, cta.config.stages)
         split = Split(cta, loader, entry, tile.head, first_index, step, num_blocks, q_slot)
         softmax, loads = split.attend(loads)
         acc, lse = softmax.finish(cta.spec.no_key_threshold)
-        output = TileOutput(cta, entry, tile.head)
-        is_whole = num_blocks == entry.num_blocks
-        store_tile(cta, tile, first_index == 0, is_whole, (acc, lse), output.store)
+        visit.store((acc, lse), TileOutput(cta, entry, tile.head).store)
         next_tile = loader.line.next_tile(tile)
         return ShareState(num_tiles + 1, step + num_blocks, next_tile, I32(0), loads)
 

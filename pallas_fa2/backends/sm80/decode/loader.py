@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from pallas_fa2.arithmetic import I32, rem
 from pallas_fa2.backends.common.decode.arrays import Cta, page_rows
 from pallas_fa2.backends.common.decode.cursor import BlockLine, KvCursor, Tile
-from pallas_fa2.backends.common.decode.schedule import Entry, Share
+from pallas_fa2.backends.common.decode.share import Share
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar
 from pallas_fa2.backends.sm80.decode.memory import SharedStorage
 from pallas_fa2.backends.sm80.primitives import async_copy
@@ -88,7 +88,7 @@ class KvLoader:
     def _load_q(self, slot: Scalar, tile: Tile) -> None:
         """Load Q of a tile. Rows that pad a group are zeros."""
         spec, q = self.cta.spec, self.cta.inputs.q
-        first_query = Entry.load(self.cta.inputs.plan.entries, tile.entry).first_query
+        first_query = self.cta.load_entry(tile.entry).first_query
         limit = spec.group if spec.padded_group > spec.group else None
         for t in range(spec.q_len):
             # an entry with fewer queries has those of others as well, of which no result is stored

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from jax.typing import DTypeLike
 
 from pallas_fa2.backends.common.decode.config import DecodeConfig
+from pallas_fa2.backends.common.decode.share import allocate_deal
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives import swizzle
 from pallas_fa2.backends.common.primitives.types import Ref, Scratch
@@ -17,6 +18,7 @@ class SharedStorage(NamedTuple):
     k: Ref  # [stages, 64, H]
     v: Ref  # [stages, 64, Hv]
     p: Ref  # [columns, 64]
+    deal: Ref  # int32 [3]: `share.load_deal`
 
     @classmethod
     def allocate(cls, spec: DecodeSpec, config: DecodeConfig, dtype: DTypeLike) -> "SharedStorage":
@@ -29,4 +31,5 @@ class SharedStorage(NamedTuple):
             k=smem(stages, block_kv, config.head_dim),
             v=smem(stages, block_kv, config.value_dim),
             p=smem(spec.columns, block_kv),
+            deal=allocate_deal(),
         )

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32, rem
 from pallas_fa2.backends.common.decode.arrays import Cta
-from pallas_fa2.backends.common.decode.schedule import Entry
+from pallas_fa2.backends.common.decode.entries import Entry
 from pallas_fa2.backends.common.decode.scores import ScoreTile
 from pallas_fa2.backends.common.decode.softmax import OnlineSoftmax
 from pallas_fa2.backends.common.primitives import layouts, thread_values

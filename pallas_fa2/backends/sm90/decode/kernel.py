@@ -15,15 +15,9 @@ from pallas_fa2.backends.common.decode.arrays import Cta, Inputs
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.cursor import KvCursor, Tile
 from pallas_fa2.backends.common.decode.launch import launch
-from pallas_fa2.backends.common.decode.merge import store_tile
+from pallas_fa2.backends.common.decode.merge import TileVisit
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
-from pallas_fa2.backends.common.decode.schedule import (
-    FIRST_ENTRY_COLUMN,
-    DecodePlan,
-    Entry,
-    KeyBlocks,
-    Share,
-)
+from pallas_fa2.backends.common.decode.schedule import DecodePlan
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.backends.sm90.decode.eight_bits import order_queries
@@ -79,10 +73,8 @@ class ShareState(NamedTuple):
 
 def visit_share(cta: Cta[SharedStorage]) -> None:
     """Visit the blocks of one CTA, a tile after another."""
-    shares, cta_index = cta.inputs.plan.shares, lax.axis_index("cta")
-    share = Share.load(shares, cta_index)
-    first_entry = Entry.load(shares, cta_index, FIRST_ENTRY_COLUMN)
-    num_steps = Share.load(shares, cta_index + 1).begin - share.begin
+    share = cta.inputs.plan.load_share(cta.spec, cta.config, lax.axis_index("cta"))
+    num_steps, first_entry = share.end - share.begin, share.first_entry
     loader = KvLoader(cta, share)
     tile, first_index = Tile(share.entry, share.head), share.begin - share.tile_begin
 
@@ -90,20 +82,27 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
     def load_first_q() -> None:
         loader.load_q(I32(0), first_entry.first_query, share.head)
 
-    first_blocks = KeyBlocks(*first_entry[:3])
-    cursor = loader.fill_ring(loader.line.start(tile, first_index, first_blocks), num_steps)
+    share.store_deal(cta.memory.deal)
+    # before the loads of the ring, which take as long as the word takes to arrive
+    first_visit = TileVisit.of(cta, tile, first_entry, first_index, I32(0), num_steps)
+    first_visit.prepare(num_steps > 0)
+    first_block = loader.line.start(tile, first_index, first_entry.key_blocks)
+    cursor = loader.fill_ring(first_block, num_steps)
 
     def visit_tile(state: ShareState) -> ShareState:
         num_tiles, step, tile, first_index, cursor = state
-        entry = Entry.load(cta.inputs.plan.entries, tile.entry)
-        num_blocks = jnp.minimum(entry.num_blocks - first_index, num_steps - step)
+        entry = cta.load_entry(tile.entry)
+        visit = TileVisit.of(cta, tile, entry, first_index, step, num_steps)
+        num_blocks = visit.num_blocks
         next_tile = loader.line.next_tile(tile)
 
         @when(step + num_blocks < num_steps)
         def load_next_q() -> None:
-            first_query = Entry.load(cta.inputs.plan.entries, next_tile.entry).first_query
-            loader.load_q(num_tiles + 1, first_query, next_tile.head)
+            loader.load_q(
+                num_tiles + 1, cta.load_entry(next_tile.entry).first_query, next_tile.head
+            )
 
+        visit.prepare(num_tiles > 0)
         q_slot = rem(num_tiles, 2)
         plgpu.barrier_wait(cta.memory.q_full.at("q", q_slot))
         split = Split(
@@ -111,9 +110,7 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
         )
         softmax, cursor = split.attend(cursor)
         acc, lse = softmax.finish(cta.spec.no_key_threshold)
-        output = TileOutput(cta, entry, tile.head)
-        is_whole = num_blocks == entry.num_blocks
-        store_tile(cta, tile, first_index == 0, is_whole, (acc, lse), output.store)
+        visit.store((acc, lse), TileOutput(cta, entry, tile.head).store)
         return ShareState(num_tiles + 1, step + num_blocks, next_tile, I32(0), cursor)
 
     state = ShareState(I32(0), I32(0), tile, first_index, cursor)

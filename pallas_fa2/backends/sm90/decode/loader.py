@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2.arithmetic import I32, rem
 from pallas_fa2.backends.common.decode.arrays import Cta, page_rows
 from pallas_fa2.backends.common.decode.cursor import BlockLine, KvCursor, select
-from pallas_fa2.backends.common.decode.schedule import Share
+from pallas_fa2.backends.common.decode.share import Share
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar
 from pallas_fa2.backends.sm90.decode.memory import SharedStorage
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows

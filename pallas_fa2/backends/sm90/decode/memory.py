@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from pallas_fa2.backends.common.decode.arrays import page_rows
 from pallas_fa2.backends.common.decode.config import DecodeConfig
+from pallas_fa2.backends.common.decode.share import allocate_deal
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives import swizzle
 from pallas_fa2.backends.common.primitives.types import Ref, Scratch
@@ -26,6 +27,7 @@ class SharedStorage(NamedTuple):
     k: Ref  # [stages, 64, H], of 8 or 16 bits
     v: Ref  # [stages, 64, Hv]
     p: Ref  # [columns, 64]
+    deal: Ref  # int32 [3]: `share.load_deal`
     out: Ref  # [columns, Hv]
     q_full: Barriers
     kv_full: Barriers
@@ -57,6 +59,7 @@ class SharedStorage(NamedTuple):
             k=ring(config.head_dim),
             v=ring(config.value_dim),
             p=smem(spec.columns, config.block_kv),
+            deal=allocate_deal(),
             out=smem(spec.columns, config.value_dim, dtype=dtype),
             q_full=Barriers.allocate(spec.q_len, q=2),
             kv_full=Barriers.allocate(copies, k=config.stages, v=config.stages),

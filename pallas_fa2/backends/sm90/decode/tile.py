@@ -18,7 +18,7 @@ from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.decode.arrays import Cta
 from pallas_fa2.backends.common.decode.columns import QueryColumns
 from pallas_fa2.backends.common.decode.cursor import KvCursor
-from pallas_fa2.backends.common.decode.schedule import Entry
+from pallas_fa2.backends.common.decode.entries import Entry
 from pallas_fa2.backends.common.decode.scores import ScoreTile
 from pallas_fa2.backends.common.decode.softmax import OnlineSoftmax, ValueScales
 from pallas_fa2.backends.common.primitives import gather_scatter, layouts

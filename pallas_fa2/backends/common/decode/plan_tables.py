@@ -1,0 +1,166 @@
+"""Tables that say which CTA reads which blocks of keys, which XLA makes on the device: of packed queries and of fixed
+splits.
+
+With fixed splits (`DecodeSpec.split_blocks`) entries are split at multiples of so many keys, each split is a row of the line
+of its own, and CTAs have whole rows: which sums are rounded then depends on nothing but the sequence itself.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.decode.config import DecodeConfig
+from pallas_fa2.backends.common.decode.deal import Deal
+from pallas_fa2.backends.common.decode.entries import Entry, step_entry, visit_blocks
+from pallas_fa2.backends.common.decode.share import Share
+from pallas_fa2.backends.common.decode.spec import DecodeSpec
+from pallas_fa2.backends.common.primitives.types import Scalar
+
+
+class FixedSplits(NamedTuple):
+    """The rows of an entry with fixed splits; behind the `Entry` of each of these rows."""
+
+    first_row: Any
+    num_rows: Any
+
+
+class ShareRow(NamedTuple):
+    """The share of one CTA, or what begins where the last one ends: the first columns of a row of `PlanTables.shares`."""
+
+    begin: Any
+    head: Any
+    entry: Any
+    tile_begin: Any
+    num_entries: Any
+    least: Any  # of the `Deal`
+    rest: Any
+
+
+class PlanTables(NamedTuple):
+    """Who reads what. One plan serves all layers of a step, whose lengths are the same."""
+
+    # int32 [CTAs + 1, 14]: `ShareRow`, and the `Entry` of its tile, so that a CTA waits for one load before its first copy
+    shares: Any
+    # int32 [entries, 7]: `Entry`; with fixed splits [rows, 9], `FixedSplits` too
+    entries: Any
+
+    def load_share(self, spec: DecodeSpec, config: DecodeConfig, cta: Scalar) -> Share:
+        """Load the share of a CTA."""
+        row = ShareRow(*(self.shares[cta, i] for i in range(len(ShareRow._fields))))
+        first_entry = _load_entry(self.shares, cta, len(ShareRow._fields))
+        end = self.shares[cta + 1, ShareRow._fields.index("begin")]
+        total = I32(0)  # only `Deal.first_block` would need it
+        deal = Deal(row.least, row.rest, total)
+        return Share(
+            row.begin, end, row.head, row.entry, row.tile_begin, row.num_entries, first_entry, deal
+        )
+
+    def load_entry(self, spec: DecodeSpec, index: Scalar) -> Entry:
+        """Load an entry, or a row of fixed splits."""
+        return _load_entry(self.entries, index, 0)
+
+    def load_fixed_splits(self, row: Scalar) -> FixedSplits:
+        """Load the rows of the entry whose fixed split a row is."""
+        return FixedSplits(*(self.entries[row, len(Entry._fields) + i] for i in range(2)))
+
+
+def _load_entry(table: Any, row: Scalar, column: int) -> Entry:
+    return Entry(*(table[row, column + i] for i in range(len(Entry._fields))))
+
+
+def make_tables(
+    spec: DecodeSpec, config: DecodeConfig, lengths: jax.Array, starts: jax.Array | None
+) -> PlanTables:
+    """Return the plan of requests of these lengths, int32 `[B]`; those beyond the capacity are cut off.
+
+    Without `starts` each request has as many queries as any other; otherwise request r has those from `starts[r]` to
+    `starts[r + 1]`, int32 `[B + 1]`, which are the last tokens of its sequence.
+    """
+    index = jnp.arange(spec.max_entries, dtype=I32)
+    lengths = jnp.clip(lengths, 0, spec.kv_len)
+    if starts is None:
+        length = jnp.repeat(lengths, spec.entries_per_request)
+        entries, num_entries = step_entry(spec, index, length), I32(spec.max_entries)
+    else:
+        entries, num_entries = _packed_entries(spec, lengths, starts.astype(I32))
+    count = jnp.where(index < num_entries, entries.num_blocks, 0)
+    entries = entries._replace(num_blocks=count)
+    columns = list(entries)
+    if spec.split_blocks is not None:
+        entries, splits, num_entries = _split_entries(spec, spec.split_blocks, entries)
+        columns = [*entries, *splits]
+    shares = _deal_shares(spec, config, entries.num_blocks, num_entries)
+    table = jnp.stack(columns, 1)
+    first_entries = table[shares.entry, : len(Entry._fields)]
+    return PlanTables(jnp.concatenate([jnp.stack(shares, 1), first_entries], 1), table)
+
+
+def _split_entries(
+    spec: DecodeSpec, split_blocks: int, entries: Entry
+) -> tuple[Entry, FixedSplits, jax.Array]:
+    """Split entries at multiples of `split_blocks` blocks; return their rows, whose they are, and how many there are."""
+    first_split = lax.div(entries.first_block, I32(split_blocks))
+    end = entries.first_block + entries.num_blocks
+    count = lax.div(end + (split_blocks - 1), I32(split_blocks)) - first_split
+    count = jnp.where(entries.num_blocks > 0, count, 0)
+    ends = jnp.cumsum(count, dtype=I32)
+    row = jnp.arange(spec.max_rows, dtype=I32)
+    owner = (ends[None] <= row[:, None]).sum(1, dtype=I32)
+    owner = jnp.minimum(owner, spec.max_entries - 1)
+    splits = FixedSplits((ends - count)[owner], count[owner])
+    multiple = (first_split[owner] + row - splits.first_row) * split_blocks
+    rows = Entry(*(jnp.broadcast_to(x, ends.shape)[owner] for x in entries))
+    begin = jnp.maximum(rows.first_block, multiple)
+    size = jnp.minimum(end[owner], multiple + split_blocks) - begin
+    rows = rows._replace(num_blocks=jnp.where(row < ends[-1], size, 0), first_block=begin)
+    return rows, splits, ends[-1]
+
+
+def _packed_entries(
+    spec: DecodeSpec, lengths: jax.Array, starts: jax.Array
+) -> tuple[Entry, jax.Array]:
+    """Return the entries of packed queries, and how many there are."""
+    requests, q_len = lengths.shape[0], spec.q_len
+    # one request of no keys before all, and one after
+    bounds = jnp.concatenate([jnp.array([0]), starts, jnp.array([spec.num_tokens])]).astype(I32)
+    lengths = jnp.pad(lengths, 1)
+    num_entries = lax.div(bounds[1:] - bounds[:-1] + (q_len - 1), I32(q_len))
+    ends = jnp.cumsum(num_entries, dtype=I32)
+    index = jnp.arange(spec.max_entries, dtype=I32)
+    owner = jnp.minimum((ends[None] <= index[:, None]).sum(1, dtype=I32), requests + 1)
+    before = (index - (ends - num_entries)[owner]) * q_len  # queries of the request
+    first_query, length = bounds[owner] + before, lengths[owner]
+    num_queries = jnp.clip(bounds[owner + 1] - first_query, 0, q_len)
+    first_position = length - (bounds[owner + 1] - bounds[owner]) + before
+    request = jnp.clip(owner - 1, 0, requests - 1)
+    entries = Entry(0, 0, request, length, first_position, first_query, num_queries)
+    return visit_blocks(spec, entries), ends[-1]
+
+
+def _deal_shares(
+    spec: DecodeSpec, config: DecodeConfig, counts: jax.Array, num_entries: jax.Array
+) -> ShareRow:
+    """Return the share of each CTA, and one that begins where the last one ends.
+
+    `counts`, int32 `[entries]`, are the blocks of each entry, 0 for those that do not exist.
+    """
+    starts = jnp.cumsum(counts, dtype=I32) - counts  # of entries, in the line of one head
+    of_head = counts.sum(dtype=I32)
+    cta = jnp.arange(config.num_ctas + 1, dtype=I32)
+    deal = Deal.compute(config, spec.kv_heads, num_entries, of_head, counts.max())
+    begin = deal.first_block(cta)
+
+    def locate(begin: jax.Array) -> tuple[jax.Array, ...]:
+        head, in_head = lax.div(begin, of_head), lax.rem(begin, of_head)
+        entry = jnp.minimum((starts[None] <= in_head[:, None]).sum(1, dtype=I32), num_entries) - 1
+        return head, entry, head * of_head + starts[entry]
+
+    head, entry, tile_begin = locate(begin)
+    if spec.split_blocks is not None:  # the CTA before has a row that begins before its share ends
+        begin = jnp.where(begin > tile_begin, tile_begin + counts[entry], begin)
+        head, entry, tile_begin = locate(begin)
+    used, least, rest = (jnp.broadcast_to(x, cta.shape) for x in (num_entries, *deal[:2]))
+    return ShareRow(begin, head, entry, tile_begin, used, least, rest)

@@ -1,0 +1,41 @@
+"""The blocks of one CTA."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.decode.deal import Deal
+from pallas_fa2.backends.common.decode.entries import Entry
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Scratch
+
+
+class Share(NamedTuple):
+    """The blocks of one CTA in the line, and the tile that it begins with: int32 scalars."""
+
+    begin: Any  # its first block
+    end: Any
+    head: Any  # of the tile
+    entry: Any  # the tile's, as an index
+    tile_begin: Any  # the tile's first block in the line
+    num_entries: Any  # that there are
+    first_entry: Entry  # the tile's
+    deal: Deal
+
+    def store_deal(self, memory: Ref) -> None:
+        """Store what `load_deal` returns. All threads store the same."""
+        for i, x in enumerate((self.begin, self.deal.least, self.deal.rest)):
+            memory[i] = x
+
+
+def allocate_deal() -> Scratch:
+    """Allocate shared memory for what a CTA needs where it merges splits. In registers it would be held through all loops,
+    and kernels of 64 columns spill."""
+    return plgpu.SMEM((3,), jnp.int32)
+
+
+def load_deal(memory: Ref) -> tuple[Scalar, Deal]:
+    """Load the first block of this CTA, and how the line is dealt. The total is left out, which only those need who
+    compute where shares begin."""
+    return memory[0], Deal(memory[1], memory[2], total=I32(0))
