@@ -51,7 +51,9 @@ def load_shares(case: Case) -> Share:
 
 def load_entries(case: Case) -> Entry:
     spec = case.spec
-    return load_by_kernel(case, spec.max_rows, SHARE.first_entry, lambda x, i: x.load_entry(spec, i))
+    return load_by_kernel(
+        case, spec.max_rows, SHARE.first_entry, lambda x, i: x.load_entry(spec, i)
+    )
 
 
 def tables_of(case: Case) -> PlanTables:

@@ -87,11 +87,19 @@ def test_fixed_splits_do_not_depend_on_the_batch() -> None:
 
 
 def test_a_cta_has_all_of_an_sm_where_tiles_are_as_many_as_sms() -> None:
-    spec = Case((256,) * 16, heads=(32, 8), dims=(128, 128)).spec
+    spec = Case((512,) * 16, capacity=512, heads=(32, 8), dims=(128, 128)).spec
     chosen = [choose(spec, num_sms) for num_sms in (127, 128, 132, 140)]
     assert [c.ctas_per_sm for c in chosen if c] == [2, 1, 1, 2]
     small = choose(dataclasses.replace(spec, quantized=FP8), 132)
     assert small is not None and small.ctas_per_sm == 2  # blocks arrive in half of the time
+
+
+def test_a_cta_has_all_of_an_sm_where_a_second_one_would_have_no_blocks() -> None:
+    chosen = [
+        choose(Case((1,), capacity=blocks * 64, heads=(32, 8), dims=(128, 128)).spec, 132)
+        for blocks in (66, 67)
+    ]
+    assert [c.ctas_per_sm for c in chosen if c] == [1, 2]
 
 
 def refill_too_early(self: Any, step: Any, num_steps: Any, cursor: Any) -> Any:
@@ -368,8 +376,8 @@ def test_hidden_nan_stays_hidden_from_columns_of_padding(packed: bool) -> None:
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.02)
 
 
-# With 64 columns, and these masks, all registers are in use and so many bytes of a thread spill.
-SPILLS = {("images", 4): 40, ("tree", 4): 88}
+# With 64 columns, and these masks and scores, all registers are in use and so many bytes of a thread spill.
+SPILLS = {("images", 4): 40, ("tree", 4): 88, ("bias", 4): 88}
 
 
 @pytest.mark.parametrize("queries", [1, slow(4)])

@@ -36,7 +36,7 @@ class KvCursor(NamedTuple):
     block_index: Scalar  # of the block, among those that the tile visits
     blocks: KeyBlocks  # of the tile
     next_blocks: KeyBlocks  # of the next tile
-    pages: tuple[Scalar, ...]  # of the block, if the cache is paged
+    pages: tuple[Scalar, ...]  # of the block, if the cache is paged, as the table has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,11 @@ class BlockLine:
         block_kv = self.cta.config.block_kv
         return range(0, block_kv, page_rows(self.cta.spec, block_kv))
 
+    def existing_pages(self, cursor: KvCursor) -> tuple[Scalar, ...]:
+        """Return the pages of a block. Whatever the table has, they are pages that exist."""
+        last_page = self.cta.inputs.k.shape[0] - 1
+        return tuple(jnp.clip(page, 0, last_page) for page in cursor.pages)
+
     def first_key(self, cursor: KvCursor) -> Scalar:
         """Compute the index of a block's first key."""
         return (cursor.blocks.first_block + cursor.block_index) * self.cta.config.block_kv
@@ -82,15 +87,14 @@ class BlockLine:
         return self.cta.load_entry(tile.entry).key_blocks
 
     def _load_pages(self, blocks: KeyBlocks, index: Scalar) -> tuple[Scalar, ...]:
-        """Load the pages of a block. Whatever the table has, they are pages that exist."""
+        """Load the pages of a block, and compute nothing with them, which would wait for them."""
         page_size, table = self.cta.spec.page_size, self.cta.inputs.table
         if page_size is None:
             return ()
         first_key = (blocks.first_block + index) * self.cta.config.block_kv
-        last_page, last_entry = self.cta.inputs.k.shape[0] - 1, table.shape[1] - 1
+        last_entry = table.shape[1] - 1
 
         def load_page(key: Scalar) -> Scalar:
-            entry = jnp.minimum(div(key, page_size), last_entry)
-            return jnp.clip(table[blocks.request, entry], 0, last_page)
+            return table[blocks.request, jnp.minimum(div(key, page_size), last_entry)]
 
         return tuple(load_page(first_key + row) for row in self.copied_rows)

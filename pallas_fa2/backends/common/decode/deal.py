@@ -35,9 +35,7 @@ class Deal(NamedTuple):
         )
         is_fixed = has_whole_tiles | (least < config.min_share)
         fixed_share = jnp.where(has_whole_tiles, whole_tiles, config.min_share)
-        return cls(
-            jnp.where(is_fixed, fixed_share, least), jnp.where(is_fixed, 0, rest), total
-        )
+        return cls(jnp.where(is_fixed, fixed_share, least), jnp.where(is_fixed, 0, rest), total)
 
     def first_block(self, cta: Any) -> Any:
         """Return the first block of a CTA, or how many there are if it has none."""

@@ -35,8 +35,8 @@ from pallas_fa2.backends.common.primitives.types import Ref, Registers, Scalar
 from pallas_fa2.control_flow import cond, when
 
 # The splits that are loaded together, as long as their O^T and the sum take no more registers of a thread: with more,
-# kernels of 64 columns spill.
-MAX_LOADS, MAX_REGISTERS = 16, 128
+# kernels spill. With H = 128 and 8 columns a split has 8, and where 8 heads share 264 CTAs, a tile has 33 splits: twice 17.
+MAX_LOADS, MAX_REGISTERS, MAX_REGISTERS_WITH_8_BITS = 17, 144, 128
 
 
 class TileVisit(NamedTuple):
@@ -139,7 +139,9 @@ class TileSplits(NamedTuple):
         columns = self.cta.spec.columns
         shape = self.cta.config.value_dim, columns
         registers = math.prod(shape) // THREADS
-        unroll = max(1, min(MAX_LOADS, (MAX_REGISTERS - registers) // registers))
+        is_plain = self.cta.spec.quantized is None
+        available = (MAX_REGISTERS if is_plain else MAX_REGISTERS_WITH_8_BITS) - registers
+        unroll = max(1, min(MAX_LOADS, available // registers))
 
         def add(i: Scalar, state: Any) -> Any:
             acc, maximum, total = state

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa2.arithmetic import div, rem
-from pallas_fa2.backends.common.decode.mods import Q_POSITIONS, DecodeMods, ModArrays
 from pallas_fa2.backends.common.decode.entries import Entry
+from pallas_fa2.backends.common.decode.mods import Q_POSITIONS, DecodeMods, ModArrays
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives import gather_scatter, layouts, thread_values
 from pallas_fa2.backends.common.primitives.layouts import ROWS_PER_WARPGROUP

@@ -6,7 +6,6 @@ Persistent CTAs of four warps, which load and multiply, have equal shares of the
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa2.arithmetic import I32, rem

@@ -24,12 +24,15 @@ def choose(spec: DecodeSpec, num_sms: int) -> DecodeConfig | None:
     One CTA's products and softmax leave its loads idle unless another one's are in flight. But where tiles are about as
     many as SMs, each CTA may have a whole one (`MAX_IMBALANCE`), and all of an SM's memory for its ring. (Not of pages: a
     CTA's loads wait for the table, and one an SM has 0.92 of the speed; nor of 8 bits, which arrive in two thirds of the
-    time that a block takes until its last product, docs/decisions/0081-caches-of-8-bits.md.)
+    time that a block takes until its last product, docs/decisions/0081-caches-of-8-bits.md.) And where all SMs together have
+    no more blocks than one CTA each visits at least, a second one would have none.
     None if shared memory has no room for two stages.
     """
     num_tiles = spec.max_entries * spec.kv_heads
     fills_sms_once = num_sms / MAX_IMBALANCE <= num_tiles <= num_sms
     fills_sms_once &= spec.page_size is None and spec.quantized is None
+    most_blocks = num_tiles * -(-spec.kv_len // DecodeConfig.block_kv)
+    fills_sms_once |= most_blocks <= num_sms * DecodeConfig.min_share
     dims = round_up(spec.head_dim, 64), round_up(spec.value_dim, 64)
     item = 1 if spec.quantized else 2
     stage_bytes = DecodeConfig.block_kv * sum(dims) * item + scale_bytes(spec)

@@ -64,7 +64,8 @@ class KvLoader:
         if page_size is None:
             return HeadRows(array, cursor.blocks.request, pl.ds(first_key, block_kv), head)
         row = rem(first_key + i * self.page_rows, page_size)
-        return HeadRows(array, cursor.pages[i], pl.ds(row, self.page_rows), head)
+        page = self.line.existing_pages(cursor)[i]
+        return HeadRows(array, page, pl.ds(row, self.page_rows), head)
 
     def fill_ring(self, cursor: KvCursor, num_steps: Scalar) -> KvCursor:
         """Load the first blocks of a CTA, of which it has so many."""
