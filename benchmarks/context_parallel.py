@@ -2,56 +2,69 @@
 
     python -m benchmarks.context_parallel                                   # all cases that the GPUs take, prints only
     python -m benchmarks.context_parallel --cases causal_32k,full_32k --strategies ring
-    python -m benchmarks.context_parallel --devices 4 --jobs 8 --json benchmarks/results/nvidia-h200-x4.json
+    python -m benchmarks.context_parallel --devices 2,4 --jobs 24 --limit 400 --json benchmarks/results/nvidia-h200-x4.json
+    python -m benchmarks.context_parallel --cases causal_128k --strategies ring --devices 4 --trace traces
 
 Inputs are random bfloat16, H = 128, N = 32 query heads and K = 8 key heads. A time is the median of the milliseconds
 between calls that follow each other, as the host sees them; `speedup` is one GPU's time over that of n GPUs, and
-`efficiency` is speedup / n. Out and gradients are compared with those of one GPU: a difference of more than twice that of
-dense bfloat16 attention from float32 (1 %) gets no speed. Inputs lie in the order of the layout before and after, as in
-training, and are not moved for the call.
+`efficiency` is speedup / n. Out and gradients of 1024 tokens, spread over the sequence, are compared with those of one
+GPU: a difference of more than twice that of dense bfloat16 attention from float32 (1 %) gets no speed. Inputs lie in the
+order of the layout before and after, as in training, and are not moved for the call.
 
 Strategies are those of `context_parallel_attention`, `jit` (flash_attention on arrays that are divided along the
-sequence, without shard_map) and `heads` (flash_attention on divided heads, for comparison).
+sequence, without shard_map) and `heads` (flash_attention on divided heads, for comparison). Where a number of GPUs has
+two factors, the sequence is also divided over one of them and heads over the other. `llama_256k` is a training step of
+`benchmarks.llama_step`.
+
+Each row, a case on some GPUs, has a process of its own, which compiles beside the others. With `--trace` one more call of
+each phase is traced, and the times of its kernels (`benchmarks.overlap`) are part of the row.
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_fa2 as fa
-from benchmarks import jobs, measure, record
+from benchmarks import jobs, llama_step, measure, overlap, record
 from benchmarks.run import names_among
 
-AXIS = "sequence"
+SEQUENCE, HEAD_AXIS = "sequence", "heads"  # axes of the mesh
 RESULTS = "nvidia-h200-x2.json"
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "benchmarks" / "context-parallel.md"
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128  # Llama-8B's
-STRATEGIES = "ring", "all_gather", "ulysses", "jit", "heads"
+IN_SHARD_MAP = "ring", "all_gather", "ulysses"
+STRATEGIES = *IN_SHARD_MAP, "jit", "heads"
 ALLOWED = 0.01  # of the norm: bfloat16 has 8 bits, and blocks are rounded once more
-# Of launches for one time: more heats the GPU. One launch of 524,288 tokens takes longer.
-SECONDS = 0.7
+SAMPLES = 1024  # tokens whose results are compared: all of 524,288 tokens would take longer to move than to compute
+# Of calls in a round: a second of them heats the GPU, and the host's part of one call is 0.1 ms. Long calls have one round.
+SECONDS, ROUNDS = 0.15, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A mask on a sequence of `length` tokens: "causal", "full", or "documents" of 4096 tokens in the mean."""
+    """A mask on a sequence of `length` tokens: "causal", "full", or "documents" of 4096 tokens in the mean.
+
+    With layers, it is a training step of a model (`llama_step`) and not attention alone.
+    """
 
     mask: str
     length: int
     layout: Any = "zigzag"
+    layers: int = 0
 
     def ids(self) -> np.ndarray:
         """Return the document of each token, int32 `[1, length]`; lengths are exponential, as if cuts were random."""
@@ -65,18 +78,62 @@ class Case:
         return np.arange(self.length, dtype=np.int32)
 
 
-CASES = {
-    f"{mask}_{length // 1024}k{'' if layout == 'zigzag' else '_contiguous'}": Case(mask, length, layout)
-    for mask, length, layout in (
-        ("causal", 32_768, "zigzag"),
-        ("causal", 131_072, "zigzag"),
-        ("causal", 524_288, "zigzag"),
-        ("full", 32_768, "contiguous"),
-        ("full", 131_072, "contiguous"),
-        ("documents", 131_072, "zigzag"),
-        ("documents", 131_072, "contiguous"),
-    )
-}  # fmt: skip
+CASES = {  # in the order in which they are measured
+    "causal_128k": Case("causal", 131_072),
+    "causal_512k": Case("causal", 524_288),
+    "llama_256k": Case("causal", 262_144, layers=2),
+    "causal_32k": Case("causal", 32_768),
+    "documents_128k_contiguous": Case("documents", 131_072, "contiguous"),
+    "documents_128k": Case("documents", 131_072),
+    "full_128k_contiguous": Case("full", 131_072, "contiguous"),
+    "full_32k_contiguous": Case("full", 32_768, "contiguous"),
+}
+
+
+class Division(NamedTuple):
+    """How a strategy divides a call: the number of devices along the sequence and along heads."""
+
+    strategy: str
+    sequence: int = 1
+    heads: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.sequence * self.heads
+
+    @property
+    def name(self) -> str:
+        if self == ONE:
+            return self.strategy
+        is_mesh = self.sequence > 1 and self.heads > 1
+        return f"{self.strategy} {f'{self.sequence}x{self.heads}' if is_mesh else self.devices}"
+
+    def mesh(self) -> Mesh:
+        devices = np.array(jax.devices()[: self.devices])
+        return Mesh(devices.reshape(self.sequence, self.heads), (SEQUENCE, HEAD_AXIS))
+
+    def shardings(self, specs: Any) -> Any:
+        """Return where arrays of these partition specs lie."""
+        if self == ONE:
+            return jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), specs)
+        return jax.tree.map(functools.partial(NamedSharding, self.mesh()), specs)
+
+
+ONE = Division("one")
+
+
+def divisions(case: Case, strategies: tuple[str, ...], counts: list[int]) -> Iterator[Division]:
+    """Yield one device, each strategy on these numbers of devices, most first, and those on meshes of two axes."""
+    if case.layers:
+        strategies = tuple(x for x in strategies if x in IN_SHARD_MAP)
+    yield ONE
+    counts = sorted(counts, reverse=True)
+    for n, strategy in itertools.product(counts, strategies):
+        yield Division(strategy, heads=n) if strategy == "heads" else Division(strategy, n)
+    for n in counts if not case.layers else []:
+        for sequence in [x for x in range(2, n) if n % x == 0]:
+            for strategy in [x for x in strategies if x in IN_SHARD_MAP]:
+                yield Division(strategy, sequence, n // sequence)
 
 
 def options(case: Case, ids: Any) -> dict[str, Any]:
@@ -101,128 +158,222 @@ def both(attention: Callable, case: Case) -> Callable:
     return run
 
 
-def inputs(case: Case, order: np.ndarray) -> tuple[jax.Array, ...]:
-    """Return q, k, v, ids and dout of a case, on one device, in this order of tokens."""
-    keys = jax.random.split(jax.random.key(0), 4)
+def random_bits(seed: int, counters: Any) -> Any:
+    """Hash uint32 counters by MurmurHash3's finalizer: element by element, so that each device makes its own tokens."""
+    x = counters ^ jnp.uint32(seed * 0x9E3779B9 % 2**32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return x ^ (x >> 16)
+
+
+def inputs(case: Case, positions: Any) -> tuple[jax.Array, ...]:
+    """Return q, k, v, ids and dout of the tokens at these positions; they depend on no other position."""
+    at = jnp.asarray(positions, jnp.uint32)[None, :, None, None]
+
+    def normal(seed: int, heads: int) -> jax.Array:
+        row = jnp.arange(heads * HEAD_DIM, dtype=jnp.uint32).reshape(1, 1, heads, HEAD_DIM)
+        bits = random_bits(seed, at * jnp.uint32(heads * HEAD_DIM) + row) >> 8
+        uniform = (bits.astype(jnp.float32) + 0.5) * 2**-23 - 1
+        return (jax.lax.erf_inv(uniform) * 2**0.5).astype(jnp.bfloat16)
+
     heads = HEADS, KEY_HEADS, KEY_HEADS, HEADS
-    q, k, v, dout = (
-        jax.random.normal(key, (1, case.length, n, HEAD_DIM), jnp.bfloat16)[:, order]
-        for key, n in zip(keys, heads, strict=True)
+    q, k, v, dout = (normal(seed, n) for seed, n in enumerate(heads, 1))
+    return q, k, v, jnp.asarray(case.ids()[:, positions]), dout
+
+
+class Phase(NamedTuple):
+    """A function to be timed, how many of the inputs it takes, and what of its results is compared."""
+
+    run: Any  # jitted
+    arguments: int
+    sample: Callable[[tuple], tuple]
+
+
+def local_attention(case: Case, division: Division) -> Callable:
+    """Return the attention of a device inside `shard_map`."""
+    strategy: Any = division.strategy
+    return functools.partial(
+        fa.context_parallel_attention, axis_name=SEQUENCE, strategy=strategy, layout=case.layout
     )
-    return q, k, v, jnp.asarray(case.ids()[:, order]), dout
 
 
-PHASES = {"forward": (forward, 4), "both": (both, 5)}  # and how many arguments they have
-
-
-def program(case: Case, strategy: Any, mesh: Mesh, make: Callable) -> Any:
-    """Return the jitted function that `make` makes of a strategy, or of flash_attention on one device."""
-    if strategy == "one":
-        return jax.jit(make(fa.flash_attention, case))
-    divided = P(None, None, AXIS) if strategy == "heads" else P(None, AXIS)
-    ids = P() if strategy == "heads" else P(None, AXIS)
-    specs = (divided, divided, divided, ids, divided)[: 4 if make is forward else 5]
-    if strategy in ("jit", "heads"):
-        attention: Callable = fa.flash_attention
-        if strategy == "jit" and case.layout == "zigzag":
-            positions = jnp.asarray(case.order(mesh.size))
-            attention = functools.partial(attention, q_positions=positions, kv_positions=positions)
+def attention_phases(case: Case, division: Division) -> tuple[Callable, Any, dict[str, Phase]]:
+    """Return what makes the inputs, where these lie, and the forward, and forward + backward, of a division."""
+    divided = P(None, SEQUENCE, HEAD_AXIS)
+    specs = (divided, divided, divided, P(None, SEQUENCE), divided)
+    order = case.order(division.sequence)
+    tokens = np.argsort(order)[sampled(case.length)]
+    attention: Callable = fa.flash_attention
+    if division.strategy in IN_SHARD_MAP:
+        attention = local_attention(case, division)
+    elif division.sequence > 1 and case.layout == "zigzag":
+        positions = jnp.asarray(order)
+        attention = functools.partial(attention, q_positions=positions, kv_positions=positions)
+    phases = {}
+    for name, (make, count, results) in {"forward": (forward, 4, 1), "both": (both, 5, 4)}.items():
         run = make(attention, case)
+        if division.strategy in IN_SHARD_MAP:
+            run = jax.shard_map(
+                run, mesh=division.mesh(), in_specs=specs[:count], out_specs=(divided,) * results,
+                check_vma=False,
+            )  # fmt: skip
+        run = jax.jit(run, in_shardings=division.shardings(specs[:count]))
+        phases[name] = Phase(run, count, lambda arrays: tuple(x[:, tokens] for x in arrays))
+    return functools.partial(inputs, case, order), division.shardings(specs), phases
+
+
+def model_phases(case: Case, division: Division) -> tuple[Callable, Any, dict[str, Phase]]:
+    """Return what makes parameters and tokens, where these lie, and the training step of a division."""
+    sizes = llama_step.sizes(case.layers, HEADS, KEY_HEADS, HEAD_DIM)
+    order = case.order(division.sequence)
+    specs = (P(), P(None, SEQUENCE), P(None, SEQUENCE), P(SEQUENCE))
+
+    def make() -> tuple:
+        words = [random_bits(0, jnp.uint32(order + i)) % sizes.vocabulary for i in range(2)]
+        tokens, labels = (x.astype(jnp.int32)[None] for x in words)
+        return llama_step.parameters(sizes), tokens, labels, jnp.asarray(order)
+
+    if division == ONE:
+        attention: Any = functools.partial(fa.flash_attention, is_causal=True)
+        step: Any = llama_step.make_step(attention, case.length)
     else:
-        attention = functools.partial(
-            fa.context_parallel_attention, axis_name=AXIS, strategy=strategy, layout=case.layout
+        attention = functools.partial(local_attention(case, division), is_causal=True)
+        step = llama_step.make_step(attention, case.length, SEQUENCE)
+        step = jax.shard_map(
+            step, mesh=division.mesh(), in_specs=specs, out_specs=P(), check_vma=False
         )
-        results = (divided,) * (1 if make is forward else 4)
-        run = jax.shard_map(
-            make(attention, case), mesh=mesh, in_specs=specs, out_specs=results, check_vma=False
-        )
-    return jax.jit(run, in_shardings=tuple(NamedSharding(mesh, spec) for spec in specs))
+    places = division.shardings(specs)
+    phase = Phase(jax.jit(step, in_shardings=places), 4, lambda results: results[1])
+    return make, places, {"step": phase}
 
 
-def milliseconds(run: Callable, args: tuple) -> float:
-    """Return the median over three rounds of the milliseconds of a call among calls that follow each other."""
-    start = time.perf_counter()
-    jax.block_until_ready(run(*args))
-    count = max(1, int(SECONDS / 3 / (time.perf_counter() - start)))
-    rounds = []
-    for _ in range(3):
+def sampled(length: int) -> np.ndarray:
+    """Return the positions of SAMPLES tokens, each from another part of the sequence."""
+    count = min(SAMPLES, length)
+    part = length // count
+    return np.arange(count) * part + np.random.default_rng(1).integers(0, part, count)
+
+
+def milliseconds(run: Callable, args: tuple) -> tuple[float, tuple]:
+    """Return the median over the rounds of the milliseconds of a call among calls that follow each other, and its results."""
+    results: tuple = ()
+
+    def seconds(count: int) -> float:
+        nonlocal results
         start = time.perf_counter()
-        results = [run(*args) for _ in range(count)][-1]
+        for _ in range(count):
+            results = run(*args)  # the results before are freed
         jax.block_until_ready(results)
-        rounds.append(1e3 * (time.perf_counter() - start) / count)
-        del results
-        time.sleep(SECONDS / 3)
-    return statistics.median(rounds)
+        return (time.perf_counter() - start) / count
+
+    seconds(1)  # loads kernels, and connects devices
+    times = [seconds(1)]
+    if times[0] <= ROUNDS * SECONDS:
+        count = max(1, int(SECONDS / times[0]))
+        times = [seconds(count) for _ in range(ROUNDS)]
+    return 1e3 * statistics.median(times), results
 
 
-def differences(results: tuple, expected: tuple) -> list[float]:
-    """Return the norm of each difference over that of the expected array."""
+class Compiled(NamedTuple):
+    """The compiled programs of a phase, the second of the results of the first."""
 
-    @jax.jit
-    def squares(x: Any, y: Any) -> Any:
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-        return jnp.sum((x - y) ** 2), jnp.sum(y**2)
-
-    return [
-        float(f"{np.sqrt(float(d) / float(n)):.3g}")
-        for d, n in (squares(x, y) for x, y in zip(results, expected, strict=True))
-    ]
+    run: Any
+    sample: Any
+    arguments: int
 
 
-Programs = dict[tuple[str, str], Any]  # (strategy, phase): a compiled program, or why there is none
+# Autotuning is off where several processes compile, and Triton's products of matrices are slow without.
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
-def compile_case(case: Case, strategies: tuple[str, ...], mesh: Mesh) -> Programs:
-    """Compile the forward, and forward + backward, for one GPU and of each strategy for those of the mesh."""
-    arrays = jax.eval_shape(lambda: inputs(case, np.arange(case.length)))
-    programs: Programs = {}
-    for phase, (make, count) in PHASES.items():
-        for strategy in ("one", *strategies):
-            try:
-                run = program(case, strategy, mesh, make)
-                programs[strategy, phase] = run.lower(*arrays[:count]).compile()
-            except Exception as e:  # noqa: BLE001 - a strategy without this case must not end the run
-                programs[strategy, phase] = measure.short_error(e)
-    return programs
+def compile_phase(phase: Phase, arguments: tuple, division: Division) -> Compiled:
+    lowered = phase.run.lower(*arguments[: phase.arguments])
+    run = lowered.compile(COMPILER_OPTIONS if jax.default_backend() == "gpu" else None)
+    results = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        lowered.out_info,
+        run.output_shardings,
+    )
+    sample = jax.jit(phase.sample, out_shardings=division.shardings(P()))
+    return Compiled(run, sample.lower(results).compile(), phase.arguments)
 
 
-def measure_case(name: str, strategies: tuple[str, ...], devices: int) -> dict[str, Any]:
-    """Return milliseconds and differences of one GPU and of each strategy on several, forward and forward + backward."""
-    case = CASES[name]
-    mesh = Mesh(np.array(jax.devices()[:devices]), (AXIS,))
-    programs = compile_case(case, strategies, mesh)
-    rows: dict[str, dict[str, Any]] = {x: {} for x in ("one", *strategies)}
+def measure_row(
+    name: str,
+    rows: dict[str, tuple[Case, Division]],
+    end: float | None,
+    traces: pathlib.Path | None,
+) -> dict[str, Any] | None:
+    """Return milliseconds and sampled results of each phase of a row, or None if the time was over before."""
+    case, division = rows[name]
+
+    # A division that this case does not have, or has no memory for, must not end the run.
+    result: dict[str, Any] = {}
+    try:
+        make, places, phases = (model_phases if case.layers else attention_phases)(case, division)
+        arguments = jax.eval_shape(make)
+        make = jax.jit(make, out_shardings=places).lower().compile()
+    except Exception as e:  # noqa: BLE001
+        return {phase: refused(e) for phase in (("step",) if case.layers else ("forward", "both"))}
+    programs: dict[str, Compiled] = {}
+    for phase, x in phases.items():
+        if jobs.is_over(end):
+            return None
+        try:
+            programs[phase] = compile_phase(x, arguments, division)
+        except Exception as e:  # noqa: BLE001
+            result[phase] = refused(e)
     with measure.Gpu.lock:
-        args = inputs(case, np.arange(case.length))
-        for phase, (_, count) in PHASES.items():
-            one = programs["one", phase]
-            ms, expected = milliseconds(one, args[:count]), one(*args[:count])
-            rows["one"][phase] = {"ms": _rounded(ms)}
-            for strategy in strategies:
-                order = np.arange(case.length) if strategy == "heads" else case.order(devices)
-                in_order = tuple(x[:, order] for x in args[:count])
-                row = measured(programs[strategy, phase], in_order, expected, order)
-                if max(row.get("difference", [1.0])) <= ALLOWED:
-                    speedup = ms / row["ms"]
-                    row |= {"speedup": speedup, "efficiency": speedup / devices}
-                rows[strategy][phase] = {key: _rounded(x) for key, x in row.items()}
-    return {"case": dataclasses.asdict(case), "devices": devices, "rows": rows}
+        if jobs.is_over(end):
+            return None
+        args = make() if programs else ()
+        for phase, program in programs.items():
+            trace = traces and traces / name.replace(" ", "_") / phase
+            try:
+                result[phase] = measured(program, args[: program.arguments], trace)
+            except Exception as e:  # noqa: BLE001
+                result[phase] = refused(e)
+    return result
 
 
-def measured(run: Any, args: tuple, expected: tuple, order: np.ndarray) -> dict[str, Any]:
-    """Return the time of a program on several GPUs and the differences from one GPU's results, or why there are none."""
-    if isinstance(run, str):
-        return {"refused": run}
-    one = jax.devices()[0]
-    divided = tuple(map(jax.device_put, args, run.input_shardings[0]))
-    row: dict[str, Any] = {"ms": milliseconds(run, divided)}
-    results = tuple(jax.device_put(x, one) for x in run(*divided))
-    row["difference"] = differences(results, tuple(x[:, order] for x in expected))
+def refused(e: Exception) -> dict[str, str]:
+    return {"refused": measure.short_error(e)}
+
+
+def measured(program: Compiled, args: tuple, trace: pathlib.Path | None) -> dict[str, Any]:
+    """Return the time of a program, its sampled results, and its kernels if it is traced."""
+    ms, results = milliseconds(program.run, args)
+    sample = [np.asarray(x, np.float32) for x in jax.tree.leaves(program.sample(results))]
+    row: dict[str, Any] = {"ms": record.rounded(ms), "sample": sample}
+    del results
+    if trace is not None:
+        row["trace"] = overlap.traced(program.run, args, trace)
     return row
 
 
-def _rounded(x: Any) -> Any:
-    return record.rounded(x) if isinstance(x, float) else x
+def differences(results: list, expected: list) -> list[float]:
+    """Return the norm of each difference over that of the expected array."""
+    pairs = zip(results, expected, strict=True)
+    return [float(f"{np.linalg.norm(x - y) / np.linalg.norm(y):.3g}") for x, y in pairs]
+
+
+def graded(rows: dict[str, dict[str, Any]], known: dict[str, Division]) -> dict[str, Any]:
+    """Return the rows of a case with their differences from one GPU and, where these are allowed, their speed-ups."""
+    graded: dict[str, Any] = {}
+    for name, row in rows.items():
+        division = known[name]
+        graded[name] = division._asdict() | {"devices": division.devices}
+        for phase, x in row.items():
+            result = {key: value for key, value in x.items() if key != "sample"}
+            one = rows.get(ONE.name, {}).get(phase, {})
+            if division != ONE and "sample" in x and "sample" in one:
+                result["difference"] = differences(x["sample"], one["sample"])
+                if max(result["difference"]) <= ALLOWED:
+                    speedup = one["ms"] / x["ms"]
+                    result["speedup"] = record.rounded(speedup)
+                    result["efficiency"] = record.rounded(speedup / division.devices)
+            graded[name][phase] = result
+    return graded
 
 
 def page() -> str:
@@ -257,13 +408,8 @@ tokens in the mean) in zigzag order if their name does not say otherwise. `heads
 """
 
 
-def lines(results: dict[str, Any]) -> list[str]:
-    """Return a line for each strategy of each case."""
-    return [
-        f"{name:26} {strategy:10} " + "; ".join(f"{phase} {json.dumps(x)}" for phase, x in row.items())
-        for name, result in results.items()
-        for strategy, row in result["rows"].items()
-    ]  # fmt: skip
+def numbers(text: str) -> list[int]:
+    return [int(x) for x in text.split(",")]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -273,23 +419,41 @@ def main(argv: list[str] | None = None) -> None:
     strategies: dict[str, Any] = dict.fromkeys(STRATEGIES)
     parser.add_argument("--cases", type=names_among(CASES), default=list(CASES))
     parser.add_argument("--strategies", type=names_among(strategies), default=list(STRATEGIES))
-    parser.add_argument("--devices", type=int, help="GPUs, all by default")
+    parser.add_argument("--devices", type=numbers, help="numbers of GPUs, by default that of all")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
+    parser.add_argument("--limit", type=float, help="seconds after which nothing is started")
+    parser.add_argument("--trace", type=pathlib.Path, help="a folder for traces")
     record.add_arguments(parser)
     args = parser.parse_args(argv)
+    end = None if args.limit is None else time.monotonic() + args.limit
     jobs.share_memory()
-    devices = args.devices or jax.device_count()
-    contents: dict[str, Any] = {
-        "setup": record.setup({}, 0),
-        "run": record.stamp(args.commit),
-        "results": {},
+    known = {
+        case: {
+            x.name: x
+            for x in divisions(CASES[case], args.strategies, args.devices or [jax.device_count()])
+        }
+        for case in args.cases
     }
-    function = functools.partial(measure_case, strategies=tuple(args.strategies), devices=devices)
-    for name, result in jobs.run_all(function, args.cases, args.jobs):
-        contents["results"][name] = result
+    rows = {
+        f"{case} {name}": (CASES[case], division)
+        for case, named in known.items()
+        for name, division in named.items()
+    }
+    results: dict[str, Any] = {}
+    contents = {"setup": record.setup({}, 0), "run": record.stamp(args.commit), "results": results}
+    measured: dict[str, dict[str, Any]] = {case: {} for case in args.cases}
+    function = functools.partial(measure_row, rows=rows, end=end, traces=args.trace)
+    for name, row in jobs.run_all(function, list(rows), args.jobs, end):
+        case, _, division = name.partition(" ")
+        measured[case][division] = row
+        graded_rows = graded(measured[case], known[case])
+        results[case] = {"case": dataclasses.asdict(CASES[case]), "rows": graded_rows}
         if args.json:
             record.write(args.json, contents)
-        print("\n".join(lines({name: result})), file=sys.stderr, flush=True)
+        fresh = graded_rows if division == ONE.name else {division: graded_rows[division]}
+        for changed, x in fresh.items():
+            text = "; ".join(f"{phase} {json.dumps(x[phase])}" for phase in measured[case][changed])
+            print(f"{case} {changed}: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,15 @@ from benchmarks import measure
 def run_all(
     function: Callable[[str], Any], names: list[str], processes: int, end: float | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (name, function(name)) as the calls finish; none starts after `end`, a `time.monotonic`.
+    """Yield (name, function(name)) as the calls finish, if it is not None; none starts after `end`, a `time.monotonic`.
 
     With more than one process, each call has a process of its own, and the function must be picklable.
     """
     if processes == 1:
         for name in names:
-            if _before(end):
-                yield name, function(name)
+            result = _call(function, name, end)
+            if result is not None:
+                yield name, result
         return
     spawn = multiprocessing.get_context("spawn")
     gpu_lock = spawn.Lock()  # must outlive the pool
@@ -42,8 +43,9 @@ def share_memory() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
-def _before(end: float | None) -> bool:
-    return end is None or time.monotonic() < end
+def is_over(end: float | None) -> bool:
+    """Return whether it is later than `end`, a `time.monotonic`, which is the same in all processes."""
+    return end is not None and time.monotonic() >= end
 
 
 def _initialize(gpu_lock: Any) -> None:
@@ -53,4 +55,4 @@ def _initialize(gpu_lock: Any) -> None:
 
 
 def _call(function: Callable[[str], Any], name: str, end: float | None) -> Any:
-    return function(name) if _before(end) else None
+    return None if is_over(end) else function(name)

@@ -1,12 +1,12 @@
 """The benchmark of several GPUs, on virtual devices: every strategy computes what one device does, and has a speed."""
 
 import json
+import time
 
-import jax
 import pytest
 
-from benchmarks import context_parallel
-from benchmarks.context_parallel import Case
+from benchmarks import context_parallel, jobs
+from benchmarks.context_parallel import Case, Division
 
 
 @pytest.fixture
@@ -18,33 +18,84 @@ def tiny(monkeypatch):
     return lambda *case: monkeypatch.setattr(context_parallel, "CASES", {"tiny": Case(*case)})
 
 
+def measured(path, *arguments):
+    context_parallel.main(["--cases", "tiny", "--json", str(path), *arguments])
+    return json.loads(path.read_text())["results"]["tiny"]["rows"]
+
+
 @pytest.mark.parametrize(
-    ("mask", "layout", "strategies"),
-    [("documents", "zigzag", "ring,jit"), ("full", "contiguous", "all_gather,ulysses,heads")],
-)
-def test_each_strategy_has_a_speed(tiny, tmp_path, mask, layout, strategies):
+    ("mask", "layout", "strategies", "devices", "names"),
+    [
+        ("documents", "zigzag", "ring,jit", "2", ["ring 2", "jit 2"]),
+        ("full", "contiguous", "all_gather,ulysses,heads", "2", ["all_gather 2", "ulysses 2", "heads 2"]),
+        ("causal", "zigzag", "ring", "4", ["ring 4", "ring 2x2"]),
+    ],
+)  # fmt: skip
+def test_each_strategy_has_a_speed(tiny, tmp_path, mask, layout, strategies, devices, names):
     tiny(mask, 32, layout)
-    path = tmp_path / "tiny.json"
-    context_parallel.main(
-        ["--cases", "tiny", "--strategies", strategies, "--devices", "2", "--json", str(path)]
-    )
-    rows = json.loads(path.read_text())["results"]["tiny"]["rows"]
-    assert list(rows) == ["one", *strategies.split(",")]
+    rows = measured(tmp_path / "tiny.json", "--strategies", strategies, "--devices", devices)
+    assert list(rows) == ["one", *names]
     for name, row in rows.items():
+        assert row["devices"] == (1 if name == "one" else int(devices))
         for phase, count in (("forward", 1), ("both", 4)):
             assert row[phase]["ms"] > 0, row
             if name != "one":
                 assert len(row[phase]["difference"]) == count and row[phase]["efficiency"] > 0
 
 
-def test_a_wrong_result_has_no_speed(tiny, monkeypatch):
+def test_a_training_step_has_a_speed(tiny, tmp_path):
+    tiny("causal", 32, "zigzag", 2)
+    arguments = "--strategies", "ring,heads", "--devices", "4", "--trace", str(tmp_path / "traces")
+    rows = measured(tmp_path / "tiny.json", *arguments)
+    assert (tmp_path / "traces" / "tiny_ring_4" / "step").exists()
+    assert list(rows) == ["one", "ring 4"]  # heads of a model would need its matrices divided
+    step = rows["ring 4"]["step"]
+    assert len(step["difference"]) == 7 and step["efficiency"] > 0  # the loss and six matrices
+
+
+def test_rows_are_measured_in_the_order_of_their_weight():
+    rows = [
+        x.name for x in context_parallel.divisions(Case("causal", 32), ("ring", "heads"), [2, 8])
+    ]
+    assert rows == ["one", "ring 8", "heads 8", "ring 2", "heads 2", "ring 2x4", "ring 4x2"]
+
+
+def test_tokens_do_not_depend_on_how_they_are_divided(tiny):
+    tiny("documents", 32)
+    case = context_parallel.CASES["tiny"]
+    order = case.order(4)
+    for x, y in zip(
+        context_parallel.inputs(case, range(32)), context_parallel.inputs(case, order), strict=True
+    ):
+        assert (x[:, order] == y).all()
+    values = context_parallel.inputs(Case("full", 4096), range(4096))[0]
+    assert abs(values.mean()) < 0.01 and abs(values.std() - 1) < 0.01
+
+
+def test_a_wrong_result_has_no_speed(tiny, monkeypatch, tmp_path):
     tiny("causal", 32, "contiguous")
     monkeypatch.setattr(
         context_parallel, "options", lambda case, ids: {"is_causal": ids.shape[1] == 32}
     )
     # With all tokens the mask is causal, with those of one device it is not.
-    rows = context_parallel.measure_case("tiny", ("ring",), 2)["rows"]
-    assert (
-        "speedup" not in rows["ring"]["forward"] and rows["ring"]["forward"]["difference"][0] > 0.01
-    )
-    assert jax.device_count() >= 2
+    forward = measured(tmp_path / "tiny.json", "--strategies", "ring", "--devices", "2")["ring 2"][
+        "forward"
+    ]
+    assert "speedup" not in forward and forward["difference"][0] > 0.01
+
+
+def test_a_row_that_fails_says_why_and_ends_no_other(tiny, tmp_path):
+    tiny(
+        "causal", 36
+    )  # no zigzag order over eight devices, and two key heads are not divided over eight
+    arguments = "--strategies", "ring,heads", "--devices", "2,8"
+    rows = measured(tmp_path / "tiny.json", *arguments)
+    assert "length must be a multiple" in rows["ring 8"]["both"]["refused"]
+    assert "refused" in rows["heads 8"]["forward"] and "ms" in rows["heads 2"]["both"]
+
+
+def test_nothing_is_measured_when_the_time_is_over(tiny):
+    tiny("causal", 32)
+    rows = {"tiny one": (context_parallel.CASES["tiny"], Division("one"))}
+    assert context_parallel.measure_row("tiny one", rows, time.monotonic(), None) is None
+    assert list(jobs.run_all(str.upper, ["a"], 1, time.monotonic())) == []
