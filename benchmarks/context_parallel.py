@@ -43,8 +43,18 @@ from benchmarks import jobs, llama_step, measure, overlap, record
 from benchmarks.run import names_among
 
 SEQUENCE, HEAD_AXIS = "sequence", "heads"  # axes of the mesh
-RESULTS = "nvidia-h200-x2.json"
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "benchmarks" / "context-parallel.md"
+RESULTS = "nvidia-h200-x2.json", "nvidia-h200-x4.json", "nvidia-h200-x8.json"
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
+PAGE = DOCS / "benchmarks" / "context-parallel.md"
+INTRODUCTION = """# Speed of sequences over several GPUs
+
+`python -m benchmarks.pages` writes this page from the results of `python -m benchmarks.context_parallel`, and
+`python -m benchmarks.plot` draws the figure.
+
+Milliseconds, and the speed over n times that of one GPU in the same run. bfloat16, N = 32, K = 8, H = 128; causal cases
+and documents (4096 tokens in the mean) in zigzag order if their name does not say otherwise. `heads` has heads divided
+and moves nothing. 2 x 4 GPUs: the sequence over two, heads over four. `llama_256k` is a training step of two of Llama-8B's
+layers (`benchmarks/llama_step.py`)."""
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128  # Llama-8B's
 IN_SHARD_MAP = "ring", "all_gather", "ulysses"
 STRATEGIES = *IN_SHARD_MAP, "jit", "heads"
@@ -105,8 +115,14 @@ class Division(NamedTuple):
     def name(self) -> str:
         if self == ONE:
             return self.strategy
-        is_mesh = self.sequence > 1 and self.heads > 1
-        return f"{self.strategy} {f'{self.sequence}x{self.heads}' if is_mesh else self.devices}"
+        return f"{self.strategy} {self.gpus.replace(' ', '')}"
+
+    @property
+    def gpus(self) -> str:
+        """The number of devices, or along the sequence and heads where both are divided."""
+        if self.sequence > 1 and self.heads > 1:
+            return f"{self.sequence} x {self.heads}"
+        return str(self.devices)
 
     def mesh(self) -> Mesh:
         devices = np.array(jax.devices()[: self.devices])
@@ -347,7 +363,10 @@ def measured(program: Compiled, args: tuple, trace: pathlib.Path | None) -> dict
     row: dict[str, Any] = {"ms": record.rounded(ms), "sample": sample}
     del results
     if trace is not None:
-        row["trace"] = overlap.traced(program.run, args, trace)
+        try:
+            row["trace"] = overlap.traced(program.run, args, trace)
+        except Exception as e:  # noqa: BLE001 - the time is known nevertheless
+            row["trace"] = refused(e)
     return row
 
 
@@ -376,36 +395,57 @@ def graded(rows: dict[str, dict[str, Any]], known: dict[str, Division]) -> dict[
     return graded
 
 
-def page() -> str:
-    """Return docs/benchmarks/context-parallel.md from the committed results."""
-    measured = record.load(record.RESULTS / RESULTS)
-    setup, run, results = measured["setup"], measured["run"], measured["results"]
-    names = [name for name in STRATEGIES if any(name in x["rows"] for x in results.values())]
-    rows = [
-        "| | pass | one GPU, ms | " + " | ".join(names) + " |",
-        "|" + "---|" * (len(names) + 3),
+PHASES = {"forward": "forward", "both": "with the backward", "step": "training step"}
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """Return a Markdown table with a line for each case, phase and number of GPUs."""
+    divided = [row for x in results.values() for row in x["rows"].values() if row["devices"] > 1]
+    strategies = [name for name in STRATEGIES if any(row["strategy"] == name for row in divided)]
+    lines = [
+        f"| | pass | one GPU, ms | GPUs | {' | '.join(strategies)} |",
+        "|" + "---|" * (len(strategies) + 4),
     ]
     for case, result in results.items():
-        for phase, title in (("forward", "forward"), ("both", "with the backward")):
-            cells = [result["rows"].get(name, {}).get(phase, {}) for name in names]
-            text = [
-                f"{x['ms']:.2f} ({x['efficiency']:.3f})" if "efficiency" in x else "-"
-                for x in cells
-            ]
-            one = result["rows"]["one"][phase]["ms"]
-            rows.append(f"| {case} | {title} | {one:.2f} | {' | '.join(text)} |")
-    devices = next(iter(results.values()))["devices"]
-    return f"""# Speed of sequences over several GPUs
+        rows = list(result["rows"].values())
+        divisions = [Division(row["strategy"], row["sequence"], row["heads"]) for row in rows]
+        for phase, title in PHASES.items():
+            one = next(
+                (x[phase] for x, y in zip(rows, divisions, strict=True) if y == ONE and phase in x),
+                {},
+            )
+            cells: dict[str, dict[str, str]] = {}
+            for row, division in zip(rows, divisions, strict=True):
+                x = row.get(phase, {})
+                if division != ONE and "efficiency" in x:
+                    text = f"{x['ms']:.2f} ({x['efficiency']:.3f})"
+                    cells.setdefault(division.gpus, {})[division.strategy] = text
+            for gpus, cell in sorted(cells.items()):
+                text = " | ".join(cell.get(name, "-") for name in strategies)
+                lines.append(f"| {case} | {title} | {one['ms']:.2f} | {gpus} | {text} |")
+    return lines
 
-`python -m benchmarks.pages` writes this page from [{RESULTS}](../../benchmarks/results/{RESULTS}):
-{devices} of {setup["device"]} of one host, driver {setup["driver"]}, jax {setup["jax"]}, {run["date"]}, commit {run["commit"]}.
 
-Milliseconds, and the speed over {devices} times that of one GPU. bfloat16, N = 32, K = 8, H = 128; causal cases and documents (4096
-tokens in the mean) in zigzag order if their name does not say otherwise. `heads` has heads divided and moves nothing.
-{run.get("note", "")}
+def section(name: str) -> list[str]:
+    """Return the paragraphs about a file of results."""
+    measured = record.load(record.RESULTS / name)
+    setup, run, results = measured["setup"], measured["run"], measured["results"]
+    most = max(row["devices"] for x in results.values() for row in x["rows"].values())
+    figure = DOCS / "figures" / f"{pathlib.Path(name).stem}-speedup.svg"
+    return [
+        f"## {most} GPUs",
+        f"[{name}](../../benchmarks/results/{name}): {most} of {setup['device']} of one host, driver {setup['driver']}, "
+        f"jax {setup['jax']}, {run['date']}, commit {run['commit']}. {run.get('note', '')}".strip(),
+        *([f"![Speed-up over one GPU](../figures/{figure.name})"] if figure.exists() else []),
+        "\n".join(table(results)),
+    ]
 
-{chr(10).join(rows)}
-"""
+
+def page() -> str:
+    """Return docs/benchmarks/context-parallel.md from the committed results."""
+    known = [name for name in RESULTS if (record.RESULTS / name).exists()]
+    paragraphs = [INTRODUCTION, *(paragraph for name in known for paragraph in section(name))]
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def numbers(text: str) -> list[int]:

@@ -99,3 +99,26 @@ def test_nothing_is_measured_when_the_time_is_over(tiny):
     rows = {"tiny one": (context_parallel.CASES["tiny"], Division("one"))}
     assert context_parallel.measure_row("tiny one", rows, time.monotonic(), None) is None
     assert list(jobs.run_all(str.upper, ["a"], 1, time.monotonic())) == []
+
+
+def test_a_table_has_a_line_for_each_number_of_gpus():
+    def row(strategy, sequence, heads=1, **step):
+        devices = sequence * heads
+        return {
+            "strategy": strategy,
+            "sequence": sequence,
+            "heads": heads,
+            "devices": devices,
+            "step": step,
+        }
+
+    rows = {
+        "one": row("one", 1, ms=8.0),
+        "ring 4": row("ring", 4, ms=2.0, efficiency=1.0),
+        "ring 2x2": row("ring", 2, 2, ms=2.5, efficiency=0.8),
+        "ulysses 4": row("ulysses", 4, refused="no heads"),
+    }
+    assert context_parallel.table({"model": {"rows": rows}})[2:] == [
+        "| model | training step | 8.00 | 2 x 2 | 2.50 (0.800) | - |",
+        "| model | training step | 8.00 | 4 | 2.00 (1.000) | - |",
+    ]

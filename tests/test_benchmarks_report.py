@@ -100,3 +100,22 @@ def test_shapes_without_a_speed_are_not_drawn():
     assert len(plot.draw(SYNTHETIC, "forward").axes) == 1
     with pytest.raises(ValueError, match="no shape"):
         plot.draw(results_of(tiny=result(TINY, ours=1.0)), "forward")
+
+
+def test_speed_ups_are_drawn_over_gpus(tmp_path):
+    def row(strategy, devices, heads=1, **phases):
+        return {"strategy": strategy, "devices": devices, "heads": heads, **phases}
+
+    rows = {
+        "one": row("one", 1, forward={"ms": 4.0}),
+        "ring 4": row("ring", 4, forward={"ms": 1.25, "speedup": 3.2}),
+        "ring 2": row("ring", 2, forward={"ms": 2.0, "speedup": 2.0}),
+        "ring 2x2": row("ring", 4, heads=2, forward={"ms": 1.25, "speedup": 3.2}),
+        "ulysses 2": row("ulysses", 2, forward={"refused": "no"}),
+    }
+    results = {"causal_1k": {"rows": rows}}
+    expected = {"ring": [(1, 1.0), (4, 3.2), (2, 2.0)]}
+    assert plot.speedups(results) == {("causal_1k", "forward"): expected}
+    record.write(tmp_path / "some-gpu-x4.json", {"setup": {"device": "GPU"}, "results": results})
+    plot.main([str(tmp_path / "some-gpu-x4.json"), "--out", str(tmp_path)])
+    assert "Speed-up over one GPU" in (tmp_path / "some-gpu-x4-speedup.svg").read_text()
