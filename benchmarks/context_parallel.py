@@ -39,7 +39,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_fa2 as fa
-from benchmarks import jobs, llama_step, measure, overlap, record
+from benchmarks import jobs, llama_step, measure, overlap, packing, record
 from benchmarks.run import names_among
 
 SEQUENCE, HEAD_AXIS = "sequence", "heads"  # axes of the mesh
@@ -68,7 +68,8 @@ SECONDS, ROUNDS = 0.15, 3
 class Case:
     """A mask on a sequence of `length` tokens: "causal", "full", or "documents" of 4096 tokens in the mean.
 
-    With layers, it is a training step of a model (`llama_step`) and not attention alone.
+    In the layout "balanced" the documents are in an order by which devices compute equally much, in contiguous layout, and
+    their greatest length is known. With layers, it is a training step of a model (`llama_step`) and not attention alone.
     """
 
     mask: str
@@ -81,10 +82,16 @@ class Case:
         starts = np.random.default_rng(0).random(self.length) < 1 / 4096
         return np.cumsum(starts, dtype=np.int32)[None]
 
+    @property
+    def device_layout(self) -> Any:
+        return "contiguous" if self.layout == "balanced" else self.layout
+
     def order(self, shards: int) -> np.ndarray:
         """Return the positions of the tokens in the order in which devices have them."""
         if self.layout == "zigzag":
             return fa.zigzag(self.length, shards).permutation
+        if self.layout == "balanced":
+            return packing.balanced_order(np.unique_counts(self.ids()).counts, shards)
         return np.arange(self.length, dtype=np.int32)
 
 
@@ -95,6 +102,7 @@ CASES = {  # in the order in which they are measured
     "causal_32k": Case("causal", 32_768),
     "documents_128k_contiguous": Case("documents", 131_072, "contiguous"),
     "documents_128k": Case("documents", 131_072),
+    "documents_128k_balanced": Case("documents", 131_072, "balanced"),
     "full_128k_contiguous": Case("full", 131_072, "contiguous"),
     "full_32k_contiguous": Case("full", 32_768, "contiguous"),
 }
@@ -208,9 +216,16 @@ class Phase(NamedTuple):
 def local_attention(case: Case, division: Division) -> Callable:
     """Return the attention of a device inside `shard_map`."""
     strategy: Any = division.strategy
-    return functools.partial(
-        fa.context_parallel_attention, axis_name=SEQUENCE, strategy=strategy, layout=case.layout
+    attend = functools.partial(
+        fa.context_parallel_attention,
+        axis_name=SEQUENCE,
+        strategy=strategy,
+        layout=case.device_layout,
     )
+    if case.layout != "balanced":
+        return attend
+    # The window takes nothing from documents of at most its length, but says what a device may have to see of others.
+    return lambda q, k, v, mask: attend(q, k, v, mask=mask & fa.SlidingWindow(packing.LONGEST))
 
 
 def attention_phases(case: Case, division: Division) -> tuple[Callable, Any, dict[str, Phase]]:

@@ -3,9 +3,10 @@
 import json
 import time
 
+import numpy as np
 import pytest
 
-from benchmarks import context_parallel, jobs
+from benchmarks import context_parallel, jobs, packing
 from benchmarks.context_parallel import Case, Division
 
 
@@ -29,6 +30,7 @@ def measured(path, *arguments):
         ("documents", "zigzag", "ring,jit", "2", ["ring 2", "jit 2"]),
         ("full", "contiguous", "all_gather,ulysses,heads", "2", ["all_gather 2", "ulysses 2", "heads 2"]),
         ("causal", "zigzag", "ring", "4", ["ring 4", "ring 2x2"]),
+        ("documents", "balanced", "all_gather", "2", ["all_gather 2"]),
     ],
 )  # fmt: skip
 def test_each_strategy_has_a_speed(tiny, tmp_path, mask, layout, strategies, devices, names):
@@ -122,3 +124,14 @@ def test_a_table_has_a_line_for_each_number_of_gpus():
         "| model | training step | 8.00 | 2 x 2 | 2.50 (0.800) | - |",
         "| model | training step | 8.00 | 4 | 2.00 (1.000) | - |",
     ]
+
+
+def test_documents_are_ordered_so_that_devices_compute_equally_much():
+    lengths = np.array([40, 3, 5, 30, 7, 11, 9, 15, 8])
+    assert packing.pairs(lengths, 2).tolist() == [40 * 41 // 2 + 6 + 15 + 16 * 17 // 2, 624]
+    order = packing.balanced_order(lengths, 2)
+    documents = np.repeat(np.arange(9), lengths)[order]
+    where = [np.flatnonzero(documents == d) for d in range(9)]
+    assert all((np.diff(x) == 1).all() and (np.diff(order[x]) == 1).all() for x in where)
+    work = packing.pairs(lengths[documents[np.flatnonzero(np.diff(documents, prepend=-1))]], 2)
+    assert work.max() < 1.02 * work.mean() < packing.pairs(lengths, 2).max() / 1.05

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_fa2 as fa
 from pallas_fa2.distributed import context_parallel
+from pallas_fa2.distributed.reach import gather_reach
 from pallas_fa2.distributed.ring import Ring
 from pallas_fa2.distributed.ring_schedule import BlockCall
 from pallas_fa2.distributed.zigzag import to_sequence_order, to_zigzag_order
@@ -56,6 +57,10 @@ CASES = {
     "full": Case(lambda d: {}),
     "causal": Case(lambda d: {"is_causal": True}),
     "sliding window": Case(lambda d: {"mask": fa.SlidingWindow(5)}),
+    "window with data": Case(
+        lambda d: {"mask": fa.SlidingWindow(5), "score": DISTANCE(tokens={"b": d["b"]}, heads={"slope": d["slope"]})},
+        {"b": (TOKENS, random(2, B, T)), "slope": (WHOLE, random(3, N))},
+    ),
     "window of documents": Case(
         lambda d: {"mask": fa.Window(9, 3) & fa.Segments(d["ids"])}, {"ids": (TOKENS, IDS)}
     ),
@@ -185,6 +190,22 @@ ALL = [
 def test_devices_equal_one(name: str, strategy: str, layout: str) -> None:
     devices = Devices(4, layout)
     actual = on_devices(name, devices, strategy, "blockwise")
+    for x, y in zip(*map(jax.tree.leaves, (actual, on_one_device(name))), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "name, reach",
+    [("sliding window", (4, 0)), ("window of documents", (10, 4)), ("window with data", (4, 0))],
+)
+def test_gathered_keys_are_those_that_a_mask_reaches(
+    name: str, reach: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of up to three devices before, of the third a part, and of the one behind; the ends of the sequence meet."""
+    monkeypatch.setattr("pallas_fa2.distributed.reach.KEYS_OF_A_BLOCK", 2)
+    with mock.patch.object(context_parallel, "gather_reach", wraps=gather_reach) as gathered:
+        actual = on_devices(name, Devices(8, "contiguous"), "all_gather", "blockwise")
+    assert {call.args[3] for call in gathered.call_args_list} == {reach}
     for x, y in zip(*map(jax.tree.leaves, (actual, on_one_device(name))), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
@@ -404,6 +425,16 @@ def test_a_window_sends_one_block() -> None:
     }
     sizes = lowered("ring", "contiguous", 4, True, **options)["collective_permute"]
     assert sorted(sizes) == [KV_BYTES] * 4 + [SUM_BYTES] * 2
+
+
+def test_a_window_gathers_the_keys_that_it_reaches() -> None:
+    """Four tokens of the device before, of eight; their dK and dV come back in float32, and those of own keys do not move."""
+    options = {"mask": fa.SlidingWindow(5)}
+    with mock.patch("pallas_fa2.distributed.reach.KEYS_OF_A_BLOCK", 4):
+        sizes = lowered("all_gather", "contiguous", 4, True, **options)
+    assert {kind: sorted(x) for kind, x in sizes.items()} == {
+        "collective_permute": [KV_BYTES // 2] * 4 + [SUM_BYTES // 2] * 2
+    }
 
 
 def test_gathered_keys_are_not_kept_and_sums_are_scattered_in_float32() -> None:

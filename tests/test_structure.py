@@ -31,7 +31,7 @@ ORDER = [
     *("backends.sm80.forward", "backends.sm80.decode", "backends.sm80.backward", "backends.sm80"),
     *("backends", "planning.tuned", "planning.plan", "planning.cached_plan", "passes"),
     *("distributed.zigzag", "distributed.collectives", "distributed.aux_shards", "distributed.ring_schedule"),
-    *("distributed.ring_steps", "distributed.ring_passes", "distributed.device_calls", "distributed.under_jit"),
+    *("distributed.ring_steps", "distributed.ring_passes", "distributed.reach", "distributed.device_calls", "distributed.under_jit"),
     *("autodiff", "cached_autodiff"),
     *("api", "cached_api", "cached_explanation", "drop_in", "explanation", "planning", "flax", "distributed"),
     *("__init__", "cache_command", "__main__"),

@@ -18,7 +18,8 @@ from pallas_fa2.check_args import check_arrays
 from pallas_fa2.device import device_of
 from pallas_fa2.distributed.aux_shards import gather_key_data, own_positions, with_positions
 from pallas_fa2.distributed.collectives import HEADS, TOKENS, AxisName, gather
-from pallas_fa2.distributed.device_calls import call_on_all_keys, plan_ring
+from pallas_fa2.distributed.device_calls import call_on_keys, plan_ring
+from pallas_fa2.distributed.reach import gather_reach, key_reach, operands_in_reach
 from pallas_fa2.distributed.ring import ring_attention
 from pallas_fa2.distributed.ring_schedule import split_conjuncts
 from pallas_fa2.distributed.ulysses import Ulysses
@@ -74,8 +75,8 @@ def context_parallel_attention(
       strategy: what moves between devices. `"ring"`: keys and values go around, a block for each call, and each
         device holds two blocks (Ring Attention, arXiv:2310.01889); the backward sends the sums of dK and
         dV around as well, in float32. Blocks that a static mask or window excludes are not sent. `"all_gather"`: keys and
-        values of all devices are gathered, in the backward again; one call computes all, and the sums of dK and dV are
-        scattered in float32. `"ulysses"`: tokens are exchanged for heads and back (arXiv:2309.14509); n must divide N, and
+        values of all devices, or those that a window reaches, are gathered, in the backward again; one call computes
+        all, and the sums of dK and dV are scattered in float32. `"ulysses"`: tokens are exchanged for heads and back (arXiv:2309.14509); n must divide N, and
         divide K or be a multiple of it.
       layout: which tokens are this device's: `"contiguous"`, the next T/n of the sequence, or `"zigzag"`, chunks i and
         2n - 1 - i of 2n (see `zigzag`), by which devices compute equally much under a causal mask.
@@ -217,11 +218,25 @@ def _ring(
 def _all_gather(
     call: CheckedCall, arrays: tuple, axis_name: AxisName, layout: Layout, implementation: Any
 ) -> tuple[jax.Array, jax.Array]:
-    spec, operands = call_on_all_keys(call, _shard_operands(call, axis_name, layout))
+    operands = _shard_operands(call, axis_name, layout)
+    own, kv_len = call.dims.kv_len, call.dims.lengths[1]
+    reach = None
+    if layout == "contiguous":
+        reach = key_reach(call, operands, lax.axis_size(axis_name))
+    if reach is not None:
+        operands = operands_in_reach(operands, reach, axis_name, own)
+        kv_len = reach.before + own + reach.after
+    spec, operands = call_on_keys(call, operands, kv_len)
     plan = _plan(arrays, implementation, spec)
 
+    def keys(x: jax.Array) -> jax.Array:
+        axis = TOKENS % x.ndim
+        if reach is None:
+            return gather(x, axis_name, axis)
+        return gather_reach(x, axis_name, axis, reach)
+
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands) -> Any:
-        kv: Any = [gather(x, axis_name, TOKENS % x.ndim) for x in (k, v)]
+        kv: Any = [keys(k), keys(v)]
         return attention(spec, plan, q, *kv, operands)
 
     # The backward gathers keys and values again: to keep them would take n times the memory.

@@ -34,9 +34,9 @@ def plan_ring(
     return Ring(axis_name, steps), operands
 
 
-def call_on_all_keys(call: CheckedCall, operands: Operands) -> tuple[CallSpec, Operands]:
-    """Return the call of this device's queries on all keys; `operands` are those of `plan_ring`."""
-    dims = call.dims._replace(kv_len=call.dims.lengths[1])
+def call_on_keys(call: CheckedCall, operands: Operands, kv_len: int) -> tuple[CallSpec, Operands]:
+    """Return the call of this device's queries on `kv_len` keys; `operands` are those of `plan_ring`, of these keys."""
+    dims = call.dims._replace(kv_len=kv_len)
     conjuncts = tuple(range(len(operands.mask)))
     operands = select_operands(operands, conjuncts, True, (0, dims.q_len), (0, dims.kv_len))
     spec = call._replace(dims=dims, operands=operands, first_position=0).spec()

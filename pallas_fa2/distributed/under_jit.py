@@ -21,7 +21,7 @@ from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.backends.xla.tile import lse_from_sums, sums_from_lse
 from pallas_fa2.distributed import ring_passes
 from pallas_fa2.distributed.aux_shards import map_aux, own_positions
-from pallas_fa2.distributed.device_calls import call_on_all_keys, plan_ring
+from pallas_fa2.distributed.device_calls import call_on_keys, plan_ring
 from pallas_fa2.distributed.ring_schedule import split_conjuncts
 from pallas_fa2.distributed.sharding import Axes, Division, partitioned
 from pallas_fa2.ir.arrays import K_AXIS, NUM_LEADING_AXES, Q_AXIS, CallShape, default_positions
@@ -189,7 +189,8 @@ class _Shard:
         return plan_ring(call, operands, self.division.queries, "contiguous", plan)
 
     def on_all_keys(self, q: Any, k: Any, operands: Operands) -> tuple[CallSpec, Plan, Operands]:
-        spec, operands = call_on_all_keys(*self._call(q, k, operands))
+        call, operands = self._call(q, k, operands)
+        spec, operands = call_on_keys(call, operands, call.dims.lengths[1])
         return spec, plan_shard(self.plan, spec), operands
 
     def _call(self, q: Any, k: Any, operands: Operands) -> tuple[CheckedCall, Operands]:
