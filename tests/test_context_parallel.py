@@ -500,12 +500,12 @@ def test_compiled_on_a_mesh(mesh: str, strategy: str) -> None:
         np.testing.assert_allclose(a, b, rtol=5e-5, atol=5e-5)
 
 
-def hlo_on_two_gpus(layout: str, mask: fa.Mask) -> str:
+def hlo_on_two_gpus(layout: str, mask: fa.Mask, strategy: Any = "ring") -> str:
     """Compile the forward and the backward of 2048 tokens for two H200s."""
     mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), (AXIS,))
     spec = P(None, AXIS)
     attend = functools.partial(
-        fa.context_parallel_attention, axis_name=AXIS, layout=layout, mask=mask
+        fa.context_parallel_attention, axis_name=AXIS, layout=layout, mask=mask, strategy=strategy
     )
 
     def step(q: Any, k: Any, v: Any) -> Any:
@@ -543,6 +543,15 @@ def test_a_window_compiles_for_gpus() -> None:
     """Its kernels read no token data: XLA crashed on arrays of size 0."""
     hlo = hlo_on_two_gpus("contiguous", fa.SlidingWindow(300))
     assert len(re.findall(r" collective-permute(?:-start)?\(", hlo)) == 3
+
+
+@pytest.mark.slow
+def test_on_gpus_gradients_in_reach_are_sent_in_16_bits() -> None:
+    """They are converted behind the transfer, before they are added; nothing but positions is gathered."""
+    hlo = hlo_on_two_gpus("contiguous", fa.SlidingWindow(300), "all_gather")
+    sent = " ".join(re.findall(r" = (.*?) collective-permute-done\(", hlo))
+    assert re.findall(r"\w+\[[\d,]*\]", sent) == ["bf16[1,384,2,64]"] * 6
+    assert not re.search(r" all-gather(?:-start)?\(|reduce-scatter", hlo)
 
 
 @pytest.mark.gpus
