@@ -54,7 +54,8 @@ INTRODUCTION = """# Speed of sequences over several GPUs
 Milliseconds, and the speed over n times that of one GPU in the same run. bfloat16, N = 32, K = 8, H = 128; causal cases
 and documents (4096 tokens in the mean) in zigzag order if their name does not say otherwise. `heads` has heads divided
 and moves nothing. 2 x 4 GPUs: the sequence over two, heads over four. `llama_256k` is a training step of two of Llama-8B's
-layers (`benchmarks/llama_step.py`)."""
+layers (`benchmarks/llama_step.py`). One GPU computes `causal_512k` in two calls, each of half of the heads, because all have
+2^31 elements."""
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128  # Llama-8B's
 IN_SHARD_MAP = "ring", "all_gather", "ulysses"
 STRATEGIES = *IN_SHARD_MAP, "jit", "heads"
@@ -62,6 +63,7 @@ ALLOWED = 0.01  # of the norm: bfloat16 has 8 bits, and blocks are rounded once 
 SAMPLES = 1024  # tokens whose results are compared: all of 524,288 tokens would take longer to move than to compute
 # Of calls in a round: a second of them heats the GPU, and the host's part of one call is 0.1 ms. Long calls have one round.
 SECONDS, ROUNDS = 0.15, 3
+MOST_ELEMENTS = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +215,14 @@ class Phase(NamedTuple):
     sample: Callable[[tuple], tuple]
 
 
+def on_one_device(q: Any, k: Any, v: Any, **options: Any) -> jax.Array:
+    """Compute `flash_attention`, of some heads after others where all have 2^31 elements: no kernel takes as many."""
+    calls = -(-q[0].size // MOST_ELEMENTS)
+    parts = (jnp.split(x, calls, 2) for x in (q, k, v))
+    outs = [fa.flash_attention(*x, **options) for x in zip(*parts, strict=True)]
+    return jnp.concatenate(outs, 2) if calls > 1 else outs[0]
+
+
 def local_attention(case: Case, division: Division) -> Callable:
     """Return the attention of a device inside `shard_map`."""
     strategy: Any = division.strategy
@@ -234,7 +244,7 @@ def attention_phases(case: Case, division: Division) -> tuple[Callable, Any, dic
     specs = (divided, divided, divided, P(None, SEQUENCE), divided)
     order = case.order(division.sequence)
     tokens = np.argsort(order)[sampled(case.length)]
-    attention: Callable = fa.flash_attention
+    attention: Callable = on_one_device if division == ONE else fa.flash_attention
     if division.strategy in IN_SHARD_MAP:
         attention = local_attention(case, division)
     elif division.sequence > 1 and case.layout == "zigzag":

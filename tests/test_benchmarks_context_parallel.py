@@ -2,10 +2,13 @@
 
 import json
 import time
+from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 
+import pallas_fa2 as fa
 from benchmarks import context_parallel, jobs, packing
 from benchmarks.context_parallel import Case, Division
 
@@ -72,6 +75,17 @@ def test_tokens_do_not_depend_on_how_they_are_divided(tiny):
         assert (x[:, order] == y).all()
     values = context_parallel.inputs(Case("full", 4096), range(4096))[0]
     assert abs(values.mean()) < 0.01 and abs(values.std() - 1) < 0.01
+
+
+def test_more_elements_than_a_kernel_takes_are_computed_by_heads(monkeypatch):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 16, 4, 8))
+    expected = fa.flash_attention(q, k, v, is_causal=True)
+    monkeypatch.setattr(context_parallel, "MOST_ELEMENTS", q.size - 1)
+    calls = mock.Mock(wraps=fa.flash_attention)
+    monkeypatch.setattr(fa, "flash_attention", calls)
+    out = context_parallel.on_one_device(q, k, v, is_causal=True)
+    assert calls.call_count == 2
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
 def test_a_wrong_result_has_no_speed(tiny, monkeypatch, tmp_path):
