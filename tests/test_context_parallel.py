@@ -433,7 +433,7 @@ def test_a_window_gathers_the_keys_that_it_reaches() -> None:
     with mock.patch("pallas_fa2.distributed.reach.KEYS_OF_A_BLOCK", 4):
         sizes = lowered("all_gather", "contiguous", 4, True, **options)
     assert {kind: sorted(x) for kind, x in sizes.items()} == {
-        "collective_permute": [KV_BYTES // 2] * 4 + [SUM_BYTES // 2] * 2
+        "collective_permute": [KV_BYTES // 2] * 2 + [SUM_BYTES // 2] * 2
     }
 
 
@@ -550,7 +550,7 @@ def test_on_gpus_gradients_in_reach_are_sent_in_16_bits() -> None:
     """They are converted behind the transfer, before they are added; nothing but positions is gathered."""
     hlo = hlo_on_two_gpus("contiguous", fa.SlidingWindow(300), "all_gather")
     sent = " ".join(re.findall(r" = (.*?) collective-permute-done\(", hlo))
-    assert re.findall(r"\w+\[[\d,]*\]", sent) == ["bf16[1,384,2,64]"] * 6
+    assert re.findall(r"\w+\[[\d,]*\]", sent) == ["bf16[1,384,2,64]"] * 4
     assert not re.search(r" all-gather(?:-start)?\(|reduce-scatter", hlo)
 
 

@@ -229,19 +229,18 @@ def _all_gather(
     spec, operands = call_on_keys(call, operands, kv_len)
     plan = _plan(arrays, implementation, spec)
 
-    def keys(x: jax.Array) -> jax.Array:
-        axis = TOKENS % x.ndim
-        if reach is None:
-            return gather(x, axis_name, axis)
-        return gather_reach(x, axis_name, axis, reach)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands) -> Any:
-        kv: Any = [keys(k), keys(v)]
+    def attend(q: jax.Array, k: Any, v: Any, operands: Operands) -> Any:
+        kv: Any = [
+            gather(x, axis_name, TOKENS % x.ndim) if reach is None else jnp.concatenate(x, TOKENS)
+            for x in (k, v)
+        ]
         return attention(spec, plan, q, *kv, operands)
 
-    # The backward gathers keys and values again: to keep them would take n times the memory.
+    # The backward gathers all keys and values again: to keep them would take n times the memory. Those in reach are kept.
     policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
     q, k, v = arrays
+    if reach is not None:
+        k, v = (gather_reach(x, axis_name, TOKENS % x.ndim, reach) for x in (k, v))
     inputs = match_varying_axes((q, k, v, operands), lax.axis_index(axis_name))
     return jax.checkpoint(attend, policy=policy)(*inputs)
 

@@ -7,7 +7,7 @@ device's queries on its own keys and on those in reach.
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,16 +91,15 @@ def operands_in_reach(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def gather_reach(x: jax.Array, axis_name: AxisName, axis: int, reach: Reach) -> jax.Array:
-    """Concatenate the keys in reach before a device's own, these, and those behind; gradients are summed in float32."""
-    return jnp.concatenate(
-        [
-            *reversed(list(_sent(x, axis_name, axis, reach.before, 1))),
-            x,
-            *_sent(x, axis_name, axis, reach.after, -1),
-        ],
-        axis,
-    )
+def gather_reach(
+    x: jax.Array, axis_name: AxisName, axis: int, reach: Reach
+) -> tuple[jax.Array, ...]:
+    """Return the arrays of keys in reach, in their order, of which a device's own are one.
+
+    Gradients are summed over the devices in float32.
+    """
+    before = reversed(list(_sent(x, axis_name, axis, reach.before, 1)))
+    return *before, x, *_sent(x, axis_name, axis, reach.after, -1)
 
 
 @gather_reach.defjvp
@@ -109,8 +108,8 @@ def _gather_reach_jvp(
 ) -> tuple:
     (x,), (dx,) = primals, tangents
     wide: jax.Array = dx.astype(accumulator_dtype(dx.dtype))
-    wide = gather_reach(wide, axis_name, axis, reach)
-    return gather_reach(x, axis_name, axis, reach), wide.astype(dx.dtype)
+    parts: Any = gather_reach(wide, axis_name, axis, reach)
+    return gather_reach(x, axis_name, axis, reach), tuple(part.astype(dx.dtype) for part in parts)
 
 
 def _sent(
