@@ -568,7 +568,7 @@ def test_two_gpus_equal_one(name: str, strategy: str) -> None:
     options: dict[str, Callable] = {
         "causal": lambda ids: {"is_causal": True},
         "documents": lambda ids: {"mask": fa.Causal() & fa.Segments(ids)},
-        "window": lambda ids: {"mask": fa.SlidingWindow(200)},
+        "window": lambda ids: {"mask": fa.SlidingWindow(200) & fa.Segments(ids)},
         "dropout": lambda ids: {"is_causal": True, "dropout_rate": 0.3, "dropout_rng": keys[1]},
     }
 
@@ -576,14 +576,13 @@ def test_two_gpus_equal_one(name: str, strategy: str) -> None:
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, **options[name](ids)), q, k, v)
         return out, *pull(dout)
 
+    devices = Devices(2, "contiguous" if name == "window" else "zigzag")
     attend = functools.partial(fa.context_parallel_attention, axis_name=AXIS, strategy=strategy,
-                               layout="zigzag", implementation="hopper")  # fmt: skip
+                               layout=devices.layout, implementation="hopper")  # fmt: skip
     run = jax.shard_map(functools.partial(step, attend), mesh=mesh_of(**{AXIS: 2}), in_specs=(spec,) * 5,
                         out_specs=(spec,) * 4, check_vma=False)  # fmt: skip
-    order = fa.zigzag(length, 2)
-    actual = [
-        y[:, order.inverse] for y in jax.jit(run)(*(y[:, order.permutation] for y in (*x, ids)))
-    ]
+    order = devices.permutation(length)
+    actual = [y[:, np.argsort(order)] for y in jax.jit(run)(*(y[:, order] for y in (*x, ids)))]
     reference = functools.partial(fa.flash_attention, implementation="reference")
     expected = jax.jit(functools.partial(step, reference))(*x, ids)
     for a, b in zip(actual, expected, strict=True):
