@@ -192,15 +192,20 @@ def random_bits(seed: int, counters: Any) -> Any:
     return x ^ (x >> 16)
 
 
+def normal_from_bits(bits: jax.Array) -> jax.Array:
+    """Return a number of a normal distribution, bfloat16, for each uint32. All are finite: of 2^29 there is any word."""
+    # 23 bits and a half, which float32 has exactly: with more, the largest word would become 1, and infinity.
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2**-22 - 1
+    return (jax.lax.erf_inv(uniform) * 2**0.5).astype(jnp.bfloat16)
+
+
 def inputs(case: Case, positions: Any) -> tuple[jax.Array, ...]:
     """Return q, k, v, ids and dout of the tokens at these positions; they depend on no other position."""
     at = jnp.asarray(positions, jnp.uint32)[None, :, None, None]
 
     def normal(seed: int, heads: int) -> jax.Array:
         row = jnp.arange(heads * HEAD_DIM, dtype=jnp.uint32).reshape(1, 1, heads, HEAD_DIM)
-        bits = random_bits(seed, at * jnp.uint32(heads * HEAD_DIM) + row) >> 8
-        uniform = (bits.astype(jnp.float32) + 0.5) * 2**-23 - 1
-        return (jax.lax.erf_inv(uniform) * 2**0.5).astype(jnp.bfloat16)
+        return normal_from_bits(random_bits(seed, at * jnp.uint32(heads * HEAD_DIM) + row))
 
     heads = HEADS, KEY_HEADS, KEY_HEADS, HEADS
     q, k, v, dout = (normal(seed, n) for seed, n in enumerate(heads, 1))

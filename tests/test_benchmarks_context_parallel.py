@@ -5,6 +5,7 @@ import time
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -149,3 +150,8 @@ def test_documents_are_ordered_so_that_devices_compute_equally_much():
     assert all((np.diff(x) == 1).all() and (np.diff(order[x]) == 1).all() for x in where)
     work = packing.pairs(lengths[documents[np.flatnonzero(np.diff(documents, prepend=-1))]], 2)
     assert work.max() < 1.02 * work.mean() < packing.pairs(lengths, 2).max() / 1.05
+
+
+def test_the_largest_and_the_smallest_word_are_finite_inputs() -> None:
+    values = context_parallel.normal_from_bits(jnp.array([0, 2**32 - 1], jnp.uint32))
+    assert np.isfinite(np.asarray(values, np.float32)).all() and values[0] == -values[1]
