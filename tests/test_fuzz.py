@@ -21,7 +21,7 @@ from tests.fuzz.case import Case, draw
 from tests.fuzz.check import Wrong, implementations
 from tests.fuzz.decoding import Decoding
 from tests.fuzz.masks import And, Causal, Function, Lengths, Not, Or, Reads, Window
-from tests.fuzz.run import check, main, nth, parse, run, shrink, simpler
+from tests.fuzz.run import cases_of_caches, check, main, nth, parse, run, shrink, simpler
 from tests.fuzz.scores import Bias, SoftCap, Temper
 from tests.support.tiers import slow_but
 
@@ -242,6 +242,14 @@ def test_a_case_is_printed_as_the_line_that_replays_it() -> None:
         assert repr(nth(7, n, gpu=n % 2 == 0)) == repr(case)
     with pytest.raises(TypeError, match="a case looks like"):
         parse("(1,)")
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_calls_on_caches_can_be_drawn_alone(gpu: bool) -> None:
+    numbers = cases_of_caches(range(1, 4))
+    assert list(numbers) == [8, 13, 18]
+    kinds = [isinstance(nth(0, n, gpu), Cached) for n in range(20)]
+    assert [n for n, x in enumerate(kinds) if x] == [3, *numbers]
 
 
 def test_a_failure_is_shrunk_and_printed_as_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
     python -m tests.fuzz 1000                  # cases 0 to 999 of seed 0; --start goes on from there
     python -m tests.fuzz --gpu 200             # on JAX's own device, by the implementation it chooses
     python -m tests.fuzz --gpu --implementation ampere 200    # by this one, where it takes the call
+    python -m tests.fuzz --caches 500          # those among the cases that are calls on caches
     python -m tests.fuzz "Case(q_len=33)"      # the line that a failure has printed
 
 Case n of a seed is the same everywhere, whatever ran before it. A failure is shrunk, printed as one
@@ -111,7 +112,7 @@ def shrink(wrong: Wrong, gpu: bool, preferred: str | None = None) -> Wrong:
 
 def run(n: int, seed: int, gpu: bool, preferred: str | None = None) -> tuple[set[str], str | None]:
     """The implementations that ran case n, or why one of them is wrong."""
-    if n % 50 == 0:
+    if n % 50 in (0, DECODINGS - 2):
         jax.clear_caches()  # no program is met again for long
     try:
         return check(nth(seed, n, gpu), *implementations(gpu, preferred)).ran, None
@@ -120,20 +121,32 @@ def run(n: int, seed: int, gpu: bool, preferred: str | None = None) -> tuple[set
         return set(), str(shrink(e, gpu, preferred))
 
 
+def cases_of_caches(numbers: range) -> range:
+    """The numbers of the cases that are calls on caches, of which these are the first, the second and so on."""
+    return range(*(DECODINGS * n + DECODINGS - 2 for n in (numbers.start, numbers.stop)), DECODINGS)
+
+
 def fuzz(
-    count: int, seed: int, start: int, jobs: int, gpu: bool, preferred: str | None = None
+    count: int,
+    seed: int,
+    start: int,
+    jobs: int,
+    gpu: bool,
+    preferred: str | None = None,
+    caches: bool = False,
 ) -> int:
     """Runs the cases in `jobs` processes; the number of failures."""
     failures, passed, begun, end = 0, Counter(), time.time(), start + count
+    numbers = cases_of_caches(range(start, end)) if caches else range(start, end)
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, spawn, _prepare, (gpu,)) as pool:
         function = functools.partial(run, seed=seed, gpu=gpu, preferred=preferred)
-        results = pool.map(function, range(start, end))
-        for n, (ran, why) in enumerate(results, start):
+        results = zip(numbers, pool.map(function, numbers), strict=True)
+        for n, (number, (ran, why)) in enumerate(results, start):
             passed.update(ran)
             if why is not None:
                 failures += 1
-                print(f"case {n} of seed {seed}: {why}", flush=True)
+                print(f"case {number} of seed {seed}: {why}", flush=True)
             if (n + 1 - start) % 20 == 0 or n + 1 == end:
                 by = ", ".join(f"{n} by {name}" for name, n in sorted(passed.items()))
                 print(
@@ -152,6 +165,7 @@ def main() -> int:
     parser.add_argument(
         "--implementation", choices=BACKENDS, help="with --gpu: what runs a case that it supports"
     )
+    parser.add_argument("--caches", action="store_true", help="calls on caches alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="the first case")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
@@ -162,7 +176,8 @@ def main() -> int:
     if options.what.isdigit():
         count = int(options.what)
         jobs, preferred = options.jobs, options.implementation
-        return fuzz(count, options.seed, options.start, jobs, options.gpu, preferred) > 0
+        given = options.start, jobs, options.gpu, preferred, options.caches
+        return fuzz(count, options.seed, *given) > 0
     failure = fault(parse(options.what), options.gpu, options.implementation)
     print("passed" if failure is None else failure)
     return failure is not None
