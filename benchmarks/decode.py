@@ -7,7 +7,6 @@
 Each sequence has one query, bfloat16, random. Gigabytes a second are those of the keys and values up to the sequences' lengths,
 over the time of all kernels of a call by CUPTI, the median of bursts that alternate between the implementations. An
 implementation whose error against dense float32 attention is above twice that of dense bfloat16 attention gets no speed.
-Ours plans the step in the call, as its rivals do: `plan` is what that takes of the time, and layers of one program share it.
 `pages16` and `pages64` are ours on pages in random order.
 """
 
@@ -235,17 +234,16 @@ def page() -> str:
     setup, run, results = measured["setup"], measured["run"], measured["results"]
     names = [name for name in IMPLEMENTATIONS if any(name in x["rows"] for x in results.values())]
     rows = [
-        f"| | {' | '.join(names)} | ours / best rival | kernel alone |",
-        "|" + "---|" * (len(names) + 3),
+        f"| | {' | '.join(names)} | ours / best rival |",
+        "|" + "---|" * (len(names) + 2),
     ]
     for case, result in results.items():
         speeds = {who: row.get("gb_s") for who, row in result["rows"].items()}
         rivals = [x for who, x in speeds.items() if who not in OURS and x is not None]
         best = max(rivals, default=math.nan)
         own = result["rows"]["ours"]
-        alone = own["gb_s"] * own["ms"] / (own["ms"] - own["others_ms"]) / best
         cells = ["-" if speeds[name] is None else f"{speeds[name]:.0f}" for name in names]
-        rows.append(f"| {case} | {' | '.join(cells)} | {own['gb_s'] / best:.3f} | {alone:.3f} |")
+        rows.append(f"| {case} | {' | '.join(cells)} | {own['gb_s'] / best:.3f} |")
     largest = max(
         row["error"] / x["allowed"]
         for x in results.values()
@@ -259,8 +257,7 @@ def page() -> str:
 
 Gigabytes of keys and values a second, over the time of all kernels of a call. One query for each sequence, bfloat16, N = 32
 query heads and, if the name does not say otherwise, K = 8 key heads and H = 128; `b16_s8k` are 16 sequences of 8192 tokens.
-`pages16` and `pages64` are ours on pages of so many tokens. The last column has our decode kernel alone: layers
-of one program share the plan, small kernels of XLA before it.
+`pages16` and `pages64` are ours on pages of so many tokens in random order. A call is one kernel: nothing runs before or after it.
 
 {chr(10).join(rows)}
 

@@ -299,21 +299,39 @@ def test_the_cache_is_not_copied() -> None:
     assert temporary < 4 << 20 < k.size * 2
 
 
-def test_layers_share_a_plan() -> None:
-    """XLA makes the plan once where layers of a program have the same lengths, and copies no cache."""
+def entry_of_layers(count: int, page_size: int | None, packed: bool) -> str:
+    """The program of layers that attend to caches of the same lengths, as XLA compiles it for an H200."""
 
-    def run(q: Any, layers: list[Any], lengths: Any) -> Any:
+    def run(q: Any, layers: list[Any], lengths: Any, table: Any, starts: Any) -> Any:
+        queries = fa.Packed(starts) if packed else None
         for k, v in layers:
-            q = fa.cached_attention(q, fa.Cache(k, v, lengths))
+            cache = fa.Pages(k, v, table, lengths) if page_size else fa.Cache(k, v, lengths)
+            q = fa.cached_attention(q, cache, queries=queries)
         return q
 
-    q, k = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((4, 1, 32, 128), (4, 8192, 8, 128)))
-    lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
+    keys = (4, 8192) if page_size is None else (4 * 8192 // page_size, page_size)
+    k = jax.ShapeDtypeStruct((*keys, 8, 128), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((7, 32, 128) if packed else (4, 1, 32, 128), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((4, 8192 // (page_size or 64)), jnp.int32)
+    integers = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (4, 5))
     with hopper.planned_for_h200():
-        programs = [compile_gate.hlo_for_h200(run, q, [(k, k)] * n, lengths) for n in (1, 2)]
-    one, two = (program[program.index("ENTRY") :] for program in programs)
+        lengths, starts = integers
+        program = compile_gate.hlo_for_h200(run, q, [(k, k)] * count, lengths, table, starts)
+    return program[program.index("ENTRY") :]
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_a_decode_step_is_one_kernel(page_size: int | None) -> None:
+    entry = entry_of_layers(1, page_size, packed=False)
+    assert entry.count("custom-call(") == 1
+    assert not any(f" {other}(" in entry for other in ("fusion", "copy", "broadcast", "call"))
+
+
+def test_layers_of_packed_queries_share_a_plan() -> None:
+    """XLA makes the tables once where layers of a program have the same lengths, and copies no cache."""
+    one, two = (entry_of_layers(count, None, packed=True) for count in (1, 2))
     assert (one.count("custom-call("), two.count("custom-call(")) == (1, 2)
-    assert one.count(" fusion(") == two.count(" fusion(")
+    assert one.count(" fusion(") == two.count(" fusion(") > 0
     assert " copy(" not in two
 
 

@@ -89,6 +89,9 @@ def _rows(place: Any, count: int, columns: int) -> tuple[Any, int]:
     count = max(0, min(count, window[axis].stop - start))
     if count and start + count > shape[axis]:
         raise IndexError(f"rows {start} to {start + count} of {shape[axis]}")
+    for size, x in zip(shape, window, strict=False):
+        if count and not isinstance(x, slice) and not 0 <= x < size:
+            raise IndexError(f"rows at index {x} of {size}")
     window[axis] = slice(start, start + count, 1)
     return (key, interpret_utils.Access(tuple(window))), count
 

@@ -202,7 +202,7 @@ CASES = {
     "h256_hv64": Case((90,), dims=(256, 64)),
     "h64_hv192": Case((90,), dims=(64, 192)),
     "h80": Case((90,), dims=(80, 40)),
-    "pages_16": Case((256, 33), page_size=16),
+    "pages_16": Case((256, 33, 130), page_size=16),  # unused pages of a block are -5, and 2^30
     "pages_24": Case((120, 50), capacity=120, page_size=24),
     "pages_128": Case((200, 129), page_size=128),
     "window": Case((250, 90, 3), queries=3, q_len=3, distances=DistanceRange(-69, 0)),

@@ -85,6 +85,7 @@ class _Traced:
                 raise
         if shared.current.races:
             raise shared.RaceDetected(shared.current.races) from shared.current.failure
+        assert not shared.current.counting, "words still count arrivals after the last one"
         return jax.tree.unflatten(self._out, found)
 
 

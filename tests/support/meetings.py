@@ -96,8 +96,10 @@ def _prepare_arrivals(thread, place, **_):
 
     def prepare() -> None:
         words, _, _ = memory.get_buffer_content(*place, thread)
+        assert words.size == 2, "there is no such word"
         if not _counts(words):
             memory.store_buffer_content(*place, _word_of_arrivals(0), thread)
+            shared.current.counting.add((place[0], str(place[1].range)))
 
     memory.turns.tell(prepare)
 
@@ -112,7 +114,10 @@ def _arrive_last(thread, place, others, **_):
         assert _counts(words), "an arrival is counted in a word that is not prepared"
         before = int(words[0]) & 0xFFFF
         arrivals.append(before)
-        count = np.zeros(2, np.int32) if before == others else _word_of_arrivals(before + 1)
+        count = _word_of_arrivals(before + 1)
+        if before == others:
+            count = np.zeros(2, np.int32)
+            shared.current.counting.discard((place[0], str(place[1].range)))
         memory.store_buffer_content(*place, count, thread)
         if memory.detect_races:
             clock = memory.incr_clock(thread).copy()

@@ -79,6 +79,8 @@ class Run:
     )
     # by thread, those of the clusters that had arrived before it
     acquired: dict[Thread, dict[int, Clock]] = dataclasses.field(default_factory=dict)
+    # the words that count arrivals: all of them have had their last one when a launch ends
+    counting: set = dataclasses.field(default_factory=set)
     failure: Exception | None = None  # the first: the others only say that a thread was aborted
 
 

@@ -15,8 +15,8 @@ from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec
 from pallas_fa2.ir.call_spec import CallSpec, Operands
 from pallas_fa2.ir.trace import TracedFn, trace
 
-# A plan took 10 us, as seven small kernels of XLA's (docs/decisions/0076-decode-kernel.md); in that time the other kernels
-# visit 2000 keys or so, by estimate. It has fewer kernels since, and this was not counted anew.
+# When a plan took 10 us, as seven small kernels of XLA's (docs/decisions/0076-decode-kernel.md), the other kernels
+# visited 2000 keys or so in that time, by estimate. Now the lengths alone are made before; this was not counted anew.
 MIN_KEYS = 4096
 
 
