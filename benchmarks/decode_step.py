@@ -140,7 +140,7 @@ def measure(sizes: Sizes, attention: Callable, batch: int, length: int, steps: i
             out, caches = program(weights, caches, x)
             return out
 
-    run = Step()
+    run = Step()  # pyright: ignore[reportAbstractUsage]  # it is only called
     jax.block_until_ready(run(programs[0]))
     rounds = []
     for _ in range(3):

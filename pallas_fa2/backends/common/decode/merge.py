@@ -19,6 +19,7 @@ from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.decode.arrays import Cta
 from pallas_fa2.backends.common.decode.cursor import Tile
 from pallas_fa2.backends.common.decode.entries import Entry
+from pallas_fa2.backends.common.decode.plan_tables import FixedSplits, PlanTables
 from pallas_fa2.backends.common.decode.share import load_deal
 from pallas_fa2.backends.common.decode.spec import NO_MAXIMUM
 from pallas_fa2.backends.common.inline import asm, inline_op
@@ -63,9 +64,9 @@ class TileVisit(NamedTuple):
         num_blocks = jnp.minimum(entry.num_blocks - first_index, num_steps - step)
         return cls(cta, tile, entry, first_index, step, num_blocks)
 
-    def prepare(self, is_due: jax.Array) -> None:
+    def prepare(self, is_due: jax.Array | bool) -> None:
         """Prepare the word that counts the tile's splits, before the visit, if this is due and the tile is split."""
-        when(is_due & ~self._is_whole())(lambda: self._splits().prepare())
+        when(~self._is_whole() & is_due)(lambda: self._splits().prepare())
 
     def store(
         self, result: tuple[jax.Array, jax.Array], store: Callable[[jax.Array, jax.Array], None]
@@ -83,13 +84,20 @@ class TileVisit(NamedTuple):
     def _is_whole(self) -> jax.Array:
         if self.cta.spec.split_blocks is None:
             return self.num_blocks == self.entry.num_blocks
-        return self.cta.inputs.plan.load_fixed_splits(self.tile.entry).num_rows == 1
+        return load_fixed_splits(self.cta, self.tile.entry).num_rows == 1
 
     def _splits(self) -> "TileSplits":
         if self.cta.spec.split_blocks is None:
             first_step = self.step - self.first_index
             return TileSplits.of_ctas(self.cta, first_step, self.entry.num_blocks)
         return TileSplits.of_rows(self.cta, self.tile.head, self.tile.entry)
+
+
+def load_fixed_splits(cta: Cta[Any], row: Scalar) -> FixedSplits:
+    """Load the rows of the entry whose fixed split a row of the plan is."""
+    plan = cta.inputs.plan
+    assert isinstance(plan, PlanTables), "fixed splits have tables"
+    return plan.load_fixed_splits(row)
 
 
 class TileSplits(NamedTuple):
@@ -113,7 +121,7 @@ class TileSplits(NamedTuple):
     @classmethod
     def of_rows(cls, cta: Cta[Any], head: Scalar, row: Scalar) -> "TileSplits":
         """Load the rows of the tile whose fixed split this one is."""
-        first, count = cta.inputs.plan.load_fixed_splits(row)
+        first, count = load_fixed_splits(cta, row)
         start = head * cta.spec.max_rows
         word = cta.outputs.arrivals.at[start + first]
         return cls(cta, start + row, start + first, start + first + count - 1, word)
