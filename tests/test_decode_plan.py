@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_fa2.backends.common.decode import plan_tables
+from pallas_fa2.backends.common.decode import plan_tables, support
+from pallas_fa2.backends.common.decode.config import MAX_IMBALANCE, DecodeConfig
 from pallas_fa2.backends.common.decode.deal import Deal
 from pallas_fa2.backends.common.decode.entries import Entry
 from pallas_fa2.backends.common.decode.plan_tables import FixedSplits, PlanTables
 from pallas_fa2.backends.common.decode.share import Share
+from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.decode.step_plan import MAX_ENTRIES, StepPlan
 from pallas_fa2.backends.common.primitives.launch import build_kernel
 from tests.support import interpreter, programs
 from tests.support.decode_cases import CASES, Case
 
-SHARE = Share(0, 0, 0, 0, 0, 0, Entry(*[0] * len(Entry._fields)), Deal(0, 0, 0))
+SHARE = Share(0, 0, 0, 0, 0, 0, Entry(*[0] * len(Entry._fields)), Deal(0, 0))
 
 
 def load_by_kernel(case: Case, count: int, like: Any, load: Callable[[Any, Any], Any]) -> Any:
@@ -202,3 +204,40 @@ def test_entries_are_all_queries_and_the_keys_that_they_attend_to(name: str) -> 
         assert blocks.stop == max(-(-kv_len // 64), 1)
         assert blocks.start == min(first // 64, blocks.stop - 1)
     assert sorted(tokens) == list(range(case.num_tokens))
+
+
+def spec_of(requests: int, blocks: int, split_blocks: int | None = None) -> DecodeSpec:
+    case = Case((1,) * requests, capacity=64 * blocks, heads=(8, 1), split_blocks=split_blocks)
+    return case.spec
+
+
+@pytest.mark.parametrize(
+    "spec, reason",
+    [
+        (spec_of(2, 1 << 16, split_blocks=1), None),
+        (spec_of(2, (1 << 16) + 1, split_blocks=1), "a sequence has 65536 splits at most"),
+        (spec_of(4, support.MAX_BLOCKS // 4), None),
+        (spec_of(4, support.MAX_BLOCKS // 4 + 1), "blocks of 64 keys are 2064"),
+    ],
+)
+def test_what_is_counted_has_a_bound(spec: DecodeSpec, reason: str | None) -> None:
+    found = support.unsupported_launch(spec)
+    assert found is None if reason is None else reason in (found or "")
+
+
+@pytest.mark.parametrize("requests", [1, 4, 512])
+@pytest.mark.parametrize("num_ctas", [1, 132, 264, 1000])
+def test_no_number_of_blocks_that_is_admitted_overflows(requests: int, num_ctas: int) -> None:
+    """int32 of NumPy wraps around as that of kernels does."""
+    config = DecodeConfig(64, 64, 2, 1, num_ctas)
+    longest = support.MAX_BLOCKS // requests
+    args = (np.int32(x) for x in (requests, requests * longest, longest))
+    deal = Deal.compute(config, 1, *map(jnp.int32, args))
+    total = requests * longest
+    begins = np.asarray(deal.first_block(jnp.arange(num_ctas + 1), jnp.int32(total)), np.int64)
+    sizes = np.diff(begins)
+    assert begins[0] == 0 and begins[-1] == total and (sizes >= 0).all()
+    assert sizes.max() <= MAX_IMBALANCE * total / num_ctas + 1
+    blocks = np.array([0, total // 3, total - 1])
+    owners = np.searchsorted(begins, blocks, side="right") - 1
+    np.testing.assert_array_equal(deal.cta_of(jnp.asarray(blocks, jnp.int32)), owners)

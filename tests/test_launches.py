@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import gc
 import importlib.metadata
 import logging
 import pathlib
@@ -331,27 +330,6 @@ def test_a_launch_that_cannot_be_exported_is_called_as_it_is(
     assert not launches._programs, "the launch holds arrays that are traced"
     lower(CALLS["forward"], *short())
     assert compilations and launches._programs
-
-
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_garbage_is_not_collected_while_a_launch_is_lowered(
-    is_enabled: bool, compilations: list
-) -> None:
-    seen = []
-
-    def launch(x: jax.Array) -> jax.Array:
-        seen.append(gc.isenabled())
-        return x + 1
-
-    was_enabled = gc.isenabled()
-    (gc.enable if is_enabled else gc.disable)()
-    try:
-        with launches.compiled_for(H200):
-            key = launches.LaunchKey("add", 0, "add")
-            jax.jit(launches.reusable(launch, key)).trace(jnp.ones(3))
-        assert seen == [False] and gc.isenabled() == is_enabled
-    finally:
-        (gc.enable if was_enabled else gc.disable)()
 
 
 def test_the_least_recently_used_launch_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ compilation begins as soon as they are lowered, in threads, and ends before XLA 
 
 import contextlib
 import contextvars
-import gc
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -152,26 +151,13 @@ def _lower(launch: Callable, signature: _Signature, text: str | None) -> "_Progr
         return results
 
     flat.__name__ = signature.key.name
-    with without_mesh(), _without_garbage_collection():
+    with without_mesh():
         exported = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=_CHECKS)(
             *signature.structs
         )
     kernels = kernels_of(exported.call, signature.structs)
     compilations = [Compilation(kernel, signature.device) for kernel in kernels]
     return _Program(signature.key.name, text, exported, out_tree, compilations)
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Do not look for cycles among objects meanwhile, if the process does: a kernel is lowered as hundreds of thousands of
-    objects that are all in use, and a seventh of its time goes to that search (docs/decisions/0071-first-calls.md)."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _load(signature: _Signature, text: str | None) -> "_Program | None":

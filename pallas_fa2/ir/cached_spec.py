@@ -77,13 +77,12 @@ class CachedOperands(NamedTuple):
     0 and its lse -inf.
     """
 
-    lengths: jax.Array  # int32 [B], any: below 0 is 0, and beyond S is S
+    lengths: jax.Array  # int32 [B], any: below 0 means 0, and beyond S means S
     # Mask and score data with the leading axes [B, K, G, T, S]. `q_index` is [B, 1, 1, T, 1], or [1, 1, 1, tokens, 1] for
     # packed queries, whose other per-query data have no batch axis either. `k_index` is [1, 1, 1, 1, S]: 0, 1, 2, ...
     call: Operands
-    table: jax.Array | None = (
-        None  # int32 [B, S / page], any: a page out of range is the first or the last one
-    )
+    # int32 [B, S / page], any: a page out of range is the first or the last one
+    table: jax.Array | None = None
     starts: jax.Array | None = None  # int32 [B + 1], not falling, 0 to tokens
     scales: Scales | None = None  # of keys and values of 8 bits
 

@@ -141,7 +141,7 @@ def dense(case: Case, q: Any, k: Any, v: Any) -> tuple[np.ndarray, np.ndarray]:
     for r, (length, start, end) in enumerate(
         zip(case.lengths, case.starts, case.starts[1:], strict=False)
     ):
-        length = min(length, case.capacity)
+        length = max(0, min(length, case.capacity))
         for token in range(start, end):
             distance = np.arange(length) - (length - end + token)
             attends = np.ones(length, bool)
@@ -192,6 +192,7 @@ CASES = {
     "empty": Case((200, 0, 70), heads=(2, 1)),
     "all_empty": Case((0, 0)),
     "too_long": Case((300, 1 << 30), capacity=100),
+    "negative": Case((-5, 70, -(2**31))),
     "short": Case((40, 7), capacity=40),
     "mha": Case((100,), heads=(3, 3)),
     "group_12": Case((150, 64), heads=(12, 1)),

@@ -53,7 +53,7 @@ class Outputs(NamedTuple):
     split_out: Any  # float32 [splits, Hv / 64, 64 * columns]: O^T, normalized, as its tiles lie in registers
     split_lse: Any  # float32 [splits, columns], in base 2
     # int32 [words, 2]: 64 bits that count the splits of a tile that are stored so far (`merge`), anything before the kernel
-    # and after it. That of a tile is its first CTA's, or that of its first fixed split.
+    # and after it. The word of a tile is that of its first CTA, or of its first fixed split.
     arrivals: Any
 
     @classmethod

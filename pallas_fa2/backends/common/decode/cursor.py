@@ -29,7 +29,8 @@ class KvCursor(NamedTuple):
     """The next block that is loaded.
 
     What it takes from device memory is read a block before it is needed: the tile's blocks when the tile before
-    begins, the pages of a block when the block before is loaded.
+    begins, the pages of a block when the block before is loaded. (Lengths, of which a `StepPlan` computes the blocks at once,
+    are in L1 since the CTA has computed its share.)
     """
 
     tile: Tile

@@ -35,8 +35,9 @@ from pallas_fa2.backends.common.primitives.named_barriers import NamedBarrier
 from pallas_fa2.backends.common.primitives.types import Ref, Registers, Scalar
 from pallas_fa2.control_flow import cond, when
 
-# The splits that are loaded together, as long as their O^T and the sum take no more registers of a thread: with more,
-# kernels spill. With H = 128 and 8 columns a split has 8, and where 8 heads share 264 CTAs, a tile has 33 splits: twice 17.
+# The splits that are loaded together, as long as their O^T and the sum take no more registers of a thread. With H = 128 and 8
+# columns a split has 8, and where 8 heads share 264 CTAs, a tile has 33 splits: twice 17. With 160 registers kernels of
+# 16 columns spill 8 bytes, and with 144 those of 8 bits, whose operands are in registers, 96 (ptxas 13.0, for an H200).
 MAX_LOADS, MAX_REGISTERS, MAX_REGISTERS_WITH_8_BITS = 17, 144, 128
 
 
@@ -65,7 +66,8 @@ class TileVisit(NamedTuple):
         return cls(cta, tile, entry, first_index, step, num_blocks)
 
     def prepare(self, is_due: jax.Array | bool) -> None:
-        """Prepare the word that counts the tile's splits, before the visit, if this is due and the tile is split."""
+        """Prepare the word that counts the tile's splits, if this is due and the tile is split: of a CTA's first tile before its
+        ring is filled, of others at the beginning of the visit."""
         when(~self._is_whole() & is_due)(lambda: self._splits().prepare())
 
     def store(
@@ -200,10 +202,11 @@ def _split_index(cta: Scalar, begins_tile: Any) -> Scalar:
     return 2 * cta + jnp.where(begins_tile, 1, 0)
 
 
-# What the upper 48 bits of a word are while it counts, and the lower 16 the arrivals. XLA has the memory of an output hold
-# anything before. As bfloat16, float16, float32 or float64 this is NaN, which no computation makes with these bits, and
-# 2^-48 of all words of integers have it. The last arrival sets the word to 0.
+# What the upper 48 bits of a word are while it counts; the lower 16 are the arrivals. XLA does not initialize outputs, and a word
+# that looked like one that counts would stay so. As bfloat16, float16, float32 or float64 this is NaN, with bits that no
+# instruction makes. Of words of random bits, as keys of 8 bits may be, 2^-48 have it: with 264 words, one launch in 10^12.
 COUNTS = 0xFFF7_7FF7_FFA2
+MAX_SPLITS = 1 << 16  # of a tile
 
 
 @inline_op("prepare_arrivals", plgpu.RefType())

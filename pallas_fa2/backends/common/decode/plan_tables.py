@@ -21,7 +21,7 @@ from pallas_fa2.backends.common.primitives.types import Scalar
 
 
 class FixedSplits(NamedTuple):
-    """The rows of an entry with fixed splits; behind the `Entry` of each of these rows."""
+    """The rows of an entry with fixed splits, which are stored after the columns of `Entry` in each of these rows."""
 
     first_row: Any
     num_rows: Any
@@ -52,8 +52,7 @@ class PlanTables(NamedTuple):
         row = ShareRow(*(self.shares[cta, i] for i in range(len(ShareRow._fields))))
         first_entry = _load_entry(self.shares, cta, len(ShareRow._fields))
         end = self.shares[cta + 1, ShareRow._fields.index("begin")]
-        total = I32(0)  # only `Deal.first_block` would need it
-        deal = Deal(row.least, row.rest, total)
+        deal = Deal(row.least, row.rest)
         return Share(
             row.begin, end, row.head, row.entry, row.tile_begin, row.num_entries, first_entry, deal
         )
@@ -74,11 +73,7 @@ def _load_entry(table: Any, row: Scalar, column: int) -> Entry:
 def make_tables(
     spec: DecodeSpec, config: DecodeConfig, lengths: jax.Array, starts: jax.Array | None
 ) -> PlanTables:
-    """Return the plan of requests of these lengths, int32 `[B]`; those beyond the capacity are cut off.
-
-    Without `starts` each request has as many queries as any other; otherwise request r has those from `starts[r]` to
-    `starts[r + 1]`, int32 `[B + 1]`, which are the last tokens of its sequence.
-    """
+    """Return the tables of a plan (`schedule.plan_decode`)."""
     index = jnp.arange(spec.max_entries, dtype=I32)
     lengths = jnp.clip(lengths, 0, spec.kv_len)
     if starts is None:
@@ -148,19 +143,19 @@ def _deal_shares(
     `counts`, int32 `[entries]`, are the blocks of each entry, 0 for those that do not exist.
     """
     starts = jnp.cumsum(counts, dtype=I32) - counts  # of entries, in the line of one head
-    of_head = counts.sum(dtype=I32)
+    head_blocks = counts.sum(dtype=I32)
     cta = jnp.arange(config.num_ctas + 1, dtype=I32)
-    deal = Deal.compute(config, spec.kv_heads, num_entries, of_head, counts.max())
-    begin = deal.first_block(cta)
+    deal = Deal.compute(config, spec.kv_heads, num_entries, head_blocks, counts.max())
+    begin = deal.first_block(cta, head_blocks * spec.kv_heads)
 
     def locate(begin: jax.Array) -> tuple[jax.Array, ...]:
-        head, in_head = lax.div(begin, of_head), lax.rem(begin, of_head)
+        head, in_head = lax.div(begin, head_blocks), lax.rem(begin, head_blocks)
         entry = jnp.minimum((starts[None] <= in_head[:, None]).sum(1, dtype=I32), num_entries) - 1
-        return head, entry, head * of_head + starts[entry]
+        return head, entry, head * head_blocks + starts[entry]
 
     head, entry, tile_begin = locate(begin)
     if spec.split_blocks is not None:  # the CTA before has a row that begins before its share ends
         begin = jnp.where(begin > tile_begin, tile_begin + counts[entry], begin)
         head, entry, tile_begin = locate(begin)
-    used, least, rest = (jnp.broadcast_to(x, cta.shape) for x in (num_entries, *deal[:2]))
+    used, least, rest = (jnp.broadcast_to(x, cta.shape) for x in (num_entries, *deal))
     return ShareRow(begin, head, entry, tile_begin, used, least, rest)

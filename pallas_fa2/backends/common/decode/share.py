@@ -5,14 +5,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.decode.deal import Deal
 from pallas_fa2.backends.common.decode.entries import Entry
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Scratch
 
 
 class Share(NamedTuple):
-    """The blocks of one CTA in the line, and the tile that it begins with: int32 scalars."""
+    """The blocks of one CTA in the line, and the tile that it begins with: int32 scalars.
+
+    A CTA without blocks begins where the line ends, with a head that does not exist: it loads nothing of a tile.
+    """
 
     begin: Any  # its first block
     end: Any
@@ -36,6 +38,5 @@ def allocate_deal() -> Scratch:
 
 
 def load_deal(memory: Ref) -> tuple[Scalar, Deal]:
-    """Load the first block of this CTA, and how the line is dealt. The total is left out, which only those need who
-    compute where shares begin."""
-    return memory[0], Deal(memory[1], memory[2], total=I32(0))
+    """Load the first block of this CTA, and how the line is dealt."""
+    return memory[0], Deal(memory[1], memory[2])

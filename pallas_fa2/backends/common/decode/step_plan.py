@@ -17,8 +17,9 @@ from pallas_fa2.backends.common.primitives import thread_ops
 from pallas_fa2.backends.common.primitives.layouts import LANES
 from pallas_fa2.backends.common.primitives.types import Scalar
 
-# A lane loads the lengths of its entries at once, 16 words. Each CTA reads all lengths: of more entries than these the
-# attention takes so long (25 us for a block of each) that a plan made before it, by XLA, costs less than it seems.
+# A lane loads the lengths of its entries at once, 16 words. Each CTA reads all lengths. One block of each of more entries than
+# these is 134 MB with K = 8 and H = 128, 28 us of device memory, beside which XLA's tables take 14 us at most
+# (docs/decisions/0084-decode-plan-in-the-kernel.md).
 MAX_ENTRIES = 16 * LANES
 
 
@@ -36,29 +37,28 @@ class StepPlan(NamedTuple):
         lane = thread_ops.thread_indices() & (LANES - 1)
         per_lane = -(-spec.max_entries // LANES)
         counts = [self._count_blocks(spec, lane * per_lane + i) for i in range(per_lane)]
-        of_lane = functools.reduce(jnp.add, counts)
-        of_head = thread_ops.uniform(thread_ops.warp_sum(of_lane))
-        longest = functools.reduce(jnp.maximum, counts)
-        longest = thread_ops.uniform(thread_ops.warp_max(longest))
-        num_entries = I32(spec.max_entries)
-        deal = Deal.compute(config, spec.kv_heads, num_entries, of_head, longest)
-        begin = deal.first_block(cta)
-        head, in_head = lax.div(begin, of_head), lax.rem(begin, of_head)
-        entry, start = _find(of_lane, in_head)
+        lane_blocks = functools.reduce(jnp.add, counts)
+        head_blocks = thread_ops.uniform(thread_ops.warp_sum(lane_blocks))
+        longest_of_lane = functools.reduce(jnp.maximum, counts)
+        longest = thread_ops.uniform(thread_ops.warp_max(longest_of_lane))
+        num_entries, total = I32(spec.max_entries), head_blocks * spec.kv_heads
+        deal = Deal.compute(config, spec.kv_heads, num_entries, head_blocks, longest)
+        begin, end = (deal.first_block(x, total) for x in (cta, cta + 1))
+        head, in_head = lax.div(begin, head_blocks), lax.rem(begin, head_blocks)
+        entry, start = _find(lane_blocks, in_head)
         if per_lane > 1:
             first = entry * per_lane
-            of_entry = self._count_blocks(spec, first + lane)
-            of_entry = jnp.where(lane < per_lane, of_entry, 0)
-            index, offset = _find(of_entry, in_head - start)
+            entry_blocks = self._count_blocks(spec, first + lane)
+            entry_blocks = jnp.where(lane < per_lane, entry_blocks, 0)
+            index, offset = _find(entry_blocks, in_head - start)
             entry, start = first + index, start + offset
-        tile_begin = head * of_head + start
+        tile_begin = head * head_blocks + start
         first_entry = self.load_entry(spec, entry)
-        end = deal.first_block(cta + 1)
         return Share(begin, end, head, entry, tile_begin, num_entries, first_entry, deal)
 
     def _count_blocks(self, spec: DecodeSpec, index: jax.Array) -> jax.Array:
         """Return the blocks of the entry of each thread's index, or 0 if there is none."""
-        length = thread_ops.gather_in_order(self.lengths, request_of(spec, index))
+        length = thread_ops.gather_after_barriers(self.lengths, request_of(spec, index))
         count = step_entry(spec, index, length).num_blocks
         return jnp.where(index < spec.max_entries, count, 0)
 

@@ -2,12 +2,15 @@
 
 from pallas_fa2.arithmetic import round_up
 from pallas_fa2.backends.common import compile_mods, limits
-from pallas_fa2.backends.common.decode.config import DecodeConfig
+from pallas_fa2.backends.common.decode.config import MAX_IMBALANCE, DecodeConfig
+from pallas_fa2.backends.common.decode.merge import MAX_SPLITS
 from pallas_fa2.backends.common.decode.mods import needs_mask_code
 from pallas_fa2.backends.common.decode.spec import MAX_COLUMNS, DecodeSpec
 from pallas_fa2.backends.common.limits import MAX_HEAD_DIM
 from pallas_fa2.ir.cached_spec import CachedSpec
 
+# They are counted in int32, and with whole tiles for each CTA the last ones begin up to `MAX_IMBALANCE` times as far.
+MAX_BLOCKS = int((1 << 31) / MAX_IMBALANCE) - (1 << 16)
 # As float32, in which scores compute with them, the positions of more keys are not exact (`TileValue.of_index`).
 MAX_INDEX = 1 << 23
 
@@ -24,7 +27,7 @@ def unsupported_reason(cached: CachedSpec) -> str | None:
             return f"head dims are multiples of 8 up to {MAX_HEAD_DIM}, but {name} is {dim}"
     if 0 in (call.batch, call.q_len, call.kv_len):
         return "it has queries and slots for keys, and here are none"
-    return _unsupported_mods(cached) or _unsupported_launch(DecodeSpec.of_call(cached))
+    return _unsupported_mods(cached) or unsupported_launch(DecodeSpec.of_call(cached))
 
 
 def _unsupported_mods(cached: CachedSpec) -> str | None:
@@ -51,15 +54,17 @@ def too_many_columns(queries: int, padded_group: int) -> str:
     )
 
 
-def _unsupported_launch(spec: DecodeSpec) -> str | None:
+def unsupported_launch(spec: DecodeSpec) -> str | None:
+    """Return why no kernel has a launch, or None."""
     if spec.columns > MAX_COLUMNS:
         return too_many_columns(spec.q_len, spec.padded_group)
     blocks = spec.max_entries * spec.kv_heads * -(-spec.kv_len // DecodeConfig.block_kv)
-    if blocks >= 1 << 31:  # they are counted in int32
-        return (
-            f"sequences times key heads times blocks of 64 keys are below 2^31, and here {blocks}"
-        )
+    if blocks > MAX_BLOCKS:
+        return f"sequences times key heads times blocks of 64 keys are {MAX_BLOCKS} at most, and here {blocks}"
     if spec.split_blocks is not None:
+        splits = spec.max_rows // spec.max_entries
+        if splits > MAX_SPLITS:
+            return f"a sequence has {MAX_SPLITS} splits at most, and here {splits}; make split_size larger"
         splits = spec.kv_heads * spec.max_rows * spec.columns
         return limits.too_many_elements(splits * round_up(spec.value_dim, 64))
     return None

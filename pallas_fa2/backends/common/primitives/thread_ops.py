@@ -59,11 +59,11 @@ def gather(_, source: Ref, indices: Registers) -> Registers:
 
 
 @inline_op("gather", plgpu.RefType(), PER_THREAD, result=PER_THREAD_I32)
-def gather_in_order(_, source: Ref, indices: Registers) -> Registers:
-    """Return what `gather` does, by loads that stay behind all barriers before them.
+def gather_after_barriers(_, source: Ref, indices: Registers) -> Registers:
+    """Return what `gather` does, by loads that stay after all barriers before them.
 
-    At its start a kernel prefetches descriptors and initializes barriers. ptxas would put the other loads, and what waits for
-    them, before that.
+    At its start a kernel prefetches TMA's descriptors and initializes barriers. ptxas puts other loads before that, and so
+    what waits for them: the descriptors then arrive a latency of device memory later.
     """
     return _gather("ld.global.b32", source, indices, side_effects=True)
 

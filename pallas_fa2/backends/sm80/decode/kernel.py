@@ -65,8 +65,10 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
     loader = KvLoader(cta, share, num_steps)
     tile, first_index = Tile(share.entry, share.head), share.begin - share.tile_begin
     share.store_deal(cta.memory.deal)
-    async_copy.sync_cta(1)
-    # before the loads of the ring, which take as long as the word takes to arrive
+    async_copy.sync_cta(
+        1
+    )  # the deal is there for all warps; on Hopper the first wait for a barrier is enough
+    # before the loads of the ring, so that the word arrives while it fills
     first_visit = TileVisit.of(cta, tile, share.first_entry, first_index, I32(0), num_steps)
     first_visit.prepare(num_steps > 0)
     loads = loader.fill_ring(loader.line.start(tile, first_index, share.first_entry.key_blocks))

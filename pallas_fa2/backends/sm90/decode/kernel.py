@@ -83,7 +83,7 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
         loader.load_q(I32(0), first_entry.first_query, share.head)
 
     share.store_deal(cta.memory.deal)
-    # before the loads of the ring, which take as long as the word takes to arrive
+    # before the loads of the ring, so that the word arrives while it fills
     first_visit = TileVisit.of(cta, tile, first_entry, first_index, I32(0), num_steps)
     first_visit.prepare(num_steps > 0)
     first_block = loader.line.start(tile, first_index, first_entry.key_blocks)
