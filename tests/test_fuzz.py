@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import api, parse_cached, pytree_fn, trace_mods
+from pallas_fa2 import api, pytree_fn, trace_mods
 from pallas_fa2.backends.common import dropout
 from pallas_fa2.backends.xla import blockwise, tile
 from pallas_fa2.ir import equivalent_call
@@ -146,7 +146,7 @@ def one_later(*args: Any, q_positions: Any = None, **options: Any) -> Any:
 
 
 row_delta, dropout_bits = tile.row_delta, dropout.bits
-clamp_lengths, requests_of = parse_cached.clamp_lengths, equivalent_call.requests_of
+existing_keys, requests_of = equivalent_call._existing_keys, equivalent_call.requests_of
 SMALL = {"q_len": 33, "kv_len": 31, "blocks": (16, 16)}
 BUGS = {
     "the cotangent of lse": (tile, "row_delta", drop_dlse, Case(seed=1, **SMALL)),
@@ -178,9 +178,9 @@ BUGS = {
         Decoding(pieces=(5, 1, 1), mask=Window(2)),
     ),
     "the length of a sequence in a cache": (
-        parse_cached,
-        "clamp_lengths",
-        lambda cache: clamp_lengths(cache) + np.int32(1),
+        equivalent_call,
+        "_existing_keys",
+        lambda is_packed, lengths, *x: existing_keys(is_packed, lengths + np.int32(1), *x),
         Cached(lengths=(5, 8), new=(1, 1), page=4, mask=None),
     ),
     "the request of a packed query": (
