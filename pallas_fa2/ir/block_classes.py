@@ -23,7 +23,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 MAX_UNROLLED_REDUCTION = 4
 
 
-def _tile_minmax(x: jax.Array, axis: int, size: int, pick: str) -> jax.Array:
+def tile_minmax(x: jax.Array, axis: int, size: int, pick: str) -> jax.Array:
     """Return the minimum or maximum ("min" or "max") over each tile of one axis; the last tile may be short."""
     if x.shape[axis] == 1:
         return x
@@ -47,8 +47,8 @@ def _tile_range(x: jax.Array, block_q: int, block_kv: int) -> Interval:
     def reduce(pick: str) -> jax.Array:
         extremes = x
         for axis, block in ((Q_AXIS, block_q), (K_AXIS, block_kv)):
-            extremes = _tile_minmax(extremes, axis, common, pick)
-            extremes = _tile_minmax(extremes, axis, block // common, pick)
+            extremes = tile_minmax(extremes, axis, common, pick)
+            extremes = tile_minmax(extremes, axis, block // common, pick)
         return extremes
 
     return Interval(reduce("min"), reduce("max"))

@@ -70,7 +70,7 @@ def make(
     capacity: int = CAPACITY,
 ) -> Problem:
     """`tokens` queries of each sequence, or packed ones by `counts` if that is None; keys and values of `dtype`, or of
-    the 8 bits `quantized`; `capacity` is that of contiguous ones."""
+    the 8 bits `quantized`."""
     rng = np.random.default_rng(seed)
     batch, (q_heads, kv_heads) = len(lengths), heads
 
@@ -78,7 +78,7 @@ def make(
         return rng.standard_normal(shape).astype(np.float32).astype(dtype)
 
     if paged:
-        cache, slots = _pages(rng, random, lengths, kv_heads, dims, page)
+        cache, slots = _pages(rng, random, lengths, kv_heads, dims, page, capacity)
         cache, whole = _in_bits(cache, quantized, rng)
         arrays = [
             [x[slots[b]].reshape(-1, *x.shape[2:])[:n] for b, n in enumerate(lengths)]
@@ -141,9 +141,10 @@ def _pages(
     kv_heads: int,
     dims: tuple[int, int],
     page: int,
+    capacity: int,
 ) -> tuple:
     """Pages in any order, of which two sequences share the first; what no token needs is NaN, or no page."""
-    batch, width = len(lengths), CAPACITY // page
+    batch, width = len(lengths), capacity // page
     num_pages = batch * width + 3
     slots = rng.permutation(num_pages)[: batch * width].reshape(batch, width)
     slots[2, 0] = slots[0, 0]

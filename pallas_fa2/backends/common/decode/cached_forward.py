@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from pallas_fa2.backends.common.batching import batched
+from pallas_fa2.backends.common.decode import block_lists
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import plan_decode
@@ -44,9 +45,11 @@ def describe(spec: CachedSpec, config: DecodeConfig) -> str:
     """Describe the kernel that serves a call."""
     launch = DecodeSpec.of_call(spec)
     keys = "the pages in the pool" if spec.page_size else "keys in the cache"
+    lists = block_lists.lists_blocks(spec, launch, config)
+    work = "lists of the blocks that the mask does not hide" if lists else "lengths"
     return (
         f"{config.block_kv} keys x {launch.columns} columns, for {launch.q_len} queries of {launch.group} heads; "
-        f"{config.stages} stages, {config.num_ctas} persistent CTAs that read {keys}, in equal shares by lengths; the last "
+        f"{config.stages} stages, {config.num_ctas} persistent CTAs that read {keys}, in equal shares by {work}; the last "
         "one of a tile merges its splits"
     )
 
@@ -68,10 +71,13 @@ def forward(
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, lengths: Any, rest: tuple) -> tuple:
         starts, table, mods, scales = rest
         launch = DecodeSpec.of_call(spec, lengths.size, k.shape[2])
-        plan = plan_decode(launch, config, lengths, starts)
+        mods, visible = mods.in_rows(), None
+        if block_lists.lists_blocks(spec, launch, config):
+            visible = functools.partial(block_lists.visible_blocks, spec, launch, mods)
+        plan = plan_decode(launch, config, lengths, starts, visible)
         rows = q.reshape(-1, *q.shape[-2:])
         eight_bits = {} if scales is None else {"scales": scales}
-        out, lse = decode(launch, config, rows, k, v, plan, table, mods.in_rows(), **eight_bits)
+        out, lse = decode(launch, config, rows, k, v, plan, table, mods, **eight_bits)
         lse = jnp.swapaxes(lse.reshape(q.shape[:-1]), -1, -2)
         return out.reshape(*q.shape[:-1], out.shape[-1]), lse
 

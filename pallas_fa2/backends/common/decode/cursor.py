@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from pallas_fa2.arithmetic import I32, div
 from pallas_fa2.backends.common.decode.arrays import Cta, page_rows
-from pallas_fa2.backends.common.decode.entries import KeyBlocks
-from pallas_fa2.backends.common.primitives.types import Scalar
+from pallas_fa2.backends.common.decode.entries import Entry, KeyBlocks
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar
 
 
 class Tile(NamedTuple):
@@ -29,8 +29,8 @@ class KvCursor(NamedTuple):
     """The next block that is loaded.
 
     What it takes from device memory is read a block before it is needed: the tile's blocks when the tile before
-    begins, the pages of a block when the block before is loaded. (Lengths, of which a `StepPlan` computes the blocks at once,
-    are in L1 since the CTA has computed its share.)
+    begins, the pages of a block when the block before is loaded, and its number in a list when that one's pages are. (Lengths, of
+    which a `StepPlan` computes the blocks at once, are in L1 since the CTA has computed its share.)
     """
 
     tile: Tile
@@ -38,6 +38,7 @@ class KvCursor(NamedTuple):
     blocks: KeyBlocks  # of the tile
     next_blocks: KeyBlocks  # of the next tile
     pages: tuple[Scalar, ...]  # of the block, if the cache is paged, as the table has them
+    listed: tuple[Scalar, ...]  # the block and the one after it, if a list says which they are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +56,30 @@ class BlockLine:
 
     def start(self, tile: Tile, index: Scalar, blocks: KeyBlocks) -> KvCursor:
         """Return the cursor of a CTA's first block."""
-        next_blocks = self._load_blocks(self.next_tile(tile))
-        return KvCursor(tile, index, blocks, next_blocks, self._load_pages(blocks, index))
+        next_blocks, listed = self._load_blocks(self.next_tile(tile)), ()
+        if self.block_list is not None:
+            first = self.block_list[blocks.first_block + index]
+            listed = first, self._load_following(tile, index, blocks)
+        pages = self._load_pages(blocks, index, listed)
+        return KvCursor(tile, index, blocks, next_blocks, pages, listed)
 
     def advance(self, cursor: KvCursor) -> KvCursor:
         """Return the cursor of the next block."""
-        tile, index, blocks, next_blocks, _ = cursor
+        tile, index, blocks, next_blocks, _, listed = cursor
         is_last = index + 1 >= blocks.num_blocks
         tile = select(is_last, self.next_tile(tile), tile)
         index = jnp.where(is_last, 0, index + 1)
         blocks = select(is_last, next_blocks, blocks)
         following = self._load_blocks(self.next_tile(tile))
-        return KvCursor(tile, index, blocks, following, self._load_pages(blocks, index))
+        if self.block_list is not None:
+            listed = listed[1], self._load_following(tile, index, blocks)
+        pages = self._load_pages(blocks, index, listed)
+        return KvCursor(tile, index, blocks, following, pages, listed)
+
+    @property
+    def block_list(self) -> Ref | None:
+        """The blocks of the line of one head, or None if tiles visit blocks one after another."""
+        return self.cta.inputs.plan.blocks
 
     @property
     def copied_rows(self) -> range:
@@ -81,18 +94,37 @@ class BlockLine:
 
     def first_key(self, cursor: KvCursor) -> Scalar:
         """Compute the index of a block's first key."""
-        return (cursor.blocks.first_block + cursor.block_index) * self.cta.config.block_kv
+        block = self._block(cursor.blocks, cursor.block_index, cursor.listed)
+        return block * self.cta.config.block_kv
+
+    def load_first_key(self, entry: Entry, index: Scalar) -> Scalar:
+        """Return the index of the first key of a block of an entry, by the list if there is one."""
+        block = entry.first_block + index
+        if self.block_list is not None:
+            block = self.block_list[block]
+        return block * self.cta.config.block_kv
+
+    def _block(self, blocks: KeyBlocks, index: Scalar, listed: tuple[Scalar, ...]) -> Scalar:
+        return listed[0] if listed else blocks.first_block + index
+
+    def _load_following(self, tile: Tile, index: Scalar, blocks: KeyBlocks) -> Scalar:
+        """Load the block after one in the list, and compute nothing with it. The first one follows the last one of a head."""
+        assert self.block_list is not None
+        is_last = (index + 1 >= blocks.num_blocks) & (tile.entry + 1 >= self.num_entries)
+        return self.block_list[jnp.where(is_last, 0, blocks.first_block + index + 1)]
 
     def _load_blocks(self, tile: Tile) -> KeyBlocks:
         # nothing is loaded of a tile after the last one
         return self.cta.load_entry(tile.entry).key_blocks
 
-    def _load_pages(self, blocks: KeyBlocks, index: Scalar) -> tuple[Scalar, ...]:
+    def _load_pages(
+        self, blocks: KeyBlocks, index: Scalar, listed: tuple[Scalar, ...]
+    ) -> tuple[Scalar, ...]:
         """Load the pages of a block, and compute nothing with them, which would wait for them."""
         page_size, table = self.cta.spec.page_size, self.cta.inputs.table
         if page_size is None:
             return ()
-        first_key = (blocks.first_block + index) * self.cta.config.block_kv
+        first_key = self._block(blocks, index, listed) * self.cta.config.block_kv
         last_entry = table.shape[1] - 1
 
         def load_page(key: Scalar) -> Scalar:

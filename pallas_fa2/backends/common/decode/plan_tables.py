@@ -1,8 +1,11 @@
-"""Tables that say which CTA reads which blocks of keys, which XLA makes on the device: of packed queries and of fixed
-splits.
+"""Tables that say which CTA reads which blocks of keys, which XLA makes on the device: of packed queries, of fixed
+splits, and where a mask hides blocks.
 
 With fixed splits (`DecodeSpec.split_blocks`) entries are split at multiples of so many keys, each split is a row of the line
 of its own, and CTAs have whole rows: which sums are rounded then depends on nothing but the sequence itself.
+
+Where a mask hides blocks, a list says which blocks are in the line of a head: those that an entry visits are consecutive in
+it, and no longer in the cache.
 """
 
 from typing import Any, NamedTuple
@@ -12,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.decode.block_lists import BlockList, VisibleBlocks
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.deal import Deal
 from pallas_fa2.backends.common.decode.entries import Entry, step_entry, visit_blocks
@@ -46,6 +50,9 @@ class PlanTables(NamedTuple):
     shares: Any
     # int32 [entries, 7]: `Entry`; with fixed splits [rows, 9], `FixedSplits` too
     entries: Any
+    # int32 [entries * blocks of a full cache]: the blocks of the line of one head, if a mask hides some. An entry's
+    # `first_block` is then the place of its first one in this list.
+    blocks: Any = None
 
     def load_share(self, spec: DecodeSpec, config: DecodeConfig, cta: Scalar) -> Share:
         """Load the share of a CTA."""
@@ -71,7 +78,11 @@ def _load_entry(table: Any, row: Scalar, column: int) -> Entry:
 
 
 def make_tables(
-    spec: DecodeSpec, config: DecodeConfig, lengths: jax.Array, starts: jax.Array | None
+    spec: DecodeSpec,
+    config: DecodeConfig,
+    lengths: jax.Array,
+    starts: jax.Array | None,
+    visible_blocks: VisibleBlocks | None = None,
 ) -> PlanTables:
     """Return the tables of a plan (`schedule.plan_decode`)."""
     index = jnp.arange(spec.max_entries, dtype=I32)
@@ -82,21 +93,28 @@ def make_tables(
     else:
         entries, num_entries = _packed_entries(spec, lengths, starts.astype(I32))
     count = jnp.where(index < num_entries, entries.num_blocks, 0)
-    entries = entries._replace(num_blocks=count)
-    columns = list(entries)
+    entries = Entry(*(jnp.broadcast_to(x, index.shape) for x in entries))
+    entries, owner, splits, listed = entries._replace(num_blocks=count), index, (), None
+    if visible_blocks is not None:
+        listed = BlockList.make(entries, visible_blocks, spec.split_blocks)
     if spec.split_blocks is not None:
-        entries, splits, num_entries = _split_entries(spec, spec.split_blocks, entries)
-        columns = [*entries, *splits]
+        entries, owner, splits, num_entries = _split_entries(spec, spec.split_blocks, entries)
+    if listed is not None:
+        entries = listed.locate(owner, entries)
+    columns = [*entries, *splits]
     shares = _deal_shares(spec, config, entries.num_blocks, num_entries)
     table = jnp.stack(columns, 1)
     first_entries = table[shares.entry, : len(Entry._fields)]
-    return PlanTables(jnp.concatenate([jnp.stack(shares, 1), first_entries], 1), table)
+    return PlanTables(
+        jnp.concatenate([jnp.stack(shares, 1), first_entries], 1), table, listed and listed.blocks
+    )
 
 
 def _split_entries(
     spec: DecodeSpec, split_blocks: int, entries: Entry
-) -> tuple[Entry, FixedSplits, jax.Array]:
-    """Split entries at multiples of `split_blocks` blocks; return their rows, whose they are, and how many there are."""
+) -> tuple[Entry, jax.Array, FixedSplits, jax.Array]:
+    """Split entries at multiples of `split_blocks` blocks; return their rows, whose they are, the rows of each one's entry, and
+    how many there are."""
     first_split = lax.div(entries.first_block, I32(split_blocks))
     end = entries.first_block + entries.num_blocks
     count = lax.div(end + (split_blocks - 1), I32(split_blocks)) - first_split
@@ -107,11 +125,11 @@ def _split_entries(
     owner = jnp.minimum(owner, spec.max_entries - 1)
     splits = FixedSplits((ends - count)[owner], count[owner])
     multiple = (first_split[owner] + row - splits.first_row) * split_blocks
-    rows = Entry(*(jnp.broadcast_to(x, ends.shape)[owner] for x in entries))
+    rows = Entry(*(x[owner] for x in entries))
     begin = jnp.maximum(rows.first_block, multiple)
     size = jnp.minimum(end[owner], multiple + split_blocks) - begin
     rows = rows._replace(num_blocks=jnp.where(row < ends[-1], size, 0), first_block=begin)
-    return rows, splits, ends[-1]
+    return rows, owner, splits, ends[-1]
 
 
 def _packed_entries(

@@ -9,6 +9,7 @@ side by side in device memory. Where all tiles are equally long, and come out ne
 import jax
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.decode.block_lists import VisibleBlocks
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.plan_tables import PlanTables, make_tables
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
@@ -18,14 +19,19 @@ type DecodePlan = PlanTables | StepPlan
 
 
 def plan_decode(
-    spec: DecodeSpec, config: DecodeConfig, lengths: jax.Array, starts: jax.Array | None = None
+    spec: DecodeSpec,
+    config: DecodeConfig,
+    lengths: jax.Array,
+    starts: jax.Array | None = None,
+    visible_blocks: VisibleBlocks | None = None,
 ) -> DecodePlan:
     """Return the plan of requests of these lengths, integers `[B]`; those beyond the capacity are cut off.
 
     Without `starts` each request has as many queries as any other; otherwise request r has those from `starts[r]` to
-    `starts[r + 1]`, int32 `[B + 1]`, which are the last tokens of its sequence.
+    `starts[r + 1]`, int32 `[B + 1]`, which are the last tokens of its sequence. With `visible_blocks`, bool `[entries,
+    blocks]` of all entries, those that are not visible are not in the line.
     """
     lengths = lengths.astype(I32)
     if starts is None and spec.split_blocks is None and spec.max_entries <= MAX_ENTRIES:
-        return StepPlan(lengths)
-    return make_tables(spec, config, lengths, starts)
+        return StepPlan.make(spec, lengths, visible_blocks)
+    return make_tables(spec, config, lengths, starts, visible_blocks)

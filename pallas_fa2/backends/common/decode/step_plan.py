@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.decode.block_lists import BlockList, VisibleBlocks
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.deal import Deal
 from pallas_fa2.backends.common.decode.entries import Entry, request_of, step_entry
@@ -27,10 +28,32 @@ class StepPlan(NamedTuple):
     """The lengths, from which each CTA computes its share, and a tile its entry."""
 
     lengths: Any  # int32 [B]
+    # Where a mask hides blocks: int32 [entries + 1], how many blocks of the line of a head come before an entry's, and int32
+    # [entries * blocks of a full cache], these blocks. An entry's `first_block` is then the place of its first one there.
+    blocks_before: Any = None
+    blocks: Any = None
+
+    @classmethod
+    def make(
+        cls, spec: DecodeSpec, lengths: jax.Array, visible_blocks: VisibleBlocks | None
+    ) -> "StepPlan":
+        """Return the plan of requests of these lengths, int32 `[B]`. With `visible_blocks` XLA lists them."""
+        if visible_blocks is None:
+            return cls(lengths)
+        index = jnp.arange(spec.max_entries, dtype=I32)
+        entries = step_entry(spec, index, jnp.repeat(lengths, spec.entries_per_request))
+        listed = BlockList.make(entries, visible_blocks)
+        located = listed.locate(index, entries)
+        end = located.first_block[-1:] + located.num_blocks[-1:]
+        return cls(lengths, jnp.concatenate([located.first_block, end]), listed.blocks)
 
     def load_entry(self, spec: DecodeSpec, index: Scalar) -> Entry:
         """Compute an entry from the length of its request."""
-        return step_entry(spec, index, self.lengths[request_of(spec, index)])
+        entry = step_entry(spec, index, self.lengths[request_of(spec, index)])
+        if self.blocks is None:
+            return entry
+        first = self.blocks_before[index]
+        return entry._replace(first_block=first, num_blocks=self.blocks_before[index + 1] - first)
 
     def load_share(self, spec: DecodeSpec, config: DecodeConfig, cta: Scalar) -> Share:
         """Compute the share of a CTA from all lengths. All warps do the same, so that none waits for another."""
@@ -58,8 +81,13 @@ class StepPlan(NamedTuple):
 
     def _count_blocks(self, spec: DecodeSpec, index: jax.Array) -> jax.Array:
         """Return the blocks of the entry of each thread's index, or 0 if there is none."""
-        length = thread_ops.gather_after_barriers(self.lengths, request_of(spec, index))
-        count = step_entry(spec, index, length).num_blocks
+        if self.blocks is None:
+            length = thread_ops.gather_after_barriers(self.lengths, request_of(spec, index))
+            count = step_entry(spec, index, length).num_blocks
+        else:
+            before = self.blocks_before
+            begin, end = (thread_ops.gather_after_barriers(before, index + i) for i in range(2))
+            count = end - begin
         return jnp.where(index < spec.max_entries, count, 0)
 
 

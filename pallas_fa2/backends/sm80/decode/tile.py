@@ -54,7 +54,7 @@ class Split:
         memory, config = self.cta.memory, self.cta.config
         step, stages = self.first_step + i, config.stages
         slot = rem(step, stages)
-        first_key = (self.entry.first_block + self.first_index + i) * config.block_kv
+        first_key = self.loader.line.load_first_key(self.entry, self.first_index + i)
         self.loader.wait()  # for K_j and Q; all warps have left the block before
         self.loader.load_values(step + (stages - 1), state.loads.values)
         tile = ScoreTile(self.cta, self.entry, self.head, first_key)

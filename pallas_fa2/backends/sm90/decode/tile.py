@@ -75,7 +75,7 @@ class Split:
         spec, memory, config = self.cta.spec, self.cta.memory, self.cta.config
         step = self.first_step + i
         slot = lax.rem(step, I32(config.stages))
-        first_key = (self.entry.first_block + self.first_index + i) * config.block_kv
+        first_key = self.loader.line.load_first_key(self.entry, self.first_index + i)
         plgpu.barrier_wait(memory.kv_full.at("k", slot))
         tile, value_scales = ScoreTile(self.cta, self.entry, self.head, first_key), None
         s = tile.mask(self.multiply_s(slot, q_scale))
