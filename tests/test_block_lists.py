@@ -1,6 +1,7 @@
 """The lists of blocks of decode kernels against NumPy: all blocks that hold a visible key, and few others."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import pallas_fa2 as fa
 from pallas_fa2.backends.common.decode import block_lists
@@ -31,6 +33,7 @@ RNG = np.random.default_rng(3)
 DOCUMENTS = np.sort(RNG.integers(0, 9, (4, CAPACITY)), 1)
 DENSE = np.zeros((4, 4, 1, CAPACITY), bool)
 DENSE[0, 3, 0, 70], DENSE[2, 0, 0, 140] = True, True
+PAIRS = RNG.random((4, 4, COUNTS.sum() + cached.UNUSED, CAPACITY)) < 0.01
 WIDTHS = np.array([1, 5, 70, 200], np.int32)
 
 
@@ -151,10 +154,16 @@ def test_entries_of_steps_list_the_blocks_that_they_see(name: str) -> None:
     check(cached.make(2, lengths=LENGTHS, capacity=CAPACITY, heads=(4, 2)), OF_STEPS[name])
 
 
-@pytest.mark.parametrize("name", MASKS)
+OF_PACKED = {
+    **MASKS,
+    "pairs": Masked(PAIRS, lambda b, n, t, q, k: PAIRS[b, n, t, k]),
+}
+
+
+@pytest.mark.parametrize("name", OF_PACKED)
 def test_entries_of_packed_queries_list_the_blocks_that_they_see(name: str) -> None:
     problem = cached.make(None, lengths=LENGTHS, counts=COUNTS, capacity=CAPACITY, heads=(4, 2))
-    check(problem, MASKS[name])
+    check(problem, OF_PACKED[name])
 
 
 @pytest.mark.parametrize("tokens", [2, None])
@@ -284,6 +293,37 @@ def test_layers_share_a_list() -> None:
     assert (one.count("custom-call("), two.count("custom-call(")) == (1, 2)
     assert one.count(" fusion(") == two.count(" fusion(") <= 8
     assert " copy(" not in two and " while(" not in two
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)], ids=str)
+@pytest.mark.parametrize("placed", ["sequences", slow("heads"), "shard_map"])
+def test_lists_on_two_gpus(placed: str, kind: AxisType) -> None:
+    """Each lists the blocks of its sequences, or of its heads; nothing is gathered."""
+    mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",), axis_types=(kind,))
+    sequences, heads = (None, "x") if placed == "heads" else ("x", None)
+    axes = jax.P(sequences, None, heads)
+
+    def array(dtype: Any, shape: tuple[int, ...], spec: jax.P) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    q = array(jnp.bfloat16, (4, 1, 32, 128), axes)
+    keys = array(jnp.bfloat16, (4, 16384, 8, 128), axes)
+    cache = fa.Cache(keys, keys, array(jnp.int32, (4,), jax.P(sequences)))
+    prefix, ids = (array(jnp.int32, x, jax.P(sequences)) for x in ((4,), (4, 16384)))
+
+    def run(q: Any, cache: Any, prefix: Any, ids: Any) -> Any:
+        widths = np.arange(32, dtype=np.int32)
+        same = fa.Segments(ids[:, -1:], kv_ids=ids)
+        mask = fa.Prefix(prefix) | same | of_head(heads={"width": widths})
+        return fa.cached_attention(q, cache, mask=mask, return_lse=True)
+
+    if placed == "shard_map":
+        specs = axes, fa.Cache(axes, axes, jax.P("x")), jax.P("x"), jax.P("x")  # pyright: ignore
+        run = jax.shard_map(run, in_specs=specs, out_specs=jax.P("x"))
+    with hopper.planned_for_h200(), jax.set_mesh(mesh):
+        hlo = compile_gate.hlo_for_h200s(run, q, cache, prefix, ids)
+    assert not re.search("all-gather|all-to-all|all-reduce|collective-permute", hlo)
+    assert f"s32[{(4 if placed == 'heads' else 2) * 256}]" in hlo  # the list
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pallas_fa2.parse_cached import parse_cached
 from pallas_fa2.planning.cached_plan import make_cached_plan
 from tests.support import cached, compile_gate, interpreter
 from tests.support.cached_features import FEATURES, LAYOUTS, check_on_the_kernel, on_the_kernel
-from tests.support.hopper import A100, H200, planned_for_h200
+from tests.support.hopper import A100, H200, planned_for, planned_for_h200
 from tests.support.tiers import slow, slow_but
 
 
@@ -150,3 +150,26 @@ def test_the_kernel_of_hopper_on_two_gpus(placed: str, quantized: str, kind: Axi
     assert (
         f"{'f16' if quantized else 'bf16'}[{half},4,1,128]" in hlo
     )  # rows of tokens and key heads
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.kind)
+@pytest.mark.parametrize("layout", ["pages", "packed", "fixed_splits"])
+def test_loops_of_the_kernels_are_traced_in_shard_map(layout: str, device: Any) -> None:
+    """What is loaded varies over its axes there, and what is computed does not: loops carry both."""
+    mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",))
+    bf16, i32 = jnp.bfloat16, jnp.int32
+    q, lengths = jax.ShapeDtypeStruct((4, 1, 32, 128), bf16), jax.ShapeDtypeStruct((4,), i32)
+    pool, table = jax.ShapeDtypeStruct((512, 64, 8, 128), bf16), jax.ShapeDtypeStruct((4, 64), i32)
+    keys = jax.ShapeDtypeStruct((4, 4096, 8, 128), bf16)
+    pages = layout == "pages"
+    cache = fa.Pages(pool, pool, table, lengths) if pages else fa.Cache(keys, keys, lengths)
+
+    def run(q: Any, cache: Any) -> Any:
+        if layout == "packed":
+            queries = fa.Packed(jnp.arange(3, dtype=i32))
+            return fa.cached_attention(q[:, 0], cache, queries=queries)
+        return fa.cached_attention(q, cache, split_size=None if pages else 2048)
+
+    with planned_for(device), jax.set_mesh(mesh):
+        mapped = jax.shard_map(run, in_specs=jax.P("x"), out_specs=jax.P("x"))
+        assert jax.eval_shape(mapped, q, cache).shape[0] == 4

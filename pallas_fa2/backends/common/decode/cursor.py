@@ -11,6 +11,7 @@ from pallas_fa2.arithmetic import I32, div
 from pallas_fa2.backends.common.decode.arrays import Cta, page_rows
 from pallas_fa2.backends.common.decode.entries import Entry, KeyBlocks
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar
+from pallas_fa2.control_flow import as_carry
 
 
 class Tile(NamedTuple):
@@ -61,7 +62,7 @@ class BlockLine:
             first = self.block_list[blocks.first_block + index]
             listed = first, self._load_following(tile, index, blocks)
         pages = self._load_pages(blocks, index, listed)
-        return KvCursor(tile, index, blocks, next_blocks, pages, listed)
+        return as_carry(KvCursor(tile, index, blocks, next_blocks, pages, listed))
 
     def advance(self, cursor: KvCursor) -> KvCursor:
         """Return the cursor of the next block."""
@@ -74,7 +75,7 @@ class BlockLine:
         if self.block_list is not None:
             listed = listed[1], self._load_following(tile, index, blocks)
         pages = self._load_pages(blocks, index, listed)
-        return KvCursor(tile, index, blocks, following, pages, listed)
+        return as_carry(KvCursor(tile, index, blocks, following, pages, listed))
 
     @property
     def block_list(self) -> Ref | None:

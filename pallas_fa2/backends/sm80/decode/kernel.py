@@ -23,6 +23,7 @@ from pallas_fa2.backends.sm80.decode.loader import KvLoader, Loads
 from pallas_fa2.backends.sm80.decode.memory import SharedStorage
 from pallas_fa2.backends.sm80.decode.tile import Split
 from pallas_fa2.backends.sm80.primitives import async_copy
+from pallas_fa2.control_flow import as_carry
 
 
 def decode(
@@ -87,5 +88,5 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
         next_tile = loader.line.next_tile(tile)
         return ShareState(num_tiles + 1, step + num_blocks, next_tile, I32(0), loads)
 
-    state = ShareState(I32(0), I32(0), tile, first_index, loads)
+    state = as_carry(ShareState(I32(0), I32(0), tile, first_index, loads))
     lax.while_loop(lambda state: state.step < num_steps, visit_tile, state)

@@ -25,7 +25,7 @@ from pallas_fa2.backends.sm90.decode.epilogue import TileOutput
 from pallas_fa2.backends.sm90.decode.loader import KvLoader
 from pallas_fa2.backends.sm90.decode.memory import SharedStorage
 from pallas_fa2.backends.sm90.decode.tile import Split
-from pallas_fa2.control_flow import when
+from pallas_fa2.control_flow import as_carry, when
 from pallas_fa2.ir.quantized import Scales
 
 
@@ -113,6 +113,6 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
         visit.store((acc, lse), TileOutput(cta, entry, tile.head).store)
         return ShareState(num_tiles + 1, step + num_blocks, next_tile, I32(0), cursor)
 
-    state = ShareState(I32(0), I32(0), tile, first_index, cursor)
+    state = as_carry(ShareState(I32(0), I32(0), tile, first_index, cursor))
     lax.while_loop(lambda state: state.step < num_steps, visit_tile, state)
     plgpu.wait_smem_to_gmem(0)
