@@ -230,33 +230,29 @@ def test_causal_masks_at_given_positions_are_listed() -> None:
     assert lists_blocks(fa.Causal(), q_positions=jnp.zeros((1, 1), jnp.int32))
 
 
-# A device, queries of each sequence (packed ones if None), and other options of `cached.make` and of the call.
-LAYOUTS: dict[str, tuple[Any, int | None, dict, dict]] = {
-    "contiguous": (hopper.H200, 2, {}, {}),
-    "pages": (hopper.H200, 1, {"paged": True}, {}),
-    "packed": (hopper.H200, None, {}, {}),
-    "fixed_splits": (hopper.H200, 2, {}, {"split_size": 128}),
-    "fixed_splits_packed_pages": (hopper.H200, None, {"paged": True}, {"split_size": 64}),
-    "float8_in_parts": (hopper.H200, 7, {"quantized": FP8}, {}),
-    "int8_packed_pages": (hopper.H200, None, {"quantized": INT8, "paged": True}, {}),
-    "ampere": (hopper.A100, 2, {}, {}),
-    "ampere_packed_pages": (hopper.A100, None, {"paged": True}, {}),
-}
+# A device, a mask, queries of each sequence (packed ones if None), and other options of `cached.make` and of the call.
+LAYOUTS: dict[str, tuple[Any, str, int | None, dict, dict]] = {
+    "contiguous": (hopper.H200, "streaming", 2, {}, {}),
+    "pages": (hopper.H200, "chunked", 1, {"paged": True}, {}),
+    "packed": (hopper.H200, "streaming", None, {}, {}),
+    "fixed_splits": (hopper.H200, "streaming", 2, {}, {"split_size": 128}),
+    "fixed_splits_packed_pages": (
+        hopper.H200, "chunked", None, {"paged": True}, {"split_size": 64}
+    ),
+    "float8_in_parts": (hopper.H200, "streaming", 7, {"quantized": FP8}, {}),
+    "int8_packed_pages": (hopper.H200, "chunked", None, {"quantized": INT8, "paged": True}, {}),
+    "ampere": (hopper.A100, "chunked", 2, {}, {}),
+    "ampere_packed_pages": (hopper.A100, "streaming", None, {"paged": True}, {}),
+}  # fmt: skip
 QUICK = ("pages", "fixed_splits_packed_pages", "float8_in_parts", "ampere")
 
 
 @pytest.mark.parametrize("layout", [x if x in QUICK else slow(x) for x in LAYOUTS])
 def test_values_of_listed_blocks(layout: str) -> None:
-    device, tokens, made, options = LAYOUTS[layout]
-    sizes = {
-        "lengths": LENGTHS,
-        "counts": COUNTS,
-        "capacity": CAPACITY,
-        "page": 24,
-        "dims": (64, 64),
-    }
-    problem = cached.make(tokens, **sizes, **made, dtype=jnp.bfloat16, heads=(4, 2))
-    mask, visible = MASKS["streaming"][:2]
+    device, name, tokens, made, options = LAYOUTS[layout]
+    made = {"lengths": LENGTHS, "counts": COUNTS, "capacity": CAPACITY, "page": 24, **made}
+    problem = cached.make(tokens, **made, dims=(64, 64), dtype=jnp.bfloat16, heads=(4, 2))
+    mask, visible = MASKS[name][:2]
     feature = Feature(
         lambda problem: {"mask": mask, **options},
         lambda problem: {"visible": lambda b, row, q, k: visible(b, 0, row, q, k)},

@@ -32,6 +32,8 @@ type VisibleBlocks = Callable[
     [Entry], jax.Array
 ]  # of all entries, bool [entries, blocks of a full cache]
 
+# Of all entries together: the list and what it is made of take 14 bytes each, 0.9 GB.
+MAX_BLOCKS = 1 << 26
 # The positions of queries for which a mask that reads no data is classified when it is traced. Against all blocks of a million
 # keys these are a million intervals, some ms on the host.
 SAMPLED_QUERIES = 64
@@ -45,8 +47,8 @@ def lists_blocks(cached: CachedSpec, spec: DecodeSpec, config: DecodeConfig) -> 
     """
     if not needs_mask_code(cached):
         return False
-    blocks = spec.max_entries * spec.kv_heads * num_blocks(spec)
-    if blocks <= config.num_ctas * config.min_share:
+    blocks = spec.max_entries * num_blocks(spec)
+    if blocks * spec.kv_heads <= config.num_ctas * config.min_share or blocks > MAX_BLOCKS:
         return False
     assert cached.call.mask is not None
     return may_hide_blocks(cached.call.mask, spec.kv_len, cached.has_given_positions)
