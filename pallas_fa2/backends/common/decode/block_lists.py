@@ -28,14 +28,13 @@ from pallas_fa2.ir.intervals import Interval, evaluate
 from pallas_fa2.ir.tile_functions import ArgSource
 from pallas_fa2.ir.trace import TracedFn
 
-type VisibleBlocks = Callable[
-    [Entry], jax.Array
-]  # of all entries, bool [entries, blocks of a full cache]
+# Of all entries, bool [entries, blocks of a full cache].
+type VisibleBlocks = Callable[[Entry], jax.Array]
 
 # Of all entries together: the list and what it is made of take 14 bytes each, 0.9 GB.
 MAX_BLOCKS = 1 << 26
 # The positions of queries for which a mask that reads no data is classified when it is traced. Against all blocks of a million
-# keys these are a million intervals, some ms on the host.
+# keys these are a million intervals, and take the host less than its compiler does.
 SAMPLED_QUERIES = 64
 
 
@@ -85,10 +84,10 @@ def may_hide_blocks(mask: TracedFn, kv_len: int, has_given_positions: bool) -> b
 class BlockList(NamedTuple):
     """The blocks that entries visit, one entry after another: the line of a head."""
 
-    before: (
-        Any  # int32 [entries, blocks of a full cache]: how many blocks of the line come before each
-    )
-    blocks: Any  # int32 [entries * blocks of a full cache]: the line, as long as it is
+    # int32 [entries, blocks of a full cache]: how many blocks of the line come before each.
+    before: Any
+    # int32 [entries * blocks of a full cache]: the line, as long as it is.
+    blocks: Any
 
     @classmethod
     def make(
