@@ -10,6 +10,7 @@ same bytes.
 import argparse
 import pathlib
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 import matplotlib
@@ -78,13 +79,18 @@ def draw(record: dict[str, Any], phase: str) -> Figure:
         axis.set_xlabel("tokens")
     for axis in axes[:, 0]:
         axis.set_ylabel("TFLOP/s")
-    handles = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+    _add_legend(figure, axes.flat)
+    figure.suptitle(f"{record['setup']['device']}, bfloat16, {report.PHASES[phase]}")
+    return figure
+
+
+def _add_legend(figure: Figure, axes: Iterable[Axes]) -> None:
+    """Name each line of all panels once, below them."""
+    handles = {str(line.get_label()): line for axis in axes for line in axis.get_lines()}
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles),
         frameon=False,
     )  # fmt: skip
-    figure.suptitle(f"{record['setup']['device']}, bfloat16, {report.PHASES[phase]}")
-    return figure
 
 
 def _panel(axis: Axes, title: str, lines: dict[str, list], ceiling: float) -> None:
@@ -145,11 +151,7 @@ def draw_speedups(record: dict[str, Any]) -> Figure:
         axis.grid(color=INK, alpha=0.25, linewidth=0.6)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    handles = {line.get_label(): line for axis in axes for line in axis.get_lines()}
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles),
-        frameon=False,
-    )  # fmt: skip
+    _add_legend(figure, axes)
     figure.suptitle(f"Speed-up over one {record['setup']['device']}, bfloat16")
     return figure
 

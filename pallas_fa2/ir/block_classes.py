@@ -54,7 +54,7 @@ def _tile_range(x: jax.Array, block_q: int, block_kv: int) -> Interval:
     return Interval(reduce("min"), reduce("max"))
 
 
-def _positions(n: int, axis: int, block: int) -> Interval:
+def tile_positions(n: int, axis: int, block: int) -> Interval:
     """Return the range of positions in each tile of `n` tokens."""
     start = np.arange(0, n, block, dtype=np.int32)
     shape = [1] * NUM_LEADING_AXES
@@ -111,8 +111,8 @@ def _classes(
     """Classify the tiles by the ranges of the data in each, and of explicit positions of queries and keys."""
     assert spec.mask is not None
     if index is None:
-        q_index = _positions(spec.q_len, Q_AXIS, block_q)
-        index = q_index, _positions(spec.kv_len, K_AXIS, block_kv)
+        q_index = tile_positions(spec.q_len, Q_AXIS, block_q)
+        index = q_index, tile_positions(spec.kv_len, K_AXIS, block_kv)
     (out,) = evaluate(spec.mask.jaxpr.jaxpr, spec.mask.jaxpr.consts, [*index, *data])
     table = jnp.where(out.lo, FULL, jnp.where(out.hi, PARTIAL, EMPTY)).astype(jnp.int32)
     shape = *table.shape[:Q_AXIS], *_shape(spec, block_q, block_kv)[Q_AXIS:]

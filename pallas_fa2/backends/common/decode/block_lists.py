@@ -22,7 +22,7 @@ from pallas_fa2.backends.common.decode.entries import Entry
 from pallas_fa2.backends.common.decode.mods import K_POSITIONS, ModArrays, needs_mask_code
 from pallas_fa2.backends.common.decode.spec import BLOCK_KV, DecodeSpec
 from pallas_fa2.ir.arrays import K_AXIS, NUM_LEADING_AXES
-from pallas_fa2.ir.block_classes import eval_at_trace_time, tile_minmax
+from pallas_fa2.ir.block_classes import eval_at_trace_time, tile_minmax, tile_positions
 from pallas_fa2.ir.cached_spec import CachedSpec
 from pallas_fa2.ir.intervals import Interval, evaluate
 from pallas_fa2.ir.tile_functions import ArgSource
@@ -32,7 +32,7 @@ from pallas_fa2.ir.trace import TracedFn
 type VisibleBlocks = Callable[[Entry], jax.Array]
 
 # Of all entries together: the list and what it is made of take 14 bytes each, 0.9 GB.
-MAX_BLOCKS = 1 << 26
+MAX_LISTED_BLOCKS = 1 << 26
 # The positions of queries for which a mask that reads no data is classified when it is traced. Against all blocks of a million
 # keys these are a million intervals, and take the host less than its compiler does.
 SAMPLED_QUERIES = 64
@@ -46,16 +46,11 @@ def lists_blocks(cached: CachedSpec, spec: DecodeSpec, config: DecodeConfig) -> 
     """
     if not needs_mask_code(cached):
         return False
-    blocks = spec.max_entries * num_blocks(spec)
-    if blocks * spec.kv_heads <= config.num_ctas * config.min_share or blocks > MAX_BLOCKS:
+    blocks = spec.max_entries * spec.max_blocks
+    if blocks * spec.kv_heads <= config.num_ctas * config.min_share or blocks > MAX_LISTED_BLOCKS:
         return False
     assert cached.call.mask is not None
     return may_hide_blocks(cached.call.mask, spec.kv_len, cached.has_given_positions)
-
-
-def num_blocks(spec: DecodeSpec) -> int:
-    """Return the blocks of a full cache."""
-    return -(-spec.kv_len // BLOCK_KV)
 
 
 @functools.lru_cache(maxsize=512)
@@ -73,7 +68,9 @@ def may_hide_blocks(mask: TracedFn, kv_len: int, has_given_positions: bool) -> b
     def visible() -> jax.Array:
         q = jnp.asarray(query.reshape(-1, 1, 1, 1, 1))
         (out,) = evaluate(
-            mask.jaxpr.jaxpr, mask.jaxpr.consts, [Interval(q, q), _key_positions(kv_len)]
+            mask.jaxpr.jaxpr,
+            mask.jaxpr.consts,
+            [Interval(q, q), tile_positions(kv_len, K_AXIS, BLOCK_KV)],
         )
         return jnp.broadcast_to(out.hi.any((1, 2, 3)), (query.size, block.size))
 
@@ -109,13 +106,13 @@ class BlockList(NamedTuple):
         visits = lax.optimization_barrier(visits & (block < num_blocks)).reshape(-1)
         before = jnp.cumsum(visits, dtype=I32) - visits.astype(I32)
         number = jnp.broadcast_to(block, visible.shape).reshape(-1)
-        # All places differ, so that XLA needs no atomic operations; blocks that are not visited have some past the end.
-        places = jnp.where(visits, before, visits.size + jnp.arange(visits.size, dtype=I32))
-        line = jnp.zeros_like(number).at[places].set(number, mode="drop", unique_indices=True)
+        # All indices differ, so that XLA needs no atomic operations; those of blocks that are not visited are past the end.
+        index = jnp.where(visits, before, visits.size + jnp.arange(visits.size, dtype=I32))
+        line = jnp.zeros_like(number).at[index].set(number, mode="drop", unique_indices=True)
         return cls(before.reshape(visible.shape), line)
 
     def locate(self, owner: jax.Array, rows: Entry) -> Entry:
-        """Return rows of the entries `owner` with their places in the list: of the first block, and how many."""
+        """Return rows of the entries `owner` with the index of their first block in the list, and how many they have there."""
         exists, last = rows.num_blocks > 0, rows.first_block + rows.num_blocks - 1
         first = self.before[owner, rows.first_block]
         count = self.before[owner, jnp.maximum(last, 0)] + 1 - first  # the last one is visited
@@ -134,7 +131,7 @@ def visible_blocks(
     sources = compile_mods.argument_sources(cached.call)
     args = [ranges.of(source) for source in (sources.q, sources.k, *sources.mask)]
     (out,) = evaluate(mask.jaxpr.jaxpr, mask.jaxpr.consts, args)
-    return jnp.broadcast_to(out.hi.any((1, 2, 3)), (spec.max_entries, num_blocks(spec)))
+    return jnp.broadcast_to(out.hi.any((1, 2, 3)), (spec.max_entries, spec.max_blocks))
 
 
 class _Ranges:
@@ -154,7 +151,7 @@ class _Ranges:
     def of(self, source: ArgSource) -> Interval:
         """Return the range of an argument of the mask."""
         if source == K_POSITIONS:
-            return _key_positions(self.spec.kv_len)
+            return tile_positions(self.spec.kv_len, K_AXIS, BLOCK_KV)
         assert source.position is not None
         if source.side == "k":
             rows = _decode(self.mods.k[:, source.position - 1], source.dtype)
@@ -184,14 +181,8 @@ class _Ranges:
         batch, query = (n > 1 for n in (x.shape[0], x.shape[3]))
         if not query:
             return self._of_requests(x)
-        found = x[self.request[:, None] if batch else 0, :, :, self.query]
-        return jnp.moveaxis(found, 1, 3)  # indexed axes come first
-
-
-def _key_positions(kv_len: int) -> Interval:
-    first = np.arange(0, kv_len, BLOCK_KV, dtype=np.int32).reshape(1, 1, 1, 1, -1)
-    last = np.minimum(first + (BLOCK_KV - 1), np.int32(kv_len - 1))
-    return Interval(jnp.asarray(first), jnp.asarray(last))
+        by_query = x[self.request[:, None] if batch else 0, :, :, self.query]
+        return jnp.moveaxis(by_query, 1, 3)  # indexed axes come first
 
 
 def _blocks(x: jax.Array) -> Interval:

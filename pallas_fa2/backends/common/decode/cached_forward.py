@@ -21,7 +21,7 @@ from pallas_fa2.distributed.sharding import Axes, sharded
 from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec
 from pallas_fa2.ir.quantized import Scales
 
-# Of one launch; a call of more sequences has several. `support` bounds the blocks of a launch.
+# Of one launch; a call of more sequences has several. `support` bounds the blocks of the call.
 MAX_REQUESTS = 1 << 16
 
 

@@ -5,6 +5,7 @@ The functions take scalars or arrays, of XLA's or of a kernel's.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -53,6 +54,12 @@ def step_entry(spec: DecodeSpec, index: Any, length: Any) -> Entry:
     first_query = request * queries + before
     entry = Entry(0, 0, request, length, length - queries + before, first_query, num_queries)
     return visit_blocks(spec, entry)
+
+
+def step_entries(spec: DecodeSpec, lengths: jax.Array) -> Entry:
+    """Return all entries, by XLA, where all requests have as many queries; `lengths`, int32 `[B]`, are those of requests."""
+    index = jnp.arange(spec.max_entries, dtype=I32)
+    return step_entry(spec, index, jnp.repeat(lengths, spec.entries_per_request))
 
 
 def visit_blocks(spec: DecodeSpec, entry: Entry) -> Entry:

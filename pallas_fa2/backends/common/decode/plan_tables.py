@@ -1,5 +1,5 @@
 """Tables that say which CTA reads which blocks of keys, which XLA makes on the device: of packed queries, of fixed
-splits, and where a mask hides blocks.
+splits, and of many decode steps.
 
 With fixed splits (`DecodeSpec.split_blocks`) entries are split at multiples of so many keys, each split is a row of the line
 of its own, and CTAs have whole rows: which sums are rounded then depends on nothing but the sequence itself.
@@ -18,7 +18,7 @@ from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.decode.block_lists import BlockList, VisibleBlocks
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.deal import Deal
-from pallas_fa2.backends.common.decode.entries import Entry, step_entry, visit_blocks
+from pallas_fa2.backends.common.decode.entries import Entry, step_entries, visit_blocks
 from pallas_fa2.backends.common.decode.share import Share
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives.types import Scalar
@@ -51,7 +51,7 @@ class PlanTables(NamedTuple):
     # int32 [entries, 7]: `Entry`; with fixed splits [rows, 9], `FixedSplits` too
     entries: Any
     # int32 [entries * blocks of a full cache]: the blocks of the line of one head, if a mask hides some. An entry's
-    # `first_block` is then the place of its first one in this list.
+    # `first_block` is then the index of its first one in this list.
     blocks: Any = None
 
     def load_share(self, spec: DecodeSpec, config: DecodeConfig, cta: Scalar) -> Share:
@@ -86,10 +86,8 @@ def make_tables(
 ) -> PlanTables:
     """Return the tables of a plan (`schedule.plan_decode`)."""
     index = jnp.arange(spec.max_entries, dtype=I32)
-    lengths = jnp.clip(lengths, 0, spec.kv_len)
     if starts is None:
-        length = jnp.repeat(lengths, spec.entries_per_request)
-        entries, num_entries = step_entry(spec, index, length), I32(spec.max_entries)
+        entries, num_entries = step_entries(spec, lengths), I32(spec.max_entries)
     else:
         entries, num_entries = _packed_entries(spec, lengths, starts.astype(I32))
     count = jnp.where(index < num_entries, entries.num_blocks, 0)
@@ -139,7 +137,7 @@ def _packed_entries(
     requests, q_len = lengths.shape[0], spec.q_len
     # one request of no keys before all, and one after
     bounds = jnp.concatenate([jnp.array([0]), starts, jnp.array([spec.num_tokens])]).astype(I32)
-    lengths = jnp.pad(lengths, 1)
+    lengths = jnp.pad(jnp.clip(lengths, 0, spec.kv_len), 1)
     num_entries = lax.div(bounds[1:] - bounds[:-1] + (q_len - 1), I32(q_len))
     ends = jnp.cumsum(num_entries, dtype=I32)
     index = jnp.arange(spec.max_entries, dtype=I32)

@@ -28,8 +28,8 @@ def plan_decode(
     """Return the plan of requests of these lengths, integers `[B]`; those beyond the capacity are cut off.
 
     Without `starts` each request has as many queries as any other; otherwise request r has those from `starts[r]` to
-    `starts[r + 1]`, int32 `[B + 1]`, which are the last tokens of its sequence. With `visible_blocks`, bool `[entries,
-    blocks]` of all entries, those that are not visible are not in the line.
+    `starts[r + 1]`, int32 `[B + 1]`, which are the last tokens of its sequence. Blocks for which
+    `visible_blocks`, bool `[entries, blocks]` of all entries, is False are not in the line.
     """
     lengths = lengths.astype(I32)
     if starts is None and spec.split_blocks is None and spec.max_entries <= MAX_ENTRIES:

@@ -92,6 +92,11 @@ class DecodeSpec:
         return self.q_heads // self.kv_heads
 
     @property
+    def max_blocks(self) -> int:
+        """The blocks of keys of a full cache."""
+        return -(-self.kv_len // BLOCK_KV)
+
+    @property
     def max_rows(self) -> int:
         """The rows of the plan's table of entries at most: fixed splits have one each."""
         if self.split_blocks is None:

@@ -11,7 +11,7 @@ from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.decode.block_lists import BlockList, VisibleBlocks
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.deal import Deal
-from pallas_fa2.backends.common.decode.entries import Entry, request_of, step_entry
+from pallas_fa2.backends.common.decode.entries import Entry, request_of, step_entries, step_entry
 from pallas_fa2.backends.common.decode.share import Share
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives import thread_ops
@@ -29,7 +29,7 @@ class StepPlan(NamedTuple):
 
     lengths: Any  # int32 [B]
     # Where a mask hides blocks: int32 [entries + 1], how many blocks of the line of a head come before an entry's, and int32
-    # [entries * blocks of a full cache], these blocks. An entry's `first_block` is then the place of its first one there.
+    # [entries * blocks of a full cache], these blocks. An entry's `first_block` is then the index of its first one there.
     blocks_before: Any = None
     blocks: Any = None
 
@@ -40,10 +40,9 @@ class StepPlan(NamedTuple):
         """Return the plan of requests of these lengths, int32 `[B]`. With `visible_blocks` XLA lists them."""
         if visible_blocks is None:
             return cls(lengths)
-        index = jnp.arange(spec.max_entries, dtype=I32)
-        entries = step_entry(spec, index, jnp.repeat(lengths, spec.entries_per_request))
+        entries = step_entries(spec, lengths)
         listed = BlockList.make(entries, visible_blocks)
-        located = listed.locate(index, entries)
+        located = listed.locate(jnp.arange(spec.max_entries, dtype=I32), entries)
         end = located.first_block[-1:] + located.num_blocks[-1:]
         return cls(lengths, jnp.concatenate([located.first_block, end]), listed.blocks)
 

@@ -2,7 +2,7 @@
 
 from pallas_fa2.arithmetic import round_up
 from pallas_fa2.backends.common import compile_mods, limits
-from pallas_fa2.backends.common.decode.config import MAX_IMBALANCE, DecodeConfig
+from pallas_fa2.backends.common.decode.config import MAX_IMBALANCE
 from pallas_fa2.backends.common.decode.merge import MAX_SPLITS
 from pallas_fa2.backends.common.decode.mods import needs_mask_code
 from pallas_fa2.backends.common.decode.spec import MAX_COLUMNS, DecodeSpec
@@ -58,7 +58,7 @@ def unsupported_launch(spec: DecodeSpec) -> str | None:
     """Return why no kernel has a launch, or None."""
     if spec.columns > MAX_COLUMNS:
         return too_many_columns(spec.q_len, spec.padded_group)
-    blocks = spec.max_entries * spec.kv_heads * -(-spec.kv_len // DecodeConfig.block_kv)
+    blocks = spec.max_entries * spec.kv_heads * spec.max_blocks
     if blocks > MAX_BLOCKS:
         return f"sequences times key heads times blocks of 64 keys are {MAX_BLOCKS} at most, and here {blocks}"
     if spec.split_blocks is not None:

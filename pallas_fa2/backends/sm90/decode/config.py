@@ -31,8 +31,7 @@ def choose(spec: DecodeSpec, num_sms: int) -> DecodeConfig | None:
     num_tiles = spec.max_entries * spec.kv_heads
     fills_sms_once = num_sms / MAX_IMBALANCE <= num_tiles <= num_sms
     fills_sms_once &= spec.page_size is None and spec.quantized is None
-    most_blocks = num_tiles * -(-spec.kv_len // DecodeConfig.block_kv)
-    fills_sms_once |= most_blocks <= num_sms * DecodeConfig.min_share
+    fills_sms_once |= num_tiles * spec.max_blocks <= num_sms * DecodeConfig.min_share
     dims = round_up(spec.head_dim, 64), round_up(spec.value_dim, 64)
     item = 1 if spec.quantized else 2
     stage_bytes = DecodeConfig.block_kv * sum(dims) * item + scale_bytes(spec)
