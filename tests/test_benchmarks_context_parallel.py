@@ -152,6 +152,14 @@ def test_documents_are_ordered_so_that_devices_compute_equally_much():
     assert work.max() < 1.02 * work.mean() < packing.pairs(lengths, 2).max() / 1.05
 
 
+def test_documents_are_counted_in_the_order_in_which_they_are_packed() -> None:
+    case = Case("documents", 65_536, "balanced")
+    order = case.order(2)
+    before, ids = case.ids()[0, order], case.ids_at(order)[0]
+    assert (np.diff(before) < 0).any() and (np.diff(ids) >= 0).all() and ids.max() == before.max()
+    assert ((np.diff(before) != 0) == (np.diff(ids) != 0)).all()
+
+
 def test_the_largest_and_the_smallest_word_are_finite_inputs() -> None:
     values = context_parallel.normal_from_bits(jnp.array([0, 2**32 - 1], jnp.uint32))
     assert np.isfinite(np.asarray(values, np.float32)).all() and values[0] == -values[1]
