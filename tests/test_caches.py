@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 import pallas_fa2 as fa
 from pallas_fa2 import caches
-from tests.support import interpreter
+from pallas_fa2.ir.quantized import quantize
+from tests.support import compile_gate, interpreter
 
 B, S, PAGE, K, H, HV = 3, 12, 4, 2, 4, 6
 LENGTHS = np.array([0, 5, 11], np.int32)
@@ -250,6 +252,14 @@ def test_tokens_are_appended_in_8_bits(layout: str, dtype: str, packed: bool) ->
         found = np.asarray(getattr(after, f"{name[0]}_scale"), "f")
         np.testing.assert_array_equal(found, expected_scales)
         assert getattr(after, name).dtype == dtype
+
+
+def test_on_a_gpu_tokens_are_divided_by_the_scales_that_are_stored() -> None:
+    """XLA's compiler for GPUs leaves out conversions to bfloat16 and back."""
+    place = SingleDeviceSharding(compile_gate.h200s(1)[0])
+    x = jax.ShapeDtypeStruct((2, 3, 64), jnp.bfloat16, sharding=place)
+    compiled = jax.jit(lambda x: quantize(x, jnp.int8)).lower(x).compile()
+    assert "reduce-precision(" in compiled.as_text()
 
 
 @OF_8_BITS

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 # The largest number of each dtype that caches may hold; int8 has no -128, so that both signs round alike.
@@ -39,12 +40,15 @@ def quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """
     largest = LARGEST[jnp.dtype(dtype).name]
     x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) / largest, LEAST_SCALE).astype(SCALE_DTYPE)
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) / largest, LEAST_SCALE)
+    # XLA may leave out a conversion to bfloat16 and back (`xla_allow_excess_precision`), but not this.
+    info = jnp.finfo(SCALE_DTYPE)
+    scale = lax.reduce_precision(scale, exponent_bits=info.nexp, mantissa_bits=info.nmant)
     # A scale that was rounded down leaves up to 1.002 of the largest number.
-    ratio = jnp.clip(x / scale.astype(jnp.float32)[..., None], -largest, largest)
+    ratio = jnp.clip(x / scale[..., None], -largest, largest)
     if jnp.issubdtype(dtype, jnp.integer):
         ratio = jnp.round(jnp.where(jnp.isnan(ratio), largest, ratio))
-    return ratio.astype(dtype), scale
+    return ratio.astype(dtype), scale.astype(SCALE_DTYPE)
 
 
 def dequantize(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
