@@ -36,7 +36,6 @@ class Page(NamedTuple):
     times: bool = False  # milliseconds instead of TFLOP/s, which are misleading for sparse masks
     ours: str = "ours"  # whose errors are compared with those of a rival
     rival: str = "fa3"
-    until_measured: str = ""  # what the page says as long as there is no file
 
 
 PAGES = {
@@ -63,9 +62,6 @@ PAGES = {
         ("", " with masks and scores", " of short sequences"),
         ours="ampere",
         rival="fa2",
-        until_measured="The file does not exist yet: `python -m benchmarks.run --ampere --jobs 16 --json "
-        "benchmarks/results/nvidia-h200-ampere.json` makes it on an H200. Until then the figures are those of "
-        "[decision 0073](../decisions/0073-portable-kernels.md), which a script outside of the repository made.",
     ),
 }
 
@@ -129,11 +125,7 @@ def wrapped(line: str, indent: str = "") -> str:
 def text(page: Page) -> str:
     """Return a page as Markdown."""
     path = record.RESULTS / page.results
-    link = (
-        f"[{page.results}](../../benchmarks/results/{page.results})"
-        if path.exists()
-        else page.results
-    )
+    link = f"[{page.results}](../../benchmarks/results/{page.results})"
     paragraphs = [
         f"# {page.title}",
         wrapped(
@@ -142,8 +134,6 @@ def text(page: Page) -> str:
             "and shapes mean."
         ),
     ]
-    if page.until_measured and not path.exists():
-        return "\n\n".join((*paragraphs, wrapped(page.until_measured))) + "\n"
     measured = record.load(path)
     paragraphs.append(conditions(measured))
     grouped = report.groups(measured["results"])

@@ -53,9 +53,6 @@ def test_a_page_of_several_groups_has_a_section_for_each(small):
     page = pages.Page(
         "Speed of a", "a.json", ("", " of short sequences"), ours="ampere", rival="fa2"
     )
-    page = page._replace(until_measured="Nothing is known yet.")
-    text = pages.text(page)
-    assert "from a.json." in text and text.endswith("\n\nNothing is known yet.\n")
     names = ("d128_s1024_c", "vit_b16", "docs16")
     results = {n: result(SHAPES[n], ampere=400.0, fa2=320.0) for n in names}
     measured = results_of(**results)
