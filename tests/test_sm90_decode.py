@@ -17,7 +17,13 @@ from pallas_fa2.backends.common.decode import merge, scores, softmax
 from pallas_fa2.backends.common.decode.schedule import plan_decode
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives import layouts
-from pallas_fa2.backends.sm90.decode import eight_bits, flash_forward, loader, scales, tile
+from pallas_fa2.backends.sm90.decode import (
+    eight_bit_tile,
+    eight_bits,
+    flash_forward,
+    loader,
+    scales,
+)
 from pallas_fa2.backends.sm90.decode.config import choose
 from pallas_fa2.backends.sm90.decode.kernel import decode
 from pallas_fa2.ir.affine import DistanceRange
@@ -146,12 +152,12 @@ def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
         check(CASES["two_splits_of_a_cta"], decode)
 
 
-def scales_of_1(self: Any, slot: Any, scores: Any, attended: Any) -> softmax.ValueScales:
-    found = load_value_scales(self, slot, scores, attended)
+def scales_of_1(*args: Any) -> softmax.ValueScales:
+    found = load_value_scales(*args)
     return found._replace(scales=jnp.where(found.scales > 0, 1.0, 0.0))
 
 
-load_value_scales = tile.Split.load_value_scales
+load_value_scales = eight_bit_tile.load_value_scales
 
 
 def of_all_slots(buffer: Any, first: Any, end: Any) -> Any:
@@ -160,11 +166,19 @@ def of_all_slots(buffer: Any, first: Any, end: Any) -> Any:
 
 find_largest = scales.largest_exponent
 
+
+def read_after_refill(self: Any, step: Any, num_steps: Any, cursor: Any) -> Any:
+    cursor = refill(self, step, num_steps, cursor)
+    eight_bits.load_values(self.cta.memory.v.at[(step - 1) % self.cta.config.stages])
+    return cursor
+
+
 BUGS_OF_8_BITS: dict[str, tuple[Any, str, Any]] = {
-    **{name: BUGS[name] for name in ("a slot filled while it is read", "values that do not exist", "a skipped wait")},
-    "V without scales": (tile.Split, "load_value_scales", scales_of_1),
+    **{name: BUGS[name] for name in ("a missing fence", "values that do not exist", "a skipped wait")},
+    "a slot read while it is filled": (loader.KvLoader, "refill", read_after_refill),
+    "V without scales": (eight_bit_tile, "load_value_scales", scales_of_1),
     "scales of slots that are not used": (scales, "largest_exponent", of_all_slots),
-    "Q without scales": (tile.Split, "load_q_scale", lambda self: layouts.splat_constant(1.0, (8,), layouts.COL_LAYOUT)),
+    "Q without scales": (eight_bit_tile, "load_q_scale", lambda split: layouts.splat_constant(1.0, (8,), layouts.COL_LAYOUT)),
     "O in no order": (eight_bits, "order_output", lambda acc: acc),
     "a unit that is not raised": (softmax.ValueUnit, "raised", lambda self, exponent: (self, jnp.float32(1))),
 }  # fmt: skip

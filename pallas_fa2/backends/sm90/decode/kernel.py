@@ -20,6 +20,7 @@ from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import DecodePlan
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives.types import Scalar
+from pallas_fa2.backends.sm90.decode import eight_bit_tile
 from pallas_fa2.backends.sm90.decode.eight_bits import order_queries
 from pallas_fa2.backends.sm90.decode.epilogue import TileOutput
 from pallas_fa2.backends.sm90.decode.loader import KvLoader
@@ -108,7 +109,9 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
         split = Split(
             cta, loader, entry, tile.head, first_index, step, num_steps, num_blocks, q_slot
         )
-        softmax, cursor = split.attend(cursor)
+        is_plain = cta.spec.quantized is None
+        attended = split.attend(cursor) if is_plain else eight_bit_tile.attend(split, cursor)
+        softmax, cursor = attended
         acc, lse = softmax.finish(cta.spec.no_key_threshold)
         visit.store((acc, lse), TileOutput(cta, entry, tile.head).store)
         return ShareState(num_tiles + 1, step + num_blocks, next_tile, I32(0), cursor)
