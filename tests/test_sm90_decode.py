@@ -408,6 +408,31 @@ def test_hidden_nan_stays_hidden_from_columns_of_padding(packed: bool) -> None:
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.02)
 
 
+def test_hidden_nan_of_8_bits_stays_hidden() -> None:
+    """V is loaded before the scores, but not where code says which keys a query attends to."""
+    case = Case((100, 128), capacity=128)
+    q, k, v, lengths, _ = case.arrays()
+    k, v, mask = k.astype(FP8), v.astype(FP8), np.ones((2, 4, 1, 128), bool)
+    v[0, 5:10], mask[0, :, :, 5:10] = np.nan, False
+    q, scale = q.reshape(2, 1, *q.shape[1:]), np.ones((2, 2, 128), jnp.bfloat16)
+
+    def run(q: Any, implementation: str, k: Any, v: Any, lengths: Any, *scales: Any) -> Any:
+        cache = fa.Cache(k, v, lengths, *scales)
+        return fa.cached_attention(q, cache, mask=mask, implementation=implementation)
+
+    expected = run(
+        *(np.asarray(q, np.float32), "reference"),
+        *(np.asarray(x, np.float32) for x in (k, v)),
+        lengths,
+    )
+    assert np.isfinite(expected).all()
+    with hopper.planned_for_h200(cores=3):
+        out = interpreter.run(
+            lambda q, *rest: run(q, "hopper", *rest), q, k, v, lengths, scale, scale
+        )
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.02)
+
+
 # With 64 columns, and these masks and scores, all registers are in use and so many bytes of a thread spill.
 SPILLS = {("images", 4): 40, ("tree", 4): 88, ("bias", 4): 88}
 

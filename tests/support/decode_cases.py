@@ -259,6 +259,7 @@ OF_8_BITS = {
     "h128_float16": Case((150,), dims=(128, 128), dtype=jnp.float16, quantized=FP8),
     "h256_hv64": Case((90,), dims=(256, 64), quantized=FP8),
     "h64_hv192": Case((90,), dims=(64, 192), quantized=INT8),
+    "h256": Case((90,), dims=(256, 256), quantized=FP8),  # V is loaded after the scores
     "pages_16": Case((256, 33), page_size=16, quantized=FP8),
     "pages_24": Case((120, 50), capacity=120, page_size=24, heads=(3, 3), quantized=INT8),
     "pages_128": Case((200, 129), page_size=128, quantized=INT8),

@@ -23,7 +23,7 @@ def choose(spec: DecodeSpec, num_sms: int) -> DecodeConfig | None:
 
     One CTA's products and softmax leave its loads idle unless another one's are in flight. But where tiles are about as
     many as SMs, each CTA may have a whole one (`MAX_IMBALANCE`), and all of an SM's memory for its ring. (Not of pages: a
-    CTA's loads wait for the table, and one an SM has 0.92 of the speed; nor of 8 bits, which arrive in two thirds of the
+    CTA's loads wait for the table, and one an SM has 0.92 of the speed; nor of 8 bits, which arrive in three quarters of the
     time that a block takes until its last product, docs/decisions/0081-caches-of-8-bits.md.) And where there are
     at most `min_share` blocks for each SM, a second CTA would have none.
     None if shared memory has no room for two stages.

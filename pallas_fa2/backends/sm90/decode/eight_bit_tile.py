@@ -25,8 +25,8 @@ from pallas_fa2.backends.sm90.decode.memory import SharedStorage
 from pallas_fa2.backends.sm90.decode.tile import Block, LoopState, Split
 from pallas_fa2.backends.sm90.primitives import pipeline
 
-# H + Hv up to which V is an operand beside K, both of which hold a register for each four. Kernels of 512 spill (ptxas 13.0,
-# for an H200).
+# H + Hv up to which V becomes an operand while K is one: both hold a register for each four. With 512 (128 registers)
+# a thread spills 16 bytes (ptxas 13.0, for an H200).
 MAX_DIMS_OF_BOTH = 320
 
 
