@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 
 import pallas_fa2 as fa
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
+from pallas_fa2.device import Device
 from pallas_fa2.parse_cached import parse_cached
 from pallas_fa2.planning.cached_plan import make_cached_plan
 from tests.support import cached, compile_gate, interpreter
@@ -93,6 +94,43 @@ def test_splits_of_a_size_are_those_of_the_kernel() -> None:
     with planned_for_h200(cores=2):
         out = interpreter.run(attend, problem.query, problem.cache)
     np.testing.assert_allclose(problem.flatten(out), cached.dense(problem)[0], atol=0.02)
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=["hopper", "ampere"])
+@pytest.mark.parametrize("mask", [slow(fa.Causal()), fa.SlidingWindow(1230)], ids=str)
+def test_bits_with_fixed_splits_do_not_depend_on_other_queries(
+    mask: fa.Mask, device: Device
+) -> None:
+    """A query alone, with those before it, and with another request's, in wider tiles: with 20 splits, of which as many are
+    merged at a time as the width leaves registers for. Sums of a score are exact in any order, and lse is near 0, where
+    it shows a rounding of its sum."""
+    lengths, dim = np.array([1500, 900]), 32
+    rng = np.random.default_rng(0)
+    k, v = rng.integers(-100, 101, (2, 2, 1536, 1, dim)) / 64
+    q = rng.integers(-100, 101, (16, 8, dim)) / 64
+    k[..., 0], q[..., 0] = -37.5, 1.0
+
+    def last_of_first(counts: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+        """Return out and lse of the query q[7], which is the last one of the first request."""
+        requests, last = len(counts), counts[0] - 1
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        arrays = (jnp.asarray(x, jnp.bfloat16) for x in (k[:requests], v[:requests]))
+        cache = fa.Cache(*arrays, jnp.asarray(lengths[:requests], jnp.int32))
+        rows = jnp.asarray(q[7 - last :][: starts[-1]], jnp.bfloat16)
+
+        def attend(rows: Any, cache: Any, starts: Any) -> Any:
+            options: Any = {"split_size": 64, "mask": mask, "return_lse": True}
+            return fa.cached_attention(rows, cache, queries=fa.Packed(starts), **options)
+
+        with planned_for(device._replace(num_sms=3)):
+            out, lse = interpreter.run(attend, rows, cache, starts)
+        return np.asarray(out, np.float32)[last], np.asarray(lse)[:, last]
+
+    alone, *others = (last_of_first(x) for x in ((1,), (8,), (1, 7)))
+    assert abs(alone[1]).max() < 4
+    for other in others:
+        np.testing.assert_array_equal(alone[1], other[1])
+        np.testing.assert_allclose(alone[0], other[0], atol=1e-2)
 
 
 @pytest.mark.parametrize("layout", ["several", "paged", "packed"])

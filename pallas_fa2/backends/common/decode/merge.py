@@ -167,9 +167,15 @@ class TileSplits(NamedTuple):
 
         zeros = layouts.splat_constant(0.0, shape, ACC_LAYOUT)
         no_sum = layouts.splat_constant(0.0, (columns,), COL_LAYOUT)
-        no_maximum = layouts.splat_constant(NO_MAXIMUM, (columns,), COL_LAYOUT)
+        maximum = layouts.splat_constant(NO_MAXIMUM, (columns,), COL_LAYOUT)
+        if self.cta.spec.split_blocks is not None:
+            # Where turns begin, and how many splits registers leave room for, follows from an entry's other queries. With
+            # the maximum of all splits from the beginning nothing is scaled, and so rounded, between turns.
+            maximum = lax.fori_loop(
+                self.first, self.last + 1, lambda i, m: jnp.maximum(m, self._load_lse(i)), maximum
+            )
         turns = lax.div(self.last - self.first + unroll, I32(unroll))
-        acc, maximum, total = lax.fori_loop(I32(0), turns, add, (zeros, no_maximum, no_sum))
+        acc, maximum, total = lax.fori_loop(I32(0), turns, add, (zeros, maximum, no_sum))
         # Where no split has a key, each weighs 1, and O is 0.
         lse = jnp.where(maximum <= NO_MAXIMUM, NO_MAXIMUM, maximum + jnp.log2(total))
         return acc * broadcast_columns(1 / total, shape), lse
