@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_fa2.check_caches import check_append, check_cache
@@ -196,17 +197,35 @@ class Cache(_Appends):
 
 
 def _scatter(cached: jax.Array, x: jax.Array, *index: jax.Array, is_scale: bool) -> jax.Array:
-    index = _scale_index(x.shape[-1], *index) if is_scale else index
+    if is_scale:
+        return _scatter_scales(cached, x, *index, are_unique=True)
     return cached.at[index].set(x, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
 
-def _scale_index(heads: int, *index: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the index of the scales of all heads in `[..., K, slots]`, from that of the tokens.
+def _scatter_scales(
+    cached: jax.Array, x: jax.Array, *index: jax.Array, are_unique: bool
+) -> jax.Array:
+    """Set scales `[..., K, slots]` to those of tokens `x [..., K]`, at an index of a token but for its heads.
 
-    With a slice of the heads in its middle, XLA would transpose the array.
+    Heads are a batching axis where they lie, which `vmap` would move: they stay divided over devices, and XLA transposes
+    nothing, as it would for a slice in the middle.
     """
-    *before, slot = (x[..., None] for x in index)
-    return *before, jnp.arange(heads, dtype=jnp.int32), slot
+    heads = cached.ndim - 2
+    indexed = (*range(heads), heads + 1)
+    places = jnp.stack(jnp.broadcast_arrays(*index), -1)
+    updates = jnp.moveaxis(x, -1, 0)
+    dimensions = lax.ScatterDimensionNumbers(
+        update_window_dims=(),
+        inserted_window_dims=indexed,
+        scatter_dims_to_operand_dims=indexed,
+        operand_batching_dims=(heads,),
+        scatter_indices_batching_dims=(0,),
+    )
+    places = jnp.broadcast_to(places, (updates.shape[0], *places.shape))
+    return lax.scatter(
+        cached, places, updates, dimensions,
+        unique_indices=are_unique, mode=lax.GatherScatterMode.FILL_OR_DROP,
+    )  # fmt: skip
 
 
 @jax.tree_util.register_dataclass
@@ -255,9 +274,11 @@ class Pages(_Appends):
         page = table.at[request, column].get(mode="fill", fill_value=-1)
         is_new &= (page >= 0) & (page < cached.shape[0])
         index = jnp.where(is_new, page, cached.shape[0]), position % self.page_size
-        index = _scale_index(x.shape[-1], *index) if cached.ndim == 3 else index
+        cached = jnp.asarray(cached)
         # Not promised to be unique: a table may name a page twice.
-        return jnp.asarray(cached).at[index].set(x, mode="drop")
+        if cached.ndim == 3:
+            return _scatter_scales(cached, x, *index, are_unique=False)
+        return cached.at[index].set(x, mode="drop")
 
 
 def as_int32(x: Any) -> jax.Array:

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AxisType, SingleDeviceSharding
 
 import pallas_fa2 as fa
 from pallas_fa2 import caches
 from pallas_fa2.ir.quantized import quantize
 from tests.support import compile_gate, interpreter
+from tests.support.tiers import slow
 
 B, S, PAGE, K, H, HV = 3, 12, 4, 2, 4, 6
 LENGTHS = np.array([0, 5, 11], np.int32)
@@ -308,6 +309,33 @@ def test_a_donated_cache_of_8_bits_is_written_in_place(
     for x in (cache.key, cache.k_scale):
         shape = ",".join(map(str, x.shape))
         assert not re.findall(rf"\[{shape}\][^ ]* (?:copy|transpose)\(.*", compiled.as_text())
+
+
+@LAYOUTS
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit], ids=str)
+def test_heads_of_a_cache_of_8_bits_stay_divided_over_gpus(
+    kind: AxisType, layout: str, packed: bool
+) -> None:
+    """Nothing is gathered, and nothing runs in a loop."""
+    mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",), axis_types=(kind,))
+    cache = jax.eval_shape(lambda: QUANTIZED[layout]("int8"))
+    x = jax.ShapeDtypeStruct((3, K, H) if packed else (B, 1, K, H), jnp.bfloat16)
+    queries = fa.Packed(jax.ShapeDtypeStruct((B + 1,), jnp.int32)) if packed else None
+
+    def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        # heads of tokens are behind the tokens, those of scales before them
+        axis = x.ndim - 2 if x.ndim > 2 else None
+        spec = jax.P(*("x" if i == axis else None for i in range(x.ndim)))
+        return x.update(sharding=jax.NamedSharding(mesh, spec))
+
+    def step(cache: Any, x: Any, queries: Any) -> Any:
+        return cache.append(x, x, queries=queries)
+
+    with jax.set_mesh(mesh):
+        args = jax.tree.map(place, (cache, x, queries))
+        text = jax.jit(step, donate_argnames="cache").lower(*args).compile().as_text()
+    assert not re.search("all-gather|all-to-all|all-reduce|collective-permute| while[(]", text)
 
 
 @pytest.mark.parametrize(

@@ -90,5 +90,7 @@ class CachedOperands(NamedTuple):
 def requests_of(starts: jax.Array, tokens: int) -> jax.Array:
     """Return the request of each row of packed queries, and R for rows of none: int32 `[tokens]`."""
     rows = jnp.arange(tokens, dtype=jnp.int32)
-    request = jnp.searchsorted(starts, rows, side="right").astype(jnp.int32) - 1
+    # One kernel compares all; a binary search is a loop of several for each bit of R.
+    compared = jnp.searchsorted(starts, rows, side="right", method="compare_all")
+    request = compared.astype(jnp.int32) - 1
     return jnp.where(request < 0, starts.shape[0] - 1, request)
