@@ -5,6 +5,7 @@ from typing import Any, Literal, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_fa2.api import (
@@ -17,13 +18,14 @@ from pallas_fa2.autodiff import CHECKPOINT_NAMES, attention
 from pallas_fa2.check_args import check_arrays
 from pallas_fa2.device import device_of
 from pallas_fa2.distributed.aux_shards import gather_key_data, own_positions, with_positions
-from pallas_fa2.distributed.collectives import HEADS, TOKENS, AxisName, gather
+from pallas_fa2.distributed.collectives import HEADS, TOKENS, AxisName, gather, gather_any
 from pallas_fa2.distributed.device_calls import call_on_keys, plan_ring
 from pallas_fa2.distributed.reach import gather_reach, key_reach, operands_in_reach
 from pallas_fa2.distributed.ring import ring_attention
 from pallas_fa2.distributed.ring_schedule import split_conjuncts
 from pallas_fa2.distributed.ulysses import Ulysses
-from pallas_fa2.distributed.zigzag import Layout
+from pallas_fa2.distributed.zigzag import Layout, positions
+from pallas_fa2.ir.arrays import K_AXIS
 from pallas_fa2.ir.call_spec import CallSpec, Operands, accumulator_dtype
 from pallas_fa2.ir.mesh import match_varying_axes
 from pallas_fa2.masks import as_mask
@@ -186,13 +188,19 @@ def _plan(arrays: tuple, implementation: Any, spec: CallSpec) -> Plan:
 
 def _shard_operands(call: CheckedCall, axis_name: AxisName, layout: Layout) -> Operands:
     """Return what is read of this device's queries and of all keys; the mask's data are a tuple, by conjuncts."""
-    dims, operands = call.dims, call.operands
-    operands = operands._replace(mask=split_conjuncts(call.mask, operands.mask)[1])
-    operands = gather_key_data(operands, axis_name, dims.kv_len)
+    dims, operands = call.dims, _by_conjuncts(call)
+    gather_array = functools.partial(gather_any, axis_name=axis_name, axis=K_AXIS)
+    operands = gather_key_data(operands, dims.kv_len, gather_array)
     if call.has_explicit_positions:
         return operands
-    lengths = dims.q_len, dims.kv_len
-    return with_positions(operands, layout, lengths, axis_name, call.first_position)
+    q_index = own_positions(layout, dims.q_len, axis_name) + np.int32(call.first_position)
+    k_index = jnp.asarray(positions(layout, dims.kv_len, lax.axis_size(axis_name)))
+    return with_positions(operands, q_index, k_index)
+
+
+def _by_conjuncts(call: CheckedCall) -> Operands:
+    """Return the operands with the mask's data as a tuple, by conjuncts."""
+    return call.operands._replace(mask=split_conjuncts(call.mask, call.operands.mask)[1])
 
 
 def _no_entries(
@@ -218,14 +226,14 @@ def _ring(
 def _all_gather(
     call: CheckedCall, arrays: tuple, axis_name: AxisName, layout: Layout, implementation: Any
 ) -> tuple[jax.Array, jax.Array]:
-    operands = _shard_operands(call, axis_name, layout)
-    own, kv_len = call.dims.kv_len, call.dims.lengths[1]
-    reach = None
+    reach, kv_len = None, call.dims.lengths[1]
     if layout == "contiguous":
-        reach = key_reach(call, operands, lax.axis_size(axis_name))
-    if reach is not None:
-        operands = operands_in_reach(operands, reach, axis_name, own)
-        kv_len = reach.before + own + reach.after
+        reach = key_reach(call, lax.axis_size(axis_name))
+    if reach is None:
+        operands = _shard_operands(call, axis_name, layout)
+    else:
+        operands = operands_in_reach(_by_conjuncts(call), reach, axis_name, call.dims.kv_len)
+        kv_len = reach.before + call.dims.kv_len + reach.after
     spec, operands = call_on_keys(call, operands, kv_len)
     plan = _plan(arrays, implementation, spec)
 

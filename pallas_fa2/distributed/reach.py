@@ -4,7 +4,6 @@ A window reaches the last keys of the device before. These are gathered instead 
 device's queries on its own keys and on those in reach.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa2.distributed.aux_shards import map_aux
+from pallas_fa2.distributed.aux_shards import gather_key_data, with_positions
 from pallas_fa2.distributed.collectives import AxisName, shift
 from pallas_fa2.distributed.ring_schedule import split_conjuncts
 from pallas_fa2.ir.arrays import K_AXIS, AuxArrays
 from pallas_fa2.ir.block_classes import EMPTY
 from pallas_fa2.ir.call_spec import Operands, accumulator_dtype
+from pallas_fa2.ir.mesh import match_varying_axes
 from pallas_fa2.ir.translation import (
     classes_at_distances,
     is_translation_invariant,
@@ -39,13 +39,14 @@ class Reach(NamedTuple):
     after: int
 
 
-def key_reach(call: CheckedCall, operands: Operands, shards: int) -> Reach | None:
+def key_reach(call: CheckedCall, shards: int) -> Reach | None:
     """Return the reach of a mask in contiguous layout, or None where all keys are as well gathered.
 
     Keys in reach come by a transfer for each device that has some, which use fewer links than a gather does: so they are
     at most half of the other devices' keys. Pairwise arrays would have to be copied.
     """
-    length, conjuncts = call.dims.kv_len, split_conjuncts(call.mask, call.operands.mask)[0]
+    length, operands = call.dims.kv_len, call.operands
+    conjuncts, data_of_conjuncts = split_conjuncts(call.mask, operands.mask)
     nodes = jax.tree.leaves(
         (operands.mask, operands.scores), is_leaf=lambda x: isinstance(x, AuxArrays)
     )
@@ -56,7 +57,7 @@ def key_reach(call: CheckedCall, operands: Operands, shards: int) -> Reach | Non
     step = min(KEYS_OF_A_BLOCK, length)
     steps = np.arange(1, -(-length * shards // step) + 1)
     before, after = np.ones(steps.size, bool), np.ones(steps.size, bool)  # which some query reaches
-    for mask, data in zip(conjuncts, operands.mask, strict=True):
+    for mask, data in zip(conjuncts, data_of_conjuncts, strict=True):
         code = trace_mod(mask, data, call.dims, 0)
         if reads_positions(code) and is_translation_invariant(code):
             for reached, distance in (
@@ -71,23 +72,30 @@ def key_reach(call: CheckedCall, operands: Operands, shards: int) -> Reach | Non
 def operands_in_reach(
     operands: Operands, reach: Reach, axis_name: AxisName, length: int
 ) -> Operands:
-    """Select what masks and scores read of the keys in reach of a device, which has `length`, from that of all keys."""
-    keys, first = reach.before + length + reach.after, lax.axis_index(axis_name) * length
+    """Gather what masks and scores read of the keys in reach of a device, which has `length` queries and keys.
+
+    Before the first key of all come the last ones: the mask excludes them, because they are farther than its reach.
+    """
+
+    def gather(x: jax.Array) -> jax.Array:
+        x, axis = match_varying_axes(x, lax.axis_index(axis_name)), K_AXIS % x.ndim
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        parts: Any = (gather_reach if is_float else _all_in_reach)(x, axis_name, axis, reach)
+        return jnp.concatenate(parts, axis)
+
+    distance = jnp.arange(-reach.before, length + reach.after, dtype=jnp.int32)
+    index = lax.axis_index(axis_name) * length + distance
     total = lax.axis_size(axis_name) * length
+    own = index[reach.before : reach.before + length]
+    operands = gather_key_data(operands, length, gather)
+    return with_positions(operands, own, jnp.mod(index, total))
 
-    def select(x: jax.Array) -> jax.Array:
-        if x.shape[K_AXIS] != total:
-            return x
-        # Before the first key come the last ones: which the mask excludes, because they are farther than its reach.
-        parts = x[..., total - reach.before :], x, x[..., : reach.after]
-        return lax.dynamic_slice_in_dim(jnp.concatenate(parts, K_AXIS), first, keys, K_AXIS)
 
-    def select_node(node: AuxArrays) -> AuxArrays:
-        k_tokens, pairwise_k = jax.tree.map(select, (node.k_tokens, node.pairwise_k))
-        return dataclasses.replace(node, k_tokens=k_tokens, pairwise_k=pairwise_k)
-
-    k_index = None if operands.k_index is None else select(operands.k_index)
-    return map_aux(select_node, operands)._replace(k_index=k_index)
+def _all_in_reach(
+    x: jax.Array, axis_name: AxisName, axis: int, reach: Reach
+) -> tuple[jax.Array, ...]:
+    before = reversed(list(_sent(x, axis_name, axis, reach.before, 1)))
+    return *before, x, *_sent(x, axis_name, axis, reach.after, -1)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
@@ -98,8 +106,7 @@ def gather_reach(
 
     Gradients are summed over the devices in float32.
     """
-    before = reversed(list(_sent(x, axis_name, axis, reach.before, 1)))
-    return *before, x, *_sent(x, axis_name, axis, reach.after, -1)
+    return _all_in_reach(x, axis_name, axis, reach)
 
 
 @gather_reach.defjvp
