@@ -19,8 +19,7 @@ import pallas_fa2 as fa
 from pallas_fa2.distributed import sharding
 from tests.support import compile_gate, programs
 from tests.support.hopper import planned_for_h200
-from tests.support.tiers import slow
-from tests.test_context_parallel import (
+from tests.support.sequence_shards import (
     CASES,
     PAIRS,
     WHOLE,
@@ -34,6 +33,7 @@ from tests.test_context_parallel import (
     random,
     results,
 )
+from tests.support.tiers import slow
 
 
 class Layout:
