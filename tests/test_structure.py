@@ -27,7 +27,7 @@ ORDER = [
     *("backends.protocol", "backends.common", "backends.xla", "backends.reference"),
     *("backends.sm90.primitives", "backends.sm90.nonfinite"),
     *("backends.sm90.forward", "backends.sm90.decode", "backends.sm90.backward", "backends.sm90"),
-    *("backends.sm80.primitives", "backends.sm80.multiprocessor", "backends.sm80.row_schedule"),
+    *("backends.sm80.primitives", "backends.sm80.multiprocessor", "backends.sm80.tile_list", "backends.sm80.row_schedule"),
     *("backends.sm80.forward", "backends.sm80.decode", "backends.sm80.backward", "backends.sm80"),
     *("backends", "planning.tuned", "planning.plan", "planning.cached_plan", "passes"),
     *("distributed.zigzag", "distributed.collectives", "distributed.aux_shards", "distributed.ring_schedule"),

@@ -4,6 +4,7 @@ Everything here is NumPy where block classes are known when a call is traced, an
 depend on data.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,8 +13,11 @@ import numpy as np
 from pallas_fa2.arithmetic import array_namespace
 from pallas_fa2.backends.common import block_mask_kernel, tile_order_kernel
 from pallas_fa2.backends.common.block_mask_kernel import FULL_BIT, MAX_BLOCKS
-from pallas_fa2.backends.common.primitives import layouts
-from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
+from pallas_fa2.backends.common.scheduler import (
+    DynamicTileScheduler,
+    StaticTileScheduler,
+    tile_table,
+)
 from pallas_fa2.backends.common.tile_order_kernel import LONG
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 
@@ -65,41 +69,32 @@ class BlockMask(NamedTuple):
         visited = np.maximum(np.sum(classes != EMPTY, -1, dtype=np.int32), np.int32(1))
         return cls(visited + full * np.int32(1 << FULL_BIT), lists)
 
-    def load_counts(self, coordinates: tuple[Any, Any, Any]) -> tuple[Any, Any]:
-        """Load how many blocks a tile, (batch entry, head, tile), visits, and how many of them, the first ones, are full.
-
-        The arrays are references here, as in `load_entry`.
-        """
-        batch, head, tile = coordinates
-        counts = layouts.index_broadcast(self.num_blocks, batch, head)[tile]
-        visited, partial = unpack_counts(counts)
-        return visited, visited - partial
-
-    def load_entry(self, coordinates: tuple[Any, Any, Any], t: Any) -> Any:
-        """Load the entry of the block that a tile visits as the t-th; of the one after the last, whatever follows there."""
-        t = jnp.minimum(t, self.block_indices.shape[-1] - 1)
-        return layouts.index_broadcast(self.block_indices, *coordinates)[t]
-
-    def dynamic_schedule(self, batch: int, heads: int, num_workers: int) -> DynamicTileScheduler:
-        """Return a scheduler whose tiles the CTAs claim. Tile t of head h of batch entry b has the id
-        (b heads + h) tiles + t.
+    def order_tiles(self, batch: int, heads: int, num_workers: int, header_rows: int) -> Any:
+        """Return the table of `tile_order_kernel.order_tiles`: the ids and counts of all tiles, in the order in which so
+        many CTAs take them.
 
         Heads follow each other, and their tiles, as neighbors share data; but long tiles and those of the last
         heads come sooner, so that all CTAs end together: see `tile_order_kernel.TileOrder`. (On the device, more
         than `MAX_TILES` tiles stay in the order of their ids.)
         """
-        tiles = self.num_blocks.shape[-1]
-        num_workers = min(num_workers, batch * heads * tiles)
         if isinstance(self.num_blocks, np.ndarray):
             entries = order_tiles_host(self.num_blocks, batch, heads, num_workers)
-            return DynamicTileScheduler.build(entries[:, 0], entries[:, 1], num_workers)
+            return tile_table(entries[:, 0], entries[:, 1], header_rows)
         counts = tile_order_kernel.counts_per_row(self.num_blocks, batch)
         if counts.size > tile_order_kernel.MAX_TILES:
-            tile_ids = np.arange(batch * heads * tiles, dtype=np.int32)
-            counts = jnp.broadcast_to(self.num_blocks, (batch, heads, tiles))
-            return DynamicTileScheduler.build(tile_ids, counts.reshape(-1), num_workers)
+            shape = batch, heads, self.num_blocks.shape[-1]
+            tile_ids = np.arange(math.prod(shape), dtype=np.int32)
+            counts = jnp.broadcast_to(self.num_blocks, shape)
+            return tile_table(tile_ids, counts.reshape(-1), header_rows)
+        return tile_order_kernel.order_tiles(
+            self.num_blocks, batch, heads, num_workers, header_rows
+        )
+
+    def dynamic_schedule(self, batch: int, heads: int, num_workers: int) -> DynamicTileScheduler:
+        """Return a scheduler whose tiles the CTAs claim, in the order of `order_tiles`."""
+        num_workers = min(num_workers, batch * heads * self.num_blocks.shape[-1])
         header = DynamicTileScheduler.header_rows(num_workers)
-        table = tile_order_kernel.order_tiles(self.num_blocks, batch, heads, num_workers, header)
+        table = self.order_tiles(batch, heads, num_workers, header)
         return DynamicTileScheduler(table, num_workers)
 
     def static_schedule(

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa2.arithmetic import I32, div, rem
+from pallas_fa2.arithmetic import I32, array_namespace, div, rem
 from pallas_fa2.backends.common.inline import asm_words, inline_op
 from pallas_fa2.backends.common.primitives import thread_values
 from pallas_fa2.backends.common.primitives.launch import run_in_place
@@ -114,10 +114,7 @@ class DynamicTileScheduler:
         together: int = 1,
     ) -> "DynamicTileScheduler":
         """List tiles in this order."""
-        header = np.full((cls.header_rows(num_workers), 2), -1, np.int32)
-        end = np.array([[len(tile_ids), 0]], np.int32)
-        xp = np if isinstance(counts, np.ndarray) else jnp
-        table = xp.concatenate([header, xp.stack([tile_ids, counts], -1), end])
+        table = tile_table(tile_ids, counts, cls.header_rows(num_workers))
         return cls(table, num_workers, static_first_tile, together)
 
     @property
@@ -180,6 +177,14 @@ class DynamicTileScheduler:
         refs = self.table.at[entries - 1], self.table.at[entries], self.table.at[self._slot(k)]
         num_claims, phase = I32(self.num_tiles // self.tiles_per_claim), self._phase(k)
         _claim_tile(*refs, I32(first_claim), num_claims, phase, I32(self.tiles_per_claim))
+
+
+def tile_table(tile_ids: np.ndarray, counts: Any, header_rows: int) -> Any:
+    """Return int32 `[header_rows + n + 1, 2]`: rows of -1, the ids and counts of n tiles, and (n, 0), which is no tile's."""
+    header = np.full((header_rows, 2), -1, np.int32)
+    end = np.array([[len(tile_ids), 0]], np.int32)
+    xp = array_namespace(counts)
+    return xp.concatenate([header, xp.stack([tile_ids, counts], -1), end])
 
 
 def for_each_tile(

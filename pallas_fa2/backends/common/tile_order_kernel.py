@@ -1,4 +1,4 @@
-"""The order in which CTAs claim the tiles of a mask that only the device knows, by a small kernel.
+"""The order in which CTAs take the tiles of a mask that only the device knows, by a small kernel.
 
 XLA would sort, in several kernels, most of which take little longer than their launch. Here each warp counts how many
 tiles come before its own (an enumeration sort), so that no warps synchronize. `block_mask.order_tiles_host` is the
@@ -91,7 +91,7 @@ class TileOrder(NamedTuple):
 def order_tiles(
     counts: jax.Array, batch: int, heads: int, num_workers: int, header_rows: int
 ) -> jax.Array:
-    """Return the table of a `DynamicTileScheduler`: int32 `[header_rows + n + 1, 2]`.
+    """Return the table of a `DynamicTileScheduler`, or that of CTAs of one tile each: int32 `[header_rows + n + 1, 2]`.
 
     Its rows are `header_rows` times -1, the ids and counts of n tiles in their `TileOrder`, and (n, 0). Tile t of head h
     of batch entry b has the id (b heads + h) tiles + t; `counts` is `BlockMask.num_blocks`.

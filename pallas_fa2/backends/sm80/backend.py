@@ -24,6 +24,7 @@ from pallas_fa2.backends.sm80.backward.schedule import block_mask_by_keys
 from pallas_fa2.backends.sm80.decode.cached_forward import CACHED_FORWARD
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.forward.kernel import attention
+from pallas_fa2.backends.sm80.tile_list import TileList
 from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
 from pallas_fa2.ir.call_spec import CallSpec, Operands, split_floats
@@ -46,8 +47,8 @@ def forward(
         plan = mods.plan_mask(kernel_spec, runtime, config.tile, q_axis=0)
         if kernel_spec.guards_nonfinite and not config.is_split:  # the split does so itself
             k, v = _sanitize_keys(k, v)
-        masks = plan.block_mask, plan.aux, plan.mask_bits
-        return attention(plan.kernel_spec, config, q, k, v, *masks)
+        tiles = TileList.build(plan.block_mask, plan.kernel_spec, config.num_ctas)
+        return attention(plan.kernel_spec, config, q, k, v, tiles, plan.aux, plan.mask_bits)
 
     axes = mods.sharded_axes(("b.n.", "b.k.", "b.k."), ("b.n.", "bn."))
     key = mods.launch_key("ampere_forward", spec, config)
@@ -100,13 +101,14 @@ def backward(
         inputs = Inputs(q, k, v, dout, lse, delta, scales=scales)
         plan = mods.plan_mask(kernel_spec, runtime, config.tile, q_axis=1)
         block_mask = None if plan.classes is None else block_mask_by_keys(plan.classes)
-        by_keys = inputs._replace(block_mask=block_mask, aux=plan.aux, mask_bits=plan.mask_bits)
+        tiles = TileList.build(block_mask, plan.kernel_spec, config.num_ctas)
+        by_keys = inputs._replace(tiles=tiles, aux=plan.aux, mask_bits=plan.mask_bits)
         dq, dk, dv, aux_grads = gradients(plan.kernel_spec, config, by_keys, like)
         if config.dq is not None:
             assert dq_mods is not None
             plan = dq_mods.plan_mask(kernel_spec, dq_aux, config.dq.tile, q_axis=0)
-            masks = {"block_mask": plan.block_mask, "aux": plan.aux, "mask_bits": plan.mask_bits}
-            inputs = inputs._replace(**masks)
+            tiles = TileList.build(plan.block_mask, plan.kernel_spec, config.dq.num_ctas)
+            inputs = inputs._replace(tiles=tiles, aux=plan.aux, mask_bits=plan.mask_bits)
             dq = query_gradients(plan.kernel_spec, config.dq, inputs, like[0])
         return dq, dk, dv, aux_grads
 

@@ -7,7 +7,7 @@ from pallas_fa2.backends.common import limits, split_float32
 from pallas_fa2.backends.protocol import Configuration
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig, DqConfig
 from pallas_fa2.backends.sm80.forward.config import ForwardConfig
-from pallas_fa2.backends.sm80.multiprocessor import smem_bytes
+from pallas_fa2.backends.sm80.multiprocessor import ctas_at_a_time, smem_bytes
 from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
 
@@ -116,6 +116,12 @@ def _first_that_serves(rules: tuple[Rule, ...], spec: CallSpec, device: Device) 
     return next((rule.config for rule in rules if rule.serves(spec, device)), None)
 
 
+def _on_device[C: (ForwardConfig, DqConfig, BackwardConfig)](config: C, device: Device) -> C:
+    """Return the configuration with the number of CTAs that run at the same time."""
+    count = ctas_at_a_time(device, config.smem_bytes, config.warpgroups)
+    return replace(config, num_ctas=count)
+
+
 def terms(spec: CallSpec) -> int:
     """Return how many 16-bit numbers an element of q, k or v is the sum of."""
     return split_float32.TERMS if spec.dtype.itemsize == 4 else 1
@@ -124,8 +130,8 @@ def terms(spec: CallSpec) -> int:
 def forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
     """Return the forward's configuration."""
     if terms(spec) > 1:
-        return _split_forward_config(spec, device)
-    return _first_that_serves(FORWARD_RULES, spec, device)
+        return _on_device(_split_forward_config(spec, device), device)
+    return _on_device(_first_that_serves(FORWARD_RULES, spec, device), device)
 
 
 def _split_forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
@@ -153,9 +159,10 @@ def backward_config(spec: CallSpec, device: Device) -> BackwardConfig | None:
     own, with_dq, dq_rules = tables
     candidates = [] if spec.deterministic else [replace(x, vector_atomics=vectors) for x in own]
     dq = _first_that_serves(dq_rules, spec, device)
-    candidates += [] if dq is None else [replace(config, dq=dq) for config in with_dq]
+    if dq is not None:
+        candidates += [replace(config, dq=_on_device(dq, device)) for config in with_dq]
     fitting = (
-        config
+        _on_device(config, device)
         for config in candidates
         if (config.head_dim, config.value_dim) == dims and config.smem_bytes <= available
     )
@@ -187,4 +194,5 @@ def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:
     if terms(spec) > 1:
         return [forward_config(spec, device)]
     dims = kernel_dims(spec.head_dim, spec.value_dim)
-    return [rule.config for rule in FORWARD_RULES if rule.compiles(dims, device)]
+    rules = (rule for rule in FORWARD_RULES if rule.compiles(dims, device))
+    return [_on_device(rule.config, device) for rule in rules]

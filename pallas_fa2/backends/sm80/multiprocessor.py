@@ -9,6 +9,8 @@ MIN_SMEM_BYTES = 101_376
 # The driver keeps so many bytes of a multiprocessor's shared memory for each CTA, of all that there is but those of a CTA
 # that has the most (the same table).
 RESERVED_BYTES = 1024
+# Warps of our kernels that run on a multiprocessor: with more than 168 registers a thread, of 65,536, no more CTAs of 4.
+MAX_WARPS = 8
 
 
 def smem_bytes(device: Device) -> int:
@@ -19,3 +21,9 @@ def smem_bytes(device: Device) -> int:
 def smem_bytes_of_ctas(device: Device, count: int) -> int:
     """Return how many bytes of shared memory each of so many CTAs of a multiprocessor may have."""
     return (smem_bytes(device) + RESERVED_BYTES) // count - RESERVED_BYTES
+
+
+def ctas_at_a_time(device: Device, smem_bytes_of_cta: int, warpgroups: int) -> int:
+    """Return how many CTAs of an attention kernel run on a device at the same time."""
+    by_smem = (smem_bytes(device) + RESERVED_BYTES) // (smem_bytes_of_cta + RESERVED_BYTES)
+    return device.num_sms * min(by_smem, MAX_WARPS // (4 * warpgroups))

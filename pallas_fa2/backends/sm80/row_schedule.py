@@ -10,9 +10,10 @@ from jax.experimental import pallas as pl
 
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.common.block_mask import BlockMask, block_id
+from pallas_fa2.backends.common.block_mask import block_id
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.mask_bits import load_bits
+from pallas_fa2.backends.sm80.tile_list import TileList
 from pallas_fa2.schedule import raster
 
 # Of keys and values of the heads that run at the same time: a half of an A100's 40 MB of L2.
@@ -43,7 +44,7 @@ class RowConfig(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RowSchedule[C: RowConfig]:
-    """The order of CTAs, and the blocks of keys that each visits."""
+    """The order of CTAs, and the blocks of keys that each visits, where no mask lists them."""
 
     spec: KernelSpec
     config: C
@@ -88,22 +89,22 @@ class RowTile[C: RowConfig]:
     """The queries of a CTA, of which each warpgroup has some tiles of 64, and the blocks of keys that they visit."""
 
     schedule: RowSchedule[C]
-    block_mask: BlockMask | None  # in device memory
+    tiles: TileList | None  # under a mask
     coordinates: tuple[Any, Any, Any]  # batch entry, head and tile
     num_blocks: Any
     num_full: Any  # of them, the first ones
     warpgroup: Any
 
     @classmethod
-    def load(cls, schedule: RowSchedule[C], block_mask: BlockMask | None) -> "RowTile[C]":
+    def load(cls, schedule: RowSchedule[C], tiles: TileList | None) -> "RowTile[C]":
         """Load what this warpgroup of this CTA has."""
-        coordinates = schedule.raster_order.coordinates(lax.axis_index("cta"))
-        warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
-        if block_mask is None:
-            counts = schedule.block_counts(coordinates[2])
+        if tiles is None:
+            coordinates = schedule.raster_order.coordinates(lax.axis_index("cta"))
+            num_blocks, num_full = schedule.block_counts(coordinates[2])
         else:
-            counts = block_mask.load_counts(coordinates)
-        return cls(schedule, block_mask, coordinates, *counts, warpgroup)
+            coordinates, num_blocks, num_full = tiles.load_tile(schedule.spec)
+        warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
+        return cls(schedule, tiles, coordinates, num_blocks, num_full, warpgroup)
 
     @property
     def head(self) -> tuple[Any, Any]:
@@ -130,9 +131,9 @@ class RowTile[C: RowConfig]:
 
     def load_block_index(self, t: Any) -> Any:
         """Return the block of keys that is visited as the t-th; of the one after the last, whatever follows there."""
-        if self.block_mask is None:
+        if self.tiles is None:
             return t
-        return block_id(self.block_mask.load_entry(self.coordinates, t))
+        return block_id(self.tiles.load_block_entry(self.coordinates, t))
 
     def load_mask_bits(self, mask_bits: Any, n: int, j: Any) -> Any:
         """Load the bits of the n-th tile's rows and the keys of block j."""

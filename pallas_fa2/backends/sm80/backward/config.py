@@ -24,6 +24,7 @@ class DqConfig:
     dout_in_registers: bool = False
     # float16 numbers whose sum an element of an operand is: 2 for float32 inputs (`split_float32`).
     terms: int = 1
+    num_ctas: int = 1  # that run at the same time, as `ForwardConfig.num_ctas`
 
     @property
     def is_split(self) -> bool:
@@ -86,6 +87,7 @@ class BackwardConfig:
     formed: tuple[bool, bool] = (True, True)  # dK, dV
     # float16 numbers whose sum an element of an operand is: 2 for float32 inputs (`split_float32`).
     terms: int = 1
+    num_ctas: int = 1  # that run at the same time, as `ForwardConfig.num_ctas`
     block_q: ClassVar[int] = 64
 
     @property

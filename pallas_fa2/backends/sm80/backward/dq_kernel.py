@@ -7,7 +7,6 @@ memory for dQ's dS.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.primitives import launch
@@ -20,13 +19,12 @@ from pallas_fa2.backends.sm80.row_schedule import RowSchedule
 def query_gradients(spec: KernelSpec, config: DqConfig, inputs: Inputs, like: Any) -> jax.Array:
     """Return dq like q `[B, T, N, H]`, which is `like`, from what `kernel.gradients` reads as well.
 
-    Under a mask, `inputs.block_mask` lists the blocks of keys of every block of queries, and mask bits are those of rows of
+    Under a mask, `inputs.tiles` lists the blocks of queries and the blocks of keys of each, and mask bits are those of rows of
     queries.
     """
     schedule = RowSchedule(spec, config)
     if inputs.aux is not None:
         inputs = inputs._replace(aux=inputs.aux.with_index_row(*config.tile))
-    inputs = inputs._replace(block_mask=jax.tree.map(jnp.asarray, inputs.block_mask))
     leaves, tree = jax.tree.flatten(inputs)
 
     def run(refs: tuple, memory: DqStorage) -> None:

@@ -36,7 +36,7 @@ def gradients(
     """Return dq, dk and dv, like q `[B, T, N, H]`, k `[B, S, K, H]` and v `[B, S, K, Hv]`, which are `like`, and gradients of
     aux inputs.
 
-    Under a mask, `inputs.block_mask` lists the blocks of queries of every block of keys. dq is None where it has a kernel of
+    Under a mask, `inputs.tiles` lists the blocks of keys and the blocks of queries of each. dq is None where it has a kernel of
     its own (`dq_kernel`).
     """
     (q, k, v), aux = like, inputs.aux
@@ -57,8 +57,7 @@ def gradients(
         if spec.score is not None:
             lengths = schedule.q_blocks * config.block_q, schedule.kv_tiles * config.block_kv
             aux_grads = AuxGrads.zeros(spec, q.dtype, lengths, aux)
-    block_mask = jax.tree.map(jnp.asarray, inputs.block_mask)
-    inputs = inputs._replace(block_mask=block_mask, aux=aux)
+    inputs = inputs._replace(aux=aux)
     outputs = Outputs(sums, dk, dv, aux_grads)
     if config.apart:
         dk_config, dv_config = config.launches

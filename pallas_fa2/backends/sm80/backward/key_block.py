@@ -44,14 +44,14 @@ class KeyBlock:
     def start(
         cls, schedule: BackwardSchedule, inputs: Inputs, outputs: Outputs, memory: SharedStorage
     ) -> "KeyBlock":
-        coordinates = schedule.coordinates(lax.axis_index("cta"))
-        warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
         first_block, num_full = I32(0), I32(0)
-        if inputs.block_mask is None:
+        if inputs.tiles is None:
+            coordinates = schedule.coordinates(lax.axis_index("cta"))
             first_block = schedule.first_q_block(coordinates[2])
             num_steps = schedule.q_blocks - first_block
         else:
-            num_steps, num_full = inputs.block_mask.load_counts(coordinates)
+            coordinates, num_steps, num_full = inputs.tiles.load_tile(schedule.spec)
+        warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
         counts = first_block, num_steps, num_full, warpgroup
         return cls(schedule, inputs, outputs, memory, coordinates, *counts)
 
@@ -269,9 +269,9 @@ class KeyBlock:
 
     def load_q_block(self, t: Any) -> Any:
         """Return the block of queries that is visited as the t-th; of the one after the last, whatever follows there."""
-        if self.inputs.block_mask is None:
+        if self.inputs.tiles is None:
             return self.first_block + t
-        entry = self.inputs.block_mask.load_entry(self.coordinates, t)
+        entry = self.inputs.tiles.load_block_entry(self.coordinates, t)
         return reversed_block_id(entry, self.schedule.q_blocks)
 
     @property

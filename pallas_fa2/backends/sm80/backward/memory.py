@@ -8,10 +8,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.backends.common.aux_grads import AuxGrads
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
-from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.primitives import swizzle
 from pallas_fa2.backends.common.split_float32 import GradientScales
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig, DqConfig
+from pallas_fa2.backends.sm80.tile_list import TileList
 
 
 class StoredTile(NamedTuple):
@@ -59,7 +59,7 @@ class Inputs(NamedTuple):
     # nothing, so that their P is 0.
     lse: Any
     delta: Any  # -delta of the glossary: dlse - rowsum(dO ∘ O), float32 [B, N, T']
-    block_mask: BlockMask | None = None  # of each tile, under a mask
+    tiles: TileList | None = None  # under a mask
     aux: AuxInputs | None = None  # what masks, scores and dropout read
     mask_bits: Any = None  # of a mask that is precomputed
     scales: GradientScales | None = None  # of split operands

@@ -51,7 +51,7 @@ class QueryBlock:
     def start(
         cls, schedule: RowSchedule[DqConfig], inputs: Inputs, dq: Any, memory: DqStorage
     ) -> "QueryBlock":
-        return cls(schedule, inputs, dq, memory, RowTile.load(schedule, inputs.block_mask))
+        return cls(schedule, inputs, dq, memory, RowTile.load(schedule, inputs.tiles))
 
     @property
     def spec(self) -> KernelSpec:

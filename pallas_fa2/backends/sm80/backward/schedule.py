@@ -27,7 +27,7 @@ def block_mask_by_keys(classes: Any) -> BlockMask:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardSchedule:
-    """The order of CTAs, and the blocks of queries that each visits."""
+    """The order of CTAs, and the blocks of queries that each visits, where no mask lists them."""
 
     spec: KernelSpec
     config: BackwardConfig

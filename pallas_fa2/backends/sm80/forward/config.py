@@ -23,6 +23,8 @@ class ForwardConfig:
     )
     # float16 numbers whose sum an element of Q, K, V or P is: 2 for float32 inputs (`split_float32`).
     terms: int = 1
+    # How many CTAs run at the same time on the device: under a mask, tiles are ordered for so many (`tile_list`).
+    num_ctas: int = 1
 
     @property
     def rows_per_warpgroup(self) -> int:

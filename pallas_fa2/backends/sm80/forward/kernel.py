@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
-from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.primitives import launch, swizzle
 from pallas_fa2.backends.common.split_float32 import split_operands
@@ -22,6 +21,7 @@ from pallas_fa2.backends.sm80.forward.memory import Inputs, SharedStorage
 from pallas_fa2.backends.sm80.forward.row_block import RowBlock
 from pallas_fa2.backends.sm80.primitives.mma import panel_width
 from pallas_fa2.backends.sm80.row_schedule import RowSchedule
+from pallas_fa2.backends.sm80.tile_list import TileList
 
 
 def attention(
@@ -30,7 +30,7 @@ def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    block_mask: BlockMask | None = None,
+    tiles: TileList | None = None,
     aux: AuxInputs | None = None,
     mask_bits: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -38,7 +38,7 @@ def attention(
 
     q is `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, Hv]`, bfloat16 or float16, or float32 if the config `is_split`; head
     dims are the config's or less.
-    Under a mask, `block_mask` lists the blocks of keys of every tile; `aux` is what masks, scores and dropout read, and
+    Under a mask, `tiles` lists the tiles and their blocks of keys; `aux` is what masks, scores and dropout read, and
     `mask_bits` are those of a mask that is precomputed.
     """
     schedule, scales = RowSchedule(spec, config), None
@@ -63,7 +63,7 @@ def attention(
 
     if aux is not None:
         aux = aux.with_index_row(*config.tile)
-    inputs = Inputs(q, k, v, jax.tree.map(jnp.asarray, block_mask), aux, mask_bits, scales)
+    inputs = Inputs(q, k, v, tiles, aux, mask_bits, scales)
     leaves, tree = jax.tree.flatten(inputs)
 
     def run(refs: tuple, memory: SharedStorage) -> None:

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
-from pallas_fa2.backends.common.block_mask import BlockMask
+from pallas_fa2.backends.sm80.tile_list import TileList
 
 
 class SharedStorage(NamedTuple):
@@ -21,7 +21,7 @@ class Inputs(NamedTuple):
     q: Any
     k: Any
     v: Any
-    block_mask: BlockMask | None  # under a mask
+    tiles: TileList | None  # under a mask
     aux: AuxInputs | None  # what masks, scores and dropout read
     mask_bits: Any  # of a mask that is precomputed
     scales: Any  # `split_float32.Scales`, of split operands

@@ -52,7 +52,7 @@ class RowBlock:
         lse: Any,
         memory: SharedStorage,
     ) -> "RowBlock":
-        tile = RowTile.load(schedule, inputs.block_mask)
+        tile = RowTile.load(schedule, inputs.tiles)
         return cls(schedule, inputs, out, lse, memory, tile)
 
     @property

@@ -1,0 +1,53 @@
+"""Which tile each CTA takes under a mask, and the blocks that a tile visits."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_fa2.arithmetic import unravel
+from pallas_fa2.backends.common.block_mask import BlockMask
+from pallas_fa2.backends.common.block_mask_kernel import unpack_word
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import layouts
+
+
+class TileList(NamedTuple):
+    """The tiles of all heads, of which CTA i takes the i-th, and the blocks that each of them visits.
+
+    A GPU starts CTAs in the order of their index, the next one where one ends. So the list is a dynamic scheduler's, and
+    nothing is claimed.
+    """
+
+    entries: Any  # int32 [n + 1, 2]: the ids and counts of n tiles (`BlockMask.order_tiles`)
+    block_indices: Any  # that of `BlockMask`
+
+    @classmethod
+    def build(
+        cls, block_mask: BlockMask | None, spec: KernelSpec, num_ctas: int
+    ) -> "TileList | None":
+        """List the tiles in an order for so many CTAs at the same time; return None where there is no mask."""
+        if block_mask is None:
+            return None
+        tiles = spec.batch * spec.q_heads * block_mask.num_blocks.shape[-1]
+        entries = block_mask.order_tiles(
+            spec.batch, spec.q_heads, min(num_ctas, tiles), header_rows=0
+        )
+        return cls(jnp.asarray(entries), jnp.asarray(block_mask.block_indices))
+
+    def load_tile(self, spec: KernelSpec) -> tuple[tuple[Any, Any, Any], Any, Any]:
+        """Load the tile of this CTA: its batch entry, head and index; how many blocks it visits; and how many of these, the
+        first ones, are full.
+
+        The arrays are references here, as in `load_block_entry`.
+        """
+        tile_id, counts = (self.entries[lax.axis_index("cta"), i] for i in range(2))
+        batch, head, tile = unravel(
+            tile_id, (spec.batch, spec.q_heads, self.block_indices.shape[-2])
+        )
+        return (batch, head, tile), *unpack_word(counts)
+
+    def load_block_entry(self, coordinates: tuple[Any, Any, Any], t: Any) -> Any:
+        """Load the entry of the block that a tile visits as the t-th; of the one after the last, whatever follows there."""
+        t = jnp.minimum(t, self.block_indices.shape[-1] - 1)
+        return layouts.index_broadcast(self.block_indices, *coordinates)[t]
