@@ -345,6 +345,18 @@ def test_kernels_fit_into_the_shared_memory_of_each_gpu():
                 assert backward is None or backward.smem_bytes <= multiprocessor.smem_bytes(device)
 
 
+@pytest.mark.parametrize(
+    "device, ctas",  # of the forward, of dK and dV, and of dQ at H = 128
+    [(H200, (264, 132, 264)), (GPUS[0], (216, 108, 108)), (GPUS[1], (82, 82, 82))],
+)
+def test_ampere_orders_masked_tiles_for_as_many_ctas_as_run_at_the_same_time(device, ctas):
+    """On a multiprocessor two of 4 warps run, if shared memory has room, or one of 8 warps."""
+    call = spec(dims=(128, 128), deterministic_gradients=True)
+    forward, backward, _ = configs.configure(call, device)
+    assert (forward.num_ctas, backward.num_ctas, backward.dq.num_ctas) == ctas
+    assert forward in configs.candidates(call, device)
+
+
 @pytest.mark.parametrize("name", ["reference", "blockwise", "ampere", "hopper"])
 def test_a_requested_implementation_is_chosen(name):
     plan = make_plan(spec(), H200, name)

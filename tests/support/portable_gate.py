@@ -137,7 +137,12 @@ CANDIDATES = {
 
 
 def compile_kernels(name: str) -> list[compile_gate.KernelReport]:
-    """Compile the kernels of a call and of its gradients, or the forward of a candidate; return those that multiply, the forward first."""
+    """Compile a call; return the kernels that multiply, the forward first."""
+    return [report for report in compile_all(name) if report.count("HMMA")]
+
+
+def compile_all(name: str) -> list[compile_gate.KernelReport]:
+    """Compile the kernels of a call and of its gradients, or the forward of a candidate."""
     if name in CACHED_CALLS:
         return _compile_cached(CACHED_CALLS[name])
     call = (CALLS | CANDIDATES)[name]
@@ -158,8 +163,7 @@ def compile_kernels(name: str) -> list[compile_gate.KernelReport]:
     args = [jax.ShapeDtypeStruct(shape, call.dtype) for shape in shapes]
     ids = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
     with planned_for(gpus.device()):
-        reports = compile_gate.compile_for_h200(run, *args, ids)
-    return [report for report in reports if report.count("HMMA")]
+        return compile_gate.compile_for_h200(run, *args, ids)
 
 
 def _arrays(call: CachedCall) -> tuple[Any, Any]:
@@ -211,7 +215,7 @@ def compile_call(name: str) -> list[dict[str, Any]]:
             "smem_bytes": report.smem_bytes,
             **{op: report.count(op) for op in ("HMMA", "LDSM", "LDGSTS", "MUFU", "LDL", "STL")},
         }
-        for report in compile_kernels(name)
+        for report in compile_all(name)
     ]
 
 
