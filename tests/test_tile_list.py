@@ -36,8 +36,8 @@ def tiles_of_ctas(spec, classes, num_ctas):
 
     def run(refs, _):
         *arrays, out = refs
-        coordinates, *counts = TileList(*arrays).load_tile(spec)
-        for field, value in enumerate((*coordinates, *counts)):
+        tiles = TileList(*arrays)
+        for field, value in enumerate((*tiles.load_coordinates(spec), *tiles.load_counts())):
             out[lax.axis_index("cta"), field] = value
 
     out = jax.ShapeDtypeStruct((count, 5), jnp.int32)

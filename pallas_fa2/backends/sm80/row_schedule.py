@@ -100,11 +100,11 @@ class RowTile[C: RowConfig]:
         """Load what this warpgroup of this CTA has."""
         if tiles is None:
             coordinates = schedule.raster_order.coordinates(lax.axis_index("cta"))
-            num_blocks, num_full = schedule.block_counts(coordinates[2])
         else:
-            coordinates, num_blocks, num_full = tiles.load_tile(schedule.spec)
+            coordinates = tiles.load_coordinates(schedule.spec)
         warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
-        return cls(schedule, tiles, coordinates, num_blocks, num_full, warpgroup)
+        counts = schedule.block_counts(coordinates[2]) if tiles is None else tiles.load_counts()
+        return cls(schedule, tiles, coordinates, *counts, warpgroup)
 
     @property
     def head(self) -> tuple[Any, Any]:

@@ -35,17 +35,15 @@ class TileList(NamedTuple):
         )
         return cls(jnp.asarray(entries), jnp.asarray(block_mask.block_indices))
 
-    def load_tile(self, spec: KernelSpec) -> tuple[tuple[Any, Any, Any], Any, Any]:
-        """Load the tile of this CTA: its batch entry, head and index; how many blocks it visits; and how many of these, the
-        first ones, are full.
+    def load_coordinates(self, spec: KernelSpec) -> tuple[Any, Any, Any]:
+        """Load the batch entry, the head and the index of this CTA's tile. The arrays are references here and below."""
+        tile_id, tiles = self.entries[lax.axis_index("cta"), 0], self.block_indices.shape[-2]
+        batch, head, tile = unravel(tile_id, (spec.batch, spec.q_heads, tiles))
+        return batch, head, tile
 
-        The arrays are references here, as in `load_block_entry`.
-        """
-        tile_id, counts = (self.entries[lax.axis_index("cta"), i] for i in range(2))
-        batch, head, tile = unravel(
-            tile_id, (spec.batch, spec.q_heads, self.block_indices.shape[-2])
-        )
-        return (batch, head, tile), *unpack_word(counts)
+    def load_counts(self) -> tuple[Any, Any]:
+        """Load how many blocks this CTA's tile visits, and how many of these, the first ones, are full."""
+        return unpack_word(self.entries[lax.axis_index("cta"), 1])
 
     def load_block_entry(self, coordinates: tuple[Any, Any, Any], t: Any) -> Any:
         """Load the entry of the block that a tile visits as the t-th; of the one after the last, whatever follows there."""

@@ -44,14 +44,18 @@ class KeyBlock:
     def start(
         cls, schedule: BackwardSchedule, inputs: Inputs, outputs: Outputs, memory: SharedStorage
     ) -> "KeyBlock":
-        first_block, num_full = I32(0), I32(0)
-        if inputs.tiles is None:
+        tiles = inputs.tiles
+        if tiles is None:
             coordinates = schedule.coordinates(lax.axis_index("cta"))
+        else:
+            coordinates = tiles.load_coordinates(schedule.spec)
+        warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
+        first_block, num_full = I32(0), I32(0)
+        if tiles is None:
             first_block = schedule.first_q_block(coordinates[2])
             num_steps = schedule.q_blocks - first_block
         else:
-            coordinates, num_steps, num_full = inputs.tiles.load_tile(schedule.spec)
-        warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
+            num_steps, num_full = tiles.load_counts()
         counts = first_block, num_steps, num_full, warpgroup
         return cls(schedule, inputs, outputs, memory, coordinates, *counts)
 
