@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa2.arithmetic import unravel
+from pallas_fa2.arithmetic import div, rem
 from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.block_mask_kernel import unpack_word
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
@@ -38,8 +38,8 @@ class TileList(NamedTuple):
     def load_coordinates(self, spec: KernelSpec) -> tuple[Any, Any, Any]:
         """Load the batch entry, the head and the index of this CTA's tile. The arrays are references here and below."""
         tile_id, tiles = self.entries[lax.axis_index("cta"), 0], self.block_indices.shape[-2]
-        batch, head, tile = unravel(tile_id, (spec.batch, spec.q_heads, tiles))
-        return batch, head, tile
+        head, tile = div(tile_id, tiles), rem(tile_id, tiles)
+        return div(head, spec.q_heads), rem(head, spec.q_heads), tile
 
     def load_counts(self) -> tuple[Any, Any]:
         """Load how many blocks this CTA's tile visits, and how many of these, the first ones, are full."""
