@@ -16,7 +16,7 @@ class TileList(NamedTuple):
     """The tiles of all heads, of which CTA i takes the i-th, and the blocks that each of them visits.
 
     A GPU starts CTAs in the order of their index, the next one where one ends. So the list is a dynamic scheduler's, and
-    nothing is claimed.
+    nothing is claimed. Results do not depend on which CTA starts when.
     """
 
     entries: Any  # int32 [n + 1, 2]: the ids and counts of n tiles (`BlockMask.order_tiles`)
