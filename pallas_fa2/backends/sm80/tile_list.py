@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa2.arithmetic import div, rem
+from pallas_fa2.arithmetic import I32, div, rem
 from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.block_mask_kernel import unpack_word
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
@@ -38,6 +38,9 @@ class TileList(NamedTuple):
     def load_coordinates(self, spec: KernelSpec) -> tuple[Any, Any, Any]:
         """Load the batch entry, the head and the index of this CTA's tile. The arrays are references here and below."""
         tile_id, tiles = self.entries[lax.axis_index("cta"), 0], self.block_indices.shape[-2]
+        # LLVM knows that a CTA's index is not negative, and so of the loaded id: else the forward under documents spills 544
+        # bytes instead of 512 on 9.0, as without a list, and the backward of float32 488 instead of 360 on 10.0 (H = 128).
+        tile_id &= I32(0x7FFFFFFF)
         head, tile = div(tile_id, tiles), rem(tile_id, tiles)
         return div(head, spec.q_heads), rem(head, spec.q_heads), tile
 
