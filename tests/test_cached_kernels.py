@@ -38,11 +38,14 @@ def test_features_of_8_bits_on_the_kernel_of_hopper(feature: str, layout: str) -
     check_on_the_kernel(on_the_kernel(layout, quantized=quantized), FEATURES[feature])
 
 
-@pytest.mark.parametrize("layout", slow_but(lambda name: name == "packed_paged", LAYOUTS))
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (12, 1)], ids=str)
+GROUPS = [(layout, heads) for heads in ((4, 4), (4, 1), (12, 1)) for layout in LAYOUTS]
+GROUPS.remove(("several", (12, 1)))  # 7 queries of 12 heads are more columns than a tile has
+
+
+@pytest.mark.parametrize(
+    "layout, heads", [x if x[0] == "packed_paged" else slow(*x) for x in GROUPS]
+)
 def test_grouped_heads_on_the_kernel_of_hopper(layout: str, heads: tuple[int, int]) -> None:
-    if layout == "several" and heads == (12, 1):
-        pytest.skip("7 queries of 12 heads are more columns than a tile has")
     check_on_the_kernel(on_the_kernel(layout, heads=heads), FEATURES["causal"])
 
 
@@ -68,11 +71,11 @@ def test_features_on_the_kernel_of_ampere(feature: str) -> None:
     check_on_the_kernel(on_the_kernel("packed_paged"), FEATURES[feature], A100)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("heads", [slow((4, 4)), (12, 1)], ids=str)
+@pytest.mark.parametrize(
+    "layout, heads",
+    [x if x[1] == (12, 1) else slow(*x) for x in GROUPS if x[1] != (4, 1)],
+)
 def test_grouped_heads_on_the_kernel_of_ampere(layout: str, heads: tuple[int, int]) -> None:
-    if layout == "several" and heads == (12, 1):
-        pytest.skip("7 queries of 12 heads are more columns than a tile has")
     check_on_the_kernel(on_the_kernel(layout, heads=heads), FEATURES["causal"], A100)
 
 
