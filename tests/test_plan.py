@@ -508,7 +508,8 @@ def test_ampere_sums_gradients_in_one_order_by_a_kernel_of_dq():
     call = {"score": fa.alibi(4), "dtype": jnp.bfloat16, "deterministic_gradients": True}
     any_order, one_order = (make_plan(spec(**x), A100) for x in ({}, call))
     assert any_order.implementation == one_order.implementation == "ampere"
-    assert (any_order.backward.dq, one_order.backward.dq) == (None, configs.DQ_RULES[0].config)
+    dq = dataclasses.replace(configs.DQ_RULES[0].config, num_ctas=2 * A100.num_sms)
+    assert (any_order.backward.dq, one_order.backward.dq) == (None, dq)
     assert one_order.backward_for(False) == ("ampere", one_order.backward)
     assert one_order.backward_for(True)[0] == "blockwise"
 
