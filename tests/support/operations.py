@@ -241,6 +241,16 @@ def _scatter_columns(thread, target, values, indices, *, source_info):
                 gpu_callbacks.get_races().check_write(thread, clock, key, access, source_info)
 
 
+def _store_columns(thread, target, values, *, source_info):
+    """Store the value of each column in a row."""
+    memory, (key, row) = the_memory(), target
+    _update(thread, target, lambda _: values)
+    if memory.detect_races:
+        *outer, inside = row.range
+        written = [(*outer, inside.start + i) for i in range(len(values))]
+        gpu_callbacks.get_races().check_scatter(thread, key, written, source_info)
+
+
 def _scatter_outer(thread, target, tile, rows, columns, *, source_info):
     """Store each element at the sum of its row's and its column's index in the array as it lies in memory."""
     memory, (key, place) = the_memory(), target
@@ -306,6 +316,7 @@ OPERATIONS = {
     "largest_exponent": _largest_exponent,
     "scatter": _scatter,
     "scatter_columns": _scatter_columns,
+    "store_columns": _store_columns,
     "scatter_outer": _scatter_outer,
     "put_fragments": _put_fragments,
     "store_rows": _store_rows,

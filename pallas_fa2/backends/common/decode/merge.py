@@ -23,7 +23,12 @@ from pallas_fa2.backends.common.decode.plan_tables import FixedSplits, PlanTable
 from pallas_fa2.backends.common.decode.share import load_deal
 from pallas_fa2.backends.common.decode.spec import NO_MAXIMUM
 from pallas_fa2.backends.common.inline import asm, inline_op
-from pallas_fa2.backends.common.primitives import layouts, register_io, thread_values
+from pallas_fa2.backends.common.primitives import (
+    gather_scatter,
+    layouts,
+    register_io,
+    thread_values,
+)
 from pallas_fa2.backends.common.primitives.layouts import (
     ACC_LAYOUT,
     COL_LAYOUT,
@@ -138,7 +143,7 @@ class TileSplits(NamedTuple):
         for i, rows in enumerate(layouts.slices(acc.shape[0], 64)):
             tile = acc[rows.start : rows.start + rows.size]
             register_io.store_fragments(outputs.split_out.at[self.own, i], tile)
-        outputs.split_lse.at[self.own][...] = lse
+        gather_scatter.store_columns(outputs.split_lse.at[self.own], lse)
 
     def arrive(self) -> jax.Array:
         """Return 1 if all other splits of the tile have been stored when this CTA's one is, else 0."""

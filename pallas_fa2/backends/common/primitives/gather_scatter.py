@@ -40,6 +40,22 @@ def scatter_columns(_, target: Ref, values: Registers, indices: Registers) -> No
         asm(code, "l,f,r,r", start, value, index, thread)
 
 
+@inline_op("store_columns", plgpu.RefType(), COL_LAYOUT)
+def store_columns(_, target: Ref, values: Registers) -> None:
+    """Store the float32 of each column in device memory `[columns]`, which begins at a multiple of 8 bytes.
+
+    jax 0.12 refuses an assignment of less than a line of L2.
+    """
+    thread, start = warpgroup_thread_index(), address(target)
+    own = scalars(values)
+    for i in range(0, len(own), 2):  # two columns of eight, as in `scatter_columns`
+        code = (
+            "{ .reg .pred p; .reg .b64 a; setp.lt.u32 p, $3, 4; mad.wide.u32 a, $3, 8, $0; "
+            f"@p st.global.v2.f32 [a + {16 * i}], {{$1, $2}}; }}"
+        )
+        asm(code, "l,f,f,r", start, own[i], own[i + 1], thread)
+
+
 @inline_op("scatter_outer", plgpu.RefType(), ACC_LAYOUT, ROW_LAYOUT, COL_LAYOUT)
 def scatter_outer(_, target: Ref, tile: Registers, rows: Registers, columns: Registers) -> None:
     """Store the elements of a tile of 16 bits in an array in device memory as it lies there, each at the sum of two
