@@ -88,11 +88,10 @@ class Case:
     def ids_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the documents of the tokens at these positions, in the order in which devices have them."""
         ids = self.ids()[:, positions]
-        if (
-            self.layout == "balanced"
-        ):  # a packer counts documents in the order in which it packs them
-            ids = np.cumsum(np.diff(ids, prepend=ids[:, :1]) != 0, axis=1, dtype=np.int32)
-        return ids
+        if self.layout != "balanced":
+            return ids
+        # A packer counts documents in the order in which it packs them.
+        return np.cumsum(np.diff(ids, prepend=ids[:, :1]) != 0, axis=1, dtype=np.int32)
 
     @property
     def device_layout(self) -> Any:

@@ -52,10 +52,12 @@ def test_operations_that_fold_away_are_not_given_to_mosaic() -> None:
     with mock.patch.object(canonical_module, "_PIPELINE", "builtin.module(strip-debuginfo)"):
         unfolded = lowered_operations(run)
     assert len(folded) == len(unfolded) == 3
+    # Of the smallest kernel's 792 constants 92 are left with jax 0.12.
+    share = 0.1 if jax.__version_info__ < (0, 12) else 0.15
     for after, before in zip(folded, unfolded, strict=True):
         assert len(after) < 0.6 * len(before), (len(after), len(before))
         count = lambda texts: sum(x.startswith("constant") for x in texts)
-        assert count(after) < 0.15 * count(before), collections.Counter(after).most_common(5)
+        assert count(after) < share * count(before), collections.Counter(after).most_common(5)
 
 
 def test_arrays_that_tma_alone_reads_are_kept() -> None:

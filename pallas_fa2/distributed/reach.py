@@ -94,6 +94,7 @@ def operands_in_reach(
 def _all_in_reach(
     x: jax.Array, axis_name: AxisName, axis: int, reach: Reach
 ) -> tuple[jax.Array, ...]:
+    """Return a device's own array between those of the keys before and behind, in their order."""
     before = reversed(list(_sent(x, axis_name, axis, reach.before, 1)))
     return *before, x, *_sent(x, axis_name, axis, reach.after, -1)
 

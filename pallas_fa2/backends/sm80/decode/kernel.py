@@ -66,9 +66,8 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
     loader = KvLoader(cta, share, num_steps)
     tile, first_index = Tile(share.entry, share.head), share.begin - share.tile_begin
     share.store_deal(cta.memory.deal)
-    async_copy.sync_cta(
-        1
-    )  # the deal is there for all warps; on Hopper the first wait for a barrier is enough
+    # The deal is there for all warps then; on Hopper the first wait for a barrier is enough.
+    async_copy.sync_cta(1)
     # before the loads of the ring, so that the word arrives while it fills
     first_visit = TileVisit.of(cta, tile, share.first_entry, first_index, I32(0), num_steps)
     first_visit.prepare(num_steps > 0)
