@@ -61,8 +61,9 @@ class KernelReport:
     """What ptxas and the disassembler say about one Mosaic kernel.
 
     `registers` is per thread and for the whole kernel: ptxas knows nothing of `set_max_registers`,
-    so look at the spills. `sass` counts mnemonics with their modifiers; without nvdisasm it is
-    empty and `sass_path` None. The file lives as long as the process.
+    so look at the spills. `smem_bytes` are static and dynamic ones, as the driver counts them. `sass` counts
+    mnemonics with their modifiers; without nvdisasm it is empty and `sass_path` None. The file lives as
+    long as the process.
     """
 
     name: str
@@ -336,12 +337,13 @@ def _flush() -> None:
 def _read_report(printed: re.Match[str]) -> KernelReport:
     ptxas, sass = printed["ptxas"], printed["sass"] or ""
     name = _find(r"entry function '(\w+?)(?:_mosaic_gpu_kernel)?'", ptxas)
+    static = sum(map(int, re.findall(r"(\d+) bytes smem", ptxas)))
     return KernelReport(
         name=name,
         registers=int(_find(r"Used (\d+) registers", ptxas)),
         spill_stores=sum(map(int, re.findall(r"(\d+) bytes spill stores", ptxas))),
         spill_loads=sum(map(int, re.findall(r"(\d+) bytes spill loads", ptxas))),
-        smem_bytes=int(printed["launch"].split(",")[_LAUNCH_SMEM_BYTES].split()[-1]),
+        smem_bytes=static + int(printed["launch"].split(",")[_LAUNCH_SMEM_BYTES].split()[-1]),
         warnings=tuple(re.findall(r"^.*\(C75\d\d\).*$", ptxas, re.MULTILINE)),
         sass=_count_opcodes(sass),
         sass_path=_write_sass(name, sass) if sass else None,

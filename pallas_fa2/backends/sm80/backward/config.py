@@ -181,6 +181,6 @@ class BackwardConfig:
         vectors = 4 if self.is_split else 2  # lse, delta, and the powers of q and dO, in float32
         own = 2 * self.terms * (operands + tiles) + 4 * vectors * self.stages * self.block_q
         if self.is_split:
-            # Every buffer begins at a multiple of 1024 bytes: here of vectors, and of the powers of stored tiles.
-            own += self.stored_tiles * round_up(4 * self.pieces * self.block_kv, 1024)
+            # the powers of stored tiles: every buffer begins at a multiple of 1024 bytes
+            own += round_up(4 * self.stored_tiles * self.pieces * self.block_kv, 1024)
         return own if self.dq is None else max(own, self.dq.smem_bytes)

@@ -28,14 +28,33 @@ class SharedStorage(NamedTuple):
     v: Any  # [block_kv, Hv] where dK and dV are formed together
     q: Any  # [stages, block_q, H]
     dout: Any  # [stages, block_q, Hv]
-    ds: Any  # StoredTile of dQ
+    ds_tile: Any  # of dQ
     lse: Any  # [stages, block_q]; of split operands they are two of `vectors`
     delta: Any
-    p: Any  # StoredTile where columns are divided
-    dk_ds: Any  # StoredTile of dK, where columns are divided: that of dQ, if it is not split
-    # Of split operands, float32 [4, stages, block_q]: lse, delta and the powers of q and dO. Every buffer begins at a multiple
-    # of 1024 bytes.
-    vectors: Any = None
+    p_tile: Any  # where columns are divided
+    dk_ds_tile: Any  # of dK, where columns are divided: that of dQ, if it is not split
+    # Of split operands. Every buffer begins at a multiple of 1024 bytes.
+    vectors: Any = None  # float32 [4, stages, block_q]: lse, delta and the powers of q and dO
+    powers: Any = None  # float32 [stored tiles, pieces, block_kv], of P, dS of dK and dS of dQ
+
+    @property
+    def p(self) -> Any:
+        return self._stored(self.p_tile, 0)
+
+    @property
+    def dk_ds(self) -> Any:
+        return self._stored(self.dk_ds_tile, 1)
+
+    @property
+    def ds(self) -> Any:
+        return self._stored(self.ds_tile, -1)
+
+    def _stored(self, tile: Any, index: int) -> Any:
+        """Return the `StoredTile` of a tile, or None where the kernel has none."""
+        if tile is None:
+            return None
+        powers = self.powers
+        return StoredTile(tile, powers if powers is None else powers.at[index % powers.shape[0]])
 
 
 class DqStorage(NamedTuple):
@@ -80,9 +99,8 @@ def shared_storage(config: BackwardConfig, dtype: Any) -> SharedStorage:
     k_panel = config.panel(config.head_dim, shared=True)  # for dQ
     q_panel, v_panel = (config.panel(dim, split) for dim in (config.head_dim, config.value_dim))
     terms, powers = config.terms, config.is_split
-    row_powers = plgpu.SMEM((config.pieces, config.block_kv), jnp.float32) if powers else None
     tile = operand(config.block_kv, terms * config.block_q, panel=config.score_columns)
-    stored = StoredTile(tile, row_powers)
+    tile_powers = config.stored_tiles, config.pieces, config.block_kv
     columns, v_columns = terms * config.head_dim, terms * config.value_dim
     rows = plgpu.SMEM((config.stages, config.block_q), jnp.float32)
     return SharedStorage(
@@ -90,12 +108,13 @@ def shared_storage(config: BackwardConfig, dtype: Any) -> SharedStorage:
         v=operand(config.block_kv, v_columns, panel=v_panel) if all(config.formed) else None,
         q=operand(config.stages, config.block_q, columns, panel=q_panel),
         dout=operand(config.stages, config.block_q, v_columns, panel=v_panel),
-        ds=stored if config.adds_dq or (split and not powers) else None,
+        ds_tile=tile if config.adds_dq or (split and not powers) else None,
         lse=None if powers else rows,
         delta=None if powers else rows,
-        p=stored if split else None,
-        dk_ds=stored if split and powers else None,
+        p_tile=tile if split else None,
+        dk_ds_tile=tile if split and powers else None,
         vectors=plgpu.SMEM((4, *rows.shape), jnp.float32) if powers else None,
+        powers=plgpu.SMEM(tile_powers, jnp.float32) if powers and config.stored_tiles else None,
     )
 
 
