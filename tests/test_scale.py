@@ -129,9 +129,9 @@ def test_large_calls_on_hopper(large: Large) -> None:
 def test_more_heads_than_hopper_takes() -> None:
     large = GRID[1]._replace(times=MAX_COUNT // 5 + 1)
     q, k, v, *_ = jax.eval_shape(large.repeat, *large.case.inputs())
-    assert fa.explain(q, k, v).implementation == "blockwise"
-    with pytest.warns(fa.FallbackWarning, match="65535 heads at most"):
-        check(large, None)
+    chosen = fa.explain(q, k, v)
+    assert chosen.implementation == "ampere" and "65535 heads at most" in str(chosen)
+    check(large, None)
 
 
 def test_the_large_cases_are_as_large_as_documented() -> None:
