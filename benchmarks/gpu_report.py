@@ -14,7 +14,7 @@ from pallas_fa2.device import Device, device_of
 
 # No shape starts after so many seconds: the check before takes about a minute, and so do the last shapes.
 BUDGET = 150.0
-RIVALS = ("fa2", "fa3", "cudnn", "tokamax", "xla")
+RIVALS = ("fa2", "fa3", "cudnn", "tokamax", "tokamax_triton", "xla")
 
 
 def gpu() -> Device:

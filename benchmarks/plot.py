@@ -28,10 +28,12 @@ INK = "#808080"  # readable on white and on black
 NAMES = {"ours": "pallas_fa2", "ampere": "pallas_fa2, ampere", "fa2": "FlashAttention-2",
          "fa3": "FlashAttention-3", "cudnn": "cuDNN", "xla": "XLA"}  # fmt: skip
 COLORS = {"ours": "#e8590c", "ampere": "#f2a65a", "fa2": "#70c1c8", "fa3": "#3b8ed0",
-          "cudnn": "#4fa04f", "tokamax": "#a678d0", "jla": "#c2a02c", "xla": INK,
-          "ring": "#e8590c", "all_gather": "#3b8ed0", "ulysses": "#4fa04f", "jit": "#f2a65a"}  # fmt: skip
+          "cudnn": "#4fa04f", "tokamax": "#a678d0", "tokamax_triton": "#cfa8ea", "jla": "#c2a02c",
+          "xla": INK, "ring": "#e8590c", "all_gather": "#3b8ed0", "ulysses": "#4fa04f",
+          "jit": "#f2a65a"}  # fmt: skip
 MARKERS = {"ours": "o", "ampere": "o", "fa2": "P", "fa3": "s", "cudnn": "^", "tokamax": "D",
-           "jla": "v", "xla": "x", "ring": "o", "all_gather": "s", "ulysses": "^", "jit": "P"}  # fmt: skip
+           "tokamax_triton": "d", "jla": "v", "xla": "x", "ring": "o",
+           "all_gather": "s", "ulysses": "^", "jit": "P"}  # fmt: skip
 STYLE: Any = {
     "svg.hashsalt": "pallas_fa2",
     "svg.fonttype": "none",

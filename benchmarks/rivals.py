@@ -189,7 +189,16 @@ def cudnn(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None)
 
 
 def tokamax(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
-    """Run tokamax's Pallas kernels with the tile sizes that it chooses without autotuning."""
+    """Run tokamax's Mosaic GPU kernels for the device: on Hopper by WGMMA, on an A100 by mma.sync."""
+    return _tokamax("mosaic", shape, q, k, v, data)
+
+
+def tokamax_triton(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = None) -> Array:
+    return _tokamax("triton", shape, q, k, v, data)
+
+
+def _tokamax(implementation: str, shape: Shape, q: Array, k: Array, v: Array, data: Any) -> Array:
+    """Run tokamax's kernels with the tile sizes that it chooses without autotuning."""
     import tokamax  # type: ignore[import-not-found]
 
     logging.getLogger("absl").setLevel(
@@ -202,7 +211,7 @@ def tokamax(shape: Shape, q: Array, k: Array, v: Array, data: Array | None = Non
     if shape.soft_cap is not None:
         options["logits_soft_cap"] = shape.soft_cap
     return tokamax.dot_product_attention(
-        q, k, v, is_causal=shape.causal, implementation="mosaic", **options
+        q, k, v, is_causal=shape.causal, implementation=implementation, **options
     )
 
 
@@ -247,6 +256,7 @@ IMPLEMENTATIONS = {
     "fa2": Implementation(fa2, "torch", "torch", worker="benchmarks.torch_fa2"),
     "cudnn": Implementation(cudnn, "jax", "nvidia-cudnn-cu13"),
     "tokamax": Implementation(tokamax, "tokamax", "tokamax"),
+    "tokamax_triton": Implementation(tokamax_triton, "tokamax", "tokamax"),
     "jla": Implementation(jla, "jla.ops.mosaic_gpu.attention", "jax-linear-attention"),
     "xla": Implementation(xla, "jax", "jaxlib"),
 }

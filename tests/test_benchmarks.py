@@ -90,6 +90,8 @@ def test_each_rival_is_called_as_its_authors_intend(monkeypatch):
     for name, module in {"jla": mosaic, "jla.ops": mosaic, "jla.ops.mosaic_gpu": mosaic}.items():
         monkeypatch.setitem(sys.modules, name, module)
     q = k = v = jnp.zeros(1)
+    rivals.IMPLEMENTATIONS["tokamax_triton"].attention(TINY, q, k, v)
+    assert calls.pop("tokamax") == {"is_causal": True, "implementation": "triton"}
     for name in ("fa3", "tokamax", "jla"):
         rivals.IMPLEMENTATIONS[name].attention(TINY, q, k, v)
     assert calls == {
