@@ -144,8 +144,8 @@ BACKWARDS = {
         KernelSpec(1, 70, 130, 1, 1, 0.125, None),
         (64, 64),
     ),
-    "float32_split_columns": (
-        BackwardConfig(128, 128, split_columns=True, terms=2),
+    "float32_divides_columns": (
+        BackwardConfig(128, 128, divides_columns=True, terms=2),
         KernelSpec(1, 130, 70, 1, 1, 0.1, 0),
         (128, 104),
     ),
@@ -185,8 +185,8 @@ BACKWARDS = {
         KernelSpec(1, 100, 200, 1, 1, 0.125, 100),
         (64, 64),
     ),
-    "split_columns": (
-        BackwardConfig(256, 128, split_columns=True),
+    "divides_columns": (
+        BackwardConfig(256, 128, divides_columns=True),
         KernelSpec(1, 130, 100, 1, 1, 0.0625, 0),
         (256, 128),
     ),
@@ -214,8 +214,8 @@ BACKWARDS = {
         KernelSpec(1, 100, 130, 1, 1, 0.0625, 40),
         (192, 104),
     ),
-    "dq_apart_split_columns": (
-        BackwardConfig(128, 128, split_columns=True, stages=2, dq=DqConfig(128, 128)),
+    "dq_apart_divides_columns": (
+        BackwardConfig(128, 128, divides_columns=True, stages=2, dq=DqConfig(128, 128)),
         KernelSpec(1, 130, 70, 1, 1, 0.0625, None),
         (128, 128),
     ),
@@ -292,7 +292,7 @@ MEETINGS = [
     ("backward", "dq_apart_2_stages", 6, 2),
     ("backward", "all_apart", 13, 5),
     ("backward", "float32", 2, 1),
-    ("backward", "float32_split_columns", 3, 1),
+    ("backward", "float32_divides_columns", 3, 1),
 ]
 
 
@@ -375,7 +375,7 @@ def test_nan_of_queries_that_see_nothing(dtype: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["float32", "float32_split_columns", "float32_dq_apart"])
+@pytest.mark.parametrize("name", ["float32", "float32_divides_columns", "float32_dq_apart"])
 def test_gradients_of_sizes_that_float16_does_not_have(name: str) -> None:
     """Tokens of q, k, v and dO may differ by any power of two: each row of dQ, dK and dV is as exact as its own terms."""
     config, spec, dims = BACKWARDS[name]

@@ -61,9 +61,9 @@ FORWARD_RULES: tuple[Rule[ForwardConfig], ...] = (
 BACKWARD_CONFIGS = (
     BackwardConfig(64, 64, warpgroups=1, key_tiles=2, score_queries=32),
     BackwardConfig(96, 96, warpgroups=1),  # columns are no whole panels of two warpgroups
-    BackwardConfig(128, 128, split_columns=True, key_tiles=2),
-    BackwardConfig(128, 128, split_columns=True),
-    *(BackwardConfig(*dims, split_columns=True) for dims in LARGE_DIMS),
+    BackwardConfig(128, 128, divides_columns=True, key_tiles=2),
+    BackwardConfig(128, 128, divides_columns=True),
+    *(BackwardConfig(*dims, divides_columns=True) for dims in LARGE_DIMS),
 )
 # The same where dQ has a kernel of its own: a second buffer of Q and dO takes the room of dS. The last ones serve all calls
 # where 100 KB of shared memory have no room for blocks of K, V, Q and dO: scores of 32 queries at a time spill up to 1408 bytes
@@ -90,7 +90,10 @@ SPLIT_DIMS = (128, 128), (192, 128), (192, 192)  # beyond (96, 96)
 SPLIT_BACKWARD_CONFIGS = (
     BackwardConfig(64, 64, warpgroups=1, terms=split_float32.TERMS),
     BackwardConfig(96, 96, warpgroups=1, score_queries=32, terms=split_float32.TERMS),
-    *(BackwardConfig(*dims, split_columns=True, terms=split_float32.TERMS) for dims in SPLIT_DIMS),
+    *(
+        BackwardConfig(*dims, divides_columns=True, terms=split_float32.TERMS)
+        for dims in SPLIT_DIMS
+    ),
 )
 # The same where dQ has a kernel of its own. The last one serves all calls at H = 128 where a CTA has 100 KB.
 SPLIT_KEY_CONFIGS = (

@@ -75,7 +75,7 @@ class BackwardConfig:
     score_queries: int = 64
     # Whether warpgroups divide the columns of dK and dV, and not the keys: at H = 128 a warp then has 32 keys, and beyond, the
     # gradients of 64 keys would take more registers than a warpgroup has.
-    split_columns: bool = False
+    divides_columns: bool = False
     # Whether dQ is added 16 bytes at a time: from compute capability 9.0 on.
     vector_atomics: bool = False
     # The kernel of dQ alone, whose sums have one order, or where shared memory has no room for dS of dQ. Without one, this
@@ -92,7 +92,7 @@ class BackwardConfig:
 
     @property
     def block_kv(self) -> int:
-        return 64 * self.key_tiles * (1 if self.split_columns else self.warpgroups)
+        return 64 * self.key_tiles * (1 if self.divides_columns else self.warpgroups)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -127,7 +127,7 @@ class BackwardConfig:
     @property
     def score_columns(self) -> int:
         """Return of how many queries a warpgroup forms scores at once."""
-        return self.block_q // self.warpgroups if self.split_columns else self.score_queries
+        return self.block_q // self.warpgroups if self.divides_columns else self.score_queries
 
     def panel(self, dim: int, shared: bool) -> int:
         """Return the columns of a swizzled panel of rows of this length; if they are `shared`, a warpgroup's columns are
@@ -144,15 +144,15 @@ class BackwardConfig:
     @property
     def column_shares(self) -> int:
         """Return into how many parts warpgroups divide the columns of dK and dV."""
-        return self.warpgroups if self.split_columns else 1
+        return self.warpgroups if self.divides_columns else 1
 
     @property
     def stored_tiles(self) -> int:
         """Return how many tiles of keys by queries go through shared memory: dS for dQ, P and dS where columns are divided; a
         split dS differs for dQ and dK."""
         if self.is_split:
-            return 2 * self.split_columns + self.adds_dq
-        return 2 if self.split_columns else int(self.adds_dq)
+            return 2 * self.divides_columns + self.adds_dq
+        return 2 if self.divides_columns else int(self.adds_dq)
 
     @property
     def pieces(self) -> int:

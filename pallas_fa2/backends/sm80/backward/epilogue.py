@@ -48,7 +48,7 @@ class KeyEpilogue:
         stores = [store for store in stores if store[1]]
         for buffer, tiles, scale, _ in stores:
             columns = pl.ds(0, buffer.shape[1])
-            if config.split_columns:
+            if config.divides_columns:
                 columns = config.share(buffer.shape[1], self.warpgroup)
             for rows, tile in zip(score_rows, tiles, strict=True):
                 buffer.at[rows, columns][...] = (tile * scale).astype(buffer.dtype)
@@ -63,7 +63,7 @@ class KeyEpilogue:
     ) -> None:
         """Store float32 tiles of keys from registers."""
         (batch, head, block), spec = self.coordinates, self.schedule.spec
-        share = self.warpgroup if self.schedule.config.split_columns else 0
+        share = self.warpgroup if self.schedule.config.divides_columns else 0
         # not strict: where dK or dV is not formed, it has no tiles
         for rows, tile in zip(score_rows, tiles, strict=False):
             key = block * self.schedule.config.block_kv + rows.start
@@ -74,6 +74,6 @@ class KeyEpilogue:
         """Store the n-th tile of keys of a head of a group."""
         (batch, head, block), config = self.coordinates, self.schedule.config
         first, share = block * (config.block_kv // 64), self.warpgroup
-        if not config.split_columns:
+        if not config.divides_columns:
             first, share = first + self.warpgroup * config.key_tiles, 0
         register_io.store_fragments(target.at[batch, head, first + n, share], tile)

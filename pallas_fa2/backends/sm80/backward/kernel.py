@@ -5,7 +5,7 @@ dK. dS goes through shared memory once, for dQ, which is added up in float32 in 
 dV of their own, which are added up afterwards: with all heads in one CTA, Q and dO of more heads than L2 holds are in use at
 a time (a call with gradients took 1.19 of the time, llama8b_8k).
 
-From H = 128 on (`split_columns`) the warpgroups divide the columns of dK, dV and dQ, each forms the scores of half of the
+From H = 128 on (`divides_columns`) the warpgroups divide the columns of dK, dV and dQ, each forms the scores of half of the
 queries, and P goes through shared memory as dS does. Where shared memory has no room for that, dK and dV have a kernel each
 (`apart`), and dQ another one.
 """

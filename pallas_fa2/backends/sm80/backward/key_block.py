@@ -80,7 +80,7 @@ class KeyBlock:
         first = self.load_q_block(I32(0))
         v = self.load_keys()
         self.loads.load_block(I32(0), first)
-        split = self.config.split_columns
+        split = self.config.divides_columns
         dims = (self.config.head_dim, self.config.value_dim)
         columns = (self.config.share(dim, 0).size if split else dim for dim in dims)
         counts = (self.config.key_tiles * formed for formed in self.config.formed)
@@ -127,14 +127,14 @@ class KeyBlock:
             p = [m.zero_dropped(x) for m, x in zip(mods, p, strict=True)]
             p_rows = [products.round_rows(x, q.dtype, dout_power) for x in p]
             self.store_ds(columns, ds, ds_rows, powers, dout_power)
-            if self.config.split_columns:
+            if self.config.divides_columns:
                 self.store_tiles(self.memory.p, columns, p_rows)
                 continue
             if dv:
                 dv = self.add_rows(dv, p_rows, dout.at[columns])  # line 12
             if dk:
                 dk = self.add_rows(dk, ds_rows, q.at[columns])  # line 16
-        if self.config.split_columns:
+        if self.config.divides_columns:
             async_copy.sync_cta(self.config.warpgroups)
             dv = self.multiply_shared(dv, self.memory.p, dout)  # line 12
             dk_ds = self.memory.dk_ds if self.config.is_split else self.memory.ds
@@ -190,7 +190,7 @@ class KeyBlock:
 
     def store_tiles(self, buffer: StoredTile, columns: Any, tiles: list[RowOperand]) -> None:
         """Store some columns of P or dS of each tile of keys."""
-        piece = self.warpgroup if self.config.split_columns else columns.start // columns.size
+        piece = self.warpgroup if self.config.divides_columns else columns.start // columns.size
         products.store_rows(buffer, self.slice_score_rows(), columns, piece, tiles)
 
     def store_ds(
@@ -240,7 +240,7 @@ class KeyBlock:
             masked = []
             tiles = zip(self.slice_score_rows(), exponents, strict=True)
             for n, (rows, exponent) in enumerate(tiles):
-                first = 0 if self.config.split_columns else self.warpgroup * self.config.key_tiles
+                first = 0 if self.config.divides_columns else self.warpgroup * self.config.key_tiles
                 bits = self.loads.load_mask_bits(i, first + n, columns)
                 mods = self.load_mods(i, rows, columns, masked=True)
                 masked.append(mods.apply_mask(exponent, bits))
@@ -258,13 +258,13 @@ class KeyBlock:
 
     def slice_score_rows(self) -> list[Any]:
         """Return the tiles of keys, within the block, whose scores the warpgroup forms."""
-        first = 0 if self.config.split_columns else self.warpgroup * (64 * self.config.key_tiles)
+        first = 0 if self.config.divides_columns else self.warpgroup * (64 * self.config.key_tiles)
         return [pl.ds(first + 64 * n, 64) for n in range(self.config.key_tiles)]
 
     def slice_score_columns(self) -> list[Any]:
         """Return the queries, within a block, whose scores the warpgroup forms, so many at once."""
         size = self.config.score_columns
-        if self.config.split_columns:
+        if self.config.divides_columns:
             return [pl.ds(self.warpgroup * size, size)]
         return layouts.slices(self.config.block_q, size)
 

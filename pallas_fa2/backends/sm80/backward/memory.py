@@ -95,7 +95,7 @@ class Outputs(NamedTuple):
 
 def shared_storage(config: BackwardConfig, dtype: Any) -> SharedStorage:
     operand = functools.partial(swizzle.swizzled_smem, dtype=dtype)
-    split = config.split_columns
+    split = config.divides_columns
     k_panel = config.panel(config.head_dim, shared=True)  # for dQ
     q_panel, v_panel = (config.panel(dim, split) for dim in (config.head_dim, config.value_dim))
     terms, powers = config.terms, config.is_split
