@@ -113,6 +113,10 @@ class BackwardConfig:
         return self.dq is None
 
     @property
+    def forms_dk(self) -> bool:
+        return self.formed[0]
+
+    @property
     def v_in_registers(self) -> bool:
         return self.formed == (True, False)
 

@@ -11,14 +11,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.common.block_mask import reversed_block_id
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.key_mods import KeyMods
 from pallas_fa2.backends.common.primitives import accumulate, layouts, thread_values
 from pallas_fa2.backends.sm80.backward import products
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.epilogue import KeyEpilogue
-from pallas_fa2.backends.sm80.backward.key_loads import KeyLoads, KeyPowers
+from pallas_fa2.backends.sm80.backward.key_loads import KeyLoads, KeyPowers, QueryBuffers
+from pallas_fa2.backends.sm80.backward.key_tile import KeyTile
 from pallas_fa2.backends.sm80.backward.memory import Inputs, Outputs, SharedStorage, StoredTile
 from pallas_fa2.backends.sm80.backward.products import RowOperand
 from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
@@ -34,38 +34,13 @@ class KeyBlock:
     inputs: Inputs
     outputs: Outputs
     memory: SharedStorage
-    coordinates: tuple[Any, Any, Any]  # batch entry, head and block of keys
-    first_block: Any  # of queries that see a key, without a general mask
-    num_steps: Any
-    num_full: Any  # under a general mask: the first of them
-    warpgroup: Any
+    tile: KeyTile
 
     @classmethod
     def start(
         cls, schedule: BackwardSchedule, inputs: Inputs, outputs: Outputs, memory: SharedStorage
     ) -> "KeyBlock":
-        tiles = inputs.tiles
-        if tiles is None:
-            coordinates = schedule.coordinates(lax.axis_index("cta"))
-        else:
-            coordinates = tiles.load_coordinates(schedule.spec)
-        warpgroup = lax.axis_index("warpgroup") if schedule.config.warpgroups > 1 else I32(0)
-        first_block, num_full = I32(0), I32(0)
-        if tiles is None:
-            first_block = schedule.first_q_block(coordinates[2])
-            num_steps = schedule.q_blocks - first_block
-        else:
-            num_steps, num_full = tiles.load_counts()
-        counts = first_block, num_steps, num_full, warpgroup
-        return cls(schedule, inputs, outputs, memory, coordinates, *counts)
-
-    @property
-    def head(self) -> tuple[Any, Any]:
-        """Batch entry and head."""
-        return self.coordinates[:2]
-
-    def compute_first_key(self) -> Any:
-        return self.coordinates[2] * self.config.block_kv
+        return cls(schedule, inputs, outputs, memory, KeyTile.load(schedule, inputs.tiles))
 
     @property
     def spec(self) -> KernelSpec:
@@ -77,22 +52,19 @@ class KeyBlock:
 
     def differentiate(self) -> None:
         """Compute dK and dV of the block, and add to dQ if it has no kernel of its own: Algorithm 2, lines 6-18."""
-        first = self.load_q_block(I32(0))
+        config, rows = self.config, self.tile.slice_score_rows()
+        first = self.tile.load_block_index(I32(0))
         v = self.load_keys()
         self.loads.load_block(I32(0), first)
-        split = self.config.divides_columns
-        dims = (self.config.head_dim, self.config.value_dim)
-        columns = (self.config.share(dim, 0).size if split else dim for dim in dims)
-        counts = (self.config.key_tiles * formed for formed in self.config.formed)
+        counts = (config.key_tiles * formed for formed in config.formed)
+        dims = (dim // config.column_shares for dim in (config.head_dim, config.value_dim))
         dk, dv = (
-            [thread_values.zero_accumulator((64, n)) for _ in range(count)]
-            for n, count in zip(columns, counts, strict=True)
+            [thread_values.zero_accumulator((64, dim)) for _ in range(count)]
+            for dim, count in zip(dims, counts, strict=True)
         )  # line 7
-        body = functools.partial(self.step, v, self.loads.load_key_powers(self.slice_score_rows()))
-        _, dk, dv = lax.fori_loop(I32(0), self.num_steps, body, (first, dk, dv))
-        place = self.coordinates, self.warpgroup
-        epilogue = KeyEpilogue(self.schedule, self.outputs, self.memory, *place)
-        epilogue.store(dk, dv, self.slice_score_rows())  # line 18 at the end of the loop
+        body = functools.partial(self.step, v, self.loads.load_key_powers(rows))
+        _, dk, dv = lax.fori_loop(I32(0), self.tile.num_blocks, body, (first, dk, dv))
+        KeyEpilogue(self.tile, self.outputs, self.memory).store(dk, dv)  # line 18
 
     def step(self, v: list, powers: list[KeyPowers], t: Any, carry: tuple) -> tuple:
         """Add what the t-th block of queries that is visited, i, gives: Algorithm 2, lines 9-16.
@@ -100,52 +72,63 @@ class KeyBlock:
         `v` are the fragments of V, if they are kept in registers; `powers` those of each tile of keys, if they are split.
         """
         i, dk, dv = carry
-        next_i = self.load_q_block(t + 1)
-        q, dout, lse, delta, *_ = self.loads.buffers(t)
+        config, memory = self.config, self.memory
+        next_i = self.tile.load_block_index(t + 1)
+        block = self.loads.buffers(t)
         self.wait_for_copies()  # the block is there, and everyone has read the one before
-        if self.config.stages > 1:
+        if config.stages > 1:
             self.loads.load_block(t + 1, next_i)
-        for columns in self.slice_score_columns():
-            rows = self.slice_score_rows()
-            mods = [self.load_mods(i, x, columns, masked=False) for x in rows]
-            q_power, dout_power = self.loads.load_query_powers(t, columns)
-            s = self.multiply_keys(self.memory.k, q.at[columns])  # line 10
-            s = products.scale(s, [x.k for x in powers], q_power)
-            column_lse = layouts.load_row(1, lse.at[columns], jnp.float32)
-            exponents = [m.exponents(x, column_lse) for m, x in zip(mods, s, strict=True)]
-            exponents = self.mask(exponents, t, i, columns)
-            tiles = zip(mods, exponents, strict=True)
-            p = [m.apply_dropout(m.probabilities(x)) for m, x in tiles]  # line 11
-            ds, ds_rows = [], []
-            if dk:
-                dp = self.multiply_keys(self.memory.v, dout.at[columns], v)  # line 13
-                dp = products.scale(dp, [x.v for x in powers], dout_power)
-                column_delta = layouts.load_row(1, delta.at[columns], jnp.float32)
-                for m, tile in zip(mods, zip(p, s, dp, strict=True), strict=True):
-                    ds.append(m.ds(*tile, column_delta))  # line 14
-                    ds_rows.append(products.round_rows(ds[-1], q.dtype, q_power))
-            p = [m.zero_dropped(x) for m, x in zip(mods, p, strict=True)]
-            p_rows = [products.round_rows(x, q.dtype, dout_power) for x in p]
-            self.store_ds(columns, ds, ds_rows, powers, dout_power)
-            if self.config.divides_columns:
-                self.store_tiles(self.memory.p, columns, p_rows)
+        for columns in self.tile.slice_score_columns():
+            p, ds = self.form_tiles(v, powers, block, t, i, columns)
+            if config.divides_columns:
+                self.store_tiles(memory.p, columns, p)
                 continue
             if dv:
-                dv = self.add_rows(dv, p_rows, dout.at[columns])  # line 12
+                dv = self.add_rows(dv, p, block.dout.at[columns])  # line 12
             if dk:
-                dk = self.add_rows(dk, ds_rows, q.at[columns])  # line 16
-        if self.config.divides_columns:
-            async_copy.sync_cta(self.config.warpgroups)
-            dv = self.multiply_shared(dv, self.memory.p, dout)  # line 12
-            dk_ds = self.memory.dk_ds if self.config.is_split else self.memory.ds
-            dk = self.multiply_shared(dk, dk_ds, q)  # line 16
-        if self.config.adds_dq or self.config.stages == 1:
-            async_copy.sync_cta(self.config.warpgroups)  # dS is there; Q and dO have been read
-        if self.config.stages == 1:
+                dk = self.add_rows(dk, ds, block.q.at[columns])  # line 16
+        if config.divides_columns:
+            async_copy.sync_cta(config.warpgroups)  # P and dS are there
+            dv = self.multiply_shared(dv, memory.p, block.dout)  # line 12
+            dk = self.multiply_shared(dk, memory.dk_ds, block.q)  # line 16
+        if config.adds_dq or config.stages == 1:
+            async_copy.sync_cta(config.warpgroups)  # dS is there; Q and dO have been read
+        if config.stages == 1:
             self.loads.load_block(t + 1, next_i)
-        if self.config.adds_dq:
+        if config.adds_dq:
             self.add_dq(i)  # line 15
         return next_i, dk, dv
+
+    def form_tiles(
+        self, v: list, powers: list[KeyPowers], block: QueryBuffers, t: Any, i: Any, columns: Any
+    ) -> tuple[list[RowOperand], list[RowOperand]]:
+        """Return P^T and dS^T of each tile of keys and some columns, queries of the step's block, as dV and dK multiply them,
+        and store the dS^T that products read from shared memory: Algorithm 2, lines 10, 11, 13 and 14.
+
+        Without dK there is no dS^T.
+        """
+        q, dout, lse, delta, *_ = block
+        mods = [self.load_mods(i, x, columns, masked=False) for x in self.tile.slice_score_rows()]
+        q_power, dout_power = self.loads.load_query_powers(t, columns)
+        s = self.multiply_keys(self.memory.k, q.at[columns])  # line 10
+        s = products.scale(s, [x.k for x in powers], q_power)
+        column_lse = layouts.load_row(1, lse.at[columns], jnp.float32)
+        exponents = [m.exponents(x, column_lse) for m, x in zip(mods, s, strict=True)]
+        exponents = self.mask(exponents, t, i, columns)
+        tiles = zip(mods, exponents, strict=True)
+        p = [m.apply_dropout(m.probabilities(x)) for m, x in tiles]  # line 11
+        ds, ds_rows = [], []
+        if self.config.forms_dk:
+            dp = self.multiply_keys(self.memory.v, dout.at[columns], v)  # line 13
+            dp = products.scale(dp, [x.v for x in powers], dout_power)
+            column_delta = layouts.load_row(1, delta.at[columns], jnp.float32)
+            for m, tile in zip(mods, zip(p, s, dp, strict=True), strict=True):
+                ds.append(m.ds(*tile, column_delta))  # line 14
+                ds_rows.append(products.round_rows(ds[-1], q.dtype, q_power))
+        p = [m.zero_dropped(x) for m, x in zip(mods, p, strict=True)]
+        p_rows = [products.round_rows(x, q.dtype, dout_power) for x in p]
+        self.store_ds(columns, ds, ds_rows, powers, dout_power)
+        return p_rows, ds_rows
 
     def multiply_keys(self, keys: Any, queries: Any, fragments: Sequence = ()) -> list[jax.Array]:
         """Return keys @ queries^T of each of the warpgroup's tiles of keys: S^T or dP^T."""
@@ -161,7 +144,7 @@ class KeyBlock:
 
     def key_tiles(self, keys: Any) -> list[Any]:
         """Return the warpgroup's tiles of a buffer with a row for each key."""
-        return [keys.at[rows] for rows in self.slice_score_rows()]
+        return [keys.at[rows] for rows in self.tile.slice_score_rows()]
 
     def add_rows(
         self, accs: list[jax.Array], operands: list[RowOperand], right: Any
@@ -182,7 +165,7 @@ class KeyBlock:
             terms = products.load_left(self.key_tiles(left.tile), piece, config.terms)
             operands = list(map(RowOperand, terms))
             if config.is_split:
-                powers = (left.power.at[i, rows] for rows in self.slice_score_rows())
+                powers = (left.power.at[i, rows] for rows in self.tile.slice_score_rows())
                 powers = (layouts.load_row(0, x, jnp.float32) for x in powers)
                 operands = [x._replace(power=y) for x, y in zip(operands, powers, strict=True)]
             accs = products.add_rows(accs, operands, right.at[piece], own, config.panel_columns)
@@ -190,8 +173,10 @@ class KeyBlock:
 
     def store_tiles(self, buffer: StoredTile, columns: Any, tiles: list[RowOperand]) -> None:
         """Store some columns of P or dS of each tile of keys."""
-        piece = self.warpgroup if self.config.divides_columns else columns.start // columns.size
-        products.store_rows(buffer, self.slice_score_rows(), columns, piece, tiles)
+        piece = columns.start // columns.size
+        if self.config.divides_columns:
+            piece = self.tile.warpgroup
+        products.store_rows(buffer, self.tile.slice_score_rows(), columns, piece, tiles)
 
     def store_ds(
         self,
@@ -202,15 +187,16 @@ class KeyBlock:
         dout_power: Any,
     ) -> None:
         """Store dS where products read it: split, that of dQ has the powers of keys, that of dK those of q."""
-        of_dq, of_dk = self.memory.ds, self.memory.dk_ds
-        if of_dk is not None:
-            self.store_tiles(of_dk, columns, ds_rows)
-        if of_dq is not None and self.config.is_split:
+        if self.memory.dk_ds_tile is not None:
+            self.store_tiles(self.memory.dk_ds, columns, ds_rows)
+        of_dq = self.memory.ds
+        if of_dq is None:
+            return
+        if self.config.is_split:
             tiles = zip(ds, powers, strict=True)
             dtype = of_dq.tile.dtype
             ds_rows = [products.split_warp_rows(x, dtype, own.k, dout_power) for x, own in tiles]
-        if of_dq is not None:
-            self.store_tiles(of_dq, columns, ds_rows)
+        self.store_tiles(of_dq, columns, ds_rows)
 
     def add_dq(self, i: Any) -> None:
         """Add dQ_i = dS K, of the warpgroup's columns, to device memory."""
@@ -219,9 +205,9 @@ class KeyBlock:
         dq = products.multiply_transposed(ds.tile, ds.power, self.memory.k, columns, terms)
         if (scales := self.inputs.scales) is not None:
             queries = pl.ds(i * self.config.block_q, self.config.block_q)
-            power = layouts.load_row(0, scales.dout.at[(*self.head, queries)], jnp.float32)
+            power = layouts.load_row(0, scales.dout.at[(*self.tile.head, queries)], jnp.float32)
             dq *= layouts.broadcast_rows(power, dq.shape)
-        target = self.outputs.dq.at[(*self.head, i, self.warpgroup)]
+        target = self.outputs.dq.at[(*self.tile.head, i, self.tile.warpgroup)]
         accumulate.add_tile(target, dq, self.config.vector_atomics)
 
     def mask(self, exponents: list[jax.Array], t: Any, i: Any, columns: Any) -> list[jax.Array]:
@@ -229,19 +215,15 @@ class KeyBlock:
 
         Keys past the end are zeros: what they add to dQ is 0, and their dK and dV are not stored.
         """
-        if self.spec.mask is not None:
-            is_partial = t >= self.num_full
-        elif self.spec.causal:
-            is_partial = i < self.schedule.first_full_q_block(self.coordinates[2])
-        else:
+        is_partial = self.tile.is_partial(t, i)
+        if is_partial is None:
             return exponents
 
         def mask() -> list[jax.Array]:
             masked = []
-            tiles = zip(self.slice_score_rows(), exponents, strict=True)
+            tiles = zip(self.tile.slice_score_rows(), exponents, strict=True)
             for n, (rows, exponent) in enumerate(tiles):
-                first = 0 if self.config.divides_columns else self.warpgroup * self.config.key_tiles
-                bits = self.loads.load_mask_bits(i, first + n, columns)
+                bits = self.tile.load_mask_bits(self.inputs.mask_bits, n, i, columns)
                 mods = self.load_mods(i, rows, columns, masked=True)
                 masked.append(mods.apply_mask(exponent, bits))
             return masked
@@ -251,37 +233,18 @@ class KeyBlock:
     def load_mods(self, i: Any, rows: Any, columns: Any, masked: bool) -> KeyMods:
         """Load what scores and dropout, and the mask if `masked`, read of a tile of keys."""
         arrays = self.inputs.aux, self.outputs.aux_grads
-        first_key = self.compute_first_key() + rows.start
+        first_key = self.tile.compute_first_key() + rows.start
         tile = first_key, i * self.config.block_q + columns.start
         ragged = self.spec.kv_len % self.config.block_kv != 0
-        return KeyMods.load(self.spec, *arrays, self.head, *tile, masked, ragged)
-
-    def slice_score_rows(self) -> list[Any]:
-        """Return the tiles of keys, within the block, whose scores the warpgroup forms."""
-        first = 0 if self.config.divides_columns else self.warpgroup * (64 * self.config.key_tiles)
-        return [pl.ds(first + 64 * n, 64) for n in range(self.config.key_tiles)]
-
-    def slice_score_columns(self) -> list[Any]:
-        """Return the queries, within a block, whose scores the warpgroup forms, so many at once."""
-        size = self.config.score_columns
-        if self.config.divides_columns:
-            return [pl.ds(self.warpgroup * size, size)]
-        return layouts.slices(self.config.block_q, size)
+        return KeyMods.load(self.spec, *arrays, self.tile.head, *tile, masked, ragged)
 
     def share(self, dim: int) -> Any:
-        return self.config.share(dim, self.warpgroup)
-
-    def load_q_block(self, t: Any) -> Any:
-        """Return the block of queries that is visited as the t-th; of the one after the last, whatever follows there."""
-        if self.inputs.tiles is None:
-            return self.first_block + t
-        entry = self.inputs.tiles.load_block_entry(self.coordinates, t)
-        return reversed_block_id(entry, self.schedule.q_blocks)
+        """Return the warpgroup's columns of dQ, and where columns are divided, of dK or dV."""
+        return self.config.share(dim, self.tile.warpgroup)
 
     @property
     def loads(self) -> KeyLoads:
-        arrays = self.inputs, self.memory
-        return KeyLoads(self.schedule, *arrays, self.coordinates, self.num_steps)
+        return KeyLoads(self.tile, self.inputs, self.memory)
 
     def load_keys(self) -> list[list[list[jax.Array]]]:
         """Begin to copy K and V; return V's fragments of each panel of columns, if they are kept in registers."""

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_fa2 import arithmetic
-from pallas_fa2.backends.common.mask_bits import load_bits
 from pallas_fa2.backends.common.primitives import layouts
+from pallas_fa2.backends.sm80.backward.key_tile import KeyTile
 from pallas_fa2.backends.sm80.backward.memory import Inputs, SharedStorage
 from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
 from pallas_fa2.backends.sm80.primitives import async_copy
@@ -38,21 +38,20 @@ class KeyPowers(NamedTuple):
 class KeyLoads:
     """The copies of a block of keys for one query head, and of blocks of that head's queries."""
 
-    schedule: BackwardSchedule
+    tile: KeyTile
     inputs: Inputs
     memory: SharedStorage
-    coordinates: tuple[Any, Any, Any]  # batch entry, head and block of keys
-    num_steps: Any
 
-    def compute_kv_head(self) -> Any:
-        return arithmetic.div(self.coordinates[1], self.schedule.spec.group)
+    @property
+    def schedule(self) -> BackwardSchedule:
+        return self.tile.schedule
 
     def load_block(self, t: Any, i: Any) -> None:
         """Begin to copy block i of queries, the t-th, if there is one, and make a group of the copies so far."""
         config, q_len = self.schedule.config, self.schedule.spec.q_len
         first, size = i * config.block_q, config.block_q
         limit = None if q_len % size == 0 else q_len - first
-        batch, head, _ = self.coordinates
+        batch, head = self.tile.head
 
         def load() -> None:
             block, inputs = self.buffers(t), self.inputs
@@ -66,7 +65,7 @@ class KeyLoads:
                 values = array.at[batch, head, pl.ds(first, size)]
                 async_copy.load_vector(values, buffer)
 
-        when(t < self.num_steps)(load)
+        when(t < self.tile.num_blocks)(load)
         async_copy.commit_group()
 
     def load_keys(self) -> None:
@@ -75,32 +74,22 @@ class KeyLoads:
         size, v = config.block_kv, self.memory.v
         if config.v_in_registers:
             v = self.memory.dout.at[0]
-        batch, _, block = self.coordinates
-        first = block * size
+        batch, _ = self.tile.head
+        first = self.tile.compute_first_key()
         limit = None if kv_len % size == 0 else kv_len - first
-        keys = batch, pl.ds(first, size), self.compute_kv_head()
+        keys = batch, pl.ds(first, size), self.tile.compute_kv_head()
         for array, buffer in ((self.inputs.k, self.memory.k), (self.inputs.v, v)):
             if buffer is not None:
                 async_copy.load_rows(array.at[keys], buffer, config.warpgroups, limit)
 
-    def load_mask_bits(self, i: Any, tile: Any, columns: Any) -> list[jax.Array]:
-        """Load the bits of a tile of keys and block i of queries, those of the first of these columns as the highest ones."""
-        if not self.schedule.spec.uses_mask_bits:
-            return []
-        batch, _, block = self.coordinates
-        bits = load_bits(self.inputs.mask_bits, batch, block, i, tile)
-        # A thread has half a bit a column: 4 values in 8 columns.
-        return [word << (columns.start // 2) for word in bits]
-
     def load_key_powers(self, score_rows: list[Any]) -> list[KeyPowers]:
         """Load the powers of two of each tile of keys of split operands."""
         scales, powers = self.inputs.scales, []
-        batch, _, block = self.coordinates
         if scales is None:
             return powers
         for rows in score_rows:
-            keys = pl.ds(block * self.schedule.config.block_kv + rows.start, 64)
-            place = batch, self.compute_kv_head(), keys
+            keys = pl.ds(self.tile.compute_first_key() + rows.start, 64)
+            place = self.tile.head[0], self.tile.compute_kv_head(), keys
             arrays = (x.at[place] for x in (scales.k, scales.v))
             powers.append(KeyPowers(*(layouts.load_row(0, x, jnp.float32) for x in arrays)))
         return powers

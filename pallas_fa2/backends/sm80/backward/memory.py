@@ -22,20 +22,22 @@ class StoredTile(NamedTuple):
 
 
 class SharedStorage(NamedTuple):
-    """Shared memory of a CTA; split operands have columns for each term."""
+    """Shared memory of a CTA; split operands have columns for each term. Buffers that a configuration does not have are None.
+
+    Every buffer of split operands begins at a multiple of 1024 bytes, so those of a kind are one.
+    """
 
     k: Any  # [block_kv, H]
     v: Any  # [block_kv, Hv] where dK and dV are formed together
     q: Any  # [stages, block_q, H]
     dout: Any  # [stages, block_q, Hv]
-    ds_tile: Any  # of dQ
-    lse: Any  # [stages, block_q]; of split operands they are two of `vectors`
+    ds_tile: Any  # [block_kv, block_q], dS of dQ; where columns are divided, also of dK unless it is split
+    lse: Any  # [stages, block_q]; of split operands one of `vectors`
     delta: Any
-    p_tile: Any  # where columns are divided
-    dk_ds_tile: Any  # of dK, where columns are divided: that of dQ, if it is not split
-    # Of split operands. Every buffer begins at a multiple of 1024 bytes.
+    p_tile: Any  # [block_kv, block_q] where columns are divided
+    dk_ds_tile: Any  # [block_kv, block_q], split dS of dK where columns are divided
     vectors: Any = None  # float32 [4, stages, block_q]: lse, delta and the powers of q and dO
-    powers: Any = None  # float32 [stored tiles, pieces, block_kv], of P, dS of dK and dS of dQ
+    powers: Any = None  # float32 [stored tiles, pieces, block_kv]: of P, dS of dK and dS of dQ, as far as there are such
 
     @property
     def p(self) -> Any:
@@ -43,18 +45,20 @@ class SharedStorage(NamedTuple):
 
     @property
     def dk_ds(self) -> Any:
-        return self._stored(self.dk_ds_tile, 1)
+        """The dS that the product of dK reads where columns are divided."""
+        return self.ds if self.dk_ds_tile is None else self._stored(self.dk_ds_tile, 1)
 
     @property
     def ds(self) -> Any:
-        return self._stored(self.ds_tile, -1)
+        """The dS that the product of dQ reads."""
+        last = 0 if self.powers is None else self.powers.shape[0] - 1
+        return self._stored(self.ds_tile, last)
 
     def _stored(self, tile: Any, index: int) -> Any:
-        """Return the `StoredTile` of a tile, or None where the kernel has none."""
+        """Return the `StoredTile` of a tile, with the powers of that index, or None where the kernel has none."""
         if tile is None:
             return None
-        powers = self.powers
-        return StoredTile(tile, powers if powers is None else powers.at[index % powers.shape[0]])
+        return StoredTile(tile, None if self.powers is None else self.powers.at[index])
 
 
 class DqStorage(NamedTuple):
@@ -94,31 +98,34 @@ class Outputs(NamedTuple):
 
 
 def shared_storage(config: BackwardConfig, dtype: Any) -> SharedStorage:
+    """Return the shared memory that a kernel with a CTA for each block of keys allocates."""
     operand = functools.partial(swizzle.swizzled_smem, dtype=dtype)
-    split = config.divides_columns
-    k_panel = config.panel(config.head_dim, shared=True)  # for dQ
-    q_panel, v_panel = (config.panel(dim, split) for dim in (config.head_dim, config.value_dim))
-    terms, powers = config.terms, config.is_split
+    divides, is_split, terms = config.divides_columns, config.is_split, config.terms
+    k_panel = config.panel(
+        config.head_dim, shared=True
+    )  # warpgroups always divide the columns of dQ = dS K
+    q_panel, v_panel = (config.panel(dim, divides) for dim in (config.head_dim, config.value_dim))
+    columns, v_columns = terms * config.head_dim, terms * config.value_dim
     tile = operand(config.block_kv, terms * config.block_q, panel=config.score_columns)
     tile_powers = config.stored_tiles, config.pieces, config.block_kv
-    columns, v_columns = terms * config.head_dim, terms * config.value_dim
     rows = plgpu.SMEM((config.stages, config.block_q), jnp.float32)
     return SharedStorage(
         k=operand(config.block_kv, columns, panel=k_panel),
         v=operand(config.block_kv, v_columns, panel=v_panel) if all(config.formed) else None,
         q=operand(config.stages, config.block_q, columns, panel=q_panel),
         dout=operand(config.stages, config.block_q, v_columns, panel=v_panel),
-        ds_tile=tile if config.adds_dq or (split and not powers) else None,
-        lse=None if powers else rows,
-        delta=None if powers else rows,
-        p_tile=tile if split else None,
-        dk_ds_tile=tile if split and powers else None,
-        vectors=plgpu.SMEM((4, *rows.shape), jnp.float32) if powers else None,
-        powers=plgpu.SMEM(tile_powers, jnp.float32) if powers and config.stored_tiles else None,
+        ds_tile=tile if config.adds_dq or (divides and not is_split) else None,
+        lse=None if is_split else rows,
+        delta=None if is_split else rows,
+        p_tile=tile if divides else None,
+        dk_ds_tile=tile if divides and is_split else None,
+        vectors=plgpu.SMEM((4, *rows.shape), jnp.float32) if is_split else None,
+        powers=plgpu.SMEM(tile_powers, jnp.float32) if is_split and config.stored_tiles else None,
     )
 
 
 def dq_storage(config: DqConfig, dtype: Any) -> DqStorage:
+    """Return the shared memory that the kernel of dQ alone allocates."""
     operand = functools.partial(swizzle.swizzled_smem, dtype=dtype)
     panel, v_panel = (
         min(64 if dim % 64 == 0 else 32, config.panel_columns)
