@@ -11,15 +11,17 @@ from pallas_fa2.backends.sm80.multiprocessor import ctas_at_a_time, smem_bytes
 from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
 
+SHORT = 1024  # queries, for which 128 keys at a time are 1.17 as fast at H = 64 (docs/decisions/0073-portable-kernels.md)
+
 
 class Rule[C: (ForwardConfig, DqConfig)](NamedTuple):
     """A configuration of a kernel of query rows, and the calls that take it."""
 
     config: C
-    # Whether it serves causal calls and up to 1024 queries alone.
+    # Whether it serves only causal calls and those of up to `SHORT` queries.
     only_short: bool = False
-    # How many CTAs must fit into the shared memory of a CTA: as many then run on a multiprocessor, and hide each other's
-    # softmax.
+    # How many CTAs must fit into the most shared memory that one may have: so many then run on a multiprocessor, and hide each
+    # other's softmax.
     ctas: int = 1
     # Whether ptxas compiles it for Blackwell with no more spills than the gate allows.
     on_blackwell: bool = True
@@ -32,10 +34,10 @@ class Rule[C: (ForwardConfig, DqConfig)](NamedTuple):
 
     def serves(self, spec: CallSpec, device: Device) -> bool:
         """Return whether such a call takes it, if no rule before does."""
-        dims, is_short = kernel_dims(spec.head_dim, spec.value_dim), spec.causal is not None
-        is_short |= spec.q_len <= 1024
+        dims = kernel_dims(spec.head_dim, spec.value_dim)
         has_room = self.ctas * self.config.smem_bytes <= smem_bytes(device)
-        return self.compiles(dims, device) and has_room and (is_short or not self.only_short)
+        suits = not self.only_short or spec.causal is not None or spec.q_len <= SHORT
+        return self.compiles(dims, device) and has_room and suits
 
 
 LARGE_DIMS = (192, 128), (192, 192), (256, 256)
@@ -66,8 +68,8 @@ BACKWARD_CONFIGS = (
     *(BackwardConfig(*dims, divides_columns=True) for dims in LARGE_DIMS),
 )
 # The same where dQ has a kernel of its own: a second buffer of Q and dO takes the room of dS. The last ones serve all calls
-# where 100 KB of shared memory have no room for blocks of K, V, Q and dO: scores of 32 queries at a time spill up to 1408 bytes
-# where ptxas compiles for Blackwell, and 32 keys up to 1840. (Not measured.)
+# where 100 KB of shared memory have no room for blocks of K, V, Q and dO. They form scores of 16 queries at a time: of 32 they
+# spill up to 1408 bytes where ptxas compiles for Blackwell, and with 32 keys a warp up to 1840. (Not measured.)
 KEY_CONFIGS = (
     *(replace(config, stages=2) for config in BACKWARD_CONFIGS),
     *BACKWARD_CONFIGS,
@@ -156,14 +158,15 @@ def backward_config(spec: CallSpec, device: Device) -> BackwardConfig | None:
     """Return the backward's configuration, or None if no kernel fits."""
     dims, available = kernel_dims(spec.head_dim, spec.value_dim), smem_bytes(device)
     vectors = float(device.capability) >= 9.0
-    tables = BACKWARD_CONFIGS, KEY_CONFIGS, DQ_RULES
+    adding, storing, dq_rules = BACKWARD_CONFIGS, KEY_CONFIGS, DQ_RULES
     if terms(spec) > 1:
-        tables = SPLIT_BACKWARD_CONFIGS, SPLIT_KEY_CONFIGS, SPLIT_DQ_RULES
-    own, with_dq, dq_rules = tables
-    candidates = [] if spec.deterministic else [replace(x, vector_atomics=vectors) for x in own]
+        adding, storing, dq_rules = SPLIT_BACKWARD_CONFIGS, SPLIT_KEY_CONFIGS, SPLIT_DQ_RULES
+    candidates = []
+    if not spec.deterministic:  # atomic additions to dQ have no order
+        candidates += [replace(config, vector_atomics=vectors) for config in adding]
     dq = _first_that_serves(dq_rules, spec, device)
     if dq is not None:
-        candidates += [replace(config, dq=_on_device(dq, device)) for config in with_dq]
+        candidates += [replace(config, dq=_on_device(dq, device)) for config in storing]
     fitting = (
         _on_device(config, device)
         for config in candidates
@@ -185,6 +188,7 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
 
 
 def configure(spec: CallSpec, device: Device) -> Configuration:
+    """Return the configurations of a call, and which backend forms the gradients of what scores read."""
     forward, backward = forward_config(spec, device), backward_config(spec, device)
     # Gradients of what scores read are added up in any order.
     ordered = spec.deterministic and spec.scores

@@ -6,23 +6,25 @@ from pallas_fa2.device import Device
 # capability); `MIN_SMEM_BYTES` on all other GPUs.
 SMEM_BYTES = {"8.0": 166_912, "8.7": 166_912, "9.0": 232_448, "10.0": 232_448, "10.3": 232_448}
 MIN_SMEM_BYTES = 101_376
-# A kernel of Pallas has a byte of static shared memory, where its dynamic one begins, which is at a multiple of so many. The
-# driver refuses a kernel that asks for all bytes that a CTA may have as dynamic ones.
+# Every kernel of Pallas has one byte of static shared memory. Dynamic shared memory begins behind it, at a multiple of 16 bytes:
+# the driver refuses a kernel that asks for all bytes of a CTA as dynamic ones.
 STATIC_BYTES = 16
-# The driver keeps so many bytes of a multiprocessor's shared memory for each CTA, of all that there is but those of a CTA
-# that has the most (the same table).
+# What the driver takes of a multiprocessor's shared memory for each CTA. A multiprocessor has one CTA's most and this: 164 KB
+# where a CTA may have 163 (the same table).
 RESERVED_BYTES = 1024
 # Warps of our kernels that run on a multiprocessor: with more than 168 registers a thread, of 65,536, no more CTAs of 4.
 MAX_WARPS = 8
+# Of what the tiles of a group of heads read again and again (`RasterOrder.l2_head_group`): a half of an A100's 40 MB of L2.
+L2_BUDGET = 20 << 20
 
 
 def smem_bytes(device: Device) -> int:
-    """Return how many bytes of shared memory a kernel of Pallas may ask for."""
+    """Return how many bytes of dynamic shared memory a CTA may have."""
     return smem_bytes_of_ctas(device, 1)
 
 
 def smem_bytes_of_ctas(device: Device, count: int) -> int:
-    """Return how many bytes of shared memory a kernel may ask for of which so many CTAs run on a multiprocessor."""
+    """Return how many bytes of dynamic shared memory each of `count` CTAs may have that run on one multiprocessor."""
     return _smem_bytes_of_multiprocessor(device) // count - RESERVED_BYTES - STATIC_BYTES
 
 

@@ -13,11 +13,9 @@ from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.block_mask import block_id
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.mask_bits import load_bits
+from pallas_fa2.backends.sm80.multiprocessor import L2_BUDGET
 from pallas_fa2.backends.sm80.tile_list import TileList
 from pallas_fa2.schedule import raster
-
-# Of keys and values of the heads that run at the same time: a half of an A100's 40 MB of L2.
-L2_BUDGET = 20 << 20
 
 
 class RowConfig(Protocol):
@@ -59,28 +57,29 @@ class RowSchedule[C: RowConfig]:
 
     @property
     def raster_order(self) -> raster.RasterOrder:
-        """Return the order of tiles: under a causal mask the longest first."""
-        p = self.spec
-        dims = self.config.head_dim + self.config.value_dim
-        kv_bytes = 2 * self.config.terms * p.kv_len * dims
-        group = raster.heads_per_l2_group(p.kv_heads, kv_bytes, L2_BUDGET) * p.group
-        return raster.RasterOrder(p.batch, p.q_heads, self.q_tiles, group, p.causal)
+        """Return the order of tiles: under a causal mask the last queries of a group of heads come first."""
+        spec, dims = self.spec, self.config.head_dim + self.config.value_dim
+        kv_bytes = 2 * self.config.terms * spec.kv_len * dims
+        heads = raster.heads_per_l2_group(spec.kv_heads, kv_bytes, L2_BUDGET) * spec.group
+        return raster.RasterOrder(spec.batch, spec.q_heads, self.q_tiles, heads, spec.causal)
 
     @property
     def has_partial_blocks(self) -> bool:
-        p = self.spec
-        return p.causal or p.mask is not None or p.kv_len % self.config.block_kv != 0
+        """Whether some block has keys that some row does not see, or that do not exist."""
+        spec = self.spec
+        return spec.causal or spec.mask is not None or spec.kv_len % self.config.block_kv != 0
 
     def block_counts(self, q_tile: jax.Array) -> tuple[Any, Any]:
         """Return how many blocks of keys a tile visits, and how many of these, the first ones, are full."""
-        p, block_kv = self.spec, self.config.block_kv
-        whole = p.kv_len // block_kv
-        if p.causal_offset is None:
+        block_q, block_kv = self.config.block_q, self.config.block_kv
+        whole, offset = self.spec.kv_len // block_kv, self.spec.causal_offset
+        if offset is None:
             return I32(self.kv_blocks), I32(whole)
-        first_row = q_tile * self.config.block_q
-        end = first_row + (self.config.block_q + p.causal_offset + block_kv - 1)
+        # Row i sees the first i + offset + 1 keys. The last row's, rounded up to blocks, are visited, the first row's are full.
+        first_row = q_tile * block_q
+        end = first_row + (block_q + offset + block_kv - 1)
         visited = jnp.minimum(arithmetic.div(end, block_kv), self.kv_blocks)
-        full = jnp.minimum(arithmetic.div(first_row + (p.causal_offset + 1), block_kv), whole)
+        full = jnp.minimum(arithmetic.div(first_row + (offset + 1), block_kv), whole)
         return visited, full
 
 
@@ -130,7 +129,7 @@ class RowTile[C: RowConfig]:
         return self.warpgroup * (64 * self.schedule.config.row_tiles) + 64 * n
 
     def load_block_index(self, t: Any) -> Any:
-        """Return the block of keys that is visited as the t-th; of the one after the last, whatever follows there."""
+        """Return the block of keys that is visited as the t-th; beyond the last one, any number."""
         if self.tiles is None:
             return t
         return block_id(self.tiles.load_block_entry(self.coordinates, t))

@@ -133,12 +133,11 @@ class BackwardConfig:
         """Return of how many queries a warpgroup forms scores at once."""
         return self.block_q // self.warpgroups if self.divides_columns else self.score_queries
 
-    def panel(self, dim: int, shared: bool) -> int:
-        """Return the columns of a swizzled panel of rows of this length; if they are `shared`, a warpgroup's columns are
-        whole panels."""
-        return min(
-            64 if (dim // self.warpgroups if shared else dim) % 64 == 0 else 32, self.panel_columns
-        )
+    def panel(self, dim: int, divided: bool) -> int:
+        """Return the columns of a swizzled panel of rows of `dim` columns, which warpgroups may have divided among them: the
+        columns of each are whole panels."""
+        columns = dim // self.warpgroups if divided else dim
+        return min(64 if columns % 64 == 0 else 32, self.panel_columns)
 
     def share(self, dim: int, warpgroup: Any) -> Any:
         """Return a warpgroup's columns of dQ, and where columns are divided, of dK or dV."""
@@ -152,8 +151,8 @@ class BackwardConfig:
 
     @property
     def stored_tiles(self) -> int:
-        """Return how many tiles of keys by queries go through shared memory: dS for dQ, P and dS where columns are divided; a
-        split dS differs for dQ and dK."""
+        """Return how many tiles of keys by queries go through shared memory: dS for dQ; P and dS for dV and dK where columns
+        are divided. dQ and dK read the same dS, unless it is split."""
         if self.is_split:
             return 2 * self.divides_columns + self.adds_dq
         return 2 if self.divides_columns else int(self.adds_dq)
@@ -175,7 +174,7 @@ class BackwardConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Return the bytes of shared memory that a CTA takes: the most of any kernel."""
+        """Return the bytes of shared memory that a CTA takes: the most of any kernel of the backward."""
         if self.apart:
             return max(config.smem_bytes for config in self.launches)
         dims = self.head_dim + self.value_dim

@@ -101,9 +101,7 @@ def shared_storage(config: BackwardConfig, dtype: Any) -> SharedStorage:
     """Return the shared memory that a kernel with a CTA for each block of keys allocates."""
     operand = functools.partial(swizzle.swizzled_smem, dtype=dtype)
     divides, is_split, terms = config.divides_columns, config.is_split, config.terms
-    k_panel = config.panel(
-        config.head_dim, shared=True
-    )  # warpgroups always divide the columns of dQ = dS K
+    k_panel = config.panel(config.head_dim, divided=True)  # warpgroups divide the columns of dQ
     q_panel, v_panel = (config.panel(dim, divides) for dim in (config.head_dim, config.value_dim))
     columns, v_columns = terms * config.head_dim, terms * config.value_dim
     tile = operand(config.block_kv, terms * config.block_q, panel=config.score_columns)

@@ -1,10 +1,13 @@
 """The products of the backward by which tiles in registers, P and dS, are left operands: Algorithm 2, lines 12, 15 and 16.
 
-Their terms, where inputs are float32 (`split_float32`), are formed in registers. What is contracted over has a power of two
-for each token, and so have P and dS: P 2^c of the token's dO is what it contributes to dV, dS 2^a of its q to dK, dS 2^b of
-the key to dQ. float16 has these in relation to the largest of a row and a block, whose power of two multiplies the product. In dQ, whose
-operand passes from warp to warp, it is the largest of 16 keys and of the queries whose scores are formed at once, after the size of each query's dO was
-divided out.
+Where inputs are float32, these operands are split in registers (`split_float32`). Each token of q, k and dO has a power of two,
+by which the sum of its terms is multiplied, and a product contracts over such tokens: queries in dV = P^T dO and dK = dS^T Q,
+keys in dQ = dS K. So what is split is P or dS times the power of the token that it meets: what one pair adds to the gradient.
+
+float16 has few exponents. A row of that operand is therefore split in relation to its largest element in a piece, the queries
+(of the kernel of dQ alone: keys) whose scores are formed at once (`round_rows`), and the power of two of this element multiplies the product of the piece. dS
+of dQ is read transposed, by other warps: it has one such power for the 16 keys of a warp (`split_warp_rows`), of what remains
+after the power of each query's dO was divided out, which multiplies the sum at the end.
 """
 
 from collections.abc import Iterable, Iterator
@@ -54,8 +57,10 @@ def load_left_panels(tiles: list[Ref], terms: int, panel: int) -> Iterator[list[
 def multiply_scores(
     count: int, lefts: Iterable[list[list[jax.Array]]], right: Ref, terms: int, panel: int
 ) -> list[jax.Array]:
-    """Return tile @ right^T of each of `count` tiles of rows: S or dP. `lefts` are the tiles (`load_left_panels`), in registers
-    or loaded as they are multiplied."""
+    """Return tile @ right^T of each of `count` tiles of rows: S or dP.
+
+    `lefts` are the tiles (`load_left_panels`), in registers or loaded as they are multiplied.
+    """
     accs = [thread_values.zero_accumulator((64, right.shape[0])) for _ in range(count)]
     for columns, left in zip(mma.panel_slices(right, terms, panel), lefts, strict=True):
         slices = mma.term_slices(right, columns, terms)
@@ -72,7 +77,7 @@ def scale(tiles: list[jax.Array], rows: list[Any], columns: jax.Array | None) ->
 
 
 def round_rows(tile: jax.Array, dtype: DTypeLike, weights: jax.Array | None) -> RowOperand:
-    """Return a float32 tile in 16 bits; with `weights`, one for each column, that multiply it, split."""
+    """Return a float32 tile in 16 bits; if there are `weights`, times one for each column, and split."""
     if weights is None:
         return RowOperand([tile.astype(dtype)], None)
     tile *= layouts.broadcast_columns(weights, tile.shape)
@@ -83,8 +88,10 @@ def round_rows(tile: jax.Array, dtype: DTypeLike, weights: jax.Array | None) -> 
 def split_warp_rows(
     tile: jax.Array, dtype: DTypeLike, rows: jax.Array, columns: jax.Array
 ) -> RowOperand:
-    """Return a float32 tile times a weight for each row and over one for each column, which are powers of two, split, with one
-    power for all of a warp's 16 rows."""
+    """Return a float32 tile times a power of two for each row and over one for each column, split.
+
+    A warp's 16 rows are split in relation to their largest element, of all of them.
+    """
     inverse = split_float32.inverse_power(columns)
     # One after the other: the product of both factors may be infinite.
     tile *= layouts.broadcast_columns(inverse, tile.shape)
@@ -93,6 +100,7 @@ def split_warp_rows(
 
 
 def _split_rows(tile: jax.Array, dtype: DTypeLike, highest: jax.Array) -> RowOperand:
+    """Split a float32 tile in relation to the largest magnitude of each row, or of several, `[64]`."""
     power, inverse = split_float32.row_powers(highest)
     tile *= layouts.broadcast_rows(inverse, tile.shape)
     return RowOperand(mma.split_tile(tile, dtype, split_float32.TERMS), power)
@@ -122,8 +130,10 @@ def warp_largest(tile: jax.Array) -> jax.Array:
 def add_rows(
     accs: list[jax.Array], operands: list[RowOperand], right: Ref, columns: Any, panel: int
 ) -> list[jax.Array]:
-    """Return acc + operand @ some columns of right of each tile of rows; they share the fragments of `right` in shared memory,
-    `[k, n]` for each term, of which those of a panel of columns are multiplied at a time if they are split."""
+    """Return acc + operand @ some columns of right of each tile of rows, which share the fragments of `right`.
+
+    `right` is in shared memory, `[k, n]` for each term. Of split operands a panel of columns is multiplied at a time.
+    """
     terms = len(operands[0].terms)
     if terms == 1:
         return mma.multiply_rows(accs, [x.terms[0] for x in operands], right.at[:, columns])
@@ -151,7 +161,7 @@ def _add_scaled(acc: jax.Array, product: jax.Array, operand: RowOperand) -> jax.
 def store_rows(
     buffer: StoredTile, tile_rows: list[Any], columns: Any, piece: Any, tiles: list[RowOperand]
 ) -> None:
-    """Store some columns, which are a piece, of tiles of rows in shared memory."""
+    """Store tiles of rows to some columns of a buffer, which are its `piece`; `tile_rows` are the buffer's rows of each."""
     for rows, tile in zip(tile_rows, tiles, strict=True):
         slices = mma.term_slices(buffer.tile, columns, len(tile.terms))
         for x, term in zip(slices, tile.terms, strict=True):
@@ -163,8 +173,8 @@ def store_rows(
 def multiply_transposed(left: Ref, power: Ref | None, right: Ref, columns: Any, terms: int) -> Any:
     """Return left^T @ some columns of right, of tiles in shared memory, `[64, columns]`: dQ of dS^T and K.
 
-    `left` is `[k, 64]` and `right` `[k, n]` for each term. `power`, `[pieces, k]`, has what multiplies each piece of the columns
-    of a split `left`, the same for 16 rows.
+    `left` is `[k, 64]` and `right` `[k, n]` for each term. Of a split `left`, `power`, `[pieces, k]`, multiplies what each piece
+    of its columns gives; 16 rows, the k of one product of `mma.sync`, have the same.
     """
     shape = left.shape[1] // terms, columns.size
     total = thread_values.zero_accumulator(shape)

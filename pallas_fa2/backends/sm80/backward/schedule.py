@@ -10,17 +10,15 @@ from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.block_mask import BlockMask, reversed_classes
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
+from pallas_fa2.backends.sm80.multiprocessor import L2_BUDGET
 from pallas_fa2.schedule import raster
-
-# Of Q, dO and float32 dQ of the heads that run at the same time: a half of an A100's 40 MB of L2.
-L2_BUDGET = 20 << 20
 
 
 def block_mask_by_keys(classes: Any) -> BlockMask:
-    """Return the blocks of queries that each block of keys visits, by their distance from the last one, from the classes
-    of tiles, `[B | 1, N | 1, T tiles, S tiles]`.
+    """Return the blocks of queries that visit each block of keys, from the classes of tiles, `[B | 1, N | 1, T tiles, S tiles]`.
 
-    A block of keys that nobody sees visits the last one, of which the mask bits are known.
+    A block of queries is given by its distance from the last one. A block of keys that no query sees is visited by the last
+    one, of which the mask bits are known.
     """
     return BlockMask.from_classes(reversed_classes(classes.swapaxes(2, 3)))
 
@@ -42,13 +40,17 @@ class BackwardSchedule:
 
     @property
     def raster_order(self) -> raster.RasterOrder:
-        p = self.spec
-        q_bytes = p.q_len * self.config.head_dim * (2 + 2 + 4)
-        heads = raster.heads_per_l2_group(p.q_heads, q_bytes, L2_BUDGET)
-        return raster.RasterOrder(p.batch, p.q_heads, self.kv_tiles, heads, p.causal)
+        """Return the order of tiles: under a causal mask the last tiles of a group of heads come first."""
+        spec = self.spec
+        q_bytes = spec.q_len * self.config.head_dim * (2 + 2 + 4)  # Q, dO and float32 dQ
+        heads = raster.heads_per_l2_group(spec.q_heads, q_bytes, L2_BUDGET)
+        return raster.RasterOrder(spec.batch, spec.q_heads, self.kv_tiles, heads, spec.causal)
 
     def coordinates(self, cta: Any) -> tuple[Any, Any, Any]:
-        """Return batch entry, head and block of keys; under a causal mask the first keys meet most queries."""
+        """Return batch entry, head and block of keys of a CTA.
+
+        Under a causal mask the first block, which most queries see, is the last tile of `raster_order`.
+        """
         batch, head, tile = self.raster_order.coordinates(cta)
         return batch, head, self.kv_tiles - 1 - tile if self.spec.causal else tile
 

@@ -18,9 +18,8 @@ class ForwardConfig:
     block_kv: int = 64
     # Buffers of K and of V. With one, the copy of V hides behind S = Q K^T, and that of the next K behind P V.
     stages: int = 1
-    q_in_registers: bool = (
-        False  # whether fragments of Q are loaded once, and not for each block of keys
-    )
+    # Whether fragments of Q are loaded once, and not for each block of keys.
+    q_in_registers: bool = False
     # float16 numbers whose sum an element of Q, K, V or P is: 2 for float32 inputs (`split_float32`).
     terms: int = 1
     # How many CTAs run at the same time on the device: under a mask, tiles are ordered for so many (`tile_list`).

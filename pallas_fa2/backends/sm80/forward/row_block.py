@@ -72,12 +72,15 @@ class RowBlock:
             self.load_block(self.inputs.v, v, I32(0), first)
         queries, row_powers = self.query_fragments(), self.load_row_powers()
         states = [self.initial_state() for _ in range(self.config.row_tiles)]  # line 5
-        body = functools.partial(self.kv_block, queries, row_powers)
+        body = functools.partial(self.visit_block, queries, row_powers)
         _, states = lax.fori_loop(I32(0), self.tile.num_blocks, body, (first, states))
         self.store(states)
 
-    def kv_block(self, queries: list | None, row_powers: list, t: Any, carry: tuple) -> tuple:
-        """Add the t-th block of keys that is visited, j, to the statistics and the output: lines 7-10."""
+    def visit_block(self, queries: list | None, row_powers: list, t: Any, carry: tuple) -> tuple:
+        """Add the t-th block of keys that is visited, j, to the statistics and the output: Algorithm 1, lines 7-10.
+
+        `queries` are the fragments of Q, if they are kept in registers; `row_powers` those of each tile of rows, if Q is split.
+        """
         (j, states), (k, v) = carry, (self.memory.k, self.memory.v)
         next_j = self.tile.load_block_index(t + 1)
         one_stage = self.config.stages == 1
@@ -156,7 +159,6 @@ class RowBlock:
 
     def store(self, states: list[Softmax]) -> None:
         """Store O = diag(l)^-1 O and lse = m + log l: Algorithm 1, lines 12-15."""
-        # Everyone has read Q: its buffer takes the output.
         limit = self.spec.q_len - self.tile.compute_first_row()
         for n, state in enumerate(states):
             total = plgpu.layout_cast(state.row_sum.sum(axis=1), ROW_LAYOUT)
@@ -168,8 +170,7 @@ class RowBlock:
                 lse = log_sum(state.maximum, total)
             else:
                 lse = state.maximum * (1 / LOG2E) + jnp.log(total)
-            out = [x * layouts.broadcast_rows(share, x.shape) for x in state.out]
-            self.store_tile(n, out)
+            self.store_tile(n, [x * layouts.broadcast_rows(share, x.shape) for x in state.out])
             row = self.tile.compute_row(n)
             async_copy.store_row_values(
                 jnp.where(empty, -jnp.inf, lse),
@@ -180,21 +181,23 @@ class RowBlock:
             return
         async_copy.sync_cta(self.config.warpgroups)
         rows = pl.ds(self.tile.compute_first_row(), self.config.block_q)
-        target = self.out.at[self.tile.coordinates[0], rows, self.tile.coordinates[1]]
+        batch, head = self.tile.head
+        target = self.out.at[batch, rows, head]
         async_copy.store_rows(self.memory.q, target, self.config.warpgroups, limit)
 
     def store_tile(self, n: int, out: list[jax.Array]) -> None:
-        """Store O of the warpgroup's n-th tile: to the buffer of Q, or float32 to device memory."""
+        """Store O of the warpgroup's n-th tile: to the buffer of Q, or float32 to device memory.
+
+        Everyone has read Q: warps have met after the scores of the last block.
+        """
         if not self.config.is_split:
             (tile,) = out
             own = self.tile.own_rows(self.memory.q, n).at[:, pl.ds(0, self.config.value_dim)]
             own[...] = tile.astype(self.out.dtype)
             return
         batch, head = self.tile.head
-        row, power = (
-            self.tile.compute_row(n),
-            self.inputs.scales.heads[batch, self.tile.compute_kv_head()],
-        )
+        row = self.tile.compute_row(n)
+        power = self.inputs.scales.heads[batch, self.tile.compute_kv_head()]
         target = self.out.at[batch, pl.ds(row, 64), head]
         for columns, x in zip(products.out_panels(self.config), out, strict=True):
             register_io.store_rows(target, x * power, columns.start, self.spec.q_len - row)
@@ -205,6 +208,7 @@ class RowBlock:
         return NO_MAXIMUM if self.spec.score is None else MASKED_SCORE_THRESHOLD * LOG2E
 
     def initial_state(self) -> Softmax:
+        """Return the state of a tile before its first block: line 5."""
         return Softmax(
             layouts.splat_constant(self.no_key_threshold, (64,), ROW_LAYOUT),
             layouts.splat_constant(0.0, (64, 8), ACC_LAYOUT),
@@ -212,29 +216,25 @@ class RowBlock:
         )
 
     def load_queries(self) -> None:
-        rows = pl.ds(self.tile.compute_first_row(), self.config.block_q)
-        limit = (
-            None
-            if self.spec.q_len % self.config.block_q == 0
-            else self.spec.q_len - self.tile.compute_first_row()
-        )
-        source = self.inputs.q.at[self.tile.coordinates[0], rows, self.tile.coordinates[1]]
+        """Begin to copy Q of the CTA's rows, and zeros for those past the end."""
+        size, (batch, head), limit = self.config.block_q, self.tile.head, None
+        rows = pl.ds(self.tile.compute_first_row(), size)
+        if self.spec.q_len % size != 0:
+            limit = self.spec.q_len - self.tile.compute_first_row()
+        source = self.inputs.q.at[batch, rows, head]
         async_copy.load_rows(source, self.memory.q, self.config.warpgroups, limit)
 
     def load_block(self, source: Any, buffers: Any, t: Any, j: Any) -> None:
         """Begin to copy block j of keys or values, the t-th, if there is one, and make a group of the copies so far."""
-        block_kv = self.config.block_kv
+        block_kv, (batch, _) = self.config.block_kv, self.tile.head
 
         def load() -> None:
             limit = None if self.spec.kv_len % block_kv == 0 else self.spec.kv_len - j * block_kv
-            rows = source.at[
-                self.tile.coordinates[0], pl.ds(j * block_kv, block_kv), self.tile.compute_kv_head()
-            ]
+            keys, kv_head = pl.ds(j * block_kv, block_kv), self.tile.compute_kv_head()
+            rows = source.at[batch, keys, kv_head]
             async_copy.load_rows(rows, buffers.at[self.stage(t)], self.config.warpgroups, limit)
             if self.config.is_split and source is self.inputs.v:
-                scales = self.inputs.scales.keys.at[
-                    self.tile.coordinates[0], self.tile.compute_kv_head(), j
-                ]
+                scales = self.inputs.scales.keys.at[batch, self.tile.compute_kv_head(), j]
                 async_copy.load_vector(scales, self.memory.key_scales)
 
         when(t < self.tile.num_blocks)(load)
@@ -269,4 +269,5 @@ class RowBlock:
         return [layouts.load_row(0, powers.at[(*self.tile.head, x)], jnp.float32) for x in rows]
 
     def stage(self, t: Any) -> Any:
+        """Return the buffer of the t-th block."""
         return arithmetic.rem(t, self.config.stages) if self.config.stages > 1 else 0
