@@ -17,7 +17,10 @@ from pallas_fa2.ir.quantized import Scales
 
 
 def page_rows(spec: DecodeSpec, block_kv: int) -> int:
-    """Return how many keys of a block one copy brings: those that lie side by side in device memory for any table."""
+    """Return how many keys of a block one copy brings: a power of two that divides the page size, or the whole block.
+
+    Copies begin at multiples of it, so that each is within a page.
+    """
     if spec.page_size is None:
         return block_kv
     rows = block_kv
@@ -36,16 +39,15 @@ class Inputs(NamedTuple):
     table: Any = None  # int32 [B, pages of a request]: the pages, of a paged cache
     mods: ModArrays = NO_MODS
     scales: Scales | None = None  # [B, K, S], or of pages [P, K, page size]: of K and V of 8 bits
-    # float32 [tokens * N]: the largest magnitude of each query and head, of which follows by what Q was divided.
+    # float32 [tokens * N], with a cache of 8 bits: the largest magnitude of each query and head, which says by what Q was divided.
     q_largest: Any = None
 
 
 class Outputs(NamedTuple):
     """Arrays in device memory that the kernel writes.
 
-    A CTA has two splits at most, one of a tile that an earlier CTA begins, and one of a tile that it begins itself: in
-    this order they are splits `2 * cta` and `2 * cta + 1`. Of fixed splits, that of a head and a row of the plan's entries is
-    `head * rows + row`.
+    A CTA has two splits at most: `2 * cta` is of a tile that an earlier CTA begins, `2 * cta + 1` of one that it begins
+    itself. Fixed splits are rows of the plan's entries: that of a head and a row is `head * rows + row`.
     """
 
     out: Any  # [tokens, N, Hv]; of Hopper's [tokens * K, G, 1, Hv of shared memory]

@@ -41,8 +41,8 @@ SAMPLED_QUERIES = 64
 def lists_blocks(cached: CachedSpec, spec: DecodeSpec, config: DecodeConfig) -> bool:
     """Return whether a launch lists the blocks that it visits; others visit all blocks up to a sequence's length.
 
-    That is under a mask that is code and may hide whole blocks. Where full caches leave a CTA with no more blocks than
-    `config.min_share`, it is done as soon without a list.
+    It does under a mask that is code and may hide whole blocks. Where even full caches leave a CTA no more than
+    `config.min_share` blocks, a list would save nothing.
     """
     if not needs_mask_code(cached):
         return False
@@ -90,11 +90,12 @@ class BlockList(NamedTuple):
     def make(
         cls, entries: Entry, visible_blocks: VisibleBlocks, split_blocks: int | None = None
     ) -> "BlockList":
-        """List the visible blocks of entries that would visit all up to a sequence's length, or none if they do not exist.
+        """List those blocks of each entry that are visible, of all up to a sequence's length; entries that do not exist, with
+        0 blocks, have none.
 
-        An entry visits one block at least, and so does each of its fixed splits of `split_blocks`: how they are merged must
-        not depend on other queries of the entry. Always to take the last one, which as a rule has a query's own key, costs
-        less than to find out whether there is any.
+        An entry visits one block at least, and so does each of its fixed splits of `split_blocks`: how these are merged must
+        not depend on other queries of the entry. The last block is always taken, because it has as a rule a query's own key, and
+        to find out whether any other is visible costs more.
         """
         visible = visible_blocks(entries)
         block = jnp.arange(visible.shape[1], dtype=I32)[None]
@@ -102,7 +103,7 @@ class BlockList(NamedTuple):
         visits = visible | (block == num_blocks - 1)
         if split_blocks is not None:
             visits |= lax.rem(block, I32(split_blocks)) == split_blocks - 1
-        # XLA would evaluate the mask anew for each window of the sums that follow.
+        # Otherwise XLA evaluates the mask in the loops of the cumulative sum, again for each of its windows.
         visits = lax.optimization_barrier(visits & (block < num_blocks)).reshape(-1)
         before = jnp.cumsum(visits, dtype=I32) - visits.astype(I32)
         number = jnp.broadcast_to(block, visible.shape).reshape(-1)

@@ -1,4 +1,4 @@
-"""The order in which a CTA reads blocks of keys: the tiles of its share, one after another."""
+"""The order in which a CTA reads blocks of keys: those of its share of the line, a tile after another."""
 
 import dataclasses
 import functools
@@ -27,11 +27,11 @@ def select[T](condition: Any, true: T, false: T) -> T:
 
 
 class KvCursor(NamedTuple):
-    """The next block that is loaded.
+    """The block that is loaded next, and what is known of those after it.
 
-    What it takes from device memory is read a block before it is needed: the tile's blocks when the tile before
-    begins, the pages of a block when the block before is loaded, and its number in a list when that one's pages are. (Lengths, of
-    which a `StepPlan` computes the blocks at once, are in L1 since the CTA has computed its share.)
+    The copy of a block must not wait for what says where it lies. So its tile's `KeyBlocks` are read when the tile before
+    begins, its number in a list two blocks before, and its pages one block before. (The lengths that a `StepPlan` computes
+    `KeyBlocks` from are in L1 since the CTA has computed its share.)
     """
 
     tile: Tile
@@ -39,12 +39,14 @@ class KvCursor(NamedTuple):
     blocks: KeyBlocks  # of the tile
     next_blocks: KeyBlocks  # of the next tile
     pages: tuple[Scalar, ...]  # of the block, if the cache is paged, as the table has them
-    listed: tuple[Scalar, ...]  # the block and the one after it, if a list says which they are
+    listed: tuple[
+        Scalar, ...
+    ]  # the numbers of the block and of the one after it, if a list says which they are
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockLine:
-    """The line of all tiles' blocks, of which a CTA has a part."""
+    """The line of blocks, and how a CTA goes along it."""
 
     cta: Cta[Any]
     num_entries: Scalar  # that there are
@@ -79,7 +81,7 @@ class BlockLine:
 
     @property
     def block_list(self) -> Ref | None:
-        """The blocks of the line of one head, or None if tiles visit blocks one after another."""
+        """The blocks of the line of one head, or None if a tile visits consecutive blocks of the cache."""
         return self.cta.inputs.plan.blocks
 
     @property
@@ -106,16 +108,20 @@ class BlockLine:
         return block * self.cta.config.block_kv
 
     def _block(self, blocks: KeyBlocks, index: Scalar, listed: tuple[Scalar, ...]) -> Scalar:
+        """Return the number in the cache of a tile's block."""
         return listed[0] if listed else blocks.first_block + index
 
     def _load_following(self, tile: Tile, index: Scalar, blocks: KeyBlocks) -> Scalar:
-        """Load the block after one in the list, and compute nothing with it. The first one follows the last one of a head."""
+        """Load the number of the block after one in the list, and compute nothing with it, which would wait for it.
+
+        After the last block of a head comes the first one of the next head, and the list is that of every head.
+        """
         assert self.block_list is not None
         is_last = (index + 1 >= blocks.num_blocks) & (tile.entry + 1 >= self.num_entries)
         return self.block_list[jnp.where(is_last, 0, blocks.first_block + index + 1)]
 
     def _load_blocks(self, tile: Tile) -> KeyBlocks:
-        # nothing is loaded of a tile after the last one
+        """Load which blocks a tile visits. The tile after the last one has the first entry, and a head that is not used."""
         return self.cta.load_entry(tile.entry).key_blocks
 
     def _load_pages(

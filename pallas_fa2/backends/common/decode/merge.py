@@ -1,4 +1,4 @@
-"""The merge of a tile's splits, by the last of their CTAs that arrives: no kernel follows.
+"""The merge of a tile's splits by the CTA that stores the last of them, so that no kernel follows.
 
 O = sum_i 2^(lse_i - lse) O_i with lse = log2 sum_i 2^lse_i (Flash-Decoding, and FlashInfer's `merge_states`). The splits
 are read in the order of their keys, the CTA's own one as well, so that the result does not depend on who is the last.
@@ -40,16 +40,17 @@ from pallas_fa2.backends.common.primitives.named_barriers import NamedBarrier
 from pallas_fa2.backends.common.primitives.types import Ref, Registers, Scalar
 from pallas_fa2.control_flow import cond, when
 
-# The splits that are loaded together, as long as their O^T and the sum take no more registers of a thread. With H = 128 and 8
-# columns a split has 8, and where 8 heads share 264 CTAs, a tile has 33 splits: twice 17. With 160 registers kernels of
-# 16 columns spill 8 bytes, and with 144 those of 8 bits, whose operands are in registers, 96 (ptxas 13.0, for an H200).
+# So many splits are loaded together, or as many as have O^T, with that of the sum, in so many registers of a thread. 17: where 8
+# heads share 264 CTAs, a tile has 33 splits, which are two turns; at Hv = 128 with 8 columns a split takes 8 registers. With 160
+# registers kernels of 16 columns spill 8 bytes, and with 144 those of 8 bits, whose operands are in registers, 96 (ptxas 13.0,
+# for an H200).
 MAX_LOADS, MAX_REGISTERS, MAX_REGISTERS_WITH_8_BITS = 17, 144, 128
 
 
-class TileVisit(NamedTuple):
-    """The visit of a CTA to a tile, of which it has all blocks or some."""
+class TileVisit[Memory](NamedTuple):
+    """The visit of a CTA to a tile, of which it has all blocks or some: its split."""
 
-    cta: Cta[Any]
+    cta: Cta[Memory]
     tile: Tile
     entry: Entry
     first_index: Scalar  # of the tile's blocks, the first that the CTA visits
@@ -59,20 +60,22 @@ class TileVisit(NamedTuple):
     @classmethod
     def of(
         cls,
-        cta: Cta[Any],
+        cta: Cta[Memory],
         tile: Tile,
         entry: Entry,
         first_index: Scalar,
         step: Scalar,
         num_steps: Scalar,
-    ) -> "TileVisit":
-        """Compute how many blocks of a tile a CTA visits, which visits `num_steps` in all."""
+    ) -> "TileVisit[Memory]":
+        """Compute how many blocks of a tile a CTA visits, from its `step`-th on, of `num_steps` in all."""
         num_blocks = jnp.minimum(entry.num_blocks - first_index, num_steps - step)
         return cls(cta, tile, entry, first_index, step, num_blocks)
 
     def prepare(self, is_due: jax.Array | bool) -> None:
-        """Prepare the word that counts the tile's splits, if this is due and the tile is split: of a CTA's first tile before its
-        ring is filled, of others at the beginning of the visit."""
+        """Prepare the word that counts the tile's splits, if `is_due` and the tile is split.
+
+        That is due before the ring is filled for a CTA's first tile, and when the visit begins for others.
+        """
         when(~self._is_whole() & is_due)(lambda: self._splits().prepare())
 
     def store(
@@ -118,7 +121,8 @@ class TileSplits(NamedTuple):
 
     @classmethod
     def of_ctas(cls, cta: Cta[Any], first_step: Scalar, num_blocks: Scalar) -> "TileSplits":
-        """Compute which CTAs visit a tile of so many blocks that begins there in the share of this one."""
+        """Compute which CTAs visit a tile of `num_blocks`, whose first block is the `first_step`-th from this CTA's first one
+        on; negative if an earlier CTA begins the tile."""
         begin, deal = load_deal(cta.memory.deal)
         tile_begin, own = begin + first_step, lax.axis_index("cta")
         first, last = deal.cta_of(tile_begin), deal.cta_of(tile_begin + num_blocks - 1)

@@ -103,7 +103,7 @@ class ModArrays(NamedTuple):
         )
 
     def in_rows(self) -> "ModArrays":
-        """Return the arrays with each row of queries in one piece."""
+        """Return the arrays as a kernel reads them: what is read of queries is [rows, all tokens]."""
         if self.q is None:
             return self
         return self._replace(q=jnp.swapaxes(self.q, 0, 1).reshape(self.q.shape[1], -1))

@@ -31,10 +31,12 @@ class ScoreTile(NamedTuple):
         spec, entry = self.cta.spec, self.entry
         s = self._apply_mods(s)
         key = layouts.index(s.shape, 0, self.first_key)
-        # Bounds on the columns of each key: those on the keys of each column would hold more registers.
+        # The queries that attend to a key are consecutive columns, of which each row has the bounds: bounds on the keys of each
+        # column would hold more registers.
         distance = key - entry.first_position  # from the first query
 
         def first_column(token: jax.Array) -> jax.Array:
+            """Return the first column of a token of the entry, cut off to the columns that there are."""
             return jnp.clip(token, 0, spec.q_len) * spec.padded_group
 
         first, (least, most) = I32(0), spec.distances
@@ -61,7 +63,8 @@ class ScoreTile(NamedTuple):
         return s if spec.mods.mask is None else spec.mods.mask.apply(s, tile.inputs_at)
 
     def attended_keys(self, s: jax.Array) -> jax.Array | None:
-        """Return the largest score of each key, [64], which is -inf if no query attends to it; None where bounds say so."""
+        """Return the largest score of each key, [64], -inf if no query attends to it; None where `key_range` says which keys
+        these are."""
         spec = self.cta.spec
         if spec.mods is None or spec.mods.mask is None:
             return None
@@ -74,11 +77,13 @@ class ScoreTile(NamedTuple):
     def zero_missing_values(
         self, attended: jax.Array | None, keep: Callable[[jax.Array], None]
     ) -> None:
-        """Call keep(which keys are kept, [64]) to set V to 0 at the others, to which no query of the tile attends: there may
-        be NaN, and 0 times that is no 0."""
+        """Call `keep` with which keys some query of the tile attends to, [64], if there are others: it sets V to 0 at those.
+
+        There V may be NaN, and P = 0 times NaN is NaN.
+        """
         config = self.cta.config
         if attended is not None:
-            # -inf becomes the infinity for which they vote
+            # negated, because the vote finds infinity and NaN, but not -infinity
             missing = votes.warpgroup_any_nonfinite(-attended, I32(0)) != 0
             when(missing)(lambda: keep(attended > -jnp.inf))
             return

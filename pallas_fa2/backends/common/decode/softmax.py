@@ -16,8 +16,8 @@ from pallas_fa2.backends.common.primitives.layouts import (
     broadcast_rows,
 )
 
-# P^T times scales of V is below 2^15 in this unit, the largest power of two of float16, and what is 2^-29 of that no
-# subnormal number yet: a bfloat16 P would have fewer bits.
+# In the unit of O, P^T times the scales of V is below 2^15, float16's largest power of two, and down to 2^-14, 2^-29 of that, it
+# is no subnormal number: so it has 11 bits, where bfloat16 would have 8.
 P_EXPONENT = 14
 MANTISSA_BITS, BIAS = 23, 127  # of float32
 
@@ -32,16 +32,17 @@ class ValueUnit(NamedTuple):
 
     @classmethod
     def start(cls) -> "ValueUnit":
-        """Return that of scales so small that the unit and its inverse are normal numbers yet."""
+        """Return the least unit that is, as its inverse is, a normal float32."""
         return cls(jnp.int32((P_EXPONENT + 1) << MANTISSA_BITS))
 
     def raised(self, exponent: jax.Array) -> tuple["ValueUnit", jax.Array]:
-        """Return the unit with the scales of another block, and this unit in that one."""
+        """Return the unit after a block whose largest scale has this exponent, and this unit over that one."""
         larger = jnp.maximum(self.exponent, exponent)
         return ValueUnit(larger), _power(self.exponent - larger, BIAS)
 
     @property
     def value(self) -> jax.Array:
+        """The unit, 2^-14 times the power of two of the largest scale."""
         return _power(self.exponent, -P_EXPONENT)
 
     @property
@@ -59,8 +60,8 @@ class ValueScales(NamedTuple):
     """The scales of V of a block."""
 
     scales: jax.Array  # float32 [64], 0 where no query attends to a key
-    # Of the largest finite one of the keys that exist, also of those that a mask of code hides: the bits of that power of two
-    # as float32.
+    # The power of two of the largest finite scale, as the bits of a float32: of the keys that exist, also where the mask's code
+    # hides them.
     exponent: jax.Array
 
 

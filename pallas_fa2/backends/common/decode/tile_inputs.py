@@ -40,7 +40,7 @@ class TileMods:
     first_key: Scalar
 
     def inputs_at(self, columns: Slice) -> TileInputs:
-        """Load what the code reads of some columns of the tile, or of as many as there are."""
+        """Load what the code reads of some columns of the tile; a slice may end past the last one."""
         spec = self.spec
         count = min(cast(int, columns.size), spec.columns - cast(int, columns.start))
         column = thread_values.column_iota(count, rematerialize(columns.start))

@@ -77,15 +77,13 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
         num_tiles, step, tile, first_index, loads = state
         entry = cta.load_entry(tile.entry)
         visit = TileVisit.of(cta, tile, entry, first_index, step, num_steps)
-        num_blocks = visit.num_blocks
         visit.prepare(num_tiles > 0)
-        q_slot = rem(num_tiles, cta.config.stages)
-        split = Split(cta, loader, entry, tile.head, first_index, step, num_blocks, q_slot)
+        split = Split(visit, loader, rem(num_tiles, cta.config.stages))
         softmax, loads = split.attend(loads)
         acc, lse = softmax.finish(cta.spec.no_key_threshold)
         visit.store((acc, lse), TileOutput(cta, entry, tile.head).store)
         next_tile = loader.line.next_tile(tile)
-        return ShareState(num_tiles + 1, step + num_blocks, next_tile, I32(0), loads)
+        return ShareState(num_tiles + 1, step + visit.num_blocks, next_tile, I32(0), loads)
 
     state = as_carry(ShareState(I32(0), I32(0), tile, first_index, loads))
     lax.while_loop(lambda state: state.step < num_steps, visit_tile, state)

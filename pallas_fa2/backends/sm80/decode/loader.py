@@ -26,7 +26,7 @@ class KvBlock(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """What is loaded next. K runs half a block before V."""
+    """What is loaded next: K of a block, and V of the block before it."""
 
     cursor: KvCursor  # of K
     values: KvBlock  # of V: the block before
@@ -43,7 +43,7 @@ class KvLoader:
 
     @property
     def pending(self) -> int:
-        """The groups that may be on their way when K_j, or V_j, must be there."""
+        """The groups that may still be on their way when K_j, or V_j, must be there: those of the other slots."""
         return 2 * (self.cta.config.stages - 1)
 
     def wait(self) -> None:
@@ -52,7 +52,7 @@ class KvLoader:
         async_copy.sync_cta(1)
 
     def fill_ring(self, cursor: KvCursor) -> Loads:
-        """Begin the loads up to the last slot of K."""
+        """Begin to load K to all slots of the ring, and V to all but the last one."""
         loads = Loads(cursor, self._block(cursor), I32(0))
         for step in range(self.cta.config.stages):
             if step:
@@ -91,7 +91,7 @@ class KvLoader:
         first_query = self.cta.load_entry(tile.entry).first_query
         limit = spec.group if spec.padded_group > spec.group else None
         for t in range(spec.q_len):
-            # an entry with fewer queries has those of others as well, of which no result is stored
+            # an entry with fewer queries loads those of others as well, of which no result is stored
             token = jnp.minimum(first_query + t, spec.num_tokens - 1)
             rows = pl.ds(t * spec.padded_group, spec.padded_group)
             source = q.at[token * spec.kv_heads + tile.head]

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32, rem
 from pallas_fa2.backends.common.decode.arrays import Cta
-from pallas_fa2.backends.common.decode.entries import Entry
+from pallas_fa2.backends.common.decode.merge import TileVisit
 from pallas_fa2.backends.common.decode.scores import ScoreTile
 from pallas_fa2.backends.common.decode.softmax import OnlineSoftmax
 from pallas_fa2.backends.common.primitives import layouts, thread_values
@@ -32,32 +32,31 @@ class LoopState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Consecutive blocks of a tile, which one CTA visits."""
+    """The blocks of a tile that one CTA visits, which are consecutive, and the loads of that CTA."""
 
-    cta: Cta[SharedStorage]
+    visit: TileVisit[SharedStorage]
     loader: KvLoader
-    entry: Entry
-    head: Scalar  # of keys
-    first_index: Scalar  # of its first block, among those that the tile visits
-    first_step: Scalar  # how many blocks the CTA has visited before
-    num_blocks: Scalar  # of the split
     q_slot: Scalar
+
+    @property
+    def cta(self) -> Cta[SharedStorage]:
+        return self.visit.cta
 
     def attend(self, loads: Loads) -> LoopState:
         """Return O and the softmax of these blocks: lines 5 to 11."""
         softmax = OnlineSoftmax.start(self.cta.config.value_dim, self.cta.spec.columns)
         state = LoopState(softmax, loads)
-        return lax.fori_loop(I32(0), self.num_blocks, self.visit_block, state)
+        return lax.fori_loop(I32(0), self.visit.num_blocks, self.visit_block, state)
 
     def visit_block(self, i: Scalar, state: LoopState) -> LoopState:
         """Return the state after the split's i-th block: lines 7 to 10."""
         memory, config = self.cta.memory, self.cta.config
-        step, stages = self.first_step + i, config.stages
+        step, stages = self.visit.step + i, config.stages
         slot = rem(step, stages)
-        first_key = self.loader.line.load_first_key(self.entry, self.first_index + i)
+        first_key = self.loader.line.load_first_key(self.visit.entry, self.visit.first_index + i)
         self.loader.wait()  # for K_j and Q; all warps have left the block before
         self.loader.load_values(step + (stages - 1), state.loads.values)
-        tile = ScoreTile(self.cta, self.entry, self.head, first_key)
+        tile = ScoreTile(self.cta, self.visit.entry, self.visit.tile.head, first_key)
         s = tile.mask(self.multiply_s(slot))
         attended = tile.attended_keys(s)
         p, softmax = state.softmax.update(s)

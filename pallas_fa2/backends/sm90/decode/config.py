@@ -6,8 +6,8 @@ from pallas_fa2.backends.common.decode.config import MAX_IMBALANCE, DecodeConfig
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.sm90.primitives.pipeline import SHARED_MEMORY_BYTES
 
-# The scales that a copy brings: 128 bytes, because TMA writes to multiples of so many, and Pallas copies a byte for each
-# thread at least.
+# The scales of 16 bits that a copy brings: 128 bytes, because TMA writes to multiples of 128, and Pallas copies a byte for each
+# of 128 threads at least.
 SCALE_LINE = 64
 # The driver keeps 1 KiB of a multiprocessor's 228 KiB for each CTA (NVIDIA's Hopper Tuning Guide).
 SM_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10

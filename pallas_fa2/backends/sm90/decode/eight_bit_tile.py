@@ -42,13 +42,13 @@ def attend(split: Split, cursor: KvCursor) -> LoopState:
     spec, config = split.cta.spec, split.cta.config
     softmax = OnlineSoftmax.start(config.value_dim, spec.columns, has_scales=True)
     visit = functools.partial(visit_block, split, load_q_scale(split))
-    return lax.fori_loop(I32(0), split.num_blocks, visit, LoopState(softmax, cursor))
+    return lax.fori_loop(I32(0), split.visit.num_blocks, visit, LoopState(softmax, cursor))
 
 
 def load_q_scale(split: Split) -> jax.Array:
     """Load what the queries of the tile were divided by, [columns]."""
     spec, largest = split.cta.spec, split.cta.inputs.q_largest
-    index = QueryColumns.compute(spec).compute_index(spec, split.entry, split.head)
+    index = QueryColumns.compute(spec).compute_index(spec, split.visit.entry, split.visit.tile.head)
     return eight_bits.query_scale(gather_scatter.gather_elements(largest, index, (1,)))
 
 

@@ -40,8 +40,8 @@ from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Register
 
 OPERAND_DTYPE = jnp.float16
 
-# The largest elements of a query are 2^14 or more and below 2^15, so that those of 2^-28 of it are no subnormal numbers
-# of float16 yet, and products and sums are far from those that float32 lacks.
+# Queries are divided so that their largest element is 2^14 or more, and below 2^15, which float16 has. Elements down to 2^-28 of
+# it are no subnormal numbers then, and products and sums are far from those that float32 lacks.
 QUERY_EXPONENT = 14
 
 
@@ -155,7 +155,10 @@ class _Lines:
         return sum_i32(address(self.buffer, 32), group, row, chunk)
 
     def at(self, start: MlirValue, row_group: int, chunk: int) -> MlirValue:
-        """Emit the address so many row groups and chunks from the start, whose chunk has none of this one's bits."""
+        """Emit the address `row_group` groups of 8 rows and `chunk` chunks behind `start`.
+
+        Chunks are counted by an exclusive or, as they are permuted: `start`'s one has none of the bits of `chunk`.
+        """
         panel, chunk = divmod(chunk, self.width // 16)
         offset = SWIZZLE_ROWS * self.width * (row_group * self.panels + panel)
         moved = arith.xori(start, i32(16 * chunk)) if chunk else start

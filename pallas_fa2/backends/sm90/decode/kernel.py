@@ -94,10 +94,9 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
         num_tiles, step, tile, first_index, cursor = state
         entry = cta.load_entry(tile.entry)
         visit = TileVisit.of(cta, tile, entry, first_index, step, num_steps)
-        num_blocks = visit.num_blocks
         next_tile = loader.line.next_tile(tile)
 
-        @when(step + num_blocks < num_steps)
+        @when(step + visit.num_blocks < num_steps)
         def load_next_q() -> None:
             loader.load_q(
                 num_tiles + 1, cta.load_entry(next_tile.entry).first_query, next_tile.head
@@ -106,15 +105,13 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
         visit.prepare(num_tiles > 0)
         q_slot = rem(num_tiles, 2)
         plgpu.barrier_wait(cta.memory.q_full.at("q", q_slot))
-        split = Split(
-            cta, loader, entry, tile.head, first_index, step, num_steps, num_blocks, q_slot
-        )
+        split = Split(visit, loader, num_steps, q_slot)
         is_plain = cta.spec.quantized is None
         attended = split.attend(cursor) if is_plain else eight_bit_tile.attend(split, cursor)
         softmax, cursor = attended
         acc, lse = softmax.finish(cta.spec.no_key_threshold)
         visit.store((acc, lse), TileOutput(cta, entry, tile.head).store)
-        return ShareState(num_tiles + 1, step + num_blocks, next_tile, I32(0), cursor)
+        return ShareState(num_tiles + 1, step + visit.num_blocks, next_tile, I32(0), cursor)
 
     state = as_carry(ShareState(I32(0), I32(0), tile, first_index, cursor))
     lax.while_loop(lambda state: state.step < num_steps, visit_tile, state)

@@ -25,11 +25,11 @@ class KvLoader:
         self.page_rows = page_rows(cta.spec, cta.config.block_kv)
 
     def load_q(self, tile_index: Scalar, first_query: Scalar, head: Scalar) -> None:
-        """Load Q of a tile of which its CTA has so many before. Rows that pad a group are zeros."""
+        """Load Q of the CTA's tile number `tile_index`. Rows that pad a group are zeros."""
         spec, memory, q = self.cta.spec, self.cta.memory, self.cta.inputs.q
         slot, group = rem(tile_index, 2), spec.padded_group
         for t in range(spec.q_len):
-            # an entry with fewer queries has those of others as well, of which no result is stored
+            # an entry with fewer queries loads those of others as well, of which no result is stored
             token = jnp.minimum(first_query + t, spec.num_tokens - 1)
             source = group_rows(q, token * spec.kv_heads + head, group)
             target = memory.q.at[slot, pl.ds(t * group, group)]
@@ -68,14 +68,17 @@ class KvLoader:
         return HeadRows(array, page, pl.ds(row, self.page_rows), head)
 
     def fill_ring(self, cursor: KvCursor, num_steps: Scalar) -> KvCursor:
-        """Load the first blocks of a CTA, of which it has so many."""
+        """Load the first blocks of a CTA that has `num_steps` of them, as many as the ring holds."""
         for slot in range(self.cta.config.stages):
             when(slot < num_steps)(functools.partial(self.load_block, I32(slot), cursor))
             cursor = self.line.advance(cursor)
         return cursor
 
     def refill(self, step: Scalar, num_steps: Scalar, cursor: KvCursor) -> KvCursor:
-        """Load the block that takes the slot of the one before `step`, which all warps have left."""
+        """Load the block that takes the slot of the one before `step`, which all warps have read, and return the next cursor.
+
+        The CTA's first step has none before.
+        """
         stages = self.cta.config.stages
         following = step - 1 + stages
         slot = lax.rem(following, I32(stages))

@@ -1,4 +1,4 @@
-"""Scales of 64 keys or values of 8 bits in shared memory, `[copies, heads, keys]`: those of the first head count."""
+"""Reads the scales of 64 keys or values of 8 bits in shared memory, `[copies, heads, keys]`: those of the first head."""
 
 import jax
 import jax.numpy as jnp

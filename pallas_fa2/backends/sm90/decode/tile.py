@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.decode.arrays import Cta
 from pallas_fa2.backends.common.decode.cursor import KvCursor
-from pallas_fa2.backends.common.decode.entries import Entry
+from pallas_fa2.backends.common.decode.merge import TileVisit
 from pallas_fa2.backends.common.decode.scores import ScoreTile
 from pallas_fa2.backends.common.decode.softmax import OnlineSoftmax
 from pallas_fa2.backends.common.primitives import layouts
@@ -45,29 +45,30 @@ class Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Consecutive blocks of a tile, which one CTA visits."""
+    """The blocks of a tile that one CTA visits, which are consecutive, and the loads of that CTA."""
 
-    cta: Cta[SharedStorage]
+    visit: TileVisit[SharedStorage]
     loader: KvLoader
-    entry: Entry
-    head: Scalar  # of keys
-    first_index: Scalar  # of its first block, among those that the tile visits
-    first_step: Scalar  # how many blocks the CTA has visited before
-    num_steps: Scalar  # how many it visits in all
-    num_blocks: Scalar  # of the split
+    num_steps: Scalar  # how many blocks the CTA visits in all
     q_slot: Scalar
+
+    @property
+    def cta(self) -> Cta[SharedStorage]:
+        return self.visit.cta
 
     def attend(self, cursor: KvCursor) -> LoopState:
         """Return O and the softmax of these blocks: lines 5 to 11."""
         softmax = OnlineSoftmax.start(self.cta.config.value_dim, self.cta.spec.columns)
-        return lax.fori_loop(I32(0), self.num_blocks, self.visit_block, LoopState(softmax, cursor))
+        state = LoopState(softmax, cursor)
+        return lax.fori_loop(I32(0), self.visit.num_blocks, self.visit_block, state)
 
     def locate(self, i: Scalar) -> Block:
         """Return the split's i-th block."""
-        step = self.first_step + i
+        step = self.visit.step + i
         slot = lax.rem(step, I32(self.cta.config.stages))
-        first_key = self.loader.line.load_first_key(self.entry, self.first_index + i)
-        return Block(step, slot, ScoreTile(self.cta, self.entry, self.head, first_key))
+        visit = self.visit
+        first_key = self.loader.line.load_first_key(visit.entry, visit.first_index + i)
+        return Block(step, slot, ScoreTile(self.cta, visit.entry, visit.tile.head, first_key))
 
     def visit_block(self, i: Scalar, state: LoopState) -> LoopState:
         """Return the state after the split's i-th block: lines 7 to 10."""
