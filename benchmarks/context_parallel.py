@@ -51,19 +51,6 @@ from benchmarks.divisions import (
 )
 from benchmarks.run import names_among
 
-RESULTS = "nvidia-h200-x2.json", "nvidia-h200-x4.json", "nvidia-h200-x8.json"
-DOCS = pathlib.Path(__file__).parent.parent / "docs"
-PAGE = DOCS / "benchmarks" / "context-parallel.md"
-INTRODUCTION = """# Speed of sequences over several GPUs
-
-`python -m benchmarks.pages` writes this page from the results of `python -m benchmarks.context_parallel`, and
-`python -m benchmarks.plot` draws the figure.
-
-Milliseconds, and the speed over n times that of one GPU in the same run. bfloat16, N = 32, K = 8, H = 128; causal cases
-and documents (4096 tokens in the mean) in zigzag order if their name does not say otherwise. `heads` has heads divided
-and moves nothing. 2 x 4 GPUs: the sequence over two, heads over four. `llama_256k` is a training step of two of Llama-8B's
-layers (`benchmarks/llama_step.py`). One GPU computes `causal_512k` in two calls, each of half of the heads, because all have
-2^31 elements."""
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128  # Llama-8B's
 ALLOWED = 0.01  # of the norm: bfloat16 has 8 bits, and blocks are rounded once more
 SAMPLES = 1024  # tokens whose results are compared: all of 524,288 tokens would take longer to move than to compute
@@ -233,7 +220,7 @@ def milliseconds(run: Callable, args: tuple) -> tuple[float, tuple]:
 
 
 class Compiled(NamedTuple):
-    """The compiled programs of a phase, the second of the results of the first."""
+    """The compiled programs of a phase: what is timed, and what of its results is compared."""
 
     run: Any
     sample: Any
@@ -245,6 +232,7 @@ COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 def compile_phase(phase: Phase, arguments: tuple, division: Division) -> Compiled:
+    """Compile a phase for arguments of these shapes, and what is compared of its results."""
     lowered = phase.run.lower(*arguments[: phase.arguments])
     run = lowered.compile(COMPILER_OPTIONS if jax.default_backend() == "gpu" else None)
     results = jax.tree.map(
@@ -288,17 +276,18 @@ def measure_row(
         for phase, program in programs.items():
             trace = traces and traces / name.replace(" ", "_") / phase
             try:
-                result[phase] = measured(program, args[: program.arguments], trace)
+                result[phase] = measure_program(program, args[: program.arguments], trace)
             except Exception as e:  # noqa: BLE001
                 result[phase] = refused(e)
     return result
 
 
 def refused(e: Exception) -> dict[str, str]:
+    """Return the result of a phase that raised an error."""
     return {"refused": measure.short_error(e)}
 
 
-def measured(program: Compiled, args: tuple, trace: pathlib.Path | None) -> dict[str, Any]:
+def measure_program(program: Compiled, args: tuple, trace: pathlib.Path | None) -> dict[str, Any]:
     """Return the time of a program, its sampled results, and its kernels if it is traced."""
     ms, results = milliseconds(program.run, args)
     sample = [np.asarray(x, np.float32) for x in jax.tree.leaves(program.sample(results))]
@@ -318,86 +307,34 @@ def differences(results: list, expected: list) -> list[float]:
     return [float(f"{np.linalg.norm(x - y) / np.linalg.norm(y):.3g}") for x, y in pairs]
 
 
-def graded(rows: dict[str, dict[str, Any]], known: dict[str, Division]) -> dict[str, Any]:
+def grade(rows: dict[str, dict[str, Any]], known: dict[str, Division]) -> dict[str, Any]:
     """Return the rows of a case with their differences from one GPU and, where these are allowed, their speed-ups."""
     graded: dict[str, Any] = {}
     for name, row in rows.items():
-        division = known[name]
+        division, one = known[name], rows.get(ONE.name, {})
         graded[name] = division._asdict() | {"devices": division.devices}
         for phase, x in row.items():
             result = {key: value for key, value in x.items() if key != "sample"}
-            one = rows.get(ONE.name, {}).get(phase, {})
-            if division != ONE and "sample" in x and "sample" in one:
-                result["difference"] = differences(x["sample"], one["sample"])
+            expected = one.get(phase, {})
+            if division != ONE and "sample" in x and "sample" in expected:
+                result["difference"] = differences(x["sample"], expected["sample"])
                 if max(result["difference"]) <= ALLOWED:
-                    speedup = one["ms"] / x["ms"]
+                    speedup = expected["ms"] / x["ms"]
                     result["speedup"] = record.rounded(speedup)
                     result["efficiency"] = record.rounded(speedup / division.devices)
             graded[name][phase] = result
     return graded
 
 
-PHASES = {"forward": "forward", "both": "with the backward", "step": "training step"}
-
-
-def table(results: dict[str, Any]) -> list[str]:
-    """Return a Markdown table with a line for each case, phase and number of GPUs."""
-    divided = [row for x in results.values() for row in x["rows"].values() if row["devices"] > 1]
-    strategies = [name for name in STRATEGIES if any(row["strategy"] == name for row in divided)]
-    lines = [
-        f"| | pass | one GPU, ms | GPUs | {' | '.join(strategies)} |",
-        "|" + "---|" * (len(strategies) + 4),
-    ]
-    for case, result in results.items():
-        rows = list(result["rows"].values())
-        divisions = [Division(row["strategy"], row["sequence"], row["heads"]) for row in rows]
-        for phase, title in PHASES.items():
-            one = next(
-                (x[phase] for x, y in zip(rows, divisions, strict=True) if y == ONE and phase in x),
-                {},
-            )
-            cells: dict[str, dict[str, str]] = {}
-            for row, division in zip(rows, divisions, strict=True):
-                x = row.get(phase, {})
-                if division != ONE and "efficiency" in x:
-                    text = f"{x['ms']:.2f} ({x['efficiency']:.3f})"
-                    cells.setdefault(division.gpus, {})[division.strategy] = text
-            for gpus, cell in sorted(cells.items()):
-                text = " | ".join(cell.get(name, "-") for name in strategies)
-                lines.append(f"| {case} | {title} | {one['ms']:.2f} | {gpus} | {text} |")
-    return lines
-
-
-def section(name: str) -> list[str]:
-    """Return the paragraphs about a file of results."""
-    measured = record.load(record.RESULTS / name)
-    setup, run, results = measured["setup"], measured["run"], measured["results"]
-    most = max(row["devices"] for x in results.values() for row in x["rows"].values())
-    figure = DOCS / "figures" / f"{pathlib.Path(name).stem}-speedup.svg"
-    return [
-        f"## {most} GPUs",
-        f"[{name}](../../benchmarks/results/{name}): {most} of {setup['device']} of one host, driver {setup['driver']}, "
-        f"jax {setup['jax']}, {run['date']}, commit {run['commit']}. {run.get('note', '')}".strip(),
-        *([f"![Speed-up over one GPU](../figures/{figure.name})"] if figure.exists() else []),
-        "\n".join(table(results)),
-    ]
-
-
-def page() -> str:
-    """Return docs/benchmarks/context-parallel.md from the committed results."""
-    known = [name for name in RESULTS if (record.RESULTS / name).exists()]
-    paragraphs = [INTRODUCTION, *(paragraph for name in known for paragraph in section(name))]
-    return "\n\n".join(paragraphs) + "\n"
-
-
-def numbers(text: str) -> list[int]:
-    return [int(x) for x in text.split(",")]
-
-
-def main(argv: list[str] | None = None) -> None:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Return the arguments of the command line, or of `argv`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+    def numbers(text: str) -> list[int]:
+        return [int(x) for x in text.split(",")]
+
     strategies: dict[str, Any] = dict.fromkeys(STRATEGIES)
     parser.add_argument("--cases", type=names_among(CASES), default=list(CASES))
     parser.add_argument("--strategies", type=names_among(strategies), default=list(STRATEGIES))
@@ -406,14 +343,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, help="seconds after which nothing is started")
     parser.add_argument("--trace", type=pathlib.Path, help="a folder for traces")
     record.add_arguments(parser)
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
     end = None if args.limit is None else time.monotonic() + args.limit
     jobs.share_memory()
+    counts = args.devices or [jax.device_count()]
     known = {
-        case: {
-            x.name: x
-            for x in divisions(CASES[case], args.strategies, args.devices or [jax.device_count()])
-        }
+        case: {x.name: x for x in divisions(CASES[case], args.strategies, counts)}
         for case in args.cases
     }
     rows = {
@@ -421,20 +360,21 @@ def main(argv: list[str] | None = None) -> None:
         for case, named in known.items()
         for name, division in named.items()
     }
+    measured: dict[str, dict[str, Any]] = {case: {} for case in args.cases}
     results: dict[str, Any] = {}
     contents = {"setup": record.setup({}, 0), "run": record.stamp(args.commit), "results": results}
-    measured: dict[str, dict[str, Any]] = {case: {} for case in args.cases}
-    function = functools.partial(measure_row, rows=rows, end=end, traces=args.trace)
-    for name, row in jobs.run_all(function, list(rows), args.jobs, end):
+    measure_named = functools.partial(measure_row, rows=rows, end=end, traces=args.trace)
+    for name, row in jobs.run_all(measure_named, list(rows), args.jobs, end):
         case, _, division = name.partition(" ")
         measured[case][division] = row
-        graded_rows = graded(measured[case], known[case])
-        results[case] = {"case": dataclasses.asdict(CASES[case]), "rows": graded_rows}
+        # With the row of one GPU, rows that were measured before it get their speed-ups, and are printed again.
+        graded = grade(measured[case], known[case])
+        results[case] = {"case": dataclasses.asdict(CASES[case]), "rows": graded}
         if args.json:
             record.write(args.json, contents)
-        fresh = graded_rows if division == ONE.name else {division: graded_rows[division]}
-        for changed, x in fresh.items():
-            text = "; ".join(f"{phase} {json.dumps(x[phase])}" for phase in measured[case][changed])
+        for changed in graded if division == ONE.name else [division]:
+            phases = measured[case][changed]
+            text = "; ".join(f"{phase} {json.dumps(graded[changed][phase])}" for phase in phases)
             print(f"{case} {changed}: {text}", file=sys.stderr, flush=True)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -16,24 +16,25 @@ from benchmarks import packing
 SEQUENCE, HEAD_AXIS = "sequence", "heads"  # axes of the mesh
 IN_SHARD_MAP = "ring", "all_gather", "ulysses"
 STRATEGIES = *IN_SHARD_MAP, "jit", "heads"
+MEAN_DOCUMENT = 4096  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A mask on a sequence of `length` tokens: "causal", "full", or "documents" of 4096 tokens in the mean.
+    """A mask on a sequence of `length` tokens: none ("full"), causal, or causal within documents of 4096 tokens on average.
 
-    In the layout "balanced" the documents are in an order by which devices compute equally much, in contiguous layout, and
-    their greatest length is known. With layers, it is a training step of a model (`llama_step`) and not attention alone.
+    The layout "balanced" is contiguous, of documents in an order by which devices compute equally much, whose greatest length
+    is known. With `layers`, it is a training step of a model (`llama_step`) and not attention alone.
     """
 
-    mask: str
+    mask: Literal["full", "causal", "documents"]
     length: int
-    layout: Any = "zigzag"
+    layout: Literal["contiguous", "zigzag", "balanced"] = "zigzag"
     layers: int = 0
 
     def ids(self) -> np.ndarray:
         """Return the document of each token, int32 `[1, length]`; lengths are exponential, as if cuts were random."""
-        starts = np.random.default_rng(0).random(self.length) < 1 / 4096
+        starts = np.random.default_rng(0).random(self.length) < 1 / MEAN_DOCUMENT
         return np.cumsum(starts, dtype=np.int32)[None]
 
     def ids_at(self, positions: np.ndarray) -> np.ndarray:
@@ -45,7 +46,8 @@ class Case:
         return np.cumsum(np.diff(ids, prepend=ids[:, :1]) != 0, axis=1, dtype=np.int32)
 
     @property
-    def device_layout(self) -> Any:
+    def device_layout(self) -> Literal["contiguous", "zigzag"]:
+        """The layout as `context_parallel_attention` has it."""
         return "contiguous" if self.layout == "balanced" else self.layout
 
     def order(self, shards: int) -> np.ndarray:
@@ -83,6 +85,7 @@ class Division(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The name of a row: the strategy and the numbers of GPUs."""
         if self == ONE:
             return self.strategy
         return f"{self.strategy} {self.gpus.replace(' ', '')}"
@@ -95,6 +98,7 @@ class Division(NamedTuple):
         return str(self.devices)
 
     def mesh(self) -> Mesh:
+        """Return the mesh of the first devices, with both axes, of which one may have length 1."""
         devices = np.array(jax.devices()[: self.devices])
         return Mesh(devices.reshape(self.sequence, self.heads), (SEQUENCE, HEAD_AXIS))
 
@@ -109,14 +113,18 @@ ONE = Division("one")
 
 
 def divisions(case: Case, strategies: tuple[str, ...], counts: list[int]) -> Iterator[Division]:
-    """Yield one device, each strategy on these numbers of devices, most first, and those on meshes of two axes."""
-    if case.layers:
-        strategies = tuple(x for x in strategies if x in IN_SHARD_MAP)
-    yield ONE
+    """Yield one device, then each strategy on these numbers of devices, most first, then those on meshes of two axes.
+
+    A model is divided along the sequence alone, in `shard_map`.
+    """
+    in_shard_map = tuple(x for x in strategies if x in IN_SHARD_MAP)
     counts = sorted(counts, reverse=True)
-    for n, strategy in itertools.product(counts, strategies):
+    yield ONE
+    for n, strategy in itertools.product(counts, in_shard_map if case.layers else strategies):
         yield Division(strategy, heads=n) if strategy == "heads" else Division(strategy, n)
-    for n in counts if not case.layers else []:
+    if case.layers:
+        return
+    for n in counts:
         for sequence in [x for x in range(2, n) if n % x == 0]:
-            for strategy in [x for x in strategies if x in IN_SHARD_MAP]:
+            for strategy in in_shard_map:
                 yield Division(strategy, sequence, n // sequence)

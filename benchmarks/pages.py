@@ -14,15 +14,12 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from benchmarks import context_parallel, decode, numerics, record, report
+from benchmarks import context_parallel_page, decode, numerics, record, report
 
 FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "benchmarks"
 TITLES = {"forward": "Forward", "both": "Forward and backward"}
-OTHERS: tuple[Any, ...] = (
-    numerics,
-    decode,
-    context_parallel,
-)  # modules that write a page of their own
+# Modules that write a page of their own.
+OTHERS: tuple[Any, ...] = numerics, decode, context_parallel_page
 GRADIENTS = ("out", "dq", "dk", "dv")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from benchmarks import context_parallel, jobs, packing
+from benchmarks import context_parallel, context_parallel_page, jobs, packing
 from benchmarks.context_parallel import Case, Division
 
 
@@ -135,7 +135,7 @@ def test_a_table_has_a_line_for_each_number_of_gpus():
         "ring 2x2": row("ring", 2, 2, ms=2.5, efficiency=0.8),
         "ulysses 4": row("ulysses", 4, refused="no heads"),
     }
-    assert context_parallel.table({"model": {"rows": rows}})[2:] == [
+    assert context_parallel_page.table({"model": {"rows": rows}})[2:] == [
         "| model | training step | 8.00 | 2 x 2 | 2.50 (0.800) | - |",
         "| model | training step | 8.00 | 4 | 2.00 (1.000) | - |",
     ]
