@@ -74,11 +74,11 @@ def context_parallel_attention(
       key: `[*B, S/n, K, H]`, the keys of this device.
       value: `[*B, S/n, K, Hv]`, their values.
       axis_name: the mesh axis over which the tokens of both sequences are divided, or a tuple of axes.
-      strategy: what moves between devices. `"ring"`: keys and values go around, a block for each call, and each
-        device holds two blocks (Ring Attention, arXiv:2310.01889); the backward sends the sums of dK and
-        dV around as well, in float32. Blocks that a static mask or window excludes are not sent. `"all_gather"`: keys and
-        values of all devices, or those that a window reaches, are gathered, in the backward again; one call computes
-        all, and the sums of dK and dV are scattered in float32. `"ulysses"`: tokens are exchanged for heads and back (arXiv:2309.14509); n must divide N, and
+      strategy: what moves between devices. `"ring"`: keys and values go around, and a device holds those that it computes with
+        and the next ones (Ring Attention, arXiv:2310.01889); the backward sends the sums of dK and dV around as well, in float32.
+        Keys that a static mask or window excludes on all devices are not sent. `"all_gather"`: keys and values of all devices,
+        or those that a window reaches, are gathered, in the backward again; one call computes all, and the sums of dK and dV are
+        scattered in float32. `"ulysses"`: tokens are exchanged for heads and back (arXiv:2309.14509); n must divide N, and
         divide K or be a multiple of it.
       layout: which tokens are this device's: `"contiguous"`, the next T/n of the sequence, or `"zigzag"`, chunks i and
         2n - 1 - i of 2n (see `zigzag`), by which devices compute equally much under a causal mask.
@@ -138,7 +138,7 @@ def context_parallel_attention(
 
 
 def _check_arguments(axis_name: Any, strategy: Any, layout: Any, query: Any, key: Any) -> int:
-    """Return the number of devices of the mesh axis."""
+    """Check the arguments that `flash_attention` does not have; return the number of devices of the mesh axis."""
     for name, value, type_ in (("strategy", strategy, Strategy), ("layout", layout, Layout)):
         if value not in get_args(type_):
             names = ", ".join(map(repr, get_args(type_)))
@@ -216,6 +216,7 @@ def _no_entries(
 def _ring(
     call: CheckedCall, arrays: tuple, axis_name: AxisName, layout: Layout, implementation: Any
 ) -> tuple[jax.Array, jax.Array]:
+    """Return out and lse of this device's queries, of blocks of keys that go around."""
     operands = _shard_operands(call, axis_name, layout)
     plan = functools.partial(_plan, arrays, implementation)
     ring, operands = plan_ring(call, operands, axis_name, layout, plan)
@@ -226,6 +227,7 @@ def _ring(
 def _all_gather(
     call: CheckedCall, arrays: tuple, axis_name: AxisName, layout: Layout, implementation: Any
 ) -> tuple[jax.Array, jax.Array]:
+    """Return out and lse of this device's queries by one call, on all keys or on those in reach."""
     reach, kv_len = None, call.dims.lengths[1]
     if layout == "contiguous":
         reach = key_reach(call, lax.axis_size(axis_name))
@@ -256,6 +258,7 @@ def _all_gather(
 def _ulysses(
     call: CheckedCall, arrays: tuple, axis_name: AxisName, layout: Layout, implementation: Any
 ) -> tuple[jax.Array, jax.Array]:
+    """Return out and lse of this device's queries, by way of all queries of its share of the heads."""
     ulysses = Ulysses(call, axis_name, layout)
     ulysses.check_heads()
     on_heads = ulysses.head_call()

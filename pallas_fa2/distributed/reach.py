@@ -28,7 +28,7 @@ from pallas_fa2.ir.translation import (
 from pallas_fa2.parse_call import CheckedCall
 from pallas_fa2.trace_mods import trace_mod
 
-# Reaches are multiples of a block of keys, so that the blocks of own keys start where they do on one device.
+# A reach is a multiple of the largest block of keys of the kernels: a device's own keys then begin with a block.
 KEYS_OF_A_BLOCK = 128
 
 
@@ -40,32 +40,33 @@ class Reach(NamedTuple):
 
 
 def key_reach(call: CheckedCall, shards: int) -> Reach | None:
-    """Return the reach of a mask in contiguous layout, or None where all keys are as well gathered.
+    """Return the reach of a mask in contiguous layout, or None where the keys of all devices are gathered.
 
-    Keys in reach come by a transfer for each device that has some, which use fewer links than a gather does: so they are
-    at most half of the other devices' keys. Pairwise arrays would have to be copied.
+    That is where more than half of the other devices' keys are in reach: these come by a transfer for each device that has
+    some, which uses fewer links than a gather does. It is also where positions are not those of the layout, or a mask or score
+    has pairwise arrays, which would have to be copied.
     """
     length, operands = call.dims.kv_len, call.operands
-    conjuncts, data_of_conjuncts = split_conjuncts(call.mask, operands.mask)
+    if call.dims.q_len != length or call.has_explicit_positions or call.first_position != 0:
+        return None
     nodes = jax.tree.leaves(
         (operands.mask, operands.scores), is_leaf=lambda x: isinstance(x, AuxArrays)
     )
-    if call.dims.q_len != length or call.has_explicit_positions or call.first_position != 0:
-        return None
     if any(node.pairwise for node in nodes):
         return None
-    step = min(KEYS_OF_A_BLOCK, length)
-    steps = np.arange(1, -(-length * shards // step) + 1)
-    before, after = np.ones(steps.size, bool), np.ones(steps.size, bool)  # which some query reaches
-    for mask, data in zip(conjuncts, data_of_conjuncts, strict=True):
+    size = min(KEYS_OF_A_BLOCK, length)
+    # The n-th blocks of keys before a device's first key, and behind its last one, and how far these lie before its first query.
+    n = np.arange(1, -(-length * shards // size) + 1)
+    distances = n * size, -length - (n - 1) * size
+    in_reach = [
+        np.ones(n.size, bool) for _ in distances
+    ]  # whether some query may attend to some key of a block
+    for mask, data in zip(*split_conjuncts(call.mask, operands.mask), strict=True):
         code = trace_mod(mask, data, call.dims, 0)
         if reads_positions(code) and is_translation_invariant(code):
-            for reached, distance in (
-                (before, steps * step),
-                (after, -length - (steps - 1) * step),
-            ):
-                reached &= classes_at_distances(code, distance, distance, length, step) != EMPTY
-    reach = Reach(*(int(np.max(steps * step, where=x, initial=0)) for x in (before, after)))
+            for blocks, distance in zip(in_reach, distances, strict=True):
+                blocks &= classes_at_distances(code, distance, distance, length, size) != EMPTY
+    reach = Reach(*(int(np.max(n * size, where=blocks, initial=0)) for blocks in in_reach))
     return reach if sum(reach) <= (shards - 1) * length // 2 else None
 
 
@@ -74,7 +75,8 @@ def operands_in_reach(
 ) -> Operands:
     """Gather what masks and scores read of the keys in reach of a device, which has `length` queries and keys.
 
-    Before the first key of all come the last ones: the mask excludes them, because they are farther than its reach.
+    The ring of devices is closed: before the first key of all come the last ones, and behind the last one the first. The mask
+    excludes them by their positions, which are farther than its reach.
     """
 
     def gather(x: jax.Array) -> jax.Array:

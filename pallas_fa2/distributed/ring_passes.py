@@ -100,11 +100,12 @@ def forward(
 
 
 def _zeros(tree: Any) -> Any:
-    """Return sums to which nothing has been added."""
+    """Return zeros in the accumulator dtype, to which gradients like these arrays are added."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, accumulator_dtype(x.dtype)), tree)
 
 
 def _zeros_like(tree: Any) -> Any:
+    """Return zeros in the dtypes of these arrays: the gradients of a block that a device does not compute."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
 
@@ -169,6 +170,7 @@ def backward(
     floats = split_floats(operands.scores)[0]
     kv = shift((k, v), ring.axis_name, turns[0].step.shift if turns else 0)
     sums = match_varying_axes(Sums(_zeros(q), _zeros(floats)), q)
+    # dK and dV of a device's own keys are at home. Those of other devices' keys travel with these, and return at the end.
     home, traveling = [], None
     for turn, same in itertools.groupby(turns):
         kv, traveling, sums = repeat(list(same), visit, (kv, traveling, sums))

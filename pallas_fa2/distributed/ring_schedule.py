@@ -144,6 +144,7 @@ class RingSchedule:
 
     @functools.cached_property
     def scores_read_positions(self) -> bool:
+        """Whether scores, or the random bits of dropout, depend on positions."""
         return bool(self.call.dropout_rate) or any(map(reads_positions, self.score_codes))
 
     @functools.cached_property
@@ -183,7 +184,10 @@ class RingSchedule:
         return np.stack([unknown, *map(classify, self.mask_codes)])[1:]
 
     def _calls(self, shift: int) -> list[BlockCall]:
-        """Return the calls of a step: one for two blocks of the same program, one on each kind of devices."""
+        """Return the calls of a step.
+
+        Where both kinds of devices have a block of the same program, one call computes both.
+        """
         blocks, wrapped = self._blocks(shift, UNWRAPPED), self._blocks(shift, WRAPPED)
         if shift == 0:
             return [self._call(block, block, "always") for block in blocks]
@@ -196,27 +200,32 @@ class RingSchedule:
         return calls + [self._call(block, block, "wrapped") for block in wrapped]
 
     def _blocks(self, shift: int, kind: int) -> list[_Block]:
-        """Return the blocks that one kind of devices computes in a step."""
+        """Return the blocks that one kind of devices computes in a step.
+
+        They are of a chunk of queries and a chunk of keys each, or one is of all tokens: where positions are data, and where
+        all chunks run the same code, which needs no positions or the order of the tokens alone.
+        """
         dims, chunks, classes = self.call.dims, self.chunks, self.classes[:, shift, kind]
-        not_empty = np.argwhere(np.all(classes != EMPTY, 0)).tolist()
-        evaluated = tuple(c for c, table in enumerate(classes) if not np.all(table == FULL))
-        if not not_empty:
+        visible = np.argwhere(np.all(classes != EMPTY, 0)).tolist()
+        if not visible:
             return []
+        evaluated = tuple(c for c, table in enumerate(classes) if not np.all(table == FULL))
+
+        def block_of_all(positions: int | Literal["data"] | None) -> list[_Block]:
+            return [_Block(0, 0, dims.q_len, dims.kv_len, evaluated, positions)]
+
         if chunks > 1 and shift == 0 and self._order_alone_matters(evaluated):
-            return [_Block(0, 0, dims.q_len, dims.kv_len, evaluated, 0)]
+            return block_of_all(0)
         q_len, kv_len = dims.q_len // chunks, dims.kv_len // chunks
         blocks = []
-        for q, k in not_empty:
+        for q, k in visible:
             conjuncts = tuple(c for c in evaluated if classes[c, q, k] != FULL)
             positions = self._positions(conjuncts, *(x[shift, kind, q, k] for x in self.distances))
             blocks.append(_Block(q * q_len, k * kv_len, q_len, kv_len, conjuncts, positions))
         if any(block.positions == "data" for block in blocks):
-            return [_Block(0, 0, dims.q_len, dims.kv_len, evaluated, "data")]
-        if len(blocks) == chunks**2 and all(
-            block.positions is None and block.conjuncts == evaluated for block in blocks
-        ):
-            return [_Block(0, 0, dims.q_len, dims.kv_len, evaluated, None)]
-        return blocks
+            return block_of_all("data")
+        are_alike = all(x.positions is None and x.conjuncts == evaluated for x in blocks)
+        return block_of_all(None) if are_alike and len(blocks) == chunks**2 else blocks
 
     def _order_alone_matters(self, conjuncts: tuple[int, ...]) -> bool:
         """Return whether code only compares positions of a device's own tokens, whose order is that of its arrays."""
@@ -233,13 +242,15 @@ class RingSchedule:
         codes = *(self.mask_codes[c] for c in conjuncts), *self.score_codes
         if not self.call.dropout_rate and not any(map(reads_positions, codes)):
             return None
-        known = self.has_default_positions and lowest == highest and not self.call.dropout_rate
+        is_known = self.has_default_positions and lowest == highest and not self.call.dropout_rate
         # Scores that read positions do so in every step, and at each distance they would be another program.
-        if known and (lowest == 0 or not self.scores_read_positions):
-            return int(lowest) if all(map(is_translation_invariant, codes)) else "data"
+        is_program_shared = lowest == 0 or not self.scores_read_positions
+        if is_known and is_program_shared and all(map(is_translation_invariant, codes)):
+            return int(lowest)
         return "data"
 
     def _call(self, block: _Block, wrapped: _Block, runs: Runs) -> BlockCall:
+        """Return the call of a block, which on devices where the step wraps around is another one of the same program."""
         explicit = block.positions == "data"
         inputs = jax.eval_shape(
             lambda operands: select_operands(

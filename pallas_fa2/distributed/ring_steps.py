@@ -39,6 +39,7 @@ class Turn(NamedTuple):
 
 
 def make_turns(steps: tuple[Step, ...]) -> list[Turn]:
+    """Return each step with how far keys are sent in it, and from where the sums of the steps before come."""
     shifts = [step.shift for step in steps]
     strides = [b - a for a, b in itertools.pairwise(shifts)]
     # The first sums that travel are those of the first step with another device's keys.
@@ -150,7 +151,7 @@ def blocks_of(
 
 
 def _has_pairs(call: BlockCall, operands: Operands) -> list[jax.Array]:
-    """Return whether the data of the mask let some pair of a block attend, or nothing where the data cannot tell."""
+    """Return one condition, whether the mask's data let some query of a block attend to some key, or none where data cannot tell."""
     nodes = jax.tree.leaves(operands.mask, is_leaf=lambda node: isinstance(node, AuxArrays))
     if call.spec.mask is None or any(node.pairwise for node in nodes):
         return []  # of pairwise arrays the kernels read each block, and no more than that
