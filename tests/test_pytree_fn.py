@@ -11,7 +11,7 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.parse_call import parse_call
-from tests.test_masks import (
+from tests.support.masks import (
     PAIRS,
     B,
     I,
