@@ -40,9 +40,8 @@ MAX_ERROR = {"bfloat16": 0.01, "float32": 1e-5}
 # Of the decode kernel: head dim and, if the cache is paged, size of pages.
 DECODE_FAMILIES = (64, None), (128, 16), (256, None)
 
-type Kernels = tuple[
-    Callable, Callable
-]  # a backend's forward and backward, or `CachedForward`'s configure and forward
+# A backend's forward and backward, or the `configure` and `forward` of a `CachedForward`.
+type Kernels = tuple[Callable, Callable]
 
 
 def cache_file() -> pathlib.Path:
@@ -63,6 +62,7 @@ def failure(kernels: Kernels, device: Device, what: str = "attention") -> str | 
 
 @functools.lru_cache
 def _remembered(kernels: Kernels, device: Device, what: str, gpu: Any) -> str | None:
+    """Return why the kernels must not be used, or None, by the file of results; run the check if it has none."""
     file = cache_file()
     versions = gpu.client.platform_version.replace("\n", " ")
     key = f"{device.kind}, {device.capability}, {versions}, jax {jax.__version__}, {_version()}"
@@ -177,6 +177,7 @@ def _decode_error(kernels: Kernels, device: Device, dim: int, page: int | None) 
 
 
 def _compare(actual: jax.Array, expected: jax.Array, dtype: str) -> str | None:
+    """Return what is wrong, or None if the relative error is within the bound; NaN never is."""
     x, y = (np.asarray(array.astype(jnp.float32)) for array in (actual, expected))
     error = np.linalg.norm(x - y) / np.linalg.norm(y)
     return None if error <= MAX_ERROR[dtype] else f"relative error {error:.2g}"
