@@ -191,11 +191,60 @@ def test_masks_and_rows_of_a_cache():
     cache = fa.Cache.zeros(2, LENGTH, kv_heads=4, head_dim=8, dtype=jnp.float32)
     out, cache = layer.apply(params, X, mask=fa.SlidingWindow(4), cache=cache)
     np.testing.assert_allclose(out, expected, atol=1e-5)
-    for wrong in (
-        MultiHeadAttention(num_heads=4, decode=True),
-        MultiHeadAttention(num_heads=4, dropout_rate=0.1, deterministic=False),
-    ):
-        with pytest.raises(ValueError, match="cache must be left out with decode"):
-            wrong.apply(params, X, cache=cache)
-    with pytest.raises(ValueError, match="cache must be left out"):
-        layer.apply(params, X, X + 1, cache=cache)
+
+
+DROPPING = {"dropout_rate": 0.5}
+
+
+def attend_on_a_cache(options, **call):
+    layer = MultiHeadAttention(num_heads=4, **options)
+    params = perturbed(init(MultiHeadAttention(num_heads=4), X))
+    cache = fa.Cache.zeros(2, LENGTH, kv_heads=4, head_dim=8, dtype=jnp.float32)
+    call = {"inputs_q": jnp.asarray(X), "cache": cache, **call}
+    expected = apply(MultiHeadAttention(num_heads=4, causal=True), params, X)
+    return layer.apply(params, **call), expected
+
+
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        ({"decode": True}, {}),
+        (DROPPING, {}),
+        (DROPPING, {"deterministic": False}),
+        (DROPPING | {"deterministic": False}, {"dropout_rng": KEY}),
+        ({}, {"inputs_k": X}),
+        ({}, {"inputs_k": X, "inputs_v": X}),
+    ],
+)  # fmt: skip
+def test_options_that_a_cache_excludes(options, call):
+    with pytest.raises(ValueError, match=r"cache must be left out with decode .*leave these out"):
+        attend_on_a_cache(options, **call)
+
+
+def test_other_values_alone_are_excluded_too():
+    """The keys are those of the queries."""
+    x = jnp.asarray(X)
+    with pytest.raises(ValueError, match="cache must be left out with decode"):
+        attend_on_a_cache({}, inputs_q=x, inputs_k=x, inputs_v=x + 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        (DROPPING, {"deterministic": True}),
+        (DROPPING | {"deterministic": True}, {}),
+        ({}, {"deterministic": False, "dropout_rng": KEY, "sow_weights": False}),
+    ],
+)  # fmt: skip
+def test_options_that_have_no_effect_on_a_cache(options, call):
+    (actual, _), expected = attend_on_a_cache(options, **call)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_errors_about_caches_name_the_argument():
+    with pytest.raises(ValueError, match=r"sow_weights \(= True\) asks for the attention weights"):
+        attend_on_a_cache({}, sow_weights=True)
+    with pytest.raises(ValueError, match="queries must be left out without cache"):
+        attend_on_a_cache({}, cache=None, queries=fa.Packed(jnp.array([0, 1, 2])))
+    with pytest.raises(TypeError, match=r"cache must be a pallas_fa2\.Cache .* it is dict"):
+        attend_on_a_cache({}, cache={})

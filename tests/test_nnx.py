@@ -265,5 +265,121 @@ def test_a_cache_of_the_callers_gives_the_causal_forward():
         implementation="reference",
     )
     close(masked, layer(jnp.asarray(X[:, :6]), mask=fa.Window(2)))
-    with pytest.raises(ValueError, match="cache must be left out with decode"):
-        layer(jnp.asarray(X), cache=pages, decode=True)
+
+
+def new_cache(kv_heads=4):
+    return fa.Cache.zeros(2, 16, kv_heads=kv_heads, head_dim=8, dtype=jnp.float32)
+
+
+PRESETS = {
+    "score": {"score": fa.alibi(4)},
+    "scores": {"score": (fa.soft_cap(2.0), fa.alibi(4))},
+    "sinks": {"sinks": jnp.arange(4.0)},
+    "mask": {"mask": fa.Causal() & fa.Window(3)},
+    "implementation": {"implementation": "reference"},
+    "causal": {"is_causal": True, "align": "start", "precision": "highest"},
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_cache_has_what_a_partial_attention_fn_sets(name):
+    """The same layer gives the same with and without it."""
+    x, layer = jnp.asarray(X), build(MultiHeadAttention, attention_fn=attention_fn)
+    changed = functools.partial(attention_fn, **PRESETS[name])
+    layer = build(MultiHeadAttention, attention_fn=changed, causal=name not in ("mask", "causal"))
+    close(layer(x, cache=new_cache())[0], layer(x))
+    same = np.allclose(layer(x), build(MultiHeadAttention, causal=True)(x), atol=1e-3)
+    assert same == (name in ("implementation", "causal"))
+
+
+def test_options_of_a_call_take_the_place_of_those_of_a_partial_attention_fn():
+    x = jnp.asarray(X)
+    preset = functools.partial(attention_fn, score=fa.soft_cap(1.0), mask=fa.Window(2))
+    layer = build(MultiHeadAttention, causal=True, attention_fn=preset)
+    alibi = functools.partial(attention_fn, score=fa.alibi(4))
+    expected = build(MultiHeadAttention, causal=True, attention_fn=alibi)(x, mask=fa.Window(5))
+    actual, _ = layer(x, cache=new_cache(), score=fa.alibi(4), mask=fa.Window(5))
+    close(actual, expected)
+    implemented = layer(x, cache=new_cache(), implementation="reference")[0]
+    close(implemented, layer(x))
+    with pytest.raises(ValueError, match="'hopper' does not support this call"):
+        layer(x, cache=new_cache(), implementation="hopper")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        nnx.dot_product_attention,
+        functools.partial(nnx.dot_product_attention, bias=None),
+        lambda *args, **options: attention_fn(*args, **options),
+    ],
+    ids=["stock", "partial", "wrapped"],
+)
+def test_a_cache_with_another_attention_fn_is_an_error(function):
+    layer = build(MultiHeadAttention, attention_fn=function)
+    with pytest.raises(ValueError, match=r"attention_fn must be pallas_fa2's.* where cache is"):
+        layer(jnp.asarray(X), cache=new_cache())
+    layer(X)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [{"bias": jnp.zeros((4, 1, 1))}, {"deterministic_gradients": True}, {"promote_dtype": min}],
+    ids=lambda preset: next(iter(preset)),
+)
+def test_what_a_cache_does_not_have_is_an_error(preset):
+    layer = build(MultiHeadAttention, attention_fn=functools.partial(attention_fn, **preset))
+    with pytest.raises(ValueError, match=f"attention_fn must not set {next(iter(preset))} where"):
+        layer(jnp.asarray(X), cache=new_cache())
+
+
+DROPPING = {"dropout_rate": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("layer", "call"),
+    [
+        ({}, {"decode": True}),
+        ({"decode": True}, {}),
+        (DROPPING, {}),
+        (DROPPING, {"deterministic": False}),
+        (DROPPING | {"deterministic": False}, {"rngs": nnx.Rngs(1)}),
+        (DROPPING | {"deterministic": True}, {"deterministic": False}),
+        ({}, {"inputs_k": X}),
+        ({}, {"inputs_k": X, "inputs_v": X}),
+    ],
+)  # fmt: skip
+def test_options_that_a_cache_excludes(layer, call):
+    with pytest.raises(ValueError, match=r"cache must be left out with decode .*leave these out"):
+        build(MultiHeadAttention, **layer)(jnp.asarray(X), cache=new_cache(), **call)
+
+
+@pytest.mark.parametrize(
+    ("layer", "call"),
+    [
+        ({"decode": True}, {"decode": False}),
+        (DROPPING, {"deterministic": True}),
+        (DROPPING | {"deterministic": False}, {"deterministic": True}),
+        (DROPPING | {"deterministic": True}, {}),
+        ({}, {"deterministic": False, "rngs": nnx.Rngs(1), "sow_weights": False}),
+        ({}, {"qkv_sharding": None, "out_sharding": None}),
+    ],
+)  # fmt: skip
+def test_options_of_flax_that_have_no_effect_on_a_cache(layer, call):
+    expected = build(MultiHeadAttention)(jnp.asarray(X), mask=fa.Causal())
+    close(
+        build(MultiHeadAttention, **layer)(jnp.asarray(X), cache=new_cache(), **call)[0], expected
+    )
+
+
+def test_errors_about_caches_name_the_argument():
+    layer, x = build(MultiHeadAttention), jnp.asarray(X)
+    with pytest.raises(ValueError, match=r"sow_weights \(= True\) asks for the attention weights"):
+        layer(x, cache=new_cache(), sow_weights=True)
+    with pytest.raises(ValueError, match="queries must be left out without cache"):
+        layer(x[0], queries=fa.Packed(jnp.array([0, 5, LENGTH])))
+    with pytest.raises(TypeError, match=r"cache must be a pallas_fa2\.Cache .* it is dict"):
+        layer(x, cache={})
+    for name in ("return_lse", "input_positions", "dropout"):
+        with pytest.raises(TypeError, match=f"'{name}' is none of them"):
+            layer(x, cache=new_cache(), **{name: X})

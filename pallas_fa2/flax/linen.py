@@ -19,6 +19,7 @@ from pallas_fa2.api import flash_attention
 from pallas_fa2.cached_api import cached_attention
 from pallas_fa2.caches import Cache, Packed, Pages
 from pallas_fa2.flax.attention_fn import as_boolean, attention_fn, forbid_weights
+from pallas_fa2.flax.cache_options import check_cache_options
 from pallas_fa2.masks import Causal, Lengths, Mask, as_mask
 from pallas_fa2.options import Implementation, Scores
 from pallas_fa2.scores import as_scores
@@ -149,10 +150,19 @@ class MultiHeadAttention(nn.Module):
           tokens.
 
         Raises:
-          ValueError, TypeError: as `flash_attention`; a ValueError for heads that do not divide each other, and in
-            decoding for inputs that do not fit the cache.
+          ValueError, TypeError: as `flash_attention`; a ValueError for heads that do not divide each other, in decoding
+            for inputs that do not fit the cache, for `queries` without `cache`, and for `cache` with decoding, dropout or
+            other inputs.
         """
         forbid_weights("sow_weights (= True)" if sow_weights else None)
+        check_cache_options(
+            cache,
+            queries,
+            has_other_inputs=any(x is not None and x is not inputs_q for x in (inputs_k, inputs_v)),
+            decode=self.decode,
+            dropout_rate=self.dropout_rate,
+            deterministic=self.deterministic or deterministic,
+        )
         if inputs_k is None and inputs_v is not None:
             raise ValueError(
                 f"inputs_k must be given where inputs_v is (of shape {inputs_v.shape}); pass the input "
@@ -162,8 +172,6 @@ class MultiHeadAttention(nn.Module):
         inputs_v = inputs_k if inputs_v is None else inputs_v
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
 
-        if cache is not None:
-            self._check_options_of_caches(inputs_k is inputs_q, deterministic)
         masks = [] if mask is None else [as_mask(as_boolean(mask))]
         start = positions = None
         if self.decode:
@@ -219,15 +227,6 @@ class MultiHeadAttention(nn.Module):
             name="out",
         )(x)
         return out if cache is None else (out, cache)
-
-    def _check_options_of_caches(self, is_self: bool, deterministic: bool | None) -> None:
-        drops = self.dropout_rate > 0.0 and not (self.deterministic or deterministic)
-        if self.decode or drops or not is_self:
-            raise ValueError(
-                f"cache must be left out with decode (= {self.decode}), with dropout (dropout_rate = {self.dropout_rate}) "
-                "and with inputs_k or inputs_v, as tokens are appended to it and attend to themselves; leave these out, "
-                "or pass deterministic=True"
-            )
 
     def _project(
         self, inputs_q: jax.Array, inputs_k: jax.Array, inputs_v: jax.Array

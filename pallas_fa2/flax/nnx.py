@@ -14,7 +14,14 @@ from jaxtyping import Array, Float
 
 from pallas_fa2.cached_api import cached_attention
 from pallas_fa2.caches import Cache, Packed, Pages
-from pallas_fa2.flax.attention_fn import DECODING_STEP, DecodingStep, as_boolean, attention_fn
+from pallas_fa2.flax.attention_fn import (
+    DECODING_STEP,
+    DecodingStep,
+    as_boolean,
+    attention_fn,
+    forbid_weights,
+)
+from pallas_fa2.flax.cache_options import cached_options, check_cache_options, options_of
 from pallas_fa2.masks import Causal, Mask, as_mask
 
 __all__ = ["MultiHeadAttention", "attention_fn"]
@@ -33,7 +40,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features, options: as
         in Flax.
       causal: the default of `is_causal` in calls.
-      attention_fn: ours by default; `functools.partial` sets its `score` and other options.
+      attention_fn: ours by default; `functools.partial` sets its `score` and other options, for calls with a cache too,
+        and the default of `mask`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -86,19 +94,26 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
         With a `cache`, the keys and values of `inputs_q` `[B, T, F]`, or `[tokens, F]` of packed `queries`, are appended
         to it, and the result is a pair of the output and the cache. Attention is causal then unless a mask is given, and
-        `options` are the scores and the implementation of `cached_attention`.
+        `options` are Flax's or `score`, `sinks` and others of `cached_attention`, which take the place of those that a
+        partial `attention_fn` sets.
 
         Raises:
           ValueError, TypeError: as Flax's layer and `flash_attention`; a ValueError where a mask object or function would
-            not reach `attention_fn` in decoding.
+            not reach `attention_fn` in decoding, for `queries` without a cache, and for a cache with decoding, dropout, other
+            inputs, or an `attention_fn` that is not ours.
         """
+        check_cache_options(
+            cache,
+            queries,
+            has_other_inputs=inputs_k is not None or inputs_v is not None,
+            decode=self.decode if decode is None else decode,
+            dropout_rate=self.dropout_rate,
+            deterministic=_first(options.get("deterministic"), self.deterministic),
+        )
+        preset = options_of(self.attention_fn) or {}
+        mask = preset.get("mask") if mask is None else mask
+        causal = _first(is_causal, self.causal or preset.get("is_causal"))
         if cache is not None:
-            if inputs_k is not None or inputs_v is not None or decode:
-                raise ValueError(
-                    f"cache must be left out with decode (= {decode}), inputs_k and inputs_v, as tokens are appended to it "
-                    "and attend to themselves; leave these out"
-                )
-            causal = self.causal if is_causal is None else is_causal
             return self._attend_on_cache(inputs_q, cache, queries, mask, causal, **options)
         decoding = self.decode if decode is None else decode
         keys, index = self.cached_key, self.cache_index
@@ -107,7 +122,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             inputs_q,
             inputs_k,
             inputs_v,
-            is_causal=self.causal if is_causal is None else is_causal,
+            is_causal=bool(causal),
             decode=decode,
             **options,
         )
@@ -129,13 +144,27 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         return out
 
     def _attend_on_cache(
-        self, x: jax.Array, cache: Any, queries: Any, mask: Any, causal: bool, **options: Any
+        self, x: jax.Array, cache: Any, queries: Any, mask: Any, causal: Any, **options: Any
     ) -> Any:
-        query, key, value = self.query(x), self.key(x), self.value(x)
+        forbid_weights("sow_weights (= True)" if options.pop("sow_weights", False) else None)
+        for name in ("deterministic", "rngs"):  # Nothing is dropped.
+            options.pop(name, None)
+        of_inputs, of_out = (
+            {"out_sharding": options.pop(name)} if name in options else {}
+            for name in ("qkv_sharding", "out_sharding")
+        )
+        options = cached_options(self.attention_fn, options)
+        query, key, value = (
+            project(x, **of_inputs) for project in (self.query, self.key, self.value)
+        )
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
         cache = cache.append(key, value, queries=queries)
         mask = Causal() if mask is None else as_mask(as_boolean(mask))
         mask = mask & Causal() if causal else mask
         out = cached_attention(query, cache, queries=queries, mask=mask, **options)
-        return self.out(out), cache
+        return self.out(out, **of_out), cache
+
+
+def _first(value: Any, default: Any) -> Any:
+    return default if value is None else value
