@@ -3,7 +3,7 @@
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
-from pallas_fa2.api import FallbackWarning, flash_attention
+from pallas_fa2.api import flash_attention
 from pallas_fa2.cached_api import CachedOptions, cached_attention
 from pallas_fa2.cached_explanation import CachedExplanation
 from pallas_fa2.caches import Cache, Packed, Pages
@@ -12,6 +12,7 @@ from pallas_fa2.distributed.context_parallel import context_parallel_attention
 from pallas_fa2.distributed.zigzag import Zigzag, zigzag
 from pallas_fa2.drop_in import dot_product_attention
 from pallas_fa2.explanation import Explanation, explain
+from pallas_fa2.fallback import FallbackWarning
 from pallas_fa2.ir.tokens import Context, Token
 from pallas_fa2.masks import (
     Causal,

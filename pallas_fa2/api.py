@@ -1,8 +1,6 @@
 """`flash_attention`: parses the call, plans it, and runs the backend's kernel."""
 
 import contextlib
-import os
-import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, Unpack, overload
 
@@ -14,11 +12,10 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from pallas_fa2.autodiff import attention
-from pallas_fa2.backends.registry import FUSED
 from pallas_fa2.check_args import check_arrays
-from pallas_fa2.device import Device, device_of
+from pallas_fa2.device import device_of
+from pallas_fa2.fallback import warn_of_fallback
 from pallas_fa2.ir.arrays import as_array
-from pallas_fa2.ir.call_spec import CallSpec
 from pallas_fa2.masks import as_mask
 from pallas_fa2.options import Implementation, Key, MaskLike, Options, Out, Query, Scores, Value
 from pallas_fa2.parse_call import parse_call
@@ -27,10 +24,6 @@ from pallas_fa2.scores import as_scores
 from pallas_fa2.sinks import add_sinks
 
 Lse = Float[Array, "*B N T"]
-
-
-class FallbackWarning(UserWarning):
-    """A call on a GPU runs on XLA's operations, because no fused kernel supports it."""
 
 
 @overload
@@ -106,8 +99,9 @@ def flash_attention(
       deterministic_gradients: whether gradients must be bitwise the same in every run. Otherwise the fused
         kernels sum those of query and of the score functions' data in any order.
       implementation: the name of one backend, or `"fused"` for any kernel of this package; the call is an error if
-        that does not support it. By default the fastest that does is chosen (see `explain`); on a GPU a
-        `FallbackWarning` is issued once for each reason that none is fused.
+        that does not support it, and its derivative if no fused kernel computes that. By default the fastest
+        that does is chosen (see `explain`). On a GPU a `FallbackWarning` is issued once for each reason that none is
+        fused, or that no fused kernel computes the gradients of a call that is differentiated.
 
     Returns:
       `[*B, T, N, Hv]` in query's dtype; with `return_lse` also `[*B, N, T]` in float32 (float64 for
@@ -194,30 +188,3 @@ def as_run_time_data(tree: Any) -> Any:
         return barriers[id(x)]
 
     return jax.tree.map(isolate, tree)
-
-
-_warned: set[str] = set()
-
-
-def warn_of_fallback(
-    spec: CallSpec, implementation: str, rejected: tuple[tuple[str, str], ...], device: Device
-) -> None:
-    """Issue a `FallbackWarning` once for each reason; where warnings are errors, each time."""
-    if device.platform != "gpu" or implementation in FUSED or not rejected:
-        return
-    reason = rejected[-1][1]  # of the fused backend that takes most calls
-    if reason in _warned:
-        return
-    remedy = (
-        "cast query, key and value to float32 (a Flax layer does with dtype=jnp.float32)"
-        if spec.dtype.itemsize > 4
-        else "see explain(...) and the table in README"
-    )
-    warnings.warn(
-        f"no fused kernel supports this call, which runs on {implementation}, slower: {reason} ({spec}). To avoid "
-        f"this, {remedy}; implementation={implementation!r} runs it without this warning, "
-        "implementation='fused' makes it an error",
-        FallbackWarning,
-        skip_file_prefixes=(os.path.dirname(__file__),),
-    )
-    _warned.add(reason)

@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.distributed.under_jit import divided_backward, divided_forward
+from pallas_fa2.fallback import check_gradients
 from pallas_fa2.ir.call_spec import CallSpec, Operands
 from pallas_fa2.ir.mesh import match_varying_axes
 from pallas_fa2.passes import NeedsGrad, Results, run_backward, run_forward
@@ -72,6 +73,7 @@ def _fwd_rule(
 ) -> tuple[Results, tuple]:
     """Return the results and the residuals; arguments are `custom_vjp`'s, with `value` and `perturbed`."""
     (*qkv, values), needs_grad = split_primals((q, k, v, operands), operands.scores)
+    check_gradients(spec, plan, needs_grad)
     out, *rows = cast(Results, _attention_vjp(spec, plan, *qkv, values))
     out = checkpoint_name(out, CHECKPOINT_NAMES[0])
     lse, sums = jax.tree.map(lambda x: checkpoint_name(x, CHECKPOINT_NAMES[1]), rows)

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from pallas_fa2.api import as_run_time_data, naming_the_cure_of_forward_mode, warn_of_fallback
+from pallas_fa2.api import as_run_time_data, naming_the_cure_of_forward_mode
 from pallas_fa2.cached_autodiff import attention_on_cache
 from pallas_fa2.caches import Cache, Packed, Pages
 from pallas_fa2.device import device_of
+from pallas_fa2.fallback import warn_of_fallback
 from pallas_fa2.ir.cached_spec import requests_of
 from pallas_fa2.masks import Causal, as_mask
 from pallas_fa2.options import Implementation, MaskLike, Scores

@@ -1,6 +1,7 @@
 """The public functions: shapes and numbers of their arguments and results, warnings and log lines."""
 
 import functools
+import itertools
 import logging
 import math
 
@@ -11,11 +12,11 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import api
-from pallas_fa2.device import Device
+from pallas_fa2 import api, fallback
+from tests.support.hopper import A100, H200, planned_for
 
 B, T, S, N, K, H = 2, 13, 10, 4, 2, 16
-H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
+NEW_LENGTH = itertools.count(20)  # JAX traces derivatives once for each
 
 
 def normal(*shape, seed=0):
@@ -84,7 +85,7 @@ def test_lse_is_returned_only_on_request():
 
 
 def test_a_warning_says_that_float32_is_faster_than_float64(monkeypatch):
-    monkeypatch.setattr(api, "_warned", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     monkeypatch.setattr(api, "device_of", lambda array: H200)
     with jax.enable_x64(True):
         x = jnp.ones((1, 8, 2, 8), jnp.float64)
@@ -160,7 +161,7 @@ def test_three_axes_broadcast_as_in_jax_nn():
 
 
 def test_a_gpu_without_a_fused_kernel_warns_once_for_each_reason(monkeypatch):
-    monkeypatch.setattr(api, "_warned", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     monkeypatch.setattr(api, "device_of", lambda array: H200)
     x = jnp.ones((1, 8, 2, 264))
     with pytest.warns(fa.FallbackWarning, match="up to 256, but H is 264"):
@@ -172,15 +173,81 @@ def test_a_gpu_without_a_fused_kernel_warns_once_for_each_reason(monkeypatch):
         fa.flash_attention(y, y, y)
     with pytest.raises(ValueError, match="'fused' does not support this call: its inputs are"):
         fa.flash_attention(x, x, x, implementation="fused")
-    monkeypatch.setattr(api, "_warned", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     for _ in range(2):
         with pytest.raises(fa.FallbackWarning):
             fa.flash_attention(x, x, x)
 
 
+# The gradients that blockwise computes of calls whose forward is a fused kernel's: the device, dtype and head dim, options,
+# the reason, and whether those of the slopes are needed for it.
+SLOW_GRADIENTS = {
+    "float32": (A100, jnp.float32, 192, {}, "no kernel of its backward for float32", False),
+    "ordered": (
+        *(H200, jnp.bfloat16, 64, {"deterministic_gradients": True}),
+        *("kernels sum those of score data in any order", True),
+    ),
+}
+
+
+@pytest.fixture(params=SLOW_GRADIENTS)
+def slow_gradients(request, monkeypatch):
+    """A device, whether slopes' gradients are slow alone, the reason, arguments, and a function of them and options."""
+    device, dtype, dim, fixed, reason, of_slopes = SLOW_GRADIENTS[request.param]
+    monkeypatch.setattr(fallback, "_warned", set())
+    x = jax.ShapeDtypeStruct((1, next(NEW_LENGTH), 2, dim), dtype)
+    slopes = (jax.ShapeDtypeStruct((2,), jnp.float32),) * of_slopes
+
+    def loss(q, k, v, *slopes, **options):
+        score = fa.alibi(*slopes) if slopes else None
+        out = fa.flash_attention(q, k, v, score=score, **fixed, **options)
+        return out.astype(jnp.float32).sum()
+
+    return device, of_slopes, reason, (x, x, x, *slopes), loss
+
+
+def grad_traced(device, loss, arguments, argnums, **options):
+    with planned_for(device):
+        jax.eval_shape(jax.grad(functools.partial(loss, **options), argnums), *arguments)
+
+
+def test_gradients_without_a_fused_kernel_warn_once(slow_gradients):
+    device, of_slopes, reason, arguments, loss = slow_gradients
+    last = len(arguments) - 1
+    with planned_for(device):
+        jax.eval_shape(loss, *arguments)  # warnings are errors here
+        jax.eval_shape(jax.jit(loss), *arguments)
+    if of_slopes:
+        grad_traced(device, loss, arguments, (0, 1, 2))
+    for name in ("blockwise", "reference"):
+        grad_traced(device, loss, arguments, last, implementation=name)
+    with pytest.warns(
+        fa.FallbackWarning, match=f"gradients of this call, .*blockwise.*{reason}"
+    ) as caught:
+        grad_traced(device, loss, arguments, last)
+    assert [warning.filename for warning in caught] == [__file__]
+    grad_traced(device, jax.jit(loss), arguments, last)
+
+
+def test_gradients_without_a_fused_kernel_are_an_error_if_one_is_asked_for(slow_gradients):
+    device, of_slopes, reason, arguments, loss = slow_gradients
+    last = len(arguments) - 1
+    with planned_for(device):
+        jax.eval_shape(functools.partial(loss, implementation="fused"), *arguments)
+    if of_slopes:
+        grad_traced(device, loss, arguments, (0, 1, 2), implementation="fused")
+    message = f"'fused' does not support the gradients of this call: .*{reason}.* To have them, "
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            grad_traced(device, loss, arguments, last, implementation="fused")
+    name = "hopper" if of_slopes else "ampere"
+    with pytest.warns(fa.FallbackWarning, match="which run on blockwise, slower"):
+        grad_traced(device, loss, arguments, last, implementation=name)
+
+
 @pytest.mark.parametrize("attend", [fa.flash_attention, fa.dot_product_attention])
 def test_a_warning_points_to_the_call(monkeypatch, attend):
-    monkeypatch.setattr(api, "_warned", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     monkeypatch.setattr(api, "device_of", lambda array: H200)
     x = jnp.ones((1, 8, 2, 6))
     with pytest.warns(fa.FallbackWarning) as caught:

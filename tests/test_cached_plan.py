@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import cached_autodiff
+from pallas_fa2 import cached_autodiff, fallback
 from pallas_fa2.backends import registry
 from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.backends.sm90.decode.cached_forward import CACHED_FORWARD
@@ -163,6 +163,33 @@ def test_no_kernel_takes_a_value_of_each_sequence_of_packed_queries() -> None:
     assert plan.implementation == "ampere" and not plan.reads_cache
 
 
+def test_gradients_of_a_fused_kernel_on_a_cache_warn_where_xla_computes_them(
+    monkeypatch: Any,
+) -> None:
+    """The kernel of the cache serves a value of each sequence of packed queries, the equivalent call does not."""
+    monkeypatch.setattr(fallback, "_warned", set())
+    _with_cached_forward(monkeypatch, supports=True)
+    problem = cached.make(None, dtype=jnp.bfloat16)
+
+    def loss(name: Any, query: Any, lengths: Any) -> Any:
+        cache = dataclasses.replace(problem.cache, lengths=lengths)
+        options = {"queries": problem.queries, "mask": fa.Prefix(PREFIX)}
+        return fa.cached_attention(query, cache, implementation=name, **options).sum()
+
+    args = jnp.asarray(problem.query), jnp.asarray(problem.cache.lengths)
+    for name in (None, "fused"):
+        run = functools.partial(loss, name)
+        with planned_for_h200():
+            jax.eval_shape(run, *args)  # warnings are errors here
+            expected = (
+                pytest.warns(fa.FallbackWarning, match="gradients of this call.* value for each")
+                if name is None
+                else pytest.raises(ValueError, match="'fused' does not support the gradients")
+            )
+            with expected:
+                jax.eval_shape(jax.grad(run), *args)
+
+
 def test_explain_the_kernel_of_hopper() -> None:
     explanation = fa.explain(
         (problem := on_the_kernel("packed_paged")).query,
@@ -189,7 +216,7 @@ def test_where_ampere_has_no_room_it_says_so_and_runs_the_equivalent_call() -> N
     device = fa.Device("gpu", "NVIDIA GeForce RTX 4090", "8.9", 128)
     explanation = fa.explain(problem.query, problem.cache, device=device)
     assert explanation.implementation == "ampere" and "equivalent call" in str(explanation)
-    reason = "not ampere's kernel that reads caches: 101376 bytes of shared memory have no room for 64 columns"
+    reason = "not ampere's kernel that reads caches: 101360 bytes of shared memory have no room for 64 columns"
     assert reason in str(explanation)
 
 

@@ -14,9 +14,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pallas_fa2 as fa
+from pallas_fa2 import fallback
 from pallas_fa2.distributed import context_parallel
 from pallas_fa2.distributed.reach import gather_reach
 from tests.support import programs
+from tests.support.hopper import A100
 from tests.support.sequence_shards import (
     AXIS,
     CASES,
@@ -173,3 +175,24 @@ def test_arguments_that_flash_attention_has_not_are_named() -> None:
     for names in ((), ("a", "a")):
         with pytest.raises(ValueError, match="axis_name must be one axis or a tuple of different"):
             fa.context_parallel_attention(x, x, x, axis_name=names)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_gradients_without_a_fused_kernel_are_an_error_if_one_is_asked_for(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fallback, "_warned", set())
+    monkeypatch.setattr(context_parallel, "device_of", lambda array: A100)
+    x = jax.ShapeDtypeStruct((2, 1, 16, 2, 192), jnp.float32)
+
+    def trace(implementation: Any, differentiate: Any = jax.grad) -> None:
+        options = {"axis_name": AXIS, "strategy": strategy, "implementation": implementation}
+        attend = functools.partial(fa.context_parallel_attention, is_causal=True, **options)
+        run = differentiate(lambda x: jnp.sum(attend(x, x, x) ** 2))
+        jax.eval_shape(jax.vmap(run, axis_name=AXIS), x)
+
+    trace("fused", lambda run: run)
+    with pytest.raises(ValueError, match="'fused' does not support the gradients of this call"):
+        trace("fused")
+    with pytest.warns(fa.FallbackWarning, match="which run on blockwise, slower"):
+        trace(None)

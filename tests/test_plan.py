@@ -336,11 +336,11 @@ def test_kernels_fit_into_the_shared_memory_of_each_gpu():
     for device in GPUS:
         for dims, deterministic in itertools.product(limits.KERNEL_DIMS, (False, True)):
             call = spec(dims=dims, deterministic_gradients=deterministic)
-            forward, backward, _ = configs.configure(call, device)
+            forward, backward, *_ = configs.configure(call, device)
             assert max(forward.smem_bytes, backward.smem_bytes) <= multiprocessor.smem_bytes(device)
             call = spec(dims=dims, dtype=jnp.float32, deterministic_gradients=deterministic)
             if configs.unsupported_reason(call, device) is None:
-                forward, backward, _ = configs.configure(call, device)
+                forward, backward, *_ = configs.configure(call, device)
                 assert forward.smem_bytes <= multiprocessor.smem_bytes(device)
                 assert backward is None or backward.smem_bytes <= multiprocessor.smem_bytes(device)
 
@@ -352,7 +352,7 @@ def test_kernels_fit_into_the_shared_memory_of_each_gpu():
 def test_ampere_orders_masked_tiles_for_as_many_ctas_as_run_at_the_same_time(device, ctas):
     """On a multiprocessor two of 4 warps run, if shared memory has room, or one of 8 warps."""
     call = spec(dims=(128, 128), deterministic_gradients=True)
-    forward, backward, _ = configs.configure(call, device)
+    forward, backward, *_ = configs.configure(call, device)
     assert (forward.num_ctas, backward.num_ctas, backward.dq.num_ctas) == ctas
     assert forward in configs.candidates(call, device)
 

@@ -29,7 +29,7 @@ ORDER = [
     *("backends.sm90.forward", "backends.sm90.decode", "backends.sm90.backward", "backends.sm90"),
     *("backends.sm80.primitives", "backends.sm80.multiprocessor", "backends.sm80.tile_list", "backends.sm80.row_schedule"),
     *("backends.sm80.forward", "backends.sm80.decode", "backends.sm80.backward", "backends.sm80"),
-    *("backends", "planning.tuned", "planning.plan", "planning.cached_plan", "passes"),
+    *("backends", "planning.tuned", "planning.plan", "planning.cached_plan", "fallback", "passes"),
     *("distributed.zigzag", "distributed.collectives", "distributed.aux_shards", "distributed.ring_schedule"),
     *("distributed.ring_steps", "distributed.ring_passes", "distributed.reach", "distributed.device_calls", "distributed.under_jit"),
     *("autodiff", "cached_autodiff"),

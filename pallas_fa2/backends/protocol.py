@@ -17,6 +17,8 @@ class Configuration(NamedTuple):
     # The name of the backend that computes all gradients where those of score data are needed, if it is another one; it
     # always does where `backward` is None.
     score_gradients: str | None = None
+    # Why it is another one.
+    reason: str | None = None
 
 
 class KernelDescription(NamedTuple):

@@ -12,7 +12,6 @@ from pallas_fa2.api import (
     Lse,
     as_run_time_data,
     naming_the_cure_of_forward_mode,
-    warn_of_fallback,
 )
 from pallas_fa2.autodiff import CHECKPOINT_NAMES, attention
 from pallas_fa2.check_args import check_arrays
@@ -25,6 +24,7 @@ from pallas_fa2.distributed.ring import ring_attention
 from pallas_fa2.distributed.ring_schedule import split_conjuncts
 from pallas_fa2.distributed.ulysses import Ulysses
 from pallas_fa2.distributed.zigzag import Layout, positions
+from pallas_fa2.fallback import warn_of_fallback
 from pallas_fa2.ir.arrays import K_AXIS
 from pallas_fa2.ir.call_spec import CallSpec, Operands, accumulator_dtype
 from pallas_fa2.ir.mesh import match_varying_axes

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_fa2.autodiff import CHECKPOINT_NAMES, as_cotangent, is_zero, split_primals
 from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.distributed.ring_passes import Ring, backward, forward
+from pallas_fa2.fallback import check_gradients
 from pallas_fa2.ir.call_spec import Operands
 from pallas_fa2.ir.mesh import match_varying_axes
 
@@ -50,6 +51,9 @@ _ring_vjp = jax.custom_vjp(forward, nondiff_argnums=(0,))
 
 def _fwd_rule(ring: Ring, q: Any, k: Any, v: Any, operands: Operands) -> tuple:
     (*qkv, values), needs_grad = split_primals((q, k, v, operands), operands.scores)
+    for step in ring.steps:
+        for call in step.calls:
+            check_gradients(call.spec, call.plan, needs_grad)
     results = _ring_vjp(ring, *qkv, values)
     out, lse = map(checkpoint_name, results, CHECKPOINT_NAMES)
     return (out, lse), (*qkv, out, lse, values, needs_grad)

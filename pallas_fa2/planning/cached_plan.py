@@ -59,9 +59,11 @@ def make_cached_plan(
         reason = cached.unsupported_reason(spec, device)
         if reason is None:
             config = cached.configure(spec, device)
-            return CachedPlan(
-                name, _plan_equivalent_call(spec, device), True, config, tuple(rejected)
+            # The call that the backward runs may need another backend than the one asked for.
+            call = dataclasses.replace(
+                _plan_equivalent_call(spec, device), requested=implementation
             )
+            return CachedPlan(name, call, True, config, tuple(rejected))
         rejected.append((name, reason))
     if spec.split_size is not None:
         reasons = (

@@ -16,7 +16,8 @@ class Plan:
 
     `implementation` is the name of the backend. `rejected` has the names of the faster backends and why they cannot run
     the call. `score_grad_fallback` is the name and the configuration of another backend that computes all gradients
-    where those of score data are needed, and everywhere if `backward` is None. `device` is the one that it was made for.
+    where those of score data are needed, and everywhere if `backward` is None; `gradient_reason` says why. `requested` is
+    the caller's `implementation`. `device` is the one that it was made for.
     """
 
     implementation: str
@@ -24,6 +25,8 @@ class Plan:
     backward: Any = None
     rejected: tuple[tuple[str, str], ...] = ()
     score_grad_fallback: tuple[str, Any] | None = None
+    gradient_reason: str | None = None
+    requested: str | None = None
     device: Device | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def backward_for(self, score_gradients: bool) -> tuple[str, Any]:
@@ -63,7 +66,8 @@ def make_plan(
         reason = not_fused if BACKENDS[name].is_fused else None
         reason = reason or BACKENDS[name].unsupported_reason(spec, device)
         if reason is None:
-            return _configure(BACKENDS[name], spec, device, tuple(rejected))
+            plan = _configure(BACKENDS[name], spec, device, tuple(rejected))
+            return dataclasses.replace(plan, requested=implementation)
         rejected.append((name, reason))
     reasons = "; ".join(reason for _, reason in rejected)
     raise ValueError(
@@ -80,7 +84,7 @@ def plan_shard(plan: Plan, spec: CallSpec) -> Plan:
 
 
 def _configure(backend: Backend, spec: CallSpec, device: Device, rejected: tuple) -> Plan:
-    forward, backward, name = backend.configure(spec, device)
+    forward, backward, name, reason = backend.configure(spec, device)
     forward = tuned.find(backend.name, spec, device) or forward
     fallback = None if name is None else (name, BACKENDS[name].configure(spec, device).backward)
-    return Plan(backend.name, forward, backward, rejected, fallback, device)
+    return Plan(backend.name, forward, backward, rejected, fallback, reason, device=device)

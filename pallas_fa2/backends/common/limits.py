@@ -36,6 +36,13 @@ def _max_listed_blocks(spec: CallSpec) -> int:
     return max(-(-spec.kv_len // 64), spec.group * -(-spec.q_len // 64))
 
 
+def reason_of_ordered_scores(spec: CallSpec) -> str | None:
+    """Return why kernels do not compute the gradients where those of score data are needed, or None."""
+    if not (spec.deterministic and spec.scores):
+        return None
+    return "with deterministic_gradients, its kernels sum those of score data in any order"
+
+
 def entry_elements(spec: CallSpec, kernel_head_dim: int) -> int:
     """Return the elements of the largest array of one batch entry, with the head dim of the kernel that takes it."""
     return max(spec.q_len * spec.q_heads, spec.kv_len * spec.kv_heads) * kernel_head_dim

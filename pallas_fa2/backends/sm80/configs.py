@@ -190,10 +190,14 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
 def configure(spec: CallSpec, device: Device) -> Configuration:
     """Return the configurations of a call, and which backend forms the gradients of what scores read."""
     forward, backward = forward_config(spec, device), backward_config(spec, device)
-    # Gradients of what scores read are added up in any order.
-    ordered = spec.deterministic and spec.scores
-    score_gradients = "blockwise" if ordered or backward is None else None
-    return Configuration(forward, backward, score_gradients)
+    reason = limits.reason_of_ordered_scores(spec)
+    if backward is None:
+        reason = (
+            f"no kernel of its backward for {spec.dtype} and these head dims fits into the {smem_bytes(device)} bytes of "
+            f"shared memory of {device.kind}"
+        )
+    score_gradients = None if reason is None else "blockwise"
+    return Configuration(forward, backward, score_gradients, reason)
 
 
 def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from pallas_fa2.backends.common import aux_inputs, compile_mods
+from pallas_fa2.backends.common import aux_inputs, compile_mods, limits
 from pallas_fa2.backends.protocol import Configuration
 from pallas_fa2.backends.sm90 import support
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
@@ -135,9 +135,9 @@ def configure(spec: CallSpec, device: Device) -> Configuration:
         num_ctas=device.num_sms,
         deterministic=spec.deterministic,
     )
-    # The kernels sum gradients of score data in any order.
-    score_gradients = "blockwise" if spec.deterministic and spec.scores else None
-    return Configuration(forward, backward, score_gradients)
+    reason = limits.reason_of_ordered_scores(spec)
+    score_gradients = None if reason is None else "blockwise"
+    return Configuration(forward, backward, score_gradients, reason)
 
 
 # Bytes, of the 60 MB of L2, for K and V of the heads that run at the same time.
