@@ -81,7 +81,7 @@ class _Appends:
 
         Raises:
           ValueError, TypeError: shapes and dtypes do not fit; known lengths would exceed the capacity; a known table has
-            no page for a new token.
+            no page for a new token, or one in which another sequence has a token in the same slot.
         """
         check_append(self, key, value, new, queries)
         key, value, lengths = jnp.asarray(key), jnp.asarray(value), jnp.asarray(self.lengths)
@@ -233,7 +233,8 @@ def _scatter_scales(
 class Pages(_Appends):
     """Keys and values of B sequences in pages of a pool; page i of a sequence holds its tokens from `i * page` on.
 
-    Which sequence has which pages is the caller's decision. Several may share those that no tokens are appended to.
+    Which sequence has which pages is the caller's decision. Several may share those that no tokens are appended to: where two
+    would write to one slot, one token is lost. A known table with such a page is an error.
 
     Attributes:
       key: `[P, page, K, H]`, P pages of `page` tokens; of 8 bits, as in a `Cache`.

@@ -1,5 +1,6 @@
 """Checks of caches and packed queries: shapes and dtypes always, lengths, tables and starts where they are known."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -102,6 +103,32 @@ def check_table(cache: Any, begins: np.ndarray, ends: np.ndarray) -> None:
         )
 
 
+def _check_written_pages(cache: Any, begins: np.ndarray, ends: np.ndarray) -> None:
+    """Raise a ValueError if tokens `begins` to `ends - 1`, `[B]`, go where a known table has tokens of another sequence."""
+    if not is_known(cache.table):
+        return
+    table, page = np.asarray(cache.table), cache.page_size
+    column = np.arange(table.shape[1]) * page
+    # Of each entry the first slot that is written, and how many have tokens then.
+    first, used = (np.clip(x[:, None] - column, 0, page) for x in (begins, ends))
+    is_written = first < used
+    pages, counts = np.unique(
+        table[(used > 0) & np.isin(table, table[is_written])], return_counts=True
+    )
+    for shared in pages[counts > 1]:
+        entries = np.argwhere((table == shared) & (used > 0))
+        for a, b in itertools.permutations(map(tuple, entries), 2):
+            if is_written[a] and first[a] < used[b]:
+                owners = (
+                    f"sequences {a[0]} and {b[0]}" if a[0] != b[0] else f"sequence {a[0]} twice"
+                )
+                raise ValueError(
+                    f"append: Pages.table names page {shared} for {owners}, and a token of sequence {a[0]} would be written to "
+                    f"slot {first[a]} of it, where the other has one too: one would be lost; copy the page to one of its own "
+                    f"for sequence {a[0]}"
+                )
+
+
 def check_packed(queries: Any, batch: int, tokens: int) -> None:
     """Raise a TypeError or ValueError unless the starts are those of `batch` requests in `tokens` rows."""
     if not hasattr(queries, "starts"):
@@ -186,6 +213,7 @@ def check_append(cache: Any, key: Any, value: Any, new: Any, queries: Any) -> No
             )
         if hasattr(cache, "table"):
             check_table(cache, lengths, lengths + new)
+            _check_written_pages(cache, lengths, lengths + new)
 
 
 def _check_new(new: Any, batch: int, tokens: int) -> np.ndarray | None:

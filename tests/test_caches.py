@@ -395,6 +395,47 @@ def test_known_mistakes_are_errors(message: str, cache: Any, tokens: Any, option
         cache.append(tokens, tokens, **options)
 
 
+@pytest.mark.parametrize(
+    "table, lengths, options, message",
+    [
+        ([[0, 1], [0, 2]], [3, 3], {}, r"page 0 for sequences 0 and 1, .* slot 3 "),
+        ([[0, 1], [2, 0]], [1, 6], {}, r"page 0 for sequences 0 and 1, .* slot 1 "),
+        ([[3, 1], [0, 3]], [2, 5], {"new": [0, 1]}, r"page 3 for sequences 1 and 0, .* slot 1 "),
+        ([[5, 5], [0, 2]], [4, 0], {"new": [1, 1]}, r"page 5 for sequence 0 twice, .* slot 0 "),
+        ([[0, 1], [4, 1]], [4, 5], {"starts": [0, 2, 2]}, r"page 1 for sequences 0 and 1, .* slot 0 "),
+    ],
+)  # fmt: skip
+def test_a_known_page_with_tokens_of_others_is_not_written(
+    table: list, lengths: list, options: dict, message: str
+) -> None:
+    cache = _paged(np.array(lengths, np.int32), np.array(table, np.int32))
+    token = jnp.zeros((2, 1, K, H))
+    if "starts" in options:
+        token, arrays = token[:, 0], {"queries": fa.Packed(jnp.array(options["starts"]))}
+    else:
+        arrays = {name: jnp.array(x) for name, x in options.items()}
+    remedy = "copy the page to one of its own for sequence"
+    with pytest.raises(ValueError, match=f"append: Pages.table names {message}.*{remedy}"):
+        cache.append(token, token, **arrays)
+    jax.eval_shape(lambda cache: cache.append(token, token, **arrays), cache)  # where it is traced
+
+
+@pytest.mark.parametrize(
+    "table, lengths, new",
+    [
+        ([[0, 1], [0, 2]], [4, 4], [1, 1]),  # a prefix in page 0
+        ([[0, 1], [0, 2]], [3, 3], [1, 0]),  # sequence 1 has no token where one is written
+        ([[0, 1], [2, 1]], [3, 3], [1, 1]),  # page 1 has no tokens yet
+        ([[0, -1], [2, -1]], [3, 3], [1, 1]),
+    ],
+)
+def test_pages_may_be_shared_where_no_token_is_lost(table: list, lengths: list, new: list) -> None:
+    cache = _paged(np.array(lengths, np.int32), np.array(table, np.int32))
+    token = jnp.ones((2, 1, K, H))
+    cache = cache.append(token, token, new=jnp.array(new))
+    assert cache.lengths.tolist() == [n + more for n, more in zip(lengths, new, strict=True)]
+
+
 def test_a_known_overflow_counts_the_tokens_that_are_new() -> None:
     cache = _contiguous()
     cache.append(TOKEN, TOKEN, new=jnp.array([1, 1, 1]))
