@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_fa2.check_caches import check_append, check_cache
+from pallas_fa2.check_caches import check_append, check_cache, check_sizes
 from pallas_fa2.ir.cached_spec import requests_of
 from pallas_fa2.ir.quantized import SCALE_DTYPE, dequantize, is_quantized, quantize
 
@@ -170,10 +170,15 @@ class Cache(_Appends):
         """Make an empty cache for `batch` sequences of up to `capacity` tokens; `value_dim` is `head_dim` by default.
 
         With `dtype` float8_e4m3fn or int8, it has scales.
+
+        Raises:
+          ValueError, TypeError: a size is no integer or too small, or the dtype is none that a cache may have.
         """
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = {"batch": (batch, 0), "capacity": (capacity, 0), "kv_heads": (kv_heads, 1)}
+        check_sizes({**sizes, "head_dim": (head_dim, 1), "value_dim": (value_dim, 1)}, dtype)
         key, value = (
-            jnp.zeros((batch, capacity, kv_heads, dim), dtype)
-            for dim in (head_dim, head_dim if value_dim is None else value_dim)
+            jnp.zeros((batch, capacity, kv_heads, dim), dtype) for dim in (head_dim, value_dim)
         )
         scales: list = [None, None]
         if is_quantized(dtype):

@@ -6,9 +6,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.core import Tracer
 
 from pallas_fa2.ir.quantized import LARGEST, SCALE_DTYPE, is_quantized
+
+# What the arguments of an empty cache count.
+SIZES = {
+    "batch": "sequences",
+    "capacity": "tokens that a sequence may have",
+    "kv_heads": "key heads",
+    "head_dim": "elements of a key",
+    "value_dim": "elements of a value, or None for those of a key",
+}
+
+
+def check_sizes(sizes: dict[str, tuple[Any, int]], dtype: Any) -> None:
+    """Raise a TypeError or ValueError unless a cache can have such `sizes`, with the least of each, and this dtype."""
+    for name, (size, least) in sizes.items():
+        if export.is_symbolic_dim(size):
+            continue
+        is_integer = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if not is_integer or size < least:
+            more = ", and jax.vmap for more batch axes" if isinstance(size, tuple | list) else ""
+            raise (ValueError if is_integer else TypeError)(
+                f"Cache.zeros: {name} must be an integer of at least {least}, a size of arrays, but it is {size!r}; pass the "
+                f"number of {SIZES[name]}{more}"
+            )
+    kinds = f"a float of 16 bits or more, or {' or '.join(LARGEST)} with scales"
+    try:
+        # NumPy takes None for float64.
+        known = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or not (
+        known.name in LARGEST or (jnp.issubdtype(known, jnp.floating) and known.itemsize >= 2)
+    ):
+        raise TypeError(
+            f"Cache.zeros: dtype must be {kinds}, but it is {repr(dtype) if known is None else known.name}; pass the dtype "
+            "of the keys and values, or leave it out for bfloat16"
+        )
 
 
 def check_cache(cache: Any) -> None:

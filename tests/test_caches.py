@@ -444,6 +444,53 @@ def test_a_known_overflow_counts_the_tokens_that_are_new() -> None:
     assert after.lengths.tolist() == [2, 7, 12]
 
 
+SIZES = {"batch": 2, "capacity": 8, "kv_heads": 2, "head_dim": 8, "value_dim": 4}
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("batch", -1, "must be an integer of at least 0, .* but it is -1; "),
+        ("batch", 2.0, "must be an integer of at least 0, .* but it is 2.0; "),
+        ("batch", (2, 3), r"must be an integer .* but it is \(2, 3\); .*jax.vmap"),
+        ("capacity", -1, "must be an integer of at least 0, .* but it is -1; "),
+        ("capacity", "8", "must be an integer .* but it is '8'; "),
+        ("capacity", None, "must be an integer .* but it is None; "),
+        ("kv_heads", 0, "must be an integer of at least 1, .* but it is 0; "),
+        ("kv_heads", True, "must be an integer .* but it is True; "),
+        ("head_dim", 0, "must be an integer of at least 1, .* but it is 0; "),
+        ("value_dim", -4, "must be an integer of at least 1, .* but it is -4; "),
+        ("dtype", jnp.uint8, "must be .*float8_e4m3fn or int8.* but it is uint8; "),
+        ("dtype", jnp.float8_e5m2, "must be .* but it is float8_e5m2; "),
+        ("dtype", jnp.int32, "must be .* but it is int32; "),
+        ("dtype", bool, "must be .* but it is bool; "),
+        ("dtype", jnp.complex64, "must be .* but it is complex64; "),
+        ("dtype", "half precision", "must be .* but it is 'half precision'; "),
+        ("dtype", None, "must be .* but it is None; "),
+    ],
+)
+def test_arguments_of_an_empty_cache(name: str, value: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"Cache.zeros: {name} {message}"):
+        fa.Cache.zeros(**{**SIZES, name: value})
+
+
+@pytest.mark.parametrize("dtype", ["float16", jnp.float32, jnp.dtype("bfloat16"), "int8"])
+def test_an_empty_cache_of_any_kind_of_sizes_and_dtype(dtype: Any) -> None:
+    sizes = {name: np.int64(size) for name, size in SIZES.items()}
+    cache = fa.Cache.zeros(**sizes, dtype=dtype)
+    assert cache.key.shape == (2, 8, 2, 8) and cache.value.shape == (2, 8, 2, 4)
+    assert cache.key.dtype == jnp.dtype(dtype) and (cache.k_scale is None) == (dtype != "int8")
+    assert fa.Cache.zeros(0, 0, kv_heads=1, head_dim=1).capacity == 0
+
+
+def test_an_empty_cache_of_a_batch_that_is_a_symbol() -> None:
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b"), jnp.int32)
+    export = jax.export.export(
+        jax.jit(lambda x: fa.Cache.zeros(x.shape[0], 4, kv_heads=1, head_dim=8).key)
+    )
+    assert export(x).out_avals[0].shape[1:] == (4, 1, 8)
+
+
 def test_lengths_that_would_wrap_around_are_refused() -> None:
     cache = fa.Cache.zeros(1, 300, kv_heads=1, head_dim=8)
     cache = dataclasses.replace(cache, lengths=jnp.array([250], jnp.uint8))
