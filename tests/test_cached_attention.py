@@ -111,7 +111,8 @@ def test_x64() -> None:
         queries = fa.Packed(jnp.asarray(problem.queries.starts, jnp.int64))
         out = fa.cached_attention(problem.query, cache, queries=queries, implementation="reference")
         np.testing.assert_allclose(out, cached.dense(problem)[0], atol=1e-12)
-        empty = dataclasses.replace(cache, lengths=0 * cache.lengths)
+        table = jnp.arange(cache.table.size).reshape(cache.table.shape)
+        empty = dataclasses.replace(cache, lengths=0 * cache.lengths, table=table)
         assert empty.append(*new, queries=queries).lengths.dtype == jnp.int64
 
 
