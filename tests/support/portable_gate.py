@@ -87,6 +87,7 @@ CALLS = {
     "deterministic_documents": Call((128, 128), _deterministic(_documents)),
     "deterministic_scored": Call((64, 64), _deterministic(_scored)),
     "deterministic_dropped": Call((128, 128), _deterministic(_dropped)),
+    "float16": Call((128, 128), _causal, dtype=jnp.float16),
     **{
         f"float32_{name}": Call(dims, options, dtype=jnp.float32)
         for name, dims, options in (
@@ -116,6 +117,7 @@ CACHED_CALLS = {
     "decode_h80_hv40": CachedCall(dims=(80, 40), page_size=32),
     "decode_h192_hv128": CachedCall(dims=(192, 128)),
     "decode_h256": CachedCall(dims=(256, 256), page_size=16),
+    "decode_float16": CachedCall(page_size=16, dtype=jnp.float16),
     "decode_full": CachedCall(queries=2, options=lambda _: {"mask": None}),
     "decode_columns_64": CachedCall(heads=(64, 8), queries=8, page_size=16),
     "decode_columns_64_window": CachedCall(
