@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import jax
 
+from pallas_fa2.backends.protocol import Defect
 from pallas_fa2.backends.registry import FUSED
 from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
@@ -21,7 +22,8 @@ NOT_THE_USERS = (
 
 
 class FallbackWarning(UserWarning):
-    """A call on a GPU, or its gradients, run on XLA's operations, because no fused kernel supports them."""
+    """A call on a GPU, or its gradients, run on XLA's operations, because no fused kernel supports them, or a kernel was
+    found to be wrong on this GPU."""
 
 
 _warned: set[str] = set()
@@ -30,8 +32,15 @@ _warned: set[str] = set()
 def warn_of_fallback(
     spec: CallSpec, implementation: str, rejected: tuple[tuple[str, str], ...], device: Device
 ) -> None:
-    """Issue a `FallbackWarning` once for each reason; where warnings are errors, each time."""
-    if device.platform != "gpu" or implementation in FUSED or not rejected:
+    """Issue a `FallbackWarning` once for each reason that no fused kernel runs a call, or that one is not used because it is
+    wrong; where warnings are errors, each time."""
+    if device.platform != "gpu" or not rejected:
+        return
+    defect = next((reason for _, reason in rejected if isinstance(reason, Defect)), None)
+    if defect is not None:
+        _warn(f"this call runs on {implementation}, slower: {defect} ({spec})", defect)
+        return
+    if implementation in FUSED:
         return
     remedy = (
         "cast query, key and value to float32 (a Flax layer does with dtype=jnp.float32)"
@@ -40,7 +49,7 @@ def warn_of_fallback(
     )
     reason = rejected[-1][1]  # of the fused backend that takes most calls
     subject = "no fused kernel supports this call, which runs"
-    _warn(f"{subject} on {implementation}, slower", reason, spec, remedy, implementation)
+    _warn(_message(subject, reason, spec, remedy, implementation), reason)
 
 
 def check_gradients(spec: CallSpec, plan: Plan, needs_grad: Iterable[bool]) -> None:
@@ -71,16 +80,19 @@ def check_gradients(spec: CallSpec, plan: Plan, needs_grad: Iterable[bool]) -> N
             f"or leave implementation=None, by which {name} computes them"
         )
     subject = "no fused kernel computes the gradients of this call, which run"
-    _warn(f"{subject} on {name}, slower", reason, spec, remedy, name)
+    _warn(_message(subject, reason, spec, remedy, name), reason)
 
 
-def _warn(what: str, reason: str, spec: CallSpec, remedy: str, implementation: str) -> None:
+def _message(subject: str, reason: str, spec: CallSpec, remedy: str, implementation: str) -> str:
+    return (
+        f"{subject} on {implementation}, slower: {reason} ({spec}). To avoid this, {remedy}; "
+        f"implementation={implementation!r} runs it without this warning, implementation='fused' makes it an error"
+    )
+
+
+def _warn(message: str, reason: str) -> None:
+    """Issue a `FallbackWarning` unless there was one for this reason."""
     if reason in _warned:
         return
-    warnings.warn(
-        f"{what}: {reason} ({spec}). To avoid this, {remedy}; implementation={implementation!r} runs it without this "
-        "warning, implementation='fused' makes it an error",
-        FallbackWarning,
-        skip_file_prefixes=NOT_THE_USERS,
-    )
+    warnings.warn(message, FallbackWarning, skip_file_prefixes=NOT_THE_USERS)
     _warned.add(reason)

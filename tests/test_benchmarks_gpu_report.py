@@ -6,11 +6,11 @@ import pytest
 from benchmarks import gpu_report, jobs, measure, record, rivals, run
 from benchmarks.shapes import REPORT, Shape
 from pallas_fa2.backends.sm80 import first_use
+from pallas_fa2.backends.sm80.first_use_cases import AttentionFamily, DecodeFamily
 from pallas_fa2.device import Device
 from tests.test_benchmarks import result
 
 RTX_3090 = Device("gpu", "NVIDIA GeForce RTX 3090", "8.6", 82)
-WRONG = {(64, "bfloat16"): "dq at H = 64 in bfloat16: relative error 0.5"}
 
 
 @pytest.fixture
@@ -18,8 +18,7 @@ def gpu(monkeypatch, tmp_path):
     """An RTX 3090 whose kernels are right, and a clock that needs none; a test may set another capability."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpu_report, "device_of", lambda _: RTX_3090)
-    monkeypatch.setattr(first_use, "check_families", lambda *_: dict.fromkeys(first_use.FAMILIES))
-    monkeypatch.setattr(first_use, "check_decode", lambda *_: "")
+    monkeypatch.setattr(first_use, "check", lambda *_: "")
     monkeypatch.setattr(measure, "matmul", lambda n: 60.0)
 
     def fake(shape, implementations, iterations, backward):
@@ -43,8 +42,7 @@ def test_a_report_is_a_file_of_results_that_describes_the_gpu(gpu, capsys, monke
     path = gpu / "pallas_fa2-nvidia-geforce-rtx-3090.json"
     saved = record.load(path)
     assert saved["gpu"]["capability"] == "8.6" and saved["gpu"]["multiprocessors"] == 82
-    names = {f"H = {dim}, {dtype}" for dim, dtype in first_use.FAMILIES}
-    assert saved["gpu"]["first_use"] == dict.fromkeys((*names, "decoding"), "right")
+    assert saved["gpu"]["first_use"] == dict.fromkeys(map(str, gpu_report.FAMILIES), "right")
     assert set(saved["results"]) == set(REPORT) and saved["setup"]["jax"] == jax.__version__
     out = capsys.readouterr().out
     assert "| d128_s4096_c |" in out and f"Please send us {path}" in out
@@ -52,21 +50,23 @@ def test_a_report_is_a_file_of_results_that_describes_the_gpu(gpu, capsys, monke
     assert "1.25" in out  # ampere over the best rival
 
 
-def test_a_report_says_what_is_wrong(gpu, monkeypatch):
-    families = dict.fromkeys(first_use.FAMILIES) | WRONG
-    monkeypatch.setattr(first_use, "check_families", lambda *_: families)
-    decoding = "a decode step at H = 64: relative error 0.5"
-    monkeypatch.setattr(first_use, "check_decode", lambda *_: decoding)
+def test_a_report_says_of_each_family_what_is_wrong(monkeypatch):
+    """Of one the kernel does not compile, of another the output is wrong."""
+    families = first, second, *_ = gpu_report.FAMILIES
+
+    def compare(case, *_):
+        if case == first:
+            raise RuntimeError("ptxas failed")
+        return "relative error 0.5 of dq" if case == second else ""
+
+    for family in (AttentionFamily, DecodeFamily):
+        monkeypatch.setattr(family, "case", lambda self, *_: self)
+    monkeypatch.setattr(first_use, "compare", compare)
     report = gpu_report.first_use_by_family(RTX_3090)
-    assert report["H = 64, bfloat16"] == WRONG[64, "bfloat16"]
-    assert report["decoding"] == decoding
-    assert report["H = 64, float32"] == report["H = 96, bfloat16"] == "right"
-
-    def fails(*_):
-        raise RuntimeError("ptxas failed")
-
-    monkeypatch.setattr(first_use, "check_families", fails)
-    assert gpu_report.first_use_by_family(RTX_3090) == {"all": "RuntimeError: ptxas failed"}
+    assert list(report) == [str(family) for family in families]
+    assert report.pop(str(first)) == f"{first}: RuntimeError: ptxas failed"
+    assert report.pop(str(second)) == f"{second}: relative error 0.5 of dq"
+    assert set(report.values()) == {"right"}
 
 
 def test_the_description_is_there_before_the_first_shape(gpu, monkeypatch):

@@ -489,12 +489,12 @@ def test_the_key_names_package_compilers_device_and_options(
         with mock.patch.object(
             importlib.metadata, "version", lambda x, name=name: "9" if x == name else versions(x)
         ):
-            environment._installation.cache_clear()
+            environment.installation.cache_clear()
             differs(first.text)
-    environment._installation.cache_clear()
+    environment.installation.cache_clear()
     with mock.patch.object(pathlib.Path, "read_bytes", return_value=b"x = 1"):
         differs(first.text)
-    environment._installation.cache_clear()
+    environment.installation.cache_clear()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_fast_min_max=true")
     differs(first.text)
     monkeypatch.undo()
@@ -546,11 +546,11 @@ def test_a_package_that_was_edited_after_its_import_stores_nothing(stamps: dict)
     """Its new files would be the key of its old code. A zip file has no stamps."""
     edited = signature()
     try:
-        environment._installation.cache_clear()
+        environment.installation.cache_clear()
         with mock.patch.object(environment, "_AT_IMPORT", stamps):
             assert edited.text is None
     finally:
-        environment._installation.cache_clear()
+        environment.installation.cache_clear()
     assert edited.text is not None
 
 

@@ -9,6 +9,11 @@ from pallas_fa2.ir.cached_spec import CachedSpec
 from pallas_fa2.ir.call_spec import CallSpec
 
 
+class Defect(str):
+    """A reason why a backend must not run a call that is a mistake of its kernels: callers are warned of it whatever runs
+    instead."""
+
+
 class Configuration(NamedTuple):
     """The `config` arguments of a backend's forward and backward for one call."""
 

@@ -40,13 +40,13 @@ def describe(device: Any) -> str | None:
 
     It is None if the package's files are not those that were imported.
     """
-    installation = _installation()
-    if installation is None:
+    sources = installation()
+    if sources is None:
         return None
     attributes = ("platform", "device_kind", "compute_capability", "core_count")
     variables = {k: v for k, v in os.environ.items() if k.startswith(VARIABLES)}
     lines = (
-        installation,
+        sources,
         f"{[getattr(device, name, None) for name in attributes]}",
         f"{getattr(device.client, 'platform_version', None)}",
         f"{sorted(variables.items())}",
@@ -89,8 +89,11 @@ def _version(path: str, *stamp: int) -> str:
 
 
 @functools.cache
-def _installation() -> str | None:
-    """Return the digest of the package's sources, and the versions of what compiles them."""
+def installation() -> str | None:
+    """Return the digest of the package's sources, and the versions of what compiles them.
+
+    It is None if the package's files are not those that were imported.
+    """
     sources = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         for text in (str(path.relative_to(_PACKAGE)).encode(), path.read_bytes()):

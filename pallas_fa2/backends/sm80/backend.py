@@ -206,15 +206,15 @@ def describe(
 def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
     """Return why the kernels cannot run a call on a device, or must not, or None."""
     reason = support.unsupported_reason(spec, device)
-    return first_use.failure((forward, backward), device) if reason is None else reason
+    return reason or first_use.failure(spec, device, (forward, backward))
 
 
 def cached_unsupported_reason(spec: CachedSpec, device: Device) -> str | None:
     """Return why the decode kernel cannot run a call on a cache on a device, or must not, or None."""
     reason = support.unsupported_device(device) or CACHED_FORWARD.unsupported_reason(spec, device)
-    if reason is not None:
-        return reason
-    return first_use.failure((CACHED_FORWARD.configure, CACHED_FORWARD.forward), device, "decode")
+    return reason or first_use.failure(
+        spec, device, (CACHED_FORWARD.configure, CACHED_FORWARD.forward)
+    )
 
 
 BACKEND = Backend(
