@@ -72,10 +72,10 @@ def first_use_by_family(device: Device) -> dict[str, str]:
     actual = jax.devices()[0]
     attention = backend.forward, backend.backward
     decoding = CACHED_FORWARD.configure, CACHED_FORWARD.forward
-    return {
+    errors = {
         str(family): first_use.check(
             family, decoding if isinstance(family, DecodeFamily) else attention, device, actual
-        )
-        or "right"
+        ).error
         for family in FAMILIES
     }
+    return {family: error or "right" for family, error in errors.items()}

@@ -18,7 +18,7 @@ def gpu(monkeypatch, tmp_path):
     """An RTX 3090 whose kernels are right, and a clock that needs none; a test may set another capability."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpu_report, "device_of", lambda _: RTX_3090)
-    monkeypatch.setattr(first_use, "check", lambda *_: "")
+    monkeypatch.setattr(first_use, "check", lambda *_: first_use.Verdict())
     monkeypatch.setattr(measure, "matmul", lambda n: 60.0)
 
     def fake(shape, implementations, iterations, backward):

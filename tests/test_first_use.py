@@ -60,9 +60,9 @@ class Checks:
         self.run: list[str] = []
         self.wrong: dict[str, str] = {}
 
-    def __call__(self, family: Any, kernels: Any, device: Any, gpu: Any) -> str:
+    def __call__(self, family: Any, kernels: Any, device: Any, gpu: Any) -> Any:
         self.run.append(str(family))
-        return self.wrong.get(str(family), "")
+        return first_use.Verdict(self.wrong.get(str(family), ""))
 
 
 def forget() -> None:
@@ -120,12 +120,26 @@ def test_of_sources_that_nobody_knows_nothing_is_kept(checks: Checks, monkeypatc
     assert checks.run and not first_use.cache_file().exists()
 
 
-def test_what_memory_had_no_room_for_is_tried_again(checks: Checks) -> None:
-    checks.wrong[str(PLAIN_64)] = "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory"
-    assert first_use.failure(spec_of(), A100, KERNELS) is not None
-    checks.wrong.clear()
-    forget()
-    assert first_use.failure(spec_of(), A100, KERNELS) is None
+@pytest.mark.parametrize(
+    "error, lasts",
+    [
+        (jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_INVALID_VALUE"), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
+        (TypeError("an option of JAX"), False),
+    ],
+    ids=repr,
+)
+def test_what_may_be_otherwise_next_time_is_not_kept(
+    a100: Any, monkeypatch: Any, error: Exception, lasts: bool
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise error
+
+    check, here = first_use.check, jax.devices()[0]
+    monkeypatch.setattr(first_use, "check", lambda *args: check(args[0], args[1], args[2], here))
+    reason = first_use.failure(spec_of(), A100, (fails, fails))
+    assert reason is not None and str(error) in reason
+    assert first_use.cache_file().exists() == lasts
 
 
 def test_a_wrong_family_is_not_used_and_the_others_are(checks: Checks) -> None:
@@ -304,7 +318,7 @@ def defined(wrong: int | None, factor: float = 1.5) -> tuple:
 def test_the_check_compares_with_the_definition(wrong: Any, factor: float, found: str) -> None:
     family, here = AttentionFamily(64, 64, "bfloat16", SEGMENTS), jax.devices()[0]
     expected = found and f"{family}: {found}"
-    assert first_use.check(family, defined(wrong, factor), A100, here) == expected
+    assert first_use.check(family, defined(wrong, factor), A100, here) == (expected, True)
 
 
 @pytest.mark.parametrize("factor, found", [(1.0, ""), (1.5, "relative error 0.5 of out")])
@@ -319,7 +333,7 @@ def test_the_check_of_decoding_compares_with_the_definition(factor: float, found
     here, kernels = jax.devices()[0], (CACHED_FORWARD.configure, forward)
     family = DecodeFamily(128, 128, "bfloat16", page_size=16)
     expected = found and f"{family}: {found}"
-    assert first_use.check(family, kernels, A100, here) == expected
+    assert first_use.check(family, kernels, A100, here) == (expected, True)
 
 
 # Each kind of kernel and each dtype; the others differ in their head dims.
@@ -409,7 +423,7 @@ def test_a_wrong_decode_kernel_leaves_the_others_in_use_and_the_call_warns(
 def test_kernels_are_right_here(family: Any) -> None:
     kernels = DECODE if isinstance(family, DecodeFamily) else KERNELS
     (gpu, *_), device = jax.local_devices(), device_of(jnp.zeros(()))
-    assert first_use.check(family, kernels, device, gpu) == ""
+    assert first_use.check(family, kernels, device, gpu) == ("", True)
 
 
 @pytest.mark.gpu
@@ -420,4 +434,4 @@ def test_a_mistake_is_found_here() -> None:
 
     (gpu, *_), device = jax.local_devices(), device_of(jnp.zeros(()))
     found = first_use.check(PLAIN_64, (forward, backend.backward), device, gpu)
-    assert "relative error 0.05 of out" in found
+    assert "relative error 0.05 of out" in found.error

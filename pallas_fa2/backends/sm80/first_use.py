@@ -12,7 +12,7 @@ import pathlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,15 @@ MAX_MESSAGE = 300
 
 # A backend's forward and backward, or the `configure` and `forward` of a `CachedForward`.
 type Kernels = tuple[Callable, Callable]
+
+
+class Verdict(NamedTuple):
+    """What is wrong with a family, or nothing, and whether another process would find the same: what results, a compiler and the
+    driver say lasts, lack of memory and what Python raises, perhaps because of an option of JAX, may not."""
+
+    error: str = ""
+    lasts: bool = True
+
 
 log = logging.getLogger("pallas_fa2")
 
@@ -76,18 +85,17 @@ def _verdict(family: Family, kernels: Kernels, device: Device, gpu: Any) -> str:
     """Return what is wrong with a family, or nothing, from the file if it is there."""
     installation = environment.installation()
     if installation is None:  # nobody knows the sources that are running
-        return check(family, kernels, device, gpu)
+        return check(family, kernels, device, gpu).error
     versions = gpu.client.platform_version
     key = f"{device.kind}, {device.capability}, {versions}, {installation}, {family}"
     key = key.replace("\n", " ")
-    verdict = _read().get(key)
-    if verdict is not None:
-        return verdict
-    verdict = check(family, kernels, device, gpu)
-    # Memory may be free next time.
-    if "RESOURCE_EXHAUSTED" not in verdict:
-        _write(key, verdict)
-    return verdict
+    known = _read().get(key)
+    if known is not None:
+        return known
+    error, lasts = check(family, kernels, device, gpu)
+    if lasts:
+        _write(key, error)
+    return error
 
 
 def _read() -> dict[str, str]:
@@ -97,24 +105,25 @@ def _read() -> dict[str, str]:
         return {}
 
 
-def _write(key: str, verdict: str) -> None:
+def _write(key: str, error: str) -> None:
     """Add a verdict to the file; without a file that can be written, it is found again in the next process."""
     file = cache_file()
     part = file.with_suffix(f".{os.getpid()}.part")
     with _file_lock:
         try:
             store.make_private(file.parent)
-            part.write_text(json.dumps(_read() | {key: verdict}, indent=1))
+            part.write_text(json.dumps(_read() | {key: error}, indent=1))
             part.replace(file)  # in one step: other processes read it
         except OSError:
             pass
 
 
-def check(family: Family, kernels: Kernels, device: Device, gpu: Any) -> str:
-    """Run a small call of a family on a GPU; return what is wrong with it, or nothing.
+def check(family: Family, kernels: Kernels, device: Device, gpu: Any) -> Verdict:
+    """Run a small call of a family on a GPU, and compare it with the definition.
 
     Kernels that cannot be lowered, compiled or launched there are wrong: the error that says so is not the caller's.
     """
+    lasts = True
     try:
         with jax.default_device(gpu), jax.transfer_guard("allow"):
             found = compare(
@@ -124,9 +133,11 @@ def check(family: Family, kernels: Kernels, device: Device, gpu: Any) -> str:
             )
     except Exception as error:
         log.debug("the check of %s failed", family, exc_info=True)
-        message = " ".join(str(error).split())[:MAX_MESSAGE]
-        found = f"{type(error).__name__}: {message}"
-    return f"{family}: {found}" if found else ""
+        message = " ".join(str(error).split())
+        found = f"{type(error).__name__}: {message[:MAX_MESSAGE]}"
+        of_gpu = isinstance(error, jax.errors.JaxRuntimeError)
+        lasts = of_gpu and "RESOURCE_EXHAUSTED" not in message
+    return Verdict(f"{family}: {found}" if found else "", lasts)
 
 
 def compare(case: Case, max_error: float, run: Callable) -> str:
