@@ -68,7 +68,7 @@ def failure(spec: CallSpec | CachedSpec, device: Device, kernels: Kernels) -> De
     if not found:
         return None
     return Defect(
-        f"a check of its kernels on this {device.kind} found an error ({found}; {cache_file()}): please report it, with what "
+        f"a check of ampere's kernels on this {device.kind} found an error ({found}; {cache_file()}): please report it, with what "
         "`python -m pallas_fa2` prints"
     )
 
