@@ -15,6 +15,7 @@ from pallas_fa2.backends.sm80.first_use_cases import (
     DecodeFamily,
     Family,
 )
+from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.backends.sm80.support import MIN_CAPABILITY
 from pallas_fa2.device import Device, device_of
 
@@ -23,7 +24,7 @@ BUDGET = 150.0
 # The families of kernels that differ most: each head dim, dtype and kind of mods once.
 FAMILIES: tuple[Family, ...] = (
     *(AttentionFamily(dim, dim, "bfloat16") for dim in (64, 96, 128, 256)),
-    AttentionFamily(64, 64, "bfloat16", is_long=True),
+    AttentionFamily(64, 64, "bfloat16", forward=ForwardConfig(64, 64, q_in_registers=True)),
     AttentionFamily(192, 128, "bfloat16", SEGMENTS),
     AttentionFamily(128, 128, "bfloat16", SEGMENTS, deterministic=True),
     AttentionFamily(64, 64, "float16", DROPOUT),

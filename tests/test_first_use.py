@@ -16,7 +16,7 @@ from benchmarks import gpu_report
 from pallas_fa2 import fallback
 from pallas_fa2.backends import reference
 from pallas_fa2.backends.common.decode import block_lists
-from pallas_fa2.backends.sm80 import backend, first_use
+from pallas_fa2.backends.sm80 import backend, configs, first_use
 from pallas_fa2.backends.sm80.decode.cached_forward import CACHED_FORWARD
 from pallas_fa2.backends.sm80.first_use_cases import (
     DROPOUT,
@@ -25,6 +25,7 @@ from pallas_fa2.backends.sm80.first_use_cases import (
     DecodeFamily,
     families_of,
 )
+from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.compilation import environment, store
 from pallas_fa2.device import device_of
 from pallas_fa2.ir.call_spec import split_floats
@@ -152,6 +153,14 @@ def test_a_wrong_family_is_not_used_and_the_others_are(checks: Checks) -> None:
     assert first_use.failure(spec_of("float32"), A100, KERNELS) is None
 
 
+def test_autotune_tries_no_forward_that_is_wrong(checks: Checks) -> None:
+    forwards = configs.candidates(spec_of(), A100)
+    families = [families_of(spec_of(), A100, forward)[0] for forward in forwards]
+    assert len(families) == 3 and families[0] == PLAIN_64
+    checks.wrong[str(families[1])] = "relative error 0.5 of out"
+    assert backend.candidates(spec_of(), A100) == [forwards[0], forwards[2]]
+
+
 def fails(*_: Any) -> Any:
     raise jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_INVALID_VALUE: Failed to launch")
 
@@ -222,6 +231,8 @@ def test_a_directory_that_cannot_be_written_is_no_error(checks: Checks, monkeypa
     assert first_use.failure(spec_of(), A100, KERNELS) is None
 
 
+# What long calls take that are not causal, at H = 64.
+LONG = ForwardConfig(64, 64, q_in_registers=True, num_ctas=216)
 IDS: Any = np.zeros((1, 128), np.int32)
 SEED = jax.random.key(0)
 
@@ -232,7 +243,7 @@ SEED = jax.random.key(0)
         ({}, (64, 64), [("no mods", False)]),
         ({"is_causal": False}, (256, 256), [("no mods", False)]),
         ({"length": 2048}, (64, 64), [("no mods", False)]),
-        ({"length": 2048, "is_causal": False}, (64, 64), [("no mods", False, True)]),
+        ({"length": 2048, "is_causal": False}, (64, 64), [("no mods", False, LONG)]),
         ({"length": 2048, "is_causal": False}, (128, 128), [("no mods", False)]),
         ({"deterministic_gradients": True}, (96, 96), [("no mods", True)]),
         ({"score": fa.alibi(2)}, (64, 64), [(SEGMENTS, False)]),
@@ -341,7 +352,7 @@ INTERPRETED = (
     ("8.0", AttentionFamily(64, 64, "bfloat16", SEGMENTS)),
     ("8.0", DecodeFamily(64, 64, "float16", 24, 8, True)),
     slow("8.0", AttentionFamily(64, 64, "float16", DROPOUT, True)),
-    slow("8.0", AttentionFamily(64, 64, "bfloat16", is_long=True)),
+    slow("8.0", AttentionFamily(64, 64, "bfloat16", forward=LONG)),
     slow("8.6", AttentionFamily(128, 128, "float32")),
     slow("8.6", AttentionFamily(256, 256, "bfloat16", SEGMENTS)),
     slow("8.0", AttentionFamily(192, 128, "bfloat16", DROPOUT)),

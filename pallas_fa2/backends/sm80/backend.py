@@ -1,6 +1,7 @@
 """The mma.sync kernels as a backend: lengths, shards and values that are not finite are dealt with outside of them."""
 
 import dataclasses
+import logging
 from typing import Any
 
 import jax
@@ -28,6 +29,8 @@ from pallas_fa2.backends.sm80.tile_list import TileList
 from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
 from pallas_fa2.ir.call_spec import CallSpec, Operands, split_floats
+
+log = logging.getLogger("pallas_fa2")
 
 
 def forward(
@@ -209,6 +212,18 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
     return reason or first_use.failure(spec, device, (forward, backward))
 
 
+def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:
+    """Return the forward configs that `autotune` tries, without those that must not be used on a device."""
+    right = []
+    for config in configs.candidates(spec, device):
+        reason = first_use.failure(spec, device, (forward, backward), config)
+        if reason is None:
+            right.append(config)
+        else:
+            log.warning("%s is not measured: %s", config, reason)
+    return right
+
+
 def cached_unsupported_reason(spec: CachedSpec, device: Device) -> str | None:
     """Return why the decode kernel cannot run a call on a cache on a device, or must not, or None."""
     reason = support.unsupported_device(device) or CACHED_FORWARD.unsupported_reason(spec, device)
@@ -224,7 +239,7 @@ BACKEND = Backend(
     forward=forward,
     backward=backward,
     describe=describe,
-    candidates=configs.candidates,
+    candidates=candidates,
     config_type=ForwardConfig,
     is_fused=True,
     cached=dataclasses.replace(CACHED_FORWARD, unsupported_reason=cached_unsupported_reason),

@@ -20,6 +20,7 @@ import numpy as np
 
 from pallas_fa2.backends.protocol import Defect
 from pallas_fa2.backends.sm80.first_use_cases import Case, Family, families_of
+from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.compilation import environment, store
 from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
@@ -55,15 +56,20 @@ def cache_file() -> pathlib.Path:
     return store.cache_directory() / "first_use.json"
 
 
-def failure(spec: CallSpec | CachedSpec, device: Device, kernels: Kernels) -> Defect | None:
-    """Return why the kernels of a call must not be used on a device, or None: they are right, were run on such a GPU by others, or
-    this process has none."""
+def failure(
+    spec: CallSpec | CachedSpec,
+    device: Device,
+    kernels: Kernels,
+    forward: ForwardConfig | None = None,
+) -> Defect | None:
+    """Return why the kernels of a call, with this forward or the one that it takes, must not be used on a device, or None: they
+    are right, were run on such a GPU by others, or this process has none."""
     if device.capability in RUN_ON:
         return None
     gpus = [d for d in jax.local_devices() if d.platform == "gpu" and d.device_kind == device.kind]
     if not gpus:  # a program is compiled for a device that is elsewhere
         return None
-    verdicts = _verdicts(families_of(spec, device), kernels, device, gpus[0])
+    verdicts = _verdicts(families_of(spec, device, forward), kernels, device, gpus[0])
     found = "; ".join(filter(None, verdicts))
     if not found:
         return None

@@ -16,6 +16,7 @@ from pallas_fa2.backends import reference
 from pallas_fa2.backends.common.decode.arrays import page_rows
 from pallas_fa2.backends.common.decode.spec import BLOCK_KV, DecodeSpec
 from pallas_fa2.backends.sm80 import configs
+from pallas_fa2.backends.sm80.forward.config import ForwardConfig
 from pallas_fa2.caches import Cache, Pages
 from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
@@ -48,16 +49,19 @@ class AttentionFamily(NamedTuple):
     dtype: str
     mods: str = PLAIN
     deterministic: bool = False
-    is_long: bool = False  # whether the forward is one that only long calls take
+    # The forward, if it is not the one that short calls take: that of long ones, or one that `autotune` tries.
+    forward: ForwardConfig | None = None
 
     def __str__(self) -> str:
         ordered = ", deterministic gradients" * self.deterministic
-        long = ", many queries" * self.is_long
-        return f"H {self.head_dim}, Hv {self.value_dim}, {self.dtype}, {self.mods}{ordered}{long}"
+        forward = "" if self.forward is None else f", {self.forward}"
+        return (
+            f"H {self.head_dim}, Hv {self.value_dim}, {self.dtype}, {self.mods}{ordered}{forward}"
+        )
 
     def _options(self, rng: np.random.Generator, length: int) -> dict[str, Any]:
         """Return the mask, the score and the dropout of a call on so many queries and keys, of two heads."""
-        options: dict[str, Any] = {"mask": None if self.is_long else Causal()}
+        options: dict[str, Any] = {"mask": Causal() if self.forward is None else None}
         if self.mods == SEGMENTS:
             # The third block of 128 queries sees nothing of the first block of keys, and all of some others.
             ids = jnp.asarray(np.digitize(np.arange(length), (100, 128)), jnp.int32)[None]
@@ -88,7 +92,9 @@ class AttentionFamily(NamedTuple):
             )
         )
         spec, operands = parse_call(q, k, v, **self._options(rng, length))
-        configuration = configs.configure(_lengthened(spec) if self.is_long else spec, device)
+        configuration = configs.configure(spec, device)
+        if self.forward is not None:
+            configuration = configuration._replace(forward=self.forward)
         num_floats = len(split_floats(operands.scores)[0])
         needs_grad = (configuration.score_gradients is None,) * num_floats
         names = ("out",)
@@ -185,12 +191,10 @@ class DecodeFamily(NamedTuple):
 type Family = AttentionFamily | DecodeFamily
 
 
-def _lengthened(spec: CallSpec, length: int = 1 << 16) -> CallSpec:
-    return dataclasses.replace(spec, q_len=length)
-
-
-def families_of(spec: CallSpec | CachedSpec, device: Device) -> tuple[Family, ...]:
-    """Return the families whose code a call runs on a device."""
+def families_of(
+    spec: CallSpec | CachedSpec, device: Device, forward: ForwardConfig | None = None
+) -> tuple[Family, ...]:
+    """Return the families whose code a call runs on a device, with this forward or the one that it takes."""
     if isinstance(spec, CachedSpec):
         return (_decode_family(spec),)
     mods = []
@@ -199,8 +203,9 @@ def families_of(spec: CallSpec | CachedSpec, device: Device) -> tuple[Family, ..
     if spec.has_general_mask or spec.dropout_rate:  # a mask may be precomputed as bits
         mods.append(DROPOUT)
     head_dim, value_dim = configs.kernel_dims(spec.head_dim, spec.value_dim)
-    short, own = (configs.forward_config(x, device) for x in (_lengthened(spec, 1), spec))
-    of_all = spec.deterministic, own != short
+    own = forward or configs.forward_config(spec, device)
+    short = configs.forward_config(dataclasses.replace(spec, q_len=1), device)
+    of_all = spec.deterministic, None if own == short else own
     return tuple(
         AttentionFamily(head_dim, value_dim, spec.dtype.name, x, *of_all) for x in mods or (PLAIN,)
     )
