@@ -251,8 +251,9 @@ class Pages(_Appends):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> pool = jnp.zeros((8, 16, 4, 64))
-      >>> pages = Pages(pool, pool, jnp.array([[5, 2], [7, -1]]), jnp.zeros(2, jnp.int32))
+      >>> pages = Pages.zeros(
+      ...     8, 16, kv_heads=4, head_dim=64, table=jnp.array([[5, 2], [7, -1]])
+      ... )
       >>> pages.capacity
       32
     """
@@ -263,6 +264,37 @@ class Pages(_Appends):
     lengths: Int[Array, " B"]
     k_scale: Float[Array, "P K page"] | None = None
     v_scale: Float[Array, "P K page"] | None = None
+
+    @classmethod
+    def zeros(
+        cls,
+        num_pages: int,
+        page_size: int,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        table: Any,
+        value_dim: int | None = None,
+        dtype: Any = jnp.bfloat16,
+    ) -> "Pages":
+        """Make a pool of `num_pages` pages of `page_size` tokens, and empty sequences of which `table` `[B, W]` has the pages.
+
+        A sequence that has no pages yet has a row of -1. All arrays are new ones, a copy of the table too, so that the
+        result can be donated. `value_dim` and `dtype` are those of `Cache.zeros`.
+        """
+        pool = Cache.zeros(
+            num_pages,
+            page_size,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            dtype=dtype,
+        )
+        table = jnp.array(table)
+        lengths = jnp.zeros(table.shape[:1], jnp.int32)
+        pages = cls(pool.key, pool.value, table, lengths, pool.k_scale, pool.v_scale)
+        check_cache(pages)
+        return pages
 
     @property
     def page_size(self) -> int:

@@ -137,6 +137,31 @@ def test_pages_out_of_range_are_not_written() -> None:
         _assert_equal(after, (cache.key, cache.value, LENGTHS + 2))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_empty_pages_own_their_arrays(dtype: str) -> None:
+    """They can be donated, and so can those of another layer that were made for the same table."""
+    table = jnp.array([[0, -1], [3, -1]])
+    layers = [
+        fa.Pages.zeros(4, 8, kv_heads=K, head_dim=H, value_dim=HV, table=table, dtype=dtype)
+        for _ in range(2)
+    ]
+    assert layers[0].capacity == 16 and layers[0].lengths.tolist() == [0, 0]
+    tokens = jnp.ones((2, 3, K, H)), jnp.ones((2, 3, K, HV))
+    x = [t.astype("float32" if dtype == "int8" else dtype) for t in tokens]
+    step = jax.jit(lambda layers: [cache.append(*x) for cache in layers], donate_argnums=0)
+    assert [cache.lengths.tolist() for cache in step(layers)] == [[3, 3]] * 2
+    assert table.tolist() == [[0, -1], [3, -1]] and not table.is_deleted()
+
+
+def test_a_table_that_nobody_has_filled_names_no_page() -> None:
+    pages = fa.Pages.zeros(4, 8, kv_heads=K, head_dim=H, table=np.full((2, 2), -1), dtype="float32")
+    x = jnp.ones((2, 3, K, H))
+    with pytest.raises(ValueError, match="entry 0 of sequence 0 is -1"):
+        pages.append(x, x)
+    after = jax.jit(lambda pages: pages.append(x, x))(pages)  # where nobody knows the table
+    assert not np.any(after.key) and not np.any(after.value)
+
+
 def test_values_may_have_another_head_dim() -> None:
     cache = fa.Cache.zeros(2, 8, kv_heads=3, head_dim=4, value_dim=6)
     assert cache.key.shape == (2, 8, 3, 4) and cache.value.shape == (2, 8, 3, 6)
