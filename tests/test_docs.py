@@ -139,9 +139,22 @@ def promotion_as_users_have_it():
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=name)
 def test_the_code_of_a_page_runs(page, promotion_as_users_have_it, tmp_path):
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    (tmp_path / "page.py").write_text("\n".join(blocks))
-    runpy.run_path(str(tmp_path / "page.py"))
+    run(page.read_text(), tmp_path)
+
+
+def test_the_code_on_several_devices_runs_under_explicit_axes(promotion_as_users_have_it, tmp_path):
+    page = (DOCS / "user" / "sharding.md").read_text()
+    without_flax = re.sub(r"^### With Flax\n.*?^## ", "## ", page, flags=re.DOTALL | re.MULTILINE)
+    before, assignment, after = without_flax.partition("AxisType.Auto")
+    assert assignment and "AxisType.Auto" not in after, "one assignment says the kind of all axes"
+    run(f"{before}AxisType.Explicit{after}", tmp_path)
+
+
+def run(page, folder):
+    """Run the blocks of Python of a page's text, one after the other."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (folder / "page.py").write_text("\n".join(blocks))
+    runpy.run_path(str(folder / "page.py"))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
