@@ -13,7 +13,7 @@ from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.cached_api import CAUSAL, cached_attention
 from pallas_fa2.caches import Cache, Pages
 from pallas_fa2.check_caches import check_cache, is_known
-from pallas_fa2.device import Device, device_of
+from pallas_fa2.device import Device, DeviceLike, as_device, device_of
 from pallas_fa2.ir.cached_spec import CachedSpec
 from pallas_fa2.ir.quantized import SCALE_DTYPE
 from pallas_fa2.parse_cached import parse_cached
@@ -64,7 +64,7 @@ def explain_cached(
     *,
     mask: Any = CAUSAL,
     implementation: str | None = None,
-    device: Device | None = None,
+    device: DeviceLike | None = None,
     **options: Any,
 ) -> CachedExplanation:
     """Explain how `cached_attention` would run the same call; arrays may be `jax.ShapeDtypeStruct`s."""
@@ -77,7 +77,7 @@ def explain_cached(
     options.pop("return_lse", None)
     if isinstance(cache, Cache | Pages):
         check_cache(cache)
-    device = device_of(query) if device is None else device
+    device = device_of(query) if device is None else as_device(device)
     described: list = []
     leaves, tree = jax.tree.flatten((cache, {"mask": mask, **options}))
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape")}

@@ -12,7 +12,7 @@ from pallas_fa2.api import flash_attention
 from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.cached_explanation import CachedExplanation, explain_cached
 from pallas_fa2.caches import Cache, Pages
-from pallas_fa2.device import Device, device_of
+from pallas_fa2.device import Device, DeviceLike, as_device, device_of
 from pallas_fa2.ir import block_classes
 from pallas_fa2.ir.call_spec import CallSpec
 from pallas_fa2.options import Implementation
@@ -78,12 +78,12 @@ class Explanation:
 @overload
 def explain(  # pyright: ignore[reportOverlappingOverload]  # arrays may be anything
     query: Any, key: Cache | Pages,
-    *, implementation: Implementation | None = ..., device: Device | None = ..., **options: Any,
+    *, implementation: Implementation | None = ..., device: DeviceLike | None = ..., **options: Any,
 ) -> CachedExplanation: ...  # fmt: skip
 @overload
 def explain(
     query: Any, key: Any, value: Any,
-    *, implementation: Implementation | None = ..., device: Device | None = ..., **options: Any,
+    *, implementation: Implementation | None = ..., device: DeviceLike | None = ..., **options: Any,
 ) -> Explanation: ...  # fmt: skip
 def explain(
     query: Any,
@@ -91,7 +91,7 @@ def explain(
     value: Any = None,
     *,
     implementation: Implementation | None = None,
-    device: Device | None = None,
+    device: DeviceLike | None = None,
     **options: Any,
 ) -> Explanation | CachedExplanation:
     """Explain how `flash_attention` would run the same call, and why no faster backend does.
@@ -102,19 +102,22 @@ def explain(
     Args:
       query, key, value: arrays, or `jax.ShapeDtypeStruct`s, as `flash_attention` takes them; or query and a cache.
       implementation: as in `flash_attention`.
-      device: where the call would run; by default the device of query.
+      device: where the call would run, by default the device of query: a `jax.Device`, the compute capability of an NVIDIA
+        GPU ("8.0" for an A100, "9.0" for an H100), or a `Device`, such as `Device("gpu", "NVIDIA H200", "9.0", 132)`.
       options: any other argument of `flash_attention`; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:
       An `Explanation`, or a `CachedExplanation`, which print as text.
 
     Raises:
-      ValueError, TypeError: as `flash_attention`; a TypeError for arguments that it does not have.
+      ValueError, TypeError: as `flash_attention`; it has no such argument, or device is none of these.
 
     Example:
       >>> import jax, jax.numpy as jnp, pallas_fa2 as fa
       >>> x = jax.ShapeDtypeStruct((2, 4096, 16, 128), jnp.bfloat16)
       >>> print(fa.explain(x, x, x, mask=fa.Causal()))          # doctest: +SKIP
+      >>> fa.explain(x, x, x, mask=fa.Causal(), device="9.0").implementation
+      'hopper'
     """
     if value is None:
         return explain_cached(query, key, implementation=implementation, device=device, **options)
@@ -125,7 +128,7 @@ def explain(
             f"those are {list(known)}"
         )
     options.pop("return_lse", None)
-    device = device_of(query) if device is None else device
+    device = device_of(query) if device is None else as_device(device)
     described: list = []
     leaves, tree = jax.tree.flatten({name: options.pop(name) for name in DATA if name in options})
     shapes = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}

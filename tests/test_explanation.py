@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2.device import Device
+from pallas_fa2.device import Device, device_of
 
 B, T, S, N, K, H = 2, 13, 10, 4, 2, 16
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
@@ -168,6 +168,46 @@ def test_explain_names_the_backend_of_gradients_of_float32():
     assert explanation.backward.startswith("blockwise: XLA's operations")
     blockwise = fa.explain(x, x, x, device=H200, implementation="blockwise")
     assert explanation.workspace_bytes == blockwise.workspace_bytes
+
+
+@pytest.mark.parametrize(
+    "device, implementation",
+    [
+        *((capability, "ampere") for capability in ("8.0", "8.6", "8.9", "10.0", "12.0")),
+        *(("9.0", "hopper"), (H200, "hopper"), (Device(), "blockwise")),
+    ],
+    ids=str,
+)
+def test_explain_answers_for_any_device(device, implementation):
+    assert fa.explain(*shapes(256), device=device).implementation == implementation
+
+
+def test_explain_takes_a_device_of_jax():
+    (device, *_) = jax.devices()
+    cache = jax.eval_shape(lambda: fa.Cache.zeros(2, 64, kv_heads=4, head_dim=64))
+    for explanation in (
+        fa.explain(*shapes(256), device=device),
+        fa.explain(shapes(1)[0], cache, device=device),
+    ):
+        assert explanation.device == device_of(None)
+
+
+@pytest.mark.parametrize(
+    "device, error, message",
+    [
+        ("cuda", TypeError, r"device must be a jax.Device.*, one of '8.0', .*, but it is 'cuda'"),
+        ("gpu", TypeError, "leave it out for the device of query"),
+        (H200._replace(capability="90"), ValueError, "such as '9.0', but it is '90'"),
+        (H200._replace(platform="cuda"), ValueError, "must be 'gpu'.*but it is 'cuda'; write Dev"),
+    ],
+    ids=str,
+)
+def test_explain_names_what_is_wrong_with_a_device(device, error, message):
+    cache = jax.eval_shape(lambda: fa.Cache.zeros(2, 64, kv_heads=4, head_dim=64))
+    with pytest.raises(error, match=message):
+        fa.explain(*shapes(256), device=device)
+    with pytest.raises(error, match=message):
+        fa.explain(shapes(1)[0], cache, device=device)
 
 
 def test_explain_respects_the_requested_implementation():
