@@ -220,6 +220,14 @@ def test_where_ampere_has_no_room_it_says_so_and_runs_the_equivalent_call() -> N
     assert reason in str(explanation)
 
 
+def test_a_reason_is_said_once() -> None:
+    problem = cached.make(1)
+    for device in (fa.Device(), A100, H200):
+        lines = str(fa.explain(problem.query, problem.cache, device=device)).splitlines()
+        reasons = [line for line in lines if line.startswith("  not ")]
+        assert len(reasons) == len(set(reasons)) == 2
+
+
 UNSUPPORTED: dict[str, tuple[Callable[[], cached.Problem], dict, str]] = {
     "float32": (lambda: cached.make(1), {}, "bfloat16 or float16, not float32"),
     "queries": (lambda: cached.make(9, dtype=jnp.bfloat16), {}, "64 at most, and here are 9 times 8"),

@@ -74,7 +74,8 @@ def make_cached_plan(
             "or attend to one sequence in each call"
         )
     plan = _plan_equivalent_call(spec, device, implementation)
-    return CachedPlan(plan.implementation, plan, rejected=(*rejected, *plan.rejected))
+    of_caches = (reason for reason in rejected if reason not in plan.rejected)
+    return CachedPlan(plan.implementation, plan, rejected=(*of_caches, *plan.rejected))
 
 
 def _plan_equivalent_call(
