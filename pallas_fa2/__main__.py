@@ -3,8 +3,10 @@
 `python -m pallas_fa2 cache` shows, warms and clears the store of compiled kernels.
 """
 
+import argparse
 import sys
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -65,9 +67,18 @@ def _attention_and_gradients(
     return out, dq, dk, dv
 
 
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with these arguments; return the exit code."""
+    if arguments[:1] == ["cache"]:
+        return cache_command.run(arguments[1:])
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_fa2",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args(arguments)  # there are none: it prints the help, or what is not known
+    return main()
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["cache"]:
-        sys.exit(cache_command.run(sys.argv[2:]))
-    if sys.argv[1:]:
-        sys.exit(f"{__doc__}\nargument not known: {sys.argv[1]}")
-    sys.exit(main())
+    sys.exit(run(sys.argv[1:]))

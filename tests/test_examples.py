@@ -117,6 +117,13 @@ def test_tiles_of_the_gallery_equal_its_dense_masks(name):
     assert np.array_equal(actual, want) == (name not in NOT_EXACT)
 
 
+def test_masks_and_scores_are_listed_with_what_they_save(capsys):
+    masks_and_scores.main(TOKENS, HEADS)
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert {*MASKS, *SCORES} <= set(lines)
+    assert "100.0%  Encoders." in lines["full"] and "ALiBi" in lines["alibi"]
+
+
 def test_a_token_of_the_tree_attends_to_its_ancestors_and_itself():
     (visible,) = dense(masks_and_scores.tree(TOKENS, 1), TOKENS)[:1]
     assert visible[0].sum() == 1 and visible.sum(1).max() > 4

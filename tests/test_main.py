@@ -33,3 +33,16 @@ def test_a_wrong_gradient_is_an_exit_code(
     monkeypatch.setattr(command, "_attention_and_gradients", another_dk)
     assert command.main() == 1
     assert "DOES NOT AGREE WITH THE DEFINITION" in capsys.readouterr().out
+
+
+def test_help_is_help(capsys: pytest.CaptureFixture) -> None:
+    for arguments in (["--help"], ["-h"]):
+        with pytest.raises(SystemExit) as exit_:
+            command.run(arguments)
+        assert exit_.value.code == 0 and "python -m pallas_fa2 cache" in capsys.readouterr().out
+
+
+def test_an_argument_that_is_not_known_is_an_error(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        command.run(["cash"])
+    assert exit_.value.code == 2 and "unrecognized arguments: cash" in capsys.readouterr().err
