@@ -44,7 +44,7 @@ def gpu() -> Device:
         described = f"{device.kind} ({device.platform})"
         raise SystemExit(
             f"--report needs an NVIDIA GPU of compute capability {MIN_CAPABILITY} or more, and JAX's first device is "
-            f"{described}: run it where the GPU is, with JAX for CUDA installed (pip install 'pallas_fa2[cuda13]')"
+            f"{described}: run it where the GPU is, with JAX for CUDA installed (pip install '.[cuda13]' tqdm, in the checkout)"
         )
     return device
 

@@ -27,7 +27,11 @@ import sys
 import time
 from typing import Any
 
-from tqdm import tqdm
+try:
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    needed = "benchmarks.run needs tqdm: pip install '.[cuda13]' tqdm, in the checkout"
+    raise ImportError(needed, name="tqdm") from error
 
 from benchmarks import gpu_report, jobs, measure, record, rivals
 from benchmarks.report import report

@@ -1,5 +1,8 @@
 """The report of a GPU that a user sends, without one."""
 
+import importlib
+import sys
+
 import jax
 import pytest
 
@@ -87,9 +90,18 @@ def test_kernels_of_hopper_are_measured_there_alone():
 @pytest.mark.parametrize("device", [Device(), RTX_3090._replace(kind="Tesla T4", capability="7.5")])
 def test_other_devices_are_refused(device, monkeypatch):
     monkeypatch.setattr(gpu_report, "device_of", lambda _: device)
-    message = rf"compute capability 8.0 or more, and JAX's first device is {device.kind}"
+    message = (
+        rf"8.0 or more, and JAX's first device is {device.kind}.*pip install '\.\[cuda13\]' tqdm"
+    )
     with pytest.raises(SystemExit, match=message):
         run.main(["--report"])
+
+
+def test_without_tqdm_the_error_names_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.delitem(sys.modules, "benchmarks.run")
+    with pytest.raises(ImportError, match=r"pip install '\.\[cuda13\]' tqdm, in the checkout"):
+        importlib.import_module("benchmarks.run")
 
 
 def test_a_report_has_a_dozen_shapes_that_small_gpus_hold():
