@@ -99,8 +99,17 @@ def _add_bias(s: Any, q: Token, k: Token, c: Context) -> Any:
 
 
 def bias(array: Float[Array, "..."]) -> Score:
-    """Make the score that adds an array, which broadcasts to `[*B, N, T, S]`; its gradient has the array's shape."""
+    """Make the score that adds an array, which broadcasts to `[*B, N, T, S]`; its gradient has the array's shape.
+
+    Raises:
+      TypeError: the array is boolean.
+    """
     array = array if hasattr(array, "shape") else jnp.asarray(array)
+    if array.dtype == jnp.bool_:
+        raise TypeError(
+            "bias must be numbers that are added to the scores, but it is boolean; pass it as mask=, True where a query "
+            "attends to a key"
+        )
     return Score(_add_bias, pairs={"bias": array})
 
 

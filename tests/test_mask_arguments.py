@@ -160,8 +160,12 @@ def test_masks_that_are_not_boolean_are_errors(make, message):
             lambda: lambda b, h, q, k: q.index >= k.index,
             r"must take \(q, k\) or \(q, k, c\), but <lambda> takes \(b, h, q, k\); .*heads=",
         ),
+        (
+            lambda: (fa.Causal(), fa.SlidingWindow(3)),
+            r"mask must be a mask .*it is tuple; combine masks with &, as in Causal\(\) & Sliding",
+        ),
     ],
-    ids=["class", "joined class", "tuple", "array", "longest", "function"],
+    ids=["class", "joined class", "tuple", "array", "longest", "function", "tuple of masks"],
 )
 def test_common_mistakes_are_errors_with_a_remedy(make, message):
     with pytest.raises(TypeError, match=message):
@@ -202,6 +206,15 @@ def test_lists_are_arrays_and_numpy_integers_may_be_static(mask, expected):
 def test_data_of_a_wrong_shape_are_named(mask, message):
     with pytest.raises(ValueError, match=message):
         dense(mask)
+
+
+def test_dense_names_the_batch_that_data_need():
+    mask = fa.Causal() & fa.Segments(IDS)
+    with pytest.raises(
+        ValueError, match=r"batch= \(= \(\)\) and heads= \(= 1\) of dense.* batch=\(B"
+    ):
+        mask.dense(9)
+    assert mask.dense(9, batch=(2,)).shape == (2, 1, 9, 9)
 
 
 def test_causal_with_arguments_is_an_error_that_names_align():

@@ -371,6 +371,16 @@ def test_a_bias_may_be_a_list():
     chex.assert_trees_all_equal(actual, attend(fa.bias(BIAS)))
 
 
+@pytest.mark.parametrize(
+    "array", [np.ones((1, 1, T, S), bool), [[True] * S] * T], ids=["array", "list"]
+)
+def test_a_bias_is_no_mask(array):
+    with pytest.raises(
+        TypeError, match="bias must be numbers .* but it is boolean; pass it as mask="
+    ):
+        fa.bias(array)
+
+
 @pytest.mark.parametrize("cap", [0, -1.0, np.nan])
 def test_a_cap_is_positive(cap):
     with pytest.raises(ValueError, match=r"cap must be a positive .* but it is .*; .*no cap"):

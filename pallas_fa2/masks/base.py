@@ -108,9 +108,14 @@ class Mask(StaticPytree):
         def visible(q_index: Any, k_index: Any, data: Any) -> Any:
             return jnp.asarray(self.evaluate(q_index, k_index, data, dims))
 
-        mask = vmap_over_leading_axes(
-            visible, q_positions + np.int32(offset), k_positions, self.normalized_data(dims)
-        )
+        try:
+            data = self.normalized_data(dims)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. Here batch= (= {batch}) and heads= (= {heads}) of dense must be those of the call that the data "
+                "are made for: write dense(T, S, batch=(B,), heads=N)"
+            ) from error
+        mask = vmap_over_leading_axes(visible, q_positions + np.int32(offset), k_positions, data)
         shape = math.prod(batch), heads, 1, dims.q_len, dims.kv_len
         return jnp.broadcast_to(mask, shape).reshape(*batch, heads, dims.q_len, dims.kv_len)
 
@@ -233,7 +238,10 @@ def as_mask(mask: Any) -> Mask:
         return Dense(mask)
     if callable(mask) and not isinstance(mask, UserFn):
         return FunctionMask(mask)
+    remedy = "pass score functions as score="
+    if isinstance(mask, tuple | list):
+        remedy = "combine masks with &, as in Causal() & SlidingWindow(8)"
     raise TypeError(
         f"mask must be a mask object, a function of two tokens or a boolean array, but it is "
-        f"{type(mask).__name__}; pass score functions as score="
+        f"{type(mask).__name__}; {remedy}"
     )
