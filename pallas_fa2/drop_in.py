@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from pallas_fa2.api import flash_attention
-from pallas_fa2.check_args import check_arrays
+from pallas_fa2.check_args import check_arrays, check_shapes
+from pallas_fa2.ir.arrays import CallShape
 from pallas_fa2.masks import Lengths, Mask, Window, as_mask
 from pallas_fa2.options import (
     DropInOptions,
@@ -107,7 +108,8 @@ def dot_product_attention(
     unbatched = query.ndim == 3  # then a batch of one: masks, biases and lengths may have its axis
     if unbatched:
         query, key, value = query[None], key[None], value[None]
-    masks = [] if mask is None else [as_mask(_with_four_axes(mask))]
+    dims = check_shapes(query, key, value)
+    masks = [] if mask is None else [as_mask(_with_four_axes("mask", mask, dims))]
     if local_window_size is not None:
         is_int = isinstance(local_window_size, int | np.integer)
         left, right = (local_window_size,) * 2 if is_int else local_window_size
@@ -116,7 +118,9 @@ def dot_product_attention(
         query_seq_lengths = _as_lengths("query_seq_lengths", query_seq_lengths, query)
         key_value_seq_lengths = _as_lengths("key_value_seq_lengths", key_value_seq_lengths, query)
         masks.append(Lengths(query_seq_lengths, key_value_seq_lengths))
-    scores = () if bias is None else (add_bias(_with_four_axes(jnp.asarray(bias))),)
+    scores = ()
+    if bias is not None:
+        scores = (add_bias(_with_four_axes("bias", jnp.asarray(bias), dims)),)
     out, lse = flash_attention(
         query,
         key,
@@ -141,10 +145,18 @@ def dot_product_attention(
     return out
 
 
-def _with_four_axes(array: Any) -> Any:
+def _with_four_axes(name: str, array: Any, dims: CallShape) -> Any:
     """Return an array `[N, T, S]` as `[1, N, T, S]`, as arrays broadcast, and anything else as it is."""
     is_array = hasattr(array, "dtype") and not isinstance(array, Mask)
-    return array[None] if is_array and array.ndim == 3 else array  # pyright: ignore[reportIndexIssue]
+    if not is_array or array.ndim != 3:
+        return array
+    sizes = dims.kv_heads * dims.group, dims.q_len, dims.kv_len
+    if any(a not in (1, b) for a, b in zip(array.shape, sizes, strict=True)):
+        raise ValueError(
+            f"{name} of three axes must have shape [N | 1, T | 1, S | 1] with N = {sizes[0]}, T = {sizes[1]}, "
+            f"S = {sizes[2]}, but it has shape {array.shape}; for [B, T, S] write {name}[:, None]"
+        )
+    return array[None]  # pyright: ignore[reportIndexIssue]
 
 
 def _as_lengths(name: str, lengths: Any, query: jax.Array) -> jax.Array | None:

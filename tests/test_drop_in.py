@@ -220,6 +220,11 @@ def test_numpy_float64_inputs_become_float32():
             {"key_value_seq_lengths": np.ones(B, np.int16)},
             r"key_value_seq_lengths must be int32 of",
         ),
+        (
+            {"bias": np.ones((B, T, S))},
+            r"bias of three axes .* shape \(2, 13, 10\);.* bias\[:, None\]",
+        ),
+        ({"mask": np.ones((B, T, S), bool)}, rf"mask of three .* N = {N}, T = {T}, S = {S}, but"),
     ],
 )
 def test_invalid_options_of_the_drop_in_are_errors(options, message):
