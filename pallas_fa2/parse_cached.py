@@ -33,6 +33,7 @@ def parse_cached(
 ) -> tuple[CachedSpec, CachedOperands]:
     """Check the arguments of `cached_attention` and describe the call; query may be a `jax.ShapeDtypeStruct`."""
     tokens, packed = _check_query(query, cache, queries)
+    _check_query_fits(query, cache)
     _check_split_size(split_size)
     lengths = clamp_lengths(cache)
     if packed is None:
@@ -121,6 +122,21 @@ def _check_query(query: Any, cache: Any, queries: Any) -> tuple[int, Packed | No
         )
     check_packed(queries, batch, query.shape[0])
     return query.shape[0], clamp_starts(queries, query.shape[0])
+
+
+def _check_query_fits(query: Any, cache: Cache | Pages) -> None:
+    """Raise a TypeError or ValueError unless heads `[..., N, H]` and the dtype of query are those of the cache."""
+    heads, head_dim = cache.key.shape[2:]
+    if query.shape[-1] != head_dim or (heads and query.shape[-2] % heads):
+        raise ValueError(
+            f"query must have shape [..., N, H] with a multiple of the cache's {heads} heads and its head dim {head_dim}, "
+            f"but it has shape {query.shape}; make the cache with the kv_heads= and head_dim= of the model"
+        )
+    if not is_quantized(cache.key.dtype) and query.dtype != cache.key.dtype:
+        raise TypeError(
+            f"query's dtype must be the cache's, {cache.key.dtype}, but it is {query.dtype}; cast query, or make the cache "
+            f"with dtype={query.dtype} (nothing is promoted silently)"
+        )
 
 
 def _check_split_size(size: Any) -> None:

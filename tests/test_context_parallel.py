@@ -92,6 +92,16 @@ ERRORS = {
 }  # fmt: skip
 
 
+def test_a_wrong_axis_is_an_error_that_names_those_that_there_are() -> None:
+    spec, x = P(None, AXIS), jnp.zeros((1, 4, K, H))
+    attend = functools.partial(fa.context_parallel_attention, axis_name="tokens")
+    run = jax.shard_map(attend, mesh=mesh_of(**{AXIS: 1}), in_specs=(spec,) * 3, out_specs=spec)
+    with pytest.raises(ValueError, match=f"but it is 'tokens', .*; those here are '{AXIS}'"):
+        jax.jit(run)(x, x, x)
+    with pytest.raises(ValueError, match=r"call it inside jax\.shard_map"):
+        attend(x, x, x)
+
+
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_name_the_argument_and_the_remedy(name: str) -> None:
     options, message = ERRORS[name]
@@ -106,7 +116,7 @@ def test_the_ring_outside_of_jit_is_an_error_that_names_jit() -> None:
     spec, x = P(None, AXIS), jnp.zeros((1, 4, K, H))
     attend = functools.partial(fa.context_parallel_attention, axis_name=AXIS)
     run = jax.shard_map(attend, mesh=mesh_of(**{AXIS: 1}), in_specs=(spec,) * 3, out_specs=spec)
-    with pytest.raises(NotImplementedError, match=r"strategy 'ring', .*jax\.jit\(jax\.shard_map"):
+    with pytest.raises(NotImplementedError, match=r"strategy 'ring' .*jax\.jit\(jax\.shard_map"):
         run(x, x, x)
 
 

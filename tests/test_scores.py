@@ -376,7 +376,7 @@ def test_a_bias_may_be_a_list():
 )
 def test_a_bias_is_no_mask(array):
     with pytest.raises(
-        TypeError, match="bias must be numbers .* but it is boolean; pass it as mask="
+        TypeError, match=r"bias must be numbers .* but it is boolean; pass it as mask="
     ):
         fa.bias(array)
 

@@ -152,9 +152,11 @@ def _check_arguments(axis_name: Any, strategy: Any, layout: Any, query: Any, key
     try:
         shards = lax.axis_size(axis_name)
     except NameError:
+        here = ", ".join(map(repr, jax.sharding.get_abstract_mesh().manual_axes))
+        remedy = f"those here are {here}" if here else "call it inside jax.shard_map"
         raise ValueError(
-            f"axis_name must be an axis over which jax.shard_map divides arrays, but it is {axis_name!r}, and there is "
-            "none of this name here; call context_parallel_attention inside jax.shard_map"
+            f"axis_name must be an axis over which jax.shard_map divides arrays, but it is {axis_name!r}, and "
+            f"context_parallel_attention is called where there is none of this name; {remedy}"
         ) from None
     if layout == "zigzag" and shards > 1:
         for name, x in (("T", query), ("S", key)):

@@ -41,8 +41,8 @@ def _naming_the_cure_outside_jit() -> Iterator[None]:
         if "symbolic_zeros" not in str(error):
             raise
         raise NotImplementedError(
-            "strategy 'ring', which 'all_gather' is on one device as well, cannot run in a jax.shard_map outside of "
-            "jax.jit, where JAX has no custom_vjp with symbolic zeros; call jax.jit(jax.shard_map(...))"
+            "strategy 'ring' (and 'all_gather' on one device, which runs as a ring) must be in a jax.shard_map that is inside "
+            "jax.jit, but it is outside, where JAX has no custom_vjp with symbolic zeros; call jax.jit(jax.shard_map(...))"
         ) from error
 
 
