@@ -258,6 +258,8 @@ def test_a_warning_points_to_the_call(monkeypatch, attend):
 def test_dir_lists_only_public_names():
     assert set(dir(fa)) == {*fa.__all__, "__version__"}
     assert all(hasattr(fa, name) for name in dir(fa))
+    for module in (fa.linen, fa.nnx):
+        assert dir(module) == ["MultiHeadAttention", "attention_fn"]
 
 
 @pytest.mark.parametrize("kind", ["mask", "score", "numpy", "drop-in"])

@@ -248,3 +248,37 @@ def test_errors_about_caches_name_the_argument():
         attend_on_a_cache({}, cache=None, queries=fa.Packed(jnp.array([0, 1, 2])))
     with pytest.raises(TypeError, match=r"cache must be a pallas_fa2\.Cache .* it is dict"):
         attend_on_a_cache({}, cache={})
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (
+            {"dtype": jnp.bfloat16},
+            TypeError,
+            r"computes, float32, but it has bfloat16; .* dtype=fl",
+        ),
+        ({"kv_heads": 2}, ValueError, r"layer's 4 key heads of 8, but it has 2 of 8; .*kv_heads=4"),
+        (
+            {"head_dim": 16},
+            ValueError,
+            "but it has 4 of 16; make it with kv_heads=4 and head_dim=8",
+        ),
+        (None, TypeError, "cache must be a pallas_fa2.Cache or pallas_fa2.Pages, but it is dict"),
+    ],
+    ids=["dtype", "heads", "head dim", "no cache"],
+)
+def test_a_cache_that_does_not_fit_the_layer_names_the_cure(options, error, message):
+    layer, cache = MultiHeadAttention(num_heads=4), {}
+    if options is not None:
+        cache = fa.Cache.zeros(
+            2, LENGTH, **{"kv_heads": 4, "head_dim": 8, "dtype": jnp.float32} | options
+        )
+    with pytest.raises(error, match=message):
+        layer.init(KEY, X, cache=cache)
+
+
+def test_a_mask_in_the_place_of_inputs_is_an_error():
+    for mask in (fa.Causal(), lambda q, k: q.index >= k.index):
+        with pytest.raises(TypeError, match=r"inputs_k must be .*; pass a mask by name, mask="):
+            MultiHeadAttention(num_heads=4).init(KEY, X, mask)

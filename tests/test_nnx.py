@@ -383,3 +383,27 @@ def test_errors_about_caches_name_the_argument():
     for name in ("return_lse", "input_positions", "dropout"):
         with pytest.raises(TypeError, match=f"'{name}' is none of them"):
             layer(x, cache=new_cache(), **{name: X})
+
+
+def test_a_cache_that_does_not_fit_the_layer_names_the_cure():
+    layer, x = build(MultiHeadAttention, decode=False), jnp.asarray(X)
+    with pytest.raises(
+        TypeError, match=r"computes, float32, but it has bfloat16; .* dtype=float32"
+    ):
+        layer(x, cache=fa.Cache.zeros(2, LENGTH, kv_heads=4, head_dim=8))
+    with pytest.raises(ValueError, match=r"4 key heads of 8, but it has 2 of 8; .*kv_heads=4"):
+        layer(x, cache=fa.Cache.zeros(2, LENGTH, kv_heads=2, head_dim=8, dtype=jnp.float32))
+
+
+def test_a_prompt_with_decode_is_an_error_that_names_cache():
+    step = build(MultiHeadAttention, decode=True)
+    step.init_cache(X.shape)
+    with pytest.raises(ValueError, match=r"inputs_q must be one token.* \(2, 3, 32\); .*cache="):
+        step(jnp.asarray(X[:, :3]))
+
+
+def test_a_mask_in_the_place_of_inputs_is_an_error():
+    with pytest.raises(
+        TypeError, match=r"inputs_k must be .* Causal\(\); pass a mask by name, mask="
+    ):
+        build(MultiHeadAttention, decode=False)(jnp.asarray(X), fa.Causal())

@@ -17,8 +17,11 @@ from flax.linen.dtypes import promote_dtype as promote
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from pallas_fa2.caches import Cache, Pages
+from pallas_fa2.check_caches import check_cache
 from pallas_fa2.drop_in import dot_product_attention
 from pallas_fa2.ir.call_spec import reads_query_positions
+from pallas_fa2.ir.quantized import is_quantized
 from pallas_fa2.masks import Mask
 from pallas_fa2.options import Implementation, Scores
 from pallas_fa2.parse_call import parse_call
@@ -158,6 +161,35 @@ def forbid_weights(request: str | None) -> None:
         raise ValueError(
             f"{request} asks for the attention weights, which flash attention never forms; call "
             "with sow_weights=False, or look at them with flax.linen.dot_product_attention"
+        )
+
+
+def check_inputs(inputs_k: Any, inputs_v: Any) -> None:
+    """Raise a TypeError for a mask in the place of inputs."""
+    for name, x in (("inputs_k", inputs_k), ("inputs_v", inputs_v)):
+        if isinstance(x, Mask) or callable(x):
+            raise TypeError(
+                f"{name} must be an array or None, but it is {x!r}; pass a mask by name, mask="
+            )
+
+
+def check_cache_of_layer(cache: Any, key: jax.Array) -> None:
+    """Raise a TypeError or ValueError unless a cache has the heads and the dtype of a layer's keys `[..., K, H]`."""
+    if not isinstance(cache, Cache | Pages):
+        raise TypeError(
+            f"cache must be a pallas_fa2.Cache or pallas_fa2.Pages, but it is {type(cache).__name__}; make one by zeros"
+        )
+    check_cache(cache)
+    heads, head_dim = key.shape[-2:]
+    if cache.key.shape[2:] != (heads, head_dim):
+        raise ValueError(
+            f"cache must have the layer's {heads} key heads of {head_dim}, but it has {cache.key.shape[2]} of "
+            f"{cache.key.shape[3]}; make it with kv_heads={heads} and head_dim={head_dim}, or the layer with other heads"
+        )
+    if not is_quantized(cache.key.dtype) and cache.key.dtype != key.dtype:
+        raise TypeError(
+            f"cache must have the dtype in which the layer computes, {key.dtype}, but it has {cache.key.dtype}; make the "
+            f"layer with dtype={cache.key.dtype}, or the cache with dtype={key.dtype}"
         )
 
 

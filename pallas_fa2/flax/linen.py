@@ -18,13 +18,23 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from pallas_fa2.api import flash_attention
 from pallas_fa2.cached_api import cached_attention
 from pallas_fa2.caches import Cache, Packed, Pages
-from pallas_fa2.flax.attention_fn import as_boolean, attention_fn, forbid_weights
+from pallas_fa2.flax.attention_fn import (
+    as_boolean,
+    attention_fn,
+    check_cache_of_layer,
+    check_inputs,
+    forbid_weights,
+)
 from pallas_fa2.flax.cache_options import check_cache_options
 from pallas_fa2.masks import Causal, Lengths, Mask, as_mask
 from pallas_fa2.options import Implementation, Scores
 from pallas_fa2.scores import as_scores
 
 __all__ = ["MultiHeadAttention", "attention_fn"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def lecun_normal(key: PRNGKeyArray, shape: Any, dtype: Any = jnp.float32) -> Array:
@@ -37,8 +47,8 @@ class MultiHeadAttention(nn.Module):
 
     If `num_kv_heads` is None, its parameters and cache are those of
     `flax.linen.MultiHeadDotProductAttention` in name, shape, dtype and initial value, so that
-    checkpoints load unchanged (in a parent that leaves its layers unnamed the name of this one is
-    `MultiHeadAttention_0`; give it `name=` to load such a checkpoint). With fewer key heads than
+    checkpoints of named layers load unchanged (in a parent that leaves its layers unnamed the name of this one is
+    `MultiHeadAttention_0`; give it `name="MultiHeadDotProductAttention_0"` to load such a checkpoint). With fewer key heads than
     query heads, the kernels of `key` and `value` are `[features, num_kv_heads, head_dim]`.
 
     With `decode=True`, `init` on inputs of the greatest length makes the cache (`cached_key`,
@@ -155,6 +165,7 @@ class MultiHeadAttention(nn.Module):
             other inputs.
         """
         forbid_weights("sow_weights (= True)" if sow_weights else None)
+        check_inputs(inputs_k, inputs_v)
         check_cache_options(
             cache,
             queries,
@@ -194,6 +205,7 @@ class MultiHeadAttention(nn.Module):
         query, key, value = promote(query, key, value, dtype=self.dtype)
         joined = functools.reduce(operator.and_, masks) if masks else None
         if cache is not None:
+            check_cache_of_layer(cache, key)
             cache = cache.append(key, value, queries=queries)
             x = cached_attention(
                 query,

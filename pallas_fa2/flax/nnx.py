@@ -19,12 +19,18 @@ from pallas_fa2.flax.attention_fn import (
     DecodingStep,
     as_boolean,
     attention_fn,
+    check_cache_of_layer,
+    check_inputs,
     forbid_weights,
 )
 from pallas_fa2.flax.cache_options import cached_options, check_cache_options, options_of
 from pallas_fa2.masks import Causal, Mask, as_mask
 
 __all__ = ["MultiHeadAttention", "attention_fn"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
@@ -102,6 +108,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             not reach `attention_fn` in decoding, for `queries` without a cache, and for a cache with decoding, dropout, other
             inputs, or an `attention_fn` that is not ours.
         """
+        check_inputs(inputs_k, inputs_v)
         check_cache_options(
             cache,
             queries,
@@ -128,6 +135,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         )
         if not decoding or keys is None or index is None:
             return run(mask=mask)
+        if inputs_q.shape[-2] != 1:
+            raise ValueError(
+                f"inputs_q must be one token, [*B, 1, F], with decode=True, as in Flax, but it has shape {inputs_q.shape}; "
+                "for a prompt call the layer with decode=False and cache=, a pallas_fa2.Cache or Pages"
+            )
         # Flax joins masks as arrays. A mask object and the token's position bypass it.
         mask_object = as_mask(mask) if callable(mask) or isinstance(mask, Mask) else None
         step = DecodingStep(mask_object, jnp.asarray(index[...])[None])
@@ -159,6 +171,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         )
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
+        check_cache_of_layer(cache, key)
         cache = cache.append(key, value, queries=queries)
         mask = Causal() if mask is None else as_mask(as_boolean(mask))
         mask = mask & Causal() if causal else mask
