@@ -16,12 +16,7 @@ MODULES = sorted(path for path in (ROOT / "pallas_fa2").rglob("*.py") if ">>> " 
 DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
 USER = sorted((DOCS / "user").glob("*.md"))
 DESIGN = [*sorted((DOCS / "design").glob("*.md")), DOCS / "glossary.md"]
-RUNNABLE = [
-    ROOT / "README.md",
-    *USER,
-    DOCS / "design" / "masks.md",
-    DOCS / "design" / "scheduling.md",
-]
+RUNNABLE = [*USER, DOCS / "design" / "masks.md", DOCS / "design" / "scheduling.md"]
 # What stays in the repository: a source distribution has none of it.
 REPOSITORY_ONLY = DOCS / "figures", ROOT / "benchmarks" / "results"
 
