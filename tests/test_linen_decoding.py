@@ -119,11 +119,12 @@ def test_cache_errors():
         lambda: fa.Prefix(6) & fa.Window(4, 1),
     ],
 )
-def test_the_mask_decides_to_what_a_prompt_attends(mask):
+@pytest.mark.parametrize("x", [X, X[0]], ids=["cache", "positions"])
+def test_the_mask_decides_to_what_a_prompt_attends(x, mask):
     params, _ = stock_case()
-    whole = apply(MultiHeadAttention(num_heads=4), params, X[:, :6], mask=mask())
+    whole = apply(MultiHeadAttention(num_heads=4), params, x[..., :6, :], mask=mask())
     decode = MultiHeadAttention(num_heads=4, decode=True)
-    out, _ = decoded(decode, params, X, [6], masks=lambda start: mask())
+    out, _ = decoded(decode, params, x, [6], masks=lambda start: mask())
     close(out, whole)
 
 

@@ -20,7 +20,6 @@ from pallas_fa2.backends.common.primitives import layouts
 from pallas_fa2.backends.sm90.decode import (
     eight_bit_tile,
     eight_bits,
-    flash_forward,
     loader,
     scales,
 )
@@ -36,7 +35,6 @@ from tests.support.decode_cases import (
     FULL,
     INT8,
     OF_8_BITS,
-    SLOPES,
     Case,
     check,
     mods_of,
@@ -473,59 +471,3 @@ def test_mods_of_8_bits_compile_clean(name: str) -> None:
     with hopper.planned_for_h200():
         (report,) = compile_gate.compile_for_h200(run, q, cache)
     compile_gate.assert_clean(report)
-
-
-FLASH: dict[str, dict] = {
-    "full": {},
-    "causal": {"mask": fa.Causal(), "align": "end"},
-    "window": {"mask": fa.SlidingWindow(300), "align": "end"},
-    "flax": {"mask": np.arange(1100)[None, None, None] < 777},
-    "alibi": {"mask": fa.Causal(), "align": "end", "score": fa.alibi(SLOPES)},
-}
-
-
-@pytest.mark.parametrize("name", slow_but(lambda name: name in ("causal", "flax"), FLASH))
-def test_few_queries_of_flash_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With gradients, of which the backward takes out and lse from the decode kernel."""
-    monkeypatch.setattr(flash_forward, "MIN_KEYS", 1024)
-    options = FLASH[name]
-    q, dout, k, v = (
-        jnp.asarray(np.random.default_rng(i).normal(size=x), jnp.bfloat16)
-        for i, x in enumerate(((1, 2, 4, 64),) * 2 + ((1, 1100, 2, 64),) * 2)
-    )
-
-    def run(q: Any, k: Any, v: Any, dout: Any, implementation: str) -> Any:
-        def attend(*arrays: Any) -> Any:
-            return fa.flash_attention(*arrays, implementation=implementation, **options)
-
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, *pull(dout)
-
-    arrays = q, k, v, dout
-    expected = run(*(x.astype(jnp.float32) for x in arrays), "blockwise")
-    with hopper.planned_for_h200(cores=3):
-        explanation = fa.explain(q, k, v, **options)
-        assert "merges its splits" in explanation.forward
-        actual = interpreter.run(lambda *args: run(*args, "hopper"), *arrays)
-    for x, y in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(np.asarray(x, np.float32), y, atol=0.02)
-
-
-@pytest.mark.parametrize(
-    "shape, options",
-    [
-        ((1, 2, 4, 2, 4000), {}),  # few keys
-        ((1, 20, 4, 2, 5000), {}),  # many queries
-        ((64, 1, 8, 8, 5000), {}),  # enough heads, of their own keys
-        ((1, 2, 4, 2, 5000), {"mask": fa.Causal()}),  # with as few keys as queries
-        ((1, 2, 4, 2, 5000), {"q_positions": np.array([[3, 4]])}),
-    ],
-)
-def test_other_calls_of_flash_attention_have_the_other_kernels(shape: tuple, options: dict) -> None:
-    batch, queries, heads, kv_heads, keys = shape
-    q, k = (
-        jax.ShapeDtypeStruct((batch, *x, 64), jnp.bfloat16)
-        for x in ((queries, heads), (keys, kv_heads))
-    )
-    with hopper.planned_for_h200():
-        assert "warpgroups multiply" in fa.explain(q, k, k, **options).forward

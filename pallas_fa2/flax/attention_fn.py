@@ -7,6 +7,7 @@ what its signature names, and nnx passes everything by name.
 """
 
 import contextvars
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,9 +18,11 @@ from flax.linen.dtypes import promote_dtype as promote
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from pallas_fa2.cached_api import cached_attention
 from pallas_fa2.caches import Cache, Pages
 from pallas_fa2.check_caches import check_cache
 from pallas_fa2.drop_in import dot_product_attention
+from pallas_fa2.flax.written_tokens import as_cache
 from pallas_fa2.ir.call_spec import reads_query_positions
 from pallas_fa2.ir.quantized import is_quantized
 from pallas_fa2.masks import Mask
@@ -105,7 +108,18 @@ def attention_fn(
     step = DECODING_STEP.get()
     options: dict[str, Any] = {"align": "start" if align is None else align}
     if step is not None:
-        mask, options = step.join_mask(mask), {"q_positions": step.q_positions}
+        cache = as_cache(key, value, step.position + 1, 0.0 if deterministic else dropout_rate)
+        if cache is not None and bias is None and not deterministic_gradients:
+            # The last token of all, to which `is_causal` hides nothing.
+            return cached_attention(
+                query,
+                cache,
+                mask=step.join_mask(None if step.has_flax_mask_alone else mask),
+                score=score,
+                sinks=sinks,
+                implementation="reference" if implementation == "xla" else implementation,
+            )
+        mask, options = step.join_mask(mask), {"q_positions": step.position[None]}
     elif align is None and query.shape[-3] == 1 < key.shape[-3]:
         _check_position_is_known(query, key, value, mask, score)
     return dot_product_attention(
@@ -126,11 +140,15 @@ def attention_fn(
 
 
 class DecodingStep:
-    """The mask object and the position `[1]` of a token that Flax does not pass to the attention function."""
+    """What Flax does not pass to the attention function: the mask object of a call, and the position `[]` of its token.
 
-    def __init__(self, mask: Mask | None, q_positions: jax.Array):
+    With `has_flax_mask_alone`, the array that Flax passes says which tokens are written, and nothing else.
+    """
+
+    def __init__(self, mask: Mask | None, position: jax.Array, has_flax_mask_alone: bool):
         self.mask = mask
-        self.q_positions = q_positions
+        self.position = position
+        self.has_flax_mask_alone = has_flax_mask_alone
         self.was_read = False
 
     def join_mask(self, mask: Any) -> Any:
@@ -143,6 +161,13 @@ class DecodingStep:
 DECODING_STEP: contextvars.ContextVar[DecodingStep | None] = contextvars.ContextVar(
     "decoding_step", default=None
 )
+
+
+def is_attention_fn(fn: Any) -> bool:
+    """Return whether a function is `attention_fn`, with options set by `functools.partial` or without."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn is attention_fn
 
 
 def _check_position_is_known(query: Any, key: Any, value: Any, mask: Any, score: Any) -> None:

@@ -26,6 +26,7 @@ from pallas_fa2.flax.attention_fn import (
     forbid_weights,
 )
 from pallas_fa2.flax.cache_options import check_cache_options
+from pallas_fa2.flax.written_tokens import as_cache
 from pallas_fa2.masks import Causal, Lengths, Mask, as_mask
 from pallas_fa2.options import Implementation, Scores
 from pallas_fa2.scores import as_scores
@@ -184,15 +185,12 @@ class MultiHeadAttention(nn.Module):
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
 
         masks = [] if mask is None else [as_mask(as_boolean(mask))]
-        start = positions = None
+        start = None
         if self.decode:
             key, value, start = self._append_to_cache(key, value)
-        if start is not None:
-            new = query.shape[-3]
-            positions = start + jnp.arange(new)
-            written = Lengths(kv=start + new)
+        if start is not None or cache is not None:
             # Without a mask, tokens of a prompt attend to those before them, as they would one by one.
-            masks = [*(masks or [Causal()]), written]
+            masks = masks or [Causal()]
         if self.causal:
             masks.append(Causal())
 
@@ -203,15 +201,23 @@ class MultiHeadAttention(nn.Module):
             elif dropout_rng is None:
                 dropout_rng = self.make_rng("dropout")
         query, key, value = promote(query, key, value, dtype=self.dtype)
-        joined = functools.reduce(operator.and_, masks) if masks else None
+        attended = positions = None
         if cache is not None:
             check_cache_of_layer(cache, key)
-            cache = cache.append(key, value, queries=queries)
+            attended = cache = cache.append(key, value, queries=queries)
+        elif start is not None:
+            new = query.shape[-3]
+            attended = as_cache(key, value, start + new, rate)
+            if attended is None:
+                positions = start + jnp.arange(new)
+                masks.append(Lengths(kv=start + new))
+        joined = functools.reduce(operator.and_, masks) if masks else None
+        if attended is not None:
             x = cached_attention(
                 query,
-                cache,
+                attended,
                 queries=queries,
-                mask=Causal() if joined is None else joined,
+                mask=joined,
                 score=score,
                 implementation=self.implementation,
             )

@@ -22,6 +22,7 @@ from pallas_fa2.flax.attention_fn import (
     check_cache_of_layer,
     check_inputs,
     forbid_weights,
+    is_attention_fn,
 )
 from pallas_fa2.flax.cache_options import cached_options, check_cache_options, options_of
 from pallas_fa2.masks import Causal, Mask, as_mask
@@ -142,7 +143,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             )
         # Flax joins masks as arrays. A mask object and the token's position bypass it.
         mask_object = as_mask(mask) if callable(mask) or isinstance(mask, Mask) else None
-        step = DecodingStep(mask_object, jnp.asarray(index[...])[None])
+        is_ours = is_attention_fn(self.attention_fn)  # another one may join masks of its own
+        has_flax_mask_alone = is_ours and (mask is None or mask_object is not None)
+        step = DecodingStep(mask_object, jnp.asarray(index[...]), has_flax_mask_alone)
         reset_token = DECODING_STEP.set(step)
         try:
             out = run(mask=mask if mask_object is None else None)

@@ -13,9 +13,11 @@ from pallas_fa2.backends.common.aux_grads import AuxGrads, pairwise_from_fragmen
 from pallas_fa2.backends.common.batching import batched
 from pallas_fa2.backends.common.causal_trim import causal_trim
 from pallas_fa2.backends.common.compiled_mods import CompiledMods, RuntimeAux
+from pallas_fa2.backends.common.decode.config import DecodeConfig
+from pallas_fa2.backends.common.decode.flash_forward import FlashForward
 from pallas_fa2.backends.common.second_order import forbid_second_order
 from pallas_fa2.backends.common.split_float32 import split_for_gradients
-from pallas_fa2.backends.protocol import Backend, KernelDescription
+from pallas_fa2.backends.protocol import Backend, Configuration, KernelDescription
 from pallas_fa2.backends.sm80 import configs, first_use, support
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.dq_kernel import query_gradients
@@ -35,13 +37,15 @@ log = logging.getLogger("pallas_fa2")
 
 def forward(
     spec: CallSpec,
-    config: ForwardConfig,
+    config: ForwardConfig | DecodeConfig,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     operands: Operands,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
+    if isinstance(config, DecodeConfig):
+        return FLASH_FORWARD.forward(spec, config, q, k, v, operands)
     trim = causal_trim(spec)
     mods = CompiledMods.compile(spec, trim, trim.operands(operands), *config.tile)
 
@@ -172,17 +176,25 @@ def _mark_nonfinite_queries(q: jax.Array, dout: jax.Array, lse: jax.Array) -> ja
 
 
 def describe(
-    spec: CallSpec, forward: ForwardConfig, backward: BackwardConfig | None, operands: Operands
+    spec: CallSpec,
+    forward: ForwardConfig | DecodeConfig,
+    backward: BackwardConfig | None,
+    operands: Operands,
 ) -> KernelDescription:
     """Describe the kernels of a call, of which nothing runs."""
-    blocks = ", blocks from lists" if spec.has_general_mask else ""
-    split = ", float32 as two float16 numbers, three products" if forward.is_split else ""
-    forward_text = (
-        f"mma.sync, a CTA of {4 * forward.warpgroups} warps for {forward.block_q} queries, {forward.block_kv} keys at a "
-        f"time{blocks}{split}"
-    )
+    blocks, split = ", blocks from lists" if spec.has_general_mask else "", ""
+    if isinstance(forward, DecodeConfig):
+        tile = spec.q_len, forward.block_kv
+        forward_text = f"mma.sync, {FLASH_FORWARD.describe(spec, forward)}"
+    else:
+        tile = forward.tile
+        split = ", float32 as two float16 numbers, three products" if forward.is_split else ""
+        forward_text = (
+            f"mma.sync, a CTA of {4 * forward.warpgroups} warps for {forward.block_q} queries, {forward.block_kv} keys at "
+            f"a time{blocks}{split}"
+        )
     if backward is None:
-        return KernelDescription(forward.tile, forward_text, None, 0)
+        return KernelDescription(tile, forward_text, None, 0)
     rows = spec.batch * spec.q_heads * round_up(spec.q_len, backward.rows_multiple)
     keys = spec.batch * spec.q_heads * round_up(spec.kv_len, backward.block_kv)
     dims = backward.head_dim + backward.value_dim
@@ -198,7 +210,7 @@ def describe(
         )
         dq, columns = f"{kernels}, dQ of {backward.dq.block_q} queries a CTA", 0
     return KernelDescription(
-        forward.tile,
+        tile,
         forward_text,
         f"mma.sync, a CTA of {4 * backward.warpgroups} warps for {backward.block_kv} keys, {backward.block_q} queries at "
         f"a time{blocks}; {dq}{split}",
@@ -212,9 +224,33 @@ def unsupported_reason(spec: CallSpec, device: Device) -> str | None:
     return reason or first_use.failure(spec, device, (forward, backward))
 
 
+def cached_unsupported_reason(spec: CachedSpec, device: Device) -> str | None:
+    """Return why the decode kernel cannot run a call on a cache on a device, or must not, or None."""
+    reason = support.unsupported_device(device) or CACHED_FORWARD.unsupported_reason(spec, device)
+    return reason or first_use.failure(
+        spec, device, (CACHED_FORWARD.configure, CACHED_FORWARD.forward)
+    )
+
+
+CHECKED_CACHED_FORWARD = dataclasses.replace(
+    CACHED_FORWARD, unsupported_reason=cached_unsupported_reason
+)
+FLASH_FORWARD = FlashForward(CHECKED_CACHED_FORWARD)
+
+
+def configure(spec: CallSpec, device: Device) -> Configuration:
+    """Return the configuration of a call on this device: few queries have the decode kernel."""
+    configuration = configs.configure(spec, device)
+    few = FLASH_FORWARD.configure(spec, device)
+    return configuration if few is None else configuration._replace(forward=few)
+
+
 def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:
-    """Return the forward configs that `autotune` tries, without those that must not be used on a device."""
+    """Return the forward configs that `autotune` tries, without those that must not be used on a device; the decode kernel
+    has one."""
     right = []
+    if FLASH_FORWARD.configure(spec, device) is not None:
+        return right
     for config in configs.candidates(spec, device):
         reason = first_use.failure(spec, device, (forward, backward), config)
         if reason is None:
@@ -224,23 +260,15 @@ def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:
     return right
 
 
-def cached_unsupported_reason(spec: CachedSpec, device: Device) -> str | None:
-    """Return why the decode kernel cannot run a call on a cache on a device, or must not, or None."""
-    reason = support.unsupported_device(device) or CACHED_FORWARD.unsupported_reason(spec, device)
-    return reason or first_use.failure(
-        spec, device, (CACHED_FORWARD.configure, CACHED_FORWARD.forward)
-    )
-
-
 BACKEND = Backend(
     name="ampere",
     unsupported_reason=unsupported_reason,
-    configure=configs.configure,
+    configure=configure,
     forward=forward,
     backward=backward,
     describe=describe,
     candidates=candidates,
     config_type=ForwardConfig,
     is_fused=True,
-    cached=dataclasses.replace(CACHED_FORWARD, unsupported_reason=cached_unsupported_reason),
+    cached=CHECKED_CACHED_FORWARD,
 )

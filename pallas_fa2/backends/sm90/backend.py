@@ -21,8 +21,7 @@ from pallas_fa2.backends.sm90.backward import postprocess, preprocess
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.dq import DqRequest, DqStrategy, choose
 from pallas_fa2.backends.sm90.backward.kernel import gradients
-from pallas_fa2.backends.sm90.decode import flash_forward
-from pallas_fa2.backends.sm90.decode.cached_forward import CACHED_FORWARD
+from pallas_fa2.backends.sm90.decode.cached_forward import CACHED_FORWARD, FLASH_FORWARD
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.kernel import attention
 from pallas_fa2.ir import block_classes, coverage
@@ -67,7 +66,7 @@ def describe(
     tiles = "tiles listed by a block mask" if spec.has_general_mask else "tiles in order"
     pairs = ", in pairs" if backward.two_cta else ""
     if isinstance(forward, DecodeConfig):
-        tile, text = (spec.q_len, forward.block_kv), flash_forward.describe(spec, forward)
+        tile, text = (spec.q_len, forward.block_kv), FLASH_FORWARD.describe(spec, forward)
     else:
         tile = forward.tile
         text = (
@@ -93,7 +92,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
     if isinstance(config, DecodeConfig):
-        return flash_forward.forward(spec, config, q, k, v, operands)
+        return FLASH_FORWARD.forward(spec, config, q, k, v, operands)
     trim = causal_trim(spec)
     mods = CompiledMods.compile(spec, trim, trim.operands(operands), *config.tile)
 

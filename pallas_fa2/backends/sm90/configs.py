@@ -8,7 +8,7 @@ from pallas_fa2.backends.common import aux_inputs, compile_mods, limits
 from pallas_fa2.backends.protocol import Configuration
 from pallas_fa2.backends.sm90 import support
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
-from pallas_fa2.backends.sm90.decode import flash_forward
+from pallas_fa2.backends.sm90.decode.cached_forward import FLASH_FORWARD
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.device import Device
 from pallas_fa2.ir.call_spec import CallSpec
@@ -125,7 +125,7 @@ def forward_configs(head_dim: int, value_dim: int) -> list[ConfigRule]:
 
 def configure(spec: CallSpec, device: Device) -> Configuration:
     """Return the measured configuration of a call on this device."""
-    forward = flash_forward.configure(spec, device)
+    forward = FLASH_FORWARD.configure(spec, device)
     if forward is None:
         rules = forward_configs(spec.head_dim, spec.value_dim)
         rule = next(rule for rule in rules if rule.matches(spec))
@@ -148,7 +148,7 @@ def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:
     """Return the forward configs that `autotune` tries: those of the call's head dims; under a mask alone, those for
     calls without one as well; for causal calls, with several numbers of heads that share the L2. The decode kernel has no
     others."""
-    if flash_forward.configure(spec, device) is not None:
+    if FLASH_FORWARD.configure(spec, device) is not None:
         return []
 
     def suits(rule: ConfigRule) -> bool:

@@ -1,4 +1,4 @@
-"""The forward of `flash_attention` with few queries, by the decode kernel: a cache that is full."""
+"""The forward of `flash_attention` with few queries, by a decode kernel: a cache that is full."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa2.backends.common.decode.config import DecodeConfig
-from pallas_fa2.backends.sm90.decode.cached_forward import CACHED_FORWARD
+from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.device import Device
 from pallas_fa2.ir.affine import DistanceRange, distance_range
 from pallas_fa2.ir.arrays import NUM_LEADING_AXES, Q_AXIS, default_positions
@@ -16,45 +16,51 @@ from pallas_fa2.ir.call_spec import CallSpec, Operands
 from pallas_fa2.ir.trace import TracedFn, trace
 
 # When a plan took 10 us, as seven small kernels of XLA's (docs/decisions/0076-decode-kernel.md), the other kernels
-# visited 2000 keys or so in that time, by estimate. Now the lengths alone are made before; this was not counted anew.
+# visited 2000 keys or so in that time, by estimate. Now the lengths alone are made before; this was not counted anew, nor
+# for the kernels by mma.sync.
 MIN_KEYS = 4096
 
 
-def configure(spec: CallSpec, device: Device) -> DecodeConfig | None:
-    """Return the configuration of a call of few queries, or None if it is one for the other kernels.
+@dataclasses.dataclass(frozen=True)
+class FlashForward:
+    """The forward of few queries by the decode kernel of an architecture."""
 
-    A tile of these has 128 rows, of which such a call would use few, and each query head its own. With as many of them as
-    there are multiprocessors, and heads that share no keys, they lack nothing but splits.
-    """
-    few_tiles = spec.batch * spec.q_heads < device.num_sms
-    if spec.has_explicit_positions or spec.dropout_rate or spec.kv_len < MIN_KEYS:
-        return None
-    if spec.causal == "start" or not (few_tiles or spec.group > 1):
-        return None
-    cached = _on_a_cache(spec)
-    if CACHED_FORWARD.unsupported_reason(cached, device) is not None:
-        return None
-    return CACHED_FORWARD.configure(cached, device)
+    cached: CachedForward
 
+    def configure(self, spec: CallSpec, device: Device) -> DecodeConfig | None:
+        """Return the configuration of a call of few queries, or None if it is one for the other kernels.
 
-def forward(
-    spec: CallSpec,
-    config: DecodeConfig,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    operands: Operands,
-) -> tuple[jax.Array, jax.Array]:
-    """Return `out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
-    lengths = jnp.full(q.shape[0], spec.kv_len, jnp.int32)
-    positions = default_positions(spec.q_len, Q_AXIS)
-    cached = CachedOperands(lengths, operands._replace(q_index=positions))
-    return CACHED_FORWARD.forward(_on_a_cache(spec), config, q, k, v, cached)
+        A tile of these has 128 rows, of which such a call would use few, and each query head its own. With as many of them
+        as there are multiprocessors, and heads that share no keys, they lack nothing but splits.
+        """
+        few_tiles = spec.batch * spec.q_heads < device.num_sms
+        if spec.has_explicit_positions or spec.dropout_rate or spec.kv_len < MIN_KEYS:
+            return None
+        if spec.causal == "start" or not (few_tiles or spec.group > 1):
+            return None
+        cached = _on_a_cache(spec)
+        if self.cached.unsupported_reason(cached, device) is not None:
+            return None
+        return self.cached.configure(cached, device)
 
+    def forward(
+        self,
+        spec: CallSpec,
+        config: DecodeConfig,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        operands: Operands,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return `out [B, T, N, Hv]` and natural `lse [B, N, T]`."""
+        lengths = jnp.full(q.shape[0], spec.kv_len, jnp.int32)
+        positions = default_positions(spec.q_len, Q_AXIS)
+        cached = CachedOperands(lengths, operands._replace(q_index=positions))
+        return self.cached.forward(_on_a_cache(spec), config, q, k, v, cached)
 
-def describe(spec: CallSpec, config: DecodeConfig) -> str:
-    """Describe the kernel that serves a call."""
-    return CACHED_FORWARD.describe(_on_a_cache(spec), config)
+    def describe(self, spec: CallSpec, config: DecodeConfig) -> str:
+        """Describe the kernel that serves a call."""
+        return self.cached.describe(_on_a_cache(spec), config)
 
 
 def _on_a_cache(spec: CallSpec) -> CachedSpec:
