@@ -38,7 +38,7 @@ def warn_of_fallback(
         return
     defect = next((reason for _, reason in rejected if isinstance(reason, Defect)), None)
     if defect is not None:
-        _warn(f"this call runs on {implementation}, slower: {defect} ({spec})", defect)
+        warn_once(defect, f"this call runs on {implementation}, slower: {defect} ({spec})")
         return
     if implementation in FUSED:
         return
@@ -49,7 +49,7 @@ def warn_of_fallback(
     )
     reason = rejected[-1][1]  # of the fused backend that takes most calls
     subject = "no fused kernel supports this call, which runs"
-    _warn(_message(subject, reason, spec, remedy, implementation), reason)
+    warn_once(reason, _message(subject, reason, spec, remedy, implementation))
 
 
 def check_gradients(spec: CallSpec, plan: Plan, needs_grad: Iterable[bool]) -> None:
@@ -80,7 +80,7 @@ def check_gradients(spec: CallSpec, plan: Plan, needs_grad: Iterable[bool]) -> N
             f"or leave implementation=None, by which {name} computes them"
         )
     subject = "no fused kernel computes the gradients of this call, which run"
-    _warn(_message(subject, reason, spec, remedy, name), reason)
+    warn_once(reason, _message(subject, reason, spec, remedy, name))
 
 
 def _message(subject: str, reason: str, spec: CallSpec, remedy: str, implementation: str) -> str:
@@ -90,8 +90,8 @@ def _message(subject: str, reason: str, spec: CallSpec, remedy: str, implementat
     )
 
 
-def _warn(message: str, reason: str) -> None:
-    """Issue a `FallbackWarning` unless there was one for this reason."""
+def warn_once(reason: str, message: str) -> None:
+    """Issue a `FallbackWarning` once for each reason; where warnings are errors, each time."""
     if reason in _warned:
         return
     warnings.warn(message, FallbackWarning, skip_file_prefixes=NOT_THE_USERS)

@@ -16,7 +16,13 @@ from pallas_fa2.device import Device
 from pallas_fa2.parse_cached import parse_cached
 from pallas_fa2.planning.cached_plan import make_cached_plan
 from tests.support import cached, compile_gate, interpreter
-from tests.support.cached_features import FEATURES, LAYOUTS, check_on_the_kernel, on_the_kernel
+from tests.support.cached_features import (
+    FEATURES,
+    LAYOUTS,
+    Feature,
+    check_on_the_kernel,
+    on_the_kernel,
+)
 from tests.support.hopper import A100, H200, planned_for, planned_for_h200
 from tests.support.tiers import slow, slow_but
 
@@ -39,7 +45,6 @@ def test_features_of_8_bits_on_the_kernel_of_hopper(feature: str, layout: str) -
 
 
 GROUPS = [(layout, heads) for heads in ((4, 4), (4, 1), (12, 1)) for layout in LAYOUTS]
-GROUPS.remove(("several", (12, 1)))  # 7 queries of 12 heads are more columns than a tile has
 
 
 @pytest.mark.parametrize(
@@ -60,6 +65,82 @@ def test_empty_and_full_sequences_on_the_kernel_of_hopper(layout: str, lengths: 
 @pytest.mark.parametrize("counts", [[1, 0, 1, 1], slow([0, 0, 0, 0]), slow([0, 0, 9, 0])], ids=str)
 def test_packed_starts_on_the_kernel_of_hopper(counts: list[int]) -> None:
     check_on_the_kernel(on_the_kernel("packed", counts=np.array(counts)), FEATURES["sinks"])
+
+
+MANY = "causal", "window", "streaming", "token_data", "bias", "positions", "alibi", "sinks"
+DEVICES = pytest.mark.parametrize("device", [H200, A100], ids=["hopper", "ampere"])
+
+
+@DEVICES
+@pytest.mark.parametrize("feature", slow_but(lambda name: name in ("window", "bias"), MANY))
+def test_more_queries_than_columns(feature: str, device: Device) -> None:
+    """17 of each sequence: three entries, of which the last one has fewer."""
+    problem = cached.make(17, dtype=jnp.bfloat16, dims=(64, 128), page=8, paged=True)
+    spec, _ = parse_cached(problem.query, problem.cache)
+    assert DecodeSpec.of_call(spec).entries_per_request == 3
+    check_on_the_kernel(problem, FEATURES[feature], device)
+
+
+@DEVICES
+def test_a_tree_of_32_tokens(device: Device) -> None:
+    """Each token attends to its parent, which is the one before the last, and to all ancestors."""
+    problem = cached.make(
+        32, dtype=jnp.bfloat16, dims=(64, 64), lengths=np.array([70, 40, 66]), capacity=72, page=8,
+        paged=True,
+    )  # fmt: skip
+    parents = np.arange(32) // 2 - (np.arange(32) < 2)
+    words = np.zeros(32, np.uint32)
+    for token, parent in enumerate(parents):
+        words[token] = np.uint32(1) << np.uint32(token) | (words[parent] if parent >= 0 else 0)
+    tree = fa.Tree(jnp.asarray(np.tile(words, (3, 1))))
+
+    def visible(b: int, row: int, q: int, k: np.ndarray) -> np.ndarray:
+        drafted = k - (70, 40, 66)[b] + 32
+        return (drafted < 0) | ((words[row] >> np.maximum(drafted, 0).astype("uint32")) & 1 == 1)
+
+    feature = Feature(lambda problem: {"mask": tree}, lambda problem: {"visible": visible})
+    check_on_the_kernel(problem, feature, device)
+
+
+@DEVICES
+@pytest.mark.parametrize("heads", [(71, 1), slow((260, 2))], ids=str)
+@pytest.mark.parametrize("layout", ["paged", slow("packed")])
+def test_groups_with_more_heads_than_columns(
+    layout: str, heads: tuple[int, int], device: Device
+) -> None:
+    """Data of heads are of the whole group: 71 are parts of 36 and 35, and 130 of 44, 44 and 42."""
+    problem = LAYOUTS[layout](dtype=jnp.bfloat16, dims=(64, 64), page=8, heads=heads)
+    slopes = np.linspace(0.01, 1, heads[0]).astype(np.float32)
+    shape = len(cached.LENGTHS), heads[0], problem.tokens, cached.CAPACITY
+    bias = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
+
+    def score(s: np.ndarray, b: int, row: int, q: int, k: np.ndarray) -> np.ndarray:
+        return s - slopes[:, None] * abs(q - k) + bias[b, :, row, k].T
+
+    options = {"score": (fa.alibi(slopes), fa.bias(bias))}
+    feature = Feature(lambda problem: options, lambda problem: {"score": score})
+    check_on_the_kernel(problem, feature, device)
+
+
+@DEVICES
+def test_hidden_nan_stays_hidden_from_heads_that_pad_a_part(device: Device) -> None:
+    """They are as the last head of their group, not as that of another sequence, which is shown those keys."""
+    k, v = np.random.default_rng(0).standard_normal((2, 2, 64, 1, 64)).astype(jnp.bfloat16)
+    q = np.random.default_rng(1).standard_normal((2, 1, 71, 64)).astype(jnp.bfloat16)
+    v[0, 5:10] = np.nan
+    mask = np.ones((2, 71, 1, 64), bool)
+    mask[0, :, :, 5:10] = False
+
+    def run(q: Any, k: Any, v: Any, implementation: Any = None) -> Any:
+        cache = fa.Cache(k, v, jnp.array([64, 60]))
+        return fa.cached_attention(q, cache, mask=mask, implementation=implementation)
+
+    expected = run(*(x.astype(np.float32) for x in (q, k, v)), implementation="reference")
+    assert np.isfinite(expected).all()
+    with planned_for(device._replace(num_sms=2)):
+        assert fa.explain(q, fa.Cache(k, v, jnp.array([64, 60])), mask=mask).plan.reads_cache
+        out = interpreter.run(run, q, k, v)
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.02)
 
 
 AMPERE_QUICK = "causal", "sinks", "key_bias"

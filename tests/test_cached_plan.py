@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import cached_autodiff, fallback
+from pallas_fa2 import cached_api, cached_autodiff, fallback
 from pallas_fa2.backends import registry
 from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.backends.sm90.decode.cached_forward import CACHED_FORWARD
@@ -141,10 +141,15 @@ def test_what_no_kernel_reads_runs_as_the_equivalent_call(monkeypatch: Any) -> N
 
 @pytest.mark.parametrize("tokens", [1, None], ids=["one", "packed"])
 def test_the_equivalent_call_runs_on_a_gpu_by_its_kernels(tokens: int | None) -> None:
-    """Calls on 16-bit caches that no kernel reads run on the kernels of `flash_attention`."""
+    """Calls on 16-bit caches that no kernel reads run on the kernels of `flash_attention`, with a warning."""
     problem = cached.make(tokens, dtype=jnp.bfloat16, paged=True)
-    with planned_for_h200(cores=2):
-        check(problem, "fused", FEATURES["token_data"], tolerance=0.02)
+    warning = (
+        "no kernel reads this cache: .* runs the equivalent call.*, which copies all pages.*"
+        "a page has a multiple of 8 tokens, and here 4.*Choose sizes as these reasons ask"
+    )
+    fallback._warned.clear()
+    with planned_for_h200(cores=2), pytest.warns(fa.FallbackWarning, match=warning):
+        check(problem, None, FEATURES["token_data"], tolerance=0.02)
     spec, _ = spec_of(problem, mask=fa.Causal())
     plan = make_cached_plan(spec, H200)
     assert plan.implementation in registry.FUSED and not plan.reads_cache
@@ -228,12 +233,64 @@ def test_a_reason_is_said_once() -> None:
         assert len(reasons) == len(set(reasons)) == 2
 
 
+def shapes(
+    queries: int,
+    heads: tuple[int, int],
+    batch: int = 1,
+    page: int | None = None,
+    dtype: Any = jnp.bfloat16,
+) -> tuple[Any, Any]:
+    """So many queries of a sequence on a cache of 4096 slots."""
+    array, (n, kv_heads) = jax.ShapeDtypeStruct, heads
+    q, lengths = array((batch, queries, n, 64), dtype), array((batch,), jnp.int32)
+    keys = (batch, 4096) if page is None else (batch * 4096 // page, page)
+    k = array((*keys, kv_heads, 64), dtype)
+    if page is None:
+        return q, fa.Cache(k, k, lengths)
+    return q, fa.Pages(k, k, array((batch, 4096 // page), jnp.int32), lengths)
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=["hopper", "ampere"])
+def test_many_queries_have_whichever_kernel_has_fewer_tiles(device: fa.Device) -> None:
+    """Of contiguous keys, which neither copies. A tile of the other kernels has 128 queries of one head."""
+
+    def reads_cache(*args: Any, **options: Any) -> bool:
+        explanation = fa.explain(*shapes(*args), device=device, **options)
+        assert explanation.plan.not_read is None
+        assert explanation.plan.reads_cache or "read keys" in str(explanation)
+        return explanation.plan.reads_cache
+
+    assert reads_cache(32, (32, 8), 16)  # 4 entries, and as many heads
+    assert not reads_cache(33, (32, 8), 16)
+    assert reads_cache(8, (8, 8), 64) and not reads_cache(9, (8, 8), 64)
+    assert reads_cache(9, (8, 8), 2)  # 32 tiles or 16, for more multiprocessors than both
+    assert not reads_cache(1000, (8, 2)) and not reads_cache(1000, (8, 2), implementation="fused")
+    assert reads_cache(1000, (8, 2), 1, 64)  # pages would be copied
+    assert reads_cache(1000, (8, 2), split_size=2048)  # only the kernel of caches has them
+
+
+def test_no_copy_is_made_in_silence() -> None:
+    """By any kernel of this package: an error. A named one makes it as it is told, and on a CPU there is nothing to warn of."""
+    for options, cost, cure in (
+        ({"page": 4}, "copies all pages of all sequences", "Choose sizes"),
+        ({"dtype": jnp.float32}, "splits no sequence", "Keep queries and caches in bfloat16"),
+    ):
+        arguments = shapes(1, (8, 2), **options)
+        with pytest.raises(ValueError, match=f"'fused' has no kernel.*{cost}.*{cure}"):
+            fa.explain(*arguments, device=H200, implementation="fused")
+        explanation = fa.explain(*arguments, device=H200, implementation="ampere")
+        assert explanation.implementation == "ampere" and not explanation.plan.reads_cache
+    spec = fa.explain(*shapes(1, (8, 2), page=4)).spec
+    plan = make_cached_plan(spec, fa.Device())
+    cached_api.warn_of_equivalent_call(spec, plan, fa.Device())
+    assert plan.not_read and "hopper: it needs a Hopper GPU" in plan.not_read
+    eight_bits = dataclasses.replace(spec, quantized="int8", page_size=None)
+    with pytest.raises(ValueError, match=r"copies all keys and values to bfloat16.*16 bits"):
+        make_cached_plan(eight_bits, A100, "fused")
+
+
 UNSUPPORTED: dict[str, tuple[Callable[[], cached.Problem], dict, str]] = {
     "float32": (lambda: cached.make(1), {}, "bfloat16 or float16, not float32"),
-    "queries": (lambda: cached.make(9, dtype=jnp.bfloat16), {}, "64 at most, and here are 9 times 8"),
-    "packed": (
-        lambda: cached.make(None, dtype=jnp.bfloat16, heads=(72, 1)), {}, "here are 1 times 72"
-    ),
     "partial_panels": (
         lambda: cached.make(1, dtype=jnp.bfloat16, paged=True, page=8),
         {},
@@ -251,16 +308,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[], cached.Problem], dict, str]] = {
         lambda: cached.make(1, dtype=jnp.bfloat16, dims=(64, 64), quantized="int8", capacity=25),
         {},
         "has a multiple of 8 slots for a sequence, and here 25",
-    ),
-    "columns_of_8_bits": (
-        lambda: cached.make(9, dtype=jnp.bfloat16, dims=(64, 64), quantized="int8"),
-        {},
-        "are 64 at most, and here are 9 times 8",
-    ),
-    "group_of_8_bits": (
-        lambda: cached.make(1, dtype=jnp.bfloat16, dims=(64, 64), heads=(40, 1), quantized="int8"),
-        {},
-        "are 32 at most with caches of 8 bits and these head dims, and here are 40",
     ),
 }  # fmt: skip
 

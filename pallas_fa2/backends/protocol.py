@@ -51,12 +51,15 @@ class CachedForward:
         `lse [B, N, T]` in float32; of packed queries `[tokens, N, H]` it is `[tokens, N, Hv]` and `[N, tokens]`. Keys and
         values are `[B, S, K, H]`, or `[P, page, K, H]` for pages.
       describe: `(cached spec, config)` -> the kernels in words, for `explain`.
+      slower_reason: `(cached spec, device)` -> why the same backend's `Backend.forward` takes less time for a call that this one
+        supports, and copies no keys, or None.
     """
 
     unsupported_reason: Callable[[CachedSpec, Device], str | None]
     configure: Callable[[CachedSpec, Device], Any]
     forward: Callable[..., Any]
     describe: Callable[[CachedSpec, Any], str]
+    slower_reason: Callable[[CachedSpec, Device], str | None] = lambda spec, device: None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,7 @@ class Case(NamedTuple):
     split_blocks: int | None = None
     quantized: str | None = None  # the dtype of keys and values of 8 bits
     per_request: int = 1  # entries of a request
+    parts: int = 1  # of a group
 
     @property
     def starts(self) -> np.ndarray:
@@ -60,7 +61,7 @@ class Case(NamedTuple):
             num_tokens=self.num_tokens,
             kv_len=self.capacity,
             q_heads=self.heads[0],
-            kv_heads=self.heads[1],
+            kv_heads=self.heads[1] * self.parts,
             head_dim=self.dims[0],
             value_dim=self.dims[1],
             scale=1 / math.sqrt(self.dims[0]),
@@ -69,6 +70,7 @@ class Case(NamedTuple):
             split_blocks=self.split_blocks,
             quantized=self.quantized,
             entries_per_request=self.per_request,
+            parts=self.parts,
         )
 
     @property
@@ -199,6 +201,11 @@ CASES = {
     "group_20": Case((150,), heads=(20, 1), distances=FULL),
     "queries_2": Case((130, 1), queries=2, q_len=2),
     "queries_8": Case((140,), queries=8, q_len=8, heads=(8, 1)),
+    "two_entries": Case((140, 3), queries=11, q_len=6, heads=(8, 1), per_request=2),
+    "two_entries_window": Case(
+        (250, 90), queries=9, q_len=5, page_size=32, distances=DistanceRange(-69, 0), per_request=2
+    ),
+    "two_parts": Case((150, 0, 64), heads=(160, 2), parts=2),
     "h128_float16": Case((150,), dims=(128, 128), dtype=jnp.float16),
     "h256_hv64": Case((90,), dims=(256, 64)),
     "h64_hv192": Case((90,), dims=(64, 192)),
@@ -218,6 +225,10 @@ CASES = {
         (100, 13, 0, 250), queries=(1, 13, 0, 5), q_len=4, split_blocks=2, page_size=32
     ),
     "fixed_splits_window": Case((250, 90), distances=DistanceRange(-99, 0), split_blocks=1),
+    "fixed_splits_of_two_entries": Case(
+        (250, 3), queries=6, q_len=3, split_blocks=1, per_request=2
+    ),
+    "packed_parts": Case((100, 13), queries=(1, 3), heads=(72, 1), parts=2, num_ctas=5),
     "packed_pages": Case((70, 130), queries=(9, 3), q_len=2, page_size=64),
 }
 
@@ -240,7 +251,9 @@ def mods_of(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
         "masked_scores": {"score": fa.bias(np.where(ids == 2, 0, -1e9)[:, None, None])},
         "dense": {"mask": rng.random((batch, 1, 1, keys)) < 0.5},
         "tree": {
-            "mask": fa.Tree(jnp.asarray(np.tile([1, 3, 5, 13], (batch, 1))[:, :queries], "uint32")),
+            "mask": fa.Tree(
+                jnp.asarray(np.tile(np.resize([1, 3, 5, 13], queries), (batch, 1)), "uint32")
+            ),
             "score": fa.soft_cap(9.0),
         },
     }[name]
@@ -256,6 +269,7 @@ OF_8_BITS = {
     "group_12": Case((150, 64), heads=(12, 1), quantized=FP8, distances=FULL),
     "queries_4": Case((140,), queries=4, q_len=4, heads=(8, 1), quantized=INT8),
     "two_entries": Case((140, 3), queries=5, q_len=3, per_request=2, quantized=FP8),
+    "two_parts": Case((140, 70), heads=(80, 2), parts=2, page_size=16, quantized=INT8),
     "h128_float16": Case((150,), dims=(128, 128), dtype=jnp.float16, quantized=FP8),
     "h256_hv64": Case((90,), dims=(256, 64), quantized=FP8),
     "h64_hv192": Case((90,), dims=(64, 192), quantized=INT8),

@@ -127,6 +127,11 @@ CACHED_CALLS = {
         f"decode_{name}": CachedCall(options=functools.partial(mods_of, name))
         for name in ("soft_cap", "streaming", "bias", "tree")
     },
+    "decode_columns_64_entries": CachedCall(heads=(64, 8), queries=16, page_size=16),
+    "decode_columns_64_parts": CachedCall(heads=(128, 1), page_size=16),
+    "decode_columns_64_tree_entries": CachedCall(
+        heads=(64, 4), queries=8, page_size=16, options=functools.partial(mods_of, "tree")
+    ),
     "decode_columns_64_tree": CachedCall(
         heads=(64, 4), queries=4, options=functools.partial(mods_of, "tree")
     ),

@@ -14,6 +14,7 @@ from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import plan_decode
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
+from pallas_fa2.backends.common.decode.support import slower_reason
 from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.compilation.launches import LaunchKey, reusable
 from pallas_fa2.device import Device
@@ -38,7 +39,7 @@ def make(
         return config
 
     run = functools.partial(forward, decode)
-    return CachedForward(unsupported_reason, configure, run, describe)
+    return CachedForward(unsupported_reason, configure, run, describe, slower_reason)
 
 
 def describe(spec: CachedSpec, config: DecodeConfig) -> str:
@@ -46,12 +47,31 @@ def describe(spec: CachedSpec, config: DecodeConfig) -> str:
     launch = DecodeSpec.of_call(spec)
     keys = "the pages in the pool" if spec.page_size else "keys in the cache"
     lists = block_lists.lists_blocks(spec, launch, config)
+    times = launch.entries_per_request * launch.parts
+    reads = "" if times == 1 else f", so that a sequence's keys are read {times} times"
     work = "lists of the blocks that the mask does not hide" if lists else "lengths"
     return (
-        f"{config.block_kv} keys x {launch.columns} columns, for {launch.q_len} queries of {launch.group} heads; "
+        f"{config.block_kv} keys x {launch.columns} columns, for {launch.q_len} queries of {launch.group} heads{reads}; "
         f"{config.stages} stages, {config.num_ctas} persistent CTAs that read {keys}, in equal shares by {work}; the last "
         "one of a tile merges its splits"
     )
+
+
+def pad_groups(spec: DecodeSpec, q: jax.Array) -> jax.Array:
+    """Return q `[tokens, N, H]` with zeros where the last part of a group has fewer heads."""
+    if not spec.missing_heads:
+        return q
+    groups = q.reshape(q.shape[0], spec.kv_heads // spec.parts, -1, q.shape[2])
+    padded = jnp.pad(groups, ((0, 0), (0, 0), (0, spec.missing_heads), (0, 0)))
+    return padded.reshape(q.shape[0], spec.q_heads, q.shape[2])
+
+
+def trim_groups(spec: DecodeSpec, x: jax.Array) -> jax.Array:
+    """Return results `[tokens, N, ...]` without those of the heads that `pad_groups` adds."""
+    if not spec.missing_heads:
+        return x
+    shape = x.shape[0], spec.kv_heads // spec.parts, spec.parts * spec.group, *x.shape[2:]
+    return x.reshape(shape)[:, :, : -spec.missing_heads].reshape(x.shape[0], -1, *x.shape[2:])
 
 
 def forward(
@@ -75,9 +95,10 @@ def forward(
         if block_lists.lists_blocks(spec, launch, config):
             visible = functools.partial(block_lists.visible_blocks, spec, launch, mods)
         plan = plan_decode(launch, config, lengths, starts, visible)
-        rows = q.reshape(-1, *q.shape[-2:])
+        rows = pad_groups(launch, q.reshape(-1, *q.shape[-2:]))
         eight_bits = {} if scales is None else {"scales": scales}
-        out, lse = decode(launch, config, rows, k, v, plan, table, mods, **eight_bits)
+        results = decode(launch, config, rows, k, v, plan, table, mods, **eight_bits)
+        out, lse = (trim_groups(launch, x) for x in results)
         lse = jnp.swapaxes(lse.reshape(q.shape[:-1]), -1, -2)
         return out.reshape(*q.shape[:-1], out.shape[-1]), lse
 

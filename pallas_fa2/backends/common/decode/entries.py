@@ -50,8 +50,13 @@ def step_entry(spec: DecodeSpec, index: Any, length: Any) -> Entry:
     queries, request = spec.queries_of_request, request_of(spec, index)
     before = rem(index, spec.entries_per_request) * spec.q_len
     length = jnp.clip(length, 0, spec.kv_len)
-    num_queries = jnp.minimum(queries - before, spec.q_len)
-    first_query = request * queries + before
+    if (
+        spec.entries_per_request > 1 and queries % spec.q_len == 0
+    ):  # with less of the entry in registers
+        num_queries, first_query = jnp.full_like(index, spec.q_len), index * spec.q_len
+    else:
+        num_queries = jnp.minimum(queries - before, spec.q_len)
+        first_query = request * queries + before
     entry = Entry(0, 0, request, length, length - queries + before, first_query, num_queries)
     return visit_blocks(spec, entry)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa2.backends.common.decode.config import DecodeConfig
+from pallas_fa2.backends.common.decode.spec import MAX_COLUMNS, pad_group
 from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.device import Device
 from pallas_fa2.ir.affine import DistanceRange, distance_range
@@ -36,6 +37,8 @@ class FlashForward:
         few_tiles = spec.batch * spec.q_heads < device.num_sms
         if spec.has_explicit_positions or spec.dropout_rate or spec.kv_len < MIN_KEYS:
             return None
+        if spec.q_len * pad_group(spec.group) > MAX_COLUMNS:
+            return None  # a sequence's keys would be read more than once
         if spec.causal == "start" or not (few_tiles or spec.group > 1):
             return None
         cached = _on_a_cache(spec)

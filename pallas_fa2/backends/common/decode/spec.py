@@ -1,8 +1,9 @@
 """What a decode kernel is specialized on."""
 
 import dataclasses
+from typing import Any
 
-from pallas_fa2.arithmetic import LOG2E, round_up
+from pallas_fa2.arithmetic import LOG2E, div, round_up
 from pallas_fa2.backends.common.decode.mods import DecodeMods, needs_mask_code
 from pallas_fa2.ir.affine import DistanceRange
 from pallas_fa2.ir.cached_spec import CachedSpec
@@ -46,6 +47,10 @@ class DecodeSpec:
     quantized: str | None = None  # the dtype of keys and values of 8 bits, which have scales
     # Each entry of a request reads its keys. Packed requests have as many entries as they need.
     entries_per_request: int = 1
+    # Where a group has more heads than a tile has columns, it is divided into so many parts: `kv_heads` are parts of groups
+    # then, several of which read the keys of one head. Those of the last part may be fewer.
+    parts: int = 1
+    missing_heads: int = 0
 
     @classmethod
     def of_call(
@@ -58,12 +63,13 @@ class DecodeSpec:
         call = cached.call
         requests = call.batch if requests is None else requests
         kv_heads = call.kv_heads if kv_heads is None else kv_heads
-        q_heads, q_len, tokens = kv_heads * call.group, call.q_len, requests * call.q_len
-        per_request, entries, most = 1, requests, max_columns(cached) // pad_group(call.group)
+        parts, group = divide_group(call.group, max_columns(cached))
+        q_len, tokens, most = call.q_len, requests * call.q_len, max_queries(cached)
+        per_request, entries = 1, requests
         if cached.is_packed:
-            tokens, q_len = call.q_len, packed_q_len(call.q_len, requests, max(1, most))
+            tokens, q_len = call.q_len, packed_q_len(call.q_len, requests, most)
             entries = max_packed_entries(tokens, requests, q_len)
-        elif cached.quantized is not None and most and q_len:
+        elif q_len:
             per_request = -(-q_len // most)
             entries, q_len = requests * per_request, -(-q_len // per_request)
         distances = cached.distances
@@ -74,8 +80,8 @@ class DecodeSpec:
             q_len=q_len,
             num_tokens=tokens,
             kv_len=call.kv_len,
-            q_heads=q_heads,
-            kv_heads=kv_heads,
+            q_heads=kv_heads * parts * group,
+            kv_heads=kv_heads * parts,
             head_dim=call.head_dim,
             value_dim=call.value_dim,
             scale=call.scale,
@@ -85,11 +91,18 @@ class DecodeSpec:
             split_blocks=None if cached.split_size is None else cached.split_size // BLOCK_KV,
             quantized=cached.quantized,
             entries_per_request=per_request,
+            parts=parts,
+            missing_heads=parts * group - call.group,
         )
 
     @property
     def group(self) -> int:
+        """The query heads of a tile."""
         return self.q_heads // self.kv_heads
+
+    def key_head(self, head: Any) -> Any:
+        """Return the head of keys that a tile reads, one of `kv_heads`."""
+        return head if self.parts == 1 else div(head, self.parts)
 
     @property
     def max_blocks(self) -> int:
@@ -140,12 +153,25 @@ def pad_group(group: int) -> int:
     return round_up(group, COLUMN_MULTIPLE)
 
 
+def divide_group(group: int, columns: int) -> tuple[int, int]:
+    """Return into how many parts a group is divided, and the query heads of a part: those of a tile of so many columns."""
+    parts = -(-group // columns)
+    return parts, -(-group // parts)
+
+
 def max_columns(cached: CachedSpec) -> int:
     """Return the most columns of a tile."""
     if cached.quantized is None:
         return MAX_COLUMNS
     dim = max(cached.call.head_dim, cached.call.value_dim)
-    return next((n for limit, n in MAX_COLUMNS_OF_8_BITS.items() if dim <= limit), 0)
+    fitting = (n for limit, n in MAX_COLUMNS_OF_8_BITS.items() if dim <= limit)
+    return next(fitting, COLUMN_MULTIPLE)  # of larger dims there is no kernel
+
+
+def max_queries(cached: CachedSpec) -> int:
+    """Return the most queries of an entry."""
+    columns = max_columns(cached)
+    return columns // pad_group(divide_group(cached.call.group, columns)[1])
 
 
 def packed_q_len(tokens: int, requests: int, most: int) -> int:

@@ -74,8 +74,10 @@ class TileMods:
         loaded = {}
         for source, position in self.mods.sources("integer", "real").items():
             fields = self.arrays.floats if source.side == "real" else self.arrays.integers
-            head = (self._batch(fields) * self.spec.kv_heads + self.head) * self.spec.group
-            index = (head + member) * fields.shape[3] + position
+            key_head, member_of_group = self._locate(member)
+            _, kv_heads, group, count = fields.shape
+            head = (self._batch(fields) * kv_heads + key_head) * group
+            index = (head + member_of_group) * count + position
             loaded[source] = _load(fields, index, (1,), source.dtype)
         return loaded
 
@@ -84,6 +86,7 @@ class TileMods:
     ) -> Mapping[ArgSource, jax.Array]:
         """Load arrays of pairs, whose index is one of a column plus one of a key."""
         loaded, shape = {}, (key.size, token.size)
+        key_head, member = self._locate(member)
         query = self.entry.first_query + token if self.mods.is_packed else token
         if not self.mods.is_packed and self.spec.entries_per_request > 1:
             query += self.entry.first_query - self.entry.request * self.spec.queries_of_request
@@ -92,12 +95,22 @@ class TileMods:
             strides = [
                 math.prod(array.shape[i + 1 :]) if n > 1 else 0 for i, n in enumerate(array.shape)
             ]
-            of_query = self.entry.request, self.head, member, query
+            of_query = self.entry.request, key_head, member, query
             column = functools.reduce(jnp.add, map(jnp.multiply, of_query, strides[:-1]))
             row = jnp.minimum(key, array.shape[-1] - 1) * strides[-1]
             index = layouts.broadcast_columns(column, shape) + layouts.broadcast_rows(row, shape)
             loaded[source] = _load(array, index, (0, 1), source.dtype)
         return loaded
+
+    def _locate(self, member: jax.Array) -> tuple[Scalar, jax.Array]:
+        """Return the head of keys, and the place in its group of each query head. Heads that pad the last part of a group are
+        as its last one, so that they attend to nothing that it does not."""
+        spec = self.spec
+        if spec.parts == 1:
+            return self.head, member
+        first = rem(self.head, spec.parts) * spec.group
+        last = spec.parts * spec.group - spec.missing_heads - 1
+        return spec.key_head(self.head), jnp.minimum(first + member, last)
 
     def _batch(self, array: Ref) -> Scalar | int:
         """Return the index of the tile's request in an array that all may share."""

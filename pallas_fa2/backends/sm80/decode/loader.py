@@ -100,7 +100,8 @@ class KvLoader:
     def _block(self, cursor: KvCursor) -> KvBlock:
         first_key = self.line.first_key(cursor)
         pages = self.line.existing_pages(cursor)
-        return KvBlock(cursor.blocks.request, cursor.tile.head, first_key, pages)
+        head = self.cta.spec.key_head(cursor.tile.head)
+        return KvBlock(cursor.blocks.request, head, first_key, pages)
 
     def _load_block(self, array: Ref, buffer: Ref, block: KvBlock) -> None:
         spec, block_kv = self.cta.spec, self.cta.config.block_kv

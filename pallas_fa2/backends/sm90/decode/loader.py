@@ -60,7 +60,7 @@ class KvLoader:
         """Return where the i-th copy of a block comes from."""
         page_size, block_kv = self.cta.spec.page_size, self.cta.config.block_kv
         first_key = self.line.first_key(cursor)
-        head = cursor.tile.head
+        head = self.cta.spec.key_head(cursor.tile.head)
         if page_size is None:
             return HeadRows(array, cursor.blocks.request, pl.ds(first_key, block_kv), head)
         row = rem(first_key + i * self.page_rows, page_size)

@@ -2,13 +2,7 @@
 
 from pallas_fa2.backends.common.decode import support
 from pallas_fa2.backends.common.decode.arrays import page_rows
-from pallas_fa2.backends.common.decode.spec import (
-    BLOCK_KV,
-    MAX_COLUMNS,
-    DecodeSpec,
-    max_columns,
-    pad_group,
-)
+from pallas_fa2.backends.common.decode.spec import BLOCK_KV, DecodeSpec
 from pallas_fa2.backends.common.primitives.swizzle import SWIZZLE_ROWS
 from pallas_fa2.backends.sm90.decode import config
 from pallas_fa2.device import Device
@@ -33,14 +27,6 @@ def _unsupported_8_bits(cached: CachedSpec) -> str | None:
     for name, dim in (("H", call.head_dim), ("Hv", call.value_dim)):
         if dim % 64:
             return f"head dims of caches of 8 bits are multiples of 64, but {name} is {dim}"
-    group = pad_group(call.group)
-    if group > max_columns(cached):
-        return (
-            "heads of a group, rounded up to a multiple of 8, are "
-            f"{max_columns(cached)} at most with caches of 8 bits and these head dims, and here are {group}"
-        )
-    if not cached.is_packed and call.q_len * group > MAX_COLUMNS:
-        return support.too_many_columns(call.q_len, group)
     if cached.page_size is None and call.kv_len % SWIZZLE_ROWS:
         return f"a cache of 8 bits has a multiple of {SWIZZLE_ROWS} slots for a sequence, and here {call.kv_len}"
     return None
