@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa2 as fa
+from pallas_fa2 import fallback
 from pallas_fa2.backends.common import block_mask_kernel
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.scheduler import DynamicTileScheduler
@@ -224,8 +225,9 @@ def test_what_masks_may_list_has_room_in_an_entry() -> None:
     )
 
 
-def test_blockwise_sums_gradients_of_score_data() -> None:
+def test_blockwise_sums_gradients_of_score_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are asked for; the forward is ours."""
+    monkeypatch.setattr(fallback, "_warned", set())
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v = (jax.random.normal(key, (1, 70, 2, 64), jnp.bfloat16) for key in keys[:3])
     slopes = jax.random.uniform(keys[3], (2,))
@@ -238,7 +240,7 @@ def test_blockwise_sums_gradients_of_score_data() -> None:
 
         return jax.grad(run, (0, 1, 2, 3))
 
-    with planned_for_h200(cores=2):
+    with planned_for_h200(cores=2), pytest.warns(fa.FallbackWarning, match="run on blockwise"):
         got = interpreter.run(loss("hopper"), q, k, v, slopes)
     assert not shared.current.added
     assert_as_dense(got, loss("reference"), [q, k, v, slopes], run=interpreter.run)
