@@ -99,9 +99,9 @@ def _draw_for_kernels(pick: Pick) -> Cached:
     page = pick((0, 0, 8, 16, 24, 64, 128))
     capacity = pick((40, 256, 1000)) if not page else page * pick((1, 5, 20))
     lengths = tuple(pick((0, 1, capacity, *range(capacity + 1))) for _ in range(pick((1, 2, 5))))
-    group = pick((1, 3, 4, 8, 12))
+    group = pick((1, 3, 4, 8, 12, 71))
     packed = pick((False, True))
-    most = pick((1, 1, 2, 30 if packed else 4))
+    most = pick((1, 1, 2, 30 if packed else 20))
     new = tuple(min(n, pick((most, 1, 0))) for n in lengths)
     unused = pick((0, 5)) if packed else 0
     if sum(new) + unused == 0:
