@@ -175,8 +175,9 @@ class Cache(_Appends):
           ValueError, TypeError: a size is no integer or too small, or the dtype is none that a cache may have.
         """
         value_dim = head_dim if value_dim is None else value_dim
-        sizes = {"batch": (batch, 0), "capacity": (capacity, 0), "kv_heads": (kv_heads, 1)}
-        check_sizes({**sizes, "head_dim": (head_dim, 1), "value_dim": (value_dim, 1)}, dtype)
+        sizes = {"batch": (batch, 0), "capacity": (capacity, 0)}
+        sizes |= _sizes_of_heads(kv_heads, head_dim, value_dim)
+        check_sizes("Cache.zeros", sizes, dtype)
         key, value = (
             jnp.zeros((batch, capacity, kv_heads, dim), dtype) for dim in (head_dim, value_dim)
         )
@@ -205,6 +206,11 @@ def _scatter(cached: jax.Array, x: jax.Array, *index: jax.Array, is_scale: bool)
     if is_scale:
         return _scatter_scales(cached, x, *index, are_unique=True)
     return cached.at[index].set(x, mode="drop", unique_indices=True, wrap_negative_indices=False)
+
+
+def _sizes_of_heads(kv_heads: int, head_dim: int, value_dim: int) -> dict[str, tuple[int, int]]:
+    """Return the sizes of a cache that heads have, with the least of each."""
+    return {"kv_heads": (kv_heads, 1), "head_dim": (head_dim, 1), "value_dim": (value_dim, 1)}
 
 
 def _scatter_scales(
@@ -281,7 +287,14 @@ class Pages(_Appends):
 
         A sequence that has no pages yet has a row of -1. All arrays are new ones, a copy of the table too, so that the
         result can be donated. `value_dim` and `dtype` are those of `Cache.zeros`.
+
+        Raises:
+          ValueError, TypeError: as `Cache.zeros`, and for a table that has another shape or dtype.
         """
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = {"num_pages": (num_pages, 0), "page_size": (page_size, 0)}
+        sizes |= _sizes_of_heads(kv_heads, head_dim, value_dim)
+        check_sizes("Pages.zeros", sizes, dtype)
         pool = Cache.zeros(
             num_pages,
             page_size,

@@ -14,6 +14,8 @@ from pallas_fa2.ir.quantized import LARGEST, SCALE_DTYPE, is_quantized
 # What the arguments of an empty cache count.
 SIZES = {
     "batch": "sequences",
+    "num_pages": "pages of the pool",
+    "page_size": "tokens of a page",
     "capacity": "tokens that a sequence may have",
     "kv_heads": "key heads",
     "head_dim": "elements of a key",
@@ -21,8 +23,8 @@ SIZES = {
 }
 
 
-def check_sizes(sizes: dict[str, tuple[Any, int]], dtype: Any) -> None:
-    """Raise a TypeError or ValueError unless a cache can have such `sizes`, with the least of each, and this dtype."""
+def check_sizes(function: str, sizes: dict[str, tuple[Any, int]], dtype: Any) -> None:
+    """Raise a TypeError or ValueError unless `function` can make a cache of such `sizes`, with the least of each, and dtype."""
     for name, (size, least) in sizes.items():
         if export.is_symbolic_dim(size):
             continue
@@ -30,7 +32,7 @@ def check_sizes(sizes: dict[str, tuple[Any, int]], dtype: Any) -> None:
         if not is_integer or size < least:
             more = ", and jax.vmap for more batch axes" if isinstance(size, tuple | list) else ""
             raise (ValueError if is_integer else TypeError)(
-                f"Cache.zeros: {name} must be an integer of at least {least}, a size of arrays, but it is {size!r}; pass the "
+                f"{function}: {name} must be an integer of at least {least}, a size of arrays, but it is {size!r}; pass the "
                 f"number of {SIZES[name]}{more}"
             )
     kinds = f"a float of 16 bits or more, or {' or '.join(LARGEST)} with scales"
@@ -43,7 +45,7 @@ def check_sizes(sizes: dict[str, tuple[Any, int]], dtype: Any) -> None:
         known.name in LARGEST or (jnp.issubdtype(known, jnp.floating) and known.itemsize >= 2)
     ):
         raise TypeError(
-            f"Cache.zeros: dtype must be {kinds}, but it is {repr(dtype) if known is None else known.name}; pass the dtype "
+            f"{function}: dtype must be {kinds}, but it is {repr(dtype) if known is None else known.name}; pass the dtype "
             "of the keys and values, or leave it out for bfloat16"
         )
 

@@ -499,6 +499,15 @@ def test_arguments_of_an_empty_cache(name: str, value: Any, message: str) -> Non
         fa.Cache.zeros(**{**SIZES, name: value})
 
 
+@pytest.mark.parametrize(
+    "name, value", [("num_pages", -1), ("page_size", 2.0), ("kv_heads", 0), ("dtype", None)]
+)
+def test_errors_about_empty_pages_name_their_arguments(name: str, value: Any) -> None:
+    sizes = {"num_pages": 4, "page_size": 8, "kv_heads": 2, "head_dim": 8, name: value}
+    with pytest.raises((ValueError, TypeError), match=f"Pages.zeros: {name} must be .* {value}; "):
+        fa.Pages.zeros(**sizes, table=jnp.zeros((1, 2), jnp.int32))
+
+
 @pytest.mark.parametrize("dtype", ["float16", jnp.float32, jnp.dtype("bfloat16"), "int8"])
 def test_an_empty_cache_of_any_kind_of_sizes_and_dtype(dtype: Any) -> None:
     sizes = {name: np.int64(size) for name, size in SIZES.items()}
