@@ -8,17 +8,15 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from pallas_fa2.api import as_run_time_data, naming_the_cure_of_forward_mode
-from pallas_fa2.backends.protocol import Defect
-from pallas_fa2.backends.registry import FUSED
 from pallas_fa2.cached_autodiff import attention_on_cache
 from pallas_fa2.caches import Cache, Packed, Pages
-from pallas_fa2.device import Device, device_of
-from pallas_fa2.fallback import warn_of_fallback, warn_once
-from pallas_fa2.ir.cached_spec import CachedSpec, requests_of
+from pallas_fa2.device import device_of
+from pallas_fa2.fallback import warn_of_equivalent_call, warn_of_fallback
+from pallas_fa2.ir.cached_spec import requests_of
 from pallas_fa2.masks import Causal, as_mask
 from pallas_fa2.options import Implementation, MaskLike, Scores
 from pallas_fa2.parse_cached import parse_cached
-from pallas_fa2.planning.cached_plan import CachedPlan, cost, make_cached_plan, remedy
+from pallas_fa2.planning.cached_plan import make_cached_plan
 from pallas_fa2.scores import as_scores
 from pallas_fa2.sinks import add_sinks
 
@@ -154,17 +152,3 @@ def cached_attention(
             unused = requests_of(operands.starts, query.shape[0]) == spec.call.batch
             lse = jnp.where(unused, -jnp.inf, lse)
     return (out, lse) if return_lse else out
-
-
-def warn_of_equivalent_call(spec: CachedSpec, plan: CachedPlan, device: Device) -> None:
-    """Issue a `FallbackWarning` once for each reason that no kernel reads a cache, where those of the equivalent call run."""
-    if device.platform != "gpu" or plan.not_read is None or plan.implementation not in FUSED:
-        return
-    if any(isinstance(reason, Defect) for _, reason in plan.rejected):
-        return  # `warn_of_fallback` says so
-    warn_once(
-        plan.not_read,
-        f"no kernel reads this cache: {plan.implementation} runs the equivalent call of flash_attention, {cost(spec)}: "
-        f"{plan.not_read} ({spec}). {remedy(spec)}; implementation={plan.implementation!r} runs it without this warning, "
-        "implementation='fused' makes it an error",
-    )

@@ -1,4 +1,4 @@
-"""What is said where no fused kernel runs a call or its gradients."""
+"""What is said where no fused kernel runs a call or its gradients, or none reads a cache."""
 
 import contextlib
 import os
@@ -10,7 +10,9 @@ import jax
 from pallas_fa2.backends.protocol import Defect
 from pallas_fa2.backends.registry import FUSED
 from pallas_fa2.device import Device
+from pallas_fa2.ir.cached_spec import CachedSpec
 from pallas_fa2.ir.call_spec import CallSpec
+from pallas_fa2.planning.cached_plan import CachedPlan, cost, remedy
 from pallas_fa2.planning.plan import Plan
 
 # A warning names the line of the user's: differentiation calls us by way of JAX.
@@ -38,7 +40,7 @@ def warn_of_fallback(
         return
     defect = next((reason for _, reason in rejected if isinstance(reason, Defect)), None)
     if defect is not None:
-        warn_once(defect, f"this call runs on {implementation}, slower: {defect} ({spec})")
+        _warn_once(defect, f"this call runs on {implementation}, slower: {defect} ({spec})")
         return
     if implementation in FUSED:
         return
@@ -49,7 +51,21 @@ def warn_of_fallback(
     )
     reason = rejected[-1][1]  # of the fused backend that takes most calls
     subject = "no fused kernel supports this call, which runs"
-    warn_once(reason, _message(subject, reason, spec, remedy, implementation))
+    _warn_once(reason, _message(subject, reason, spec, remedy, implementation))
+
+
+def warn_of_equivalent_call(spec: CachedSpec, plan: CachedPlan, device: Device) -> None:
+    """Issue a `FallbackWarning` once for each reason that no kernel reads a cache, where those of the equivalent call run."""
+    if device.platform != "gpu" or plan.not_read is None or plan.implementation not in FUSED:
+        return
+    if any(isinstance(reason, Defect) for _, reason in plan.rejected):
+        return  # `warn_of_fallback` says so
+    _warn_once(
+        plan.not_read,
+        f"no kernel reads this cache: {plan.implementation} runs the equivalent call of flash_attention, {cost(spec)}: "
+        f"{plan.not_read} ({spec}). {remedy(spec)}; implementation={plan.implementation!r} runs it without this warning, "
+        "implementation='fused' makes it an error",
+    )
 
 
 def check_gradients(spec: CallSpec, plan: Plan, needs_grad: Iterable[bool]) -> None:
@@ -80,7 +96,7 @@ def check_gradients(spec: CallSpec, plan: Plan, needs_grad: Iterable[bool]) -> N
             f"or leave implementation=None, by which {name} computes them"
         )
     subject = "no fused kernel computes the gradients of this call, which run"
-    warn_once(reason, _message(subject, reason, spec, remedy, name))
+    _warn_once(reason, _message(subject, reason, spec, remedy, name))
 
 
 def _message(subject: str, reason: str, spec: CallSpec, remedy: str, implementation: str) -> str:
@@ -90,7 +106,7 @@ def _message(subject: str, reason: str, spec: CallSpec, remedy: str, implementat
     )
 
 
-def warn_once(reason: str, message: str) -> None:
+def _warn_once(reason: str, message: str) -> None:
     """Issue a `FallbackWarning` once for each reason; where warnings are errors, each time."""
     if reason in _warned:
         return

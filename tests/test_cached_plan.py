@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_fa2 as fa
-from pallas_fa2 import cached_api, cached_autodiff, fallback
+from pallas_fa2 import cached_autodiff, fallback
 from pallas_fa2.backends import registry
 from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.backends.sm90.decode.cached_forward import CACHED_FORWARD
@@ -282,7 +282,7 @@ def test_no_copy_is_made_in_silence() -> None:
         assert explanation.implementation == "ampere" and not explanation.plan.reads_cache
     spec = fa.explain(*shapes(1, (8, 2), page=4)).spec
     plan = make_cached_plan(spec, fa.Device())
-    cached_api.warn_of_equivalent_call(spec, plan, fa.Device())
+    fallback.warn_of_equivalent_call(spec, plan, fa.Device())
     assert plan.not_read and "hopper: it needs a Hopper GPU" in plan.not_read
     eight_bits = dataclasses.replace(spec, quantized="int8", page_size=None)
     with pytest.raises(ValueError, match=r"copies all keys and values to bfloat16.*16 bits"):

@@ -7,7 +7,6 @@ what its signature names, and nnx passes everything by name.
 """
 
 import contextvars
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -163,13 +162,6 @@ DECODING_STEP: contextvars.ContextVar[DecodingStep | None] = contextvars.Context
 )
 
 
-def is_attention_fn(fn: Any) -> bool:
-    """Return whether a function is `attention_fn`, with options set by `functools.partial` or without."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return fn is attention_fn
-
-
 def _check_position_is_known(query: Any, key: Any, value: Any, mask: Any, score: Any) -> None:
     spec, _ = parse_call(query, key, value, mask=mask, score=score)
     if reads_query_positions(spec):
@@ -198,12 +190,8 @@ def check_inputs(inputs_k: Any, inputs_v: Any) -> None:
             )
 
 
-def check_cache_of_layer(cache: Any, key: jax.Array) -> None:
+def check_cache_of_layer(cache: Cache | Pages, key: jax.Array) -> None:
     """Raise a TypeError or ValueError unless a cache has the heads and the dtype of a layer's keys `[..., K, H]`."""
-    if not isinstance(cache, Cache | Pages):
-        raise TypeError(
-            f"cache must be a pallas_fa2.Cache or pallas_fa2.Pages, but it is {type(cache).__name__}; make one by zeros"
-        )
     check_cache(cache)
     heads, head_dim = key.shape[-2:]
     if cache.key.shape[2:] != (heads, head_dim):

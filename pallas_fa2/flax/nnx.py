@@ -22,7 +22,6 @@ from pallas_fa2.flax.attention_fn import (
     check_cache_of_layer,
     check_inputs,
     forbid_weights,
-    is_attention_fn,
 )
 from pallas_fa2.flax.cache_options import cached_options, check_cache_options, options_of
 from pallas_fa2.masks import Causal, Mask, as_mask
@@ -118,7 +117,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             dropout_rate=self.dropout_rate,
             deterministic=_first(options.get("deterministic"), self.deterministic),
         )
-        preset = options_of(self.attention_fn) or {}
+        options_of_fn = options_of(self.attention_fn)
+        preset = options_of_fn or {}
         mask = preset.get("mask") if mask is None else mask
         causal = _first(is_causal, self.causal or preset.get("is_causal"))
         if cache is not None:
@@ -143,7 +143,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             )
         # Flax joins masks as arrays. A mask object and the token's position bypass it.
         mask_object = as_mask(mask) if callable(mask) or isinstance(mask, Mask) else None
-        is_ours = is_attention_fn(self.attention_fn)  # another one may join masks of its own
+        is_ours = options_of_fn is not None  # another function may join masks of its own
         has_flax_mask_alone = is_ours and (mask is None or mask_object is not None)
         step = DecodingStep(mask_object, jnp.asarray(index[...]), has_flax_mask_alone)
         reset_token = DECODING_STEP.set(step)

@@ -61,8 +61,9 @@ def make_cached_plan(
         reason = cached.unsupported_reason(spec, device)
         if reason is None:
             slower = cached.slower_reason(spec, device)
-            others = BACKENDS[name].unsupported_reason(equivalent_spec(spec), device)
-            if slower is not None and others is None:
+            if slower is not None and (
+                BACKENDS[name].unsupported_reason(equivalent_spec(spec), device) is None
+            ):
                 call = _plan_equivalent_call(spec, device, name)
                 return CachedPlan(name, call, rejected=(*rejected, (name, slower)))
             config = cached.configure(spec, device)

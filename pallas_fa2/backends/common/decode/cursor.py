@@ -39,9 +39,8 @@ class KvCursor(NamedTuple):
     blocks: KeyBlocks  # of the tile
     next_blocks: KeyBlocks  # of the next tile
     pages: tuple[Scalar, ...]  # of the block, if the cache is paged, as the table has them
-    listed: tuple[
-        Scalar, ...
-    ]  # the numbers of the block and of the one after it, if a list says which they are
+    # the numbers of the block and of the one after it, if a list says which they are
+    listed: tuple[Scalar, ...]
 
 
 @dataclasses.dataclass(frozen=True)

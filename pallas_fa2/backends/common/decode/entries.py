@@ -50,9 +50,8 @@ def step_entry(spec: DecodeSpec, index: Any, length: Any) -> Entry:
     queries, request = spec.queries_of_request, request_of(spec, index)
     before = rem(index, spec.entries_per_request) * spec.q_len
     length = jnp.clip(length, 0, spec.kv_len)
-    if (
-        spec.entries_per_request > 1 and queries % spec.q_len == 0
-    ):  # with less of the entry in registers
+    # with less of the entry in registers
+    if spec.entries_per_request > 1 and queries % spec.q_len == 0:
         num_queries, first_query = jnp.full_like(index, spec.q_len), index * spec.q_len
     else:
         num_queries = jnp.minimum(queries - before, spec.q_len)
