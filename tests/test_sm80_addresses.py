@@ -296,7 +296,7 @@ def test_a_value_of_each_row_is_stored_once(run: Callable, limit: int) -> None:
     row = thread // 32 * 16 + thread % 32 // 4
     memory, bound = Memory(0, 256), types.SimpleNamespace(registers={(): np.int32(limit)})
     values = [row + 1.0, row + 9.0]
-    store = async_copy._store_row_values.__wrapped__
+    store = register_io._store_row_values.__wrapped__
     run(memory, 128, store, None, values, Ref((64,)), bound)
     exists = np.arange(64) < limit
     np.testing.assert_array_equal(memory.gmem.view("f4"), np.where(exists, np.arange(64) + 1, 0))

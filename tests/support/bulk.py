@@ -148,26 +148,11 @@ def _store_rows(thread, buffer, array, limit, *, source_info):
         gpu_callbacks.get_races().check_write(thread, clock, *place, source_info)
 
 
-def _store_row_values(thread, values, vector, limit, *, source_info):
-    memory = the_memory()
-    key, access = vector
-    *outer, window = access.range
-    count = max(0, min(len(values), int(limit)))
-    if not count:
-        return
-    access = interpret_utils.Access((*outer, slice(window.start, window.start + count, 1)))
-    memory.store_buffer_content(key, access, values[:count], thread)
-    if memory.detect_races:
-        clock = memory.incr_clock(thread).generic_clock
-        gpu_callbacks.get_races().check_write(thread, clock, key, access, source_info)
-
-
 # By the names of inline operations.
 OPERATIONS = {
     "commit_group": lambda thread, **_: the_memory().bulk.commit_group(thread),
     "load_rows": _load_rows,
     "load_vector": _load_vector,
-    "store_row_values": _store_row_values,
     "store_smem_rows": _store_rows,
     "sync_cta": lambda thread, **_: the_memory().bulk.meet(thread),
     "zero_rows": _zero_rows,

@@ -198,6 +198,20 @@ def _store_rows(thread, target, tile, first_column, rows, *, source_info):
         gpu_callbacks.get_races().check_write(thread, clock, key, access, source_info)
 
 
+def _store_row_values(thread, values, vector, limit, *, source_info):
+    memory = the_memory()
+    key, access = vector
+    *outer, window = access.range
+    count = max(0, min(len(values), int(limit)))
+    if not count:
+        return
+    access = interpret_utils.Access((*outer, slice(window.start, window.start + count, 1)))
+    memory.store_buffer_content(key, access, values[:count], thread)
+    if memory.detect_races:
+        clock = memory.incr_clock(thread).generic_clock
+        gpu_callbacks.get_races().check_write(thread, clock, key, access, source_info)
+
+
 def _gather(thread, source, places, *, source_info):
     """Return for each thread the element at its index of a row; 0 where there is none."""
     memory, (key, row) = the_memory(), source
@@ -319,6 +333,7 @@ OPERATIONS = {
     "store_columns": _store_columns,
     "scatter_outer": _scatter_outer,
     "put_fragments": _put_fragments,
+    "store_row_values": _store_row_values,
     "store_rows": _store_rows,
     "take_fragments": _take_fragments,
     "zero_byte_rows": _zero_byte_rows,

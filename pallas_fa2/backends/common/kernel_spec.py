@@ -26,6 +26,8 @@ class KernelSpec:
     score: Any = None  # tile_mods.TileScore
     dropout: Any = None  # tile_mods.TileDropout
     q_index_offset: int = 0  # the index of the first row
+    # Whether keys are in a cache: which ones a row sees, and whether any, is then data (`sm90.forward.cached_tiles`).
+    in_cache: bool = False
 
     @property
     def group(self) -> int:
@@ -37,13 +39,13 @@ class KernelSpec:
 
     @property
     def has_no_mods(self) -> bool:
-        """Whether there is no mask but a causal one, and no score function."""
-        return self.mask is None and self.score is None
+        """Whether there is no mask but a causal one, and no score function: every row sees the first key of its tile."""
+        return self.mask is None and self.score is None and not self.in_cache
 
     @property
     def guards_nonfinite(self) -> bool:
         """Whether some token may have no partner, and so hold NaN or infinity that must not spread (`nonfinite`)."""
-        return self.mask is not None and not self.mask.covers_every_token
+        return self.in_cache or (self.mask is not None and not self.mask.covers_every_token)
 
     @property
     def dropout_scale(self) -> float:

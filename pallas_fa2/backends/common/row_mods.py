@@ -104,6 +104,7 @@ class RowMods:
     first_key: Scalar
     row_inputs: RowInputs
     key_inputs: KeyBlockInputs | None = None
+    load_kv_len: Callable[[], Scalar] | None = None  # how many keys exist, if that is data
 
     @classmethod
     def load(
@@ -197,11 +198,12 @@ class RowMods:
 
     def _apply_causal(self, s: jax.Array) -> jax.Array:
         spec, shape = self.spec, s.shape
+        kv_len = spec.kv_len if self.load_kv_len is None else self.load_kv_len()
         if spec.causal_offset is None:
-            last = plgpu.layout_cast(jnp.full(shape[:1], spec.kv_len - 1), ROW_LAYOUT)
+            last = plgpu.layout_cast(jnp.full(shape[:1], kv_len - 1), ROW_LAYOUT)
         else:
             row = layouts.index(shape, 0, self.compute_first_row() + spec.causal_offset)
-            last = jnp.minimum(row, spec.kv_len - 1)
+            last = jnp.minimum(row, kv_len - 1)
         return masking.mask_after(s, last - self.first_key)
 
     def _apply_mask_fn(self, s: jax.Array) -> jax.Array:

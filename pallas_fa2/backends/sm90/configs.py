@@ -115,6 +115,20 @@ FORWARD_CONFIGS = (
 )
 
 
+# On a cache the producer holds the pages of a block, eight of 16 tokens, beside the claim of a tile: with 40 registers it
+# spills. 128 * (2 * 224 + 56) are 64,512 registers.
+CACHED_FORWARD_CONFIGS = (
+    ForwardConfig(64, 64, 2, 128, stages=3, registers=(224, 56), q_stages=2, pv_chunk=64),
+    ForwardConfig(128, 128, 2, 128, stages=2, registers=(224, 56)),
+)
+
+
+def cached_forward_config(head_dim: int, value_dim: int) -> ForwardConfig | None:
+    """Return the configuration of the forward on a cache, if there is one for these head dims."""
+    configs = CACHED_FORWARD_CONFIGS
+    return next((x for x in configs if (x.head_dim, x.value_dim) == (head_dim, value_dim)), None)
+
+
 def forward_configs(head_dim: int, value_dim: int) -> list[ConfigRule]:
     """Return the rules of the kernels of these head dims, or of the next sizes up."""
     dims = support.kernel_dims(head_dim, value_dim)

@@ -66,16 +66,37 @@ def step_entries(spec: DecodeSpec, lengths: jax.Array) -> Entry:
     return step_entry(spec, index, jnp.repeat(lengths, spec.entries_per_request))
 
 
-def visit_blocks(spec: DecodeSpec, entry: Entry) -> Entry:
-    """Return an entry with the keys that exist for its queries and the blocks that it visits: one at least, which may
-    have no key that exists."""
+def visit_blocks(spec: DecodeSpec, entry: Entry, block_kv: int = BLOCK_KV) -> Entry:
+    """Return an entry with the keys that exist for its queries and the blocks of `block_kv` keys that it visits: one at
+    least, which may have no key that exists."""
     least, most = spec.distances
     if most is not None:
         last = entry.first_position + entry.num_queries - 1
         entry = entry._replace(kv_len=jnp.maximum(jnp.minimum(entry.kv_len, last + (most + 1)), 0))
-    end = lax.div(entry.kv_len + (BLOCK_KV - 1), I32(BLOCK_KV))
+    end = lax.div(entry.kv_len + (block_kv - 1), I32(block_kv))
     first = jnp.zeros_like(end)
     if least is not None:
         oldest = jnp.maximum(entry.first_position + least, 0)
-        first = jnp.minimum(lax.div(oldest, I32(BLOCK_KV)), jnp.maximum(end - 1, 0))
+        first = jnp.minimum(lax.div(oldest, I32(block_kv)), jnp.maximum(end - 1, 0))
     return entry._replace(num_blocks=jnp.maximum(end - first, 1), first_block=first)
+
+
+def packed_entries(
+    spec: DecodeSpec, lengths: jax.Array, starts: jax.Array, block_kv: int = BLOCK_KV
+) -> tuple[Entry, jax.Array]:
+    """Return the entries of packed queries, by XLA, and how many there are; blocks have `block_kv` keys."""
+    requests, q_len = lengths.shape[0], spec.q_len
+    # one request of no keys before all, and one after
+    bounds = jnp.concatenate([jnp.array([0]), starts, jnp.array([spec.num_tokens])]).astype(I32)
+    lengths = jnp.pad(jnp.clip(lengths, 0, spec.kv_len), 1)
+    num_entries = lax.div(bounds[1:] - bounds[:-1] + (q_len - 1), I32(q_len))
+    ends = jnp.cumsum(num_entries, dtype=I32)
+    index = jnp.arange(spec.max_entries, dtype=I32)
+    owner = jnp.minimum((ends[None] <= index[:, None]).sum(1, dtype=I32), requests + 1)
+    before = (index - (ends - num_entries)[owner]) * q_len  # queries of the request
+    first_query, length = bounds[owner] + before, lengths[owner]
+    num_queries = jnp.clip(bounds[owner + 1] - first_query, 0, q_len)
+    first_position = length - (bounds[owner + 1] - bounds[owner]) + before
+    request = jnp.clip(owner - 1, 0, requests - 1)
+    entries = Entry(0, 0, request, length, first_position, first_query, num_queries)
+    return visit_blocks(spec, entries, block_kv), ends[-1]

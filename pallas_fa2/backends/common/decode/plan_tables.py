@@ -18,7 +18,7 @@ from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.decode.block_lists import BlockList, VisibleBlocks
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.deal import Deal
-from pallas_fa2.backends.common.decode.entries import Entry, step_entries, visit_blocks
+from pallas_fa2.backends.common.decode.entries import Entry, packed_entries, step_entries
 from pallas_fa2.backends.common.decode.share import Share
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives.types import Scalar
@@ -89,7 +89,7 @@ def make_tables(
     if starts is None:
         entries, num_entries = step_entries(spec, lengths), I32(spec.max_entries)
     else:
-        entries, num_entries = _packed_entries(spec, lengths, starts.astype(I32))
+        entries, num_entries = packed_entries(spec, lengths, starts.astype(I32))
     count = jnp.where(index < num_entries, entries.num_blocks, 0)
     entries = Entry(*(jnp.broadcast_to(x, index.shape) for x in entries))
     entries, owner, splits, listed = entries._replace(num_blocks=count), index, (), None
@@ -128,27 +128,6 @@ def _split_entries(
     size = jnp.minimum(end[owner], multiple + split_blocks) - begin
     rows = rows._replace(num_blocks=jnp.where(row < ends[-1], size, 0), first_block=begin)
     return rows, owner, splits, ends[-1]
-
-
-def _packed_entries(
-    spec: DecodeSpec, lengths: jax.Array, starts: jax.Array
-) -> tuple[Entry, jax.Array]:
-    """Return the entries of packed queries, and how many there are."""
-    requests, q_len = lengths.shape[0], spec.q_len
-    # one request of no keys before all, and one after
-    bounds = jnp.concatenate([jnp.array([0]), starts, jnp.array([spec.num_tokens])]).astype(I32)
-    lengths = jnp.pad(jnp.clip(lengths, 0, spec.kv_len), 1)
-    num_entries = lax.div(bounds[1:] - bounds[:-1] + (q_len - 1), I32(q_len))
-    ends = jnp.cumsum(num_entries, dtype=I32)
-    index = jnp.arange(spec.max_entries, dtype=I32)
-    owner = jnp.minimum((ends[None] <= index[:, None]).sum(1, dtype=I32), requests + 1)
-    before = (index - (ends - num_entries)[owner]) * q_len  # queries of the request
-    first_query, length = bounds[owner] + before, lengths[owner]
-    num_queries = jnp.clip(bounds[owner + 1] - first_query, 0, q_len)
-    first_position = length - (bounds[owner + 1] - bounds[owner]) + before
-    request = jnp.clip(owner - 1, 0, requests - 1)
-    entries = Entry(0, 0, request, length, first_position, first_query, num_queries)
-    return visit_blocks(spec, entries), ends[-1]
 
 
 def _deal_shares(

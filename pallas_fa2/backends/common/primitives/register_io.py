@@ -19,6 +19,7 @@ from pallas_fa2.backends.common.inline import asm, asm_words, i32, inline_op
 from pallas_fa2.backends.common.primitives.layouts import (
     ACC_LAYOUT,
     LANES,
+    ROW_LAYOUT,
     ROWS_PER_WARPGROUP,
 )
 from pallas_fa2.backends.common.primitives.thread_values import (
@@ -27,6 +28,7 @@ from pallas_fa2.backends.common.primitives.thread_values import (
     scalars,
     thread_index,
     vector,
+    warpgroup_thread_index,
 )
 from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers, Scalar
 
@@ -196,6 +198,29 @@ def _store_float_rows(
             f"@p st.global.v2.f32 [$0 + {4 * (half * stride + eight)}], {{$1, $2}}; }}"
         )
         asm(code, "l,f,f,r,r", start, *elements(pair), rows_left, columns_left)
+
+
+def store_row_values(values: jax.Array, vector: Ref, limit: Scalar) -> None:
+    """Store float32 `[64]`, a value for each row of a tile, of which rows from `limit` on do not exist."""
+    _store_row_values(values, vector, I32(limit))
+
+
+@inline_op("store_row_values", ROW_LAYOUT, plgpu.RefType(), _SCALAR)
+def _store_row_values(_, values: Registers, vector: Ref, limit: Registers) -> None:
+    """A thread has rows r and r + 8 of its warp's 16, the same as three neighbors."""
+    thread = warpgroup_thread_index()
+    lane = arith.andi(thread, i32(31))
+    row = arith.addi(arith.shli(arith.shrui(thread, i32(5)), i32(4)), arith.shrui(lane, i32(2)))
+    i64 = ir.IntegerType.get_signless(64)
+    gmem = arith.addi(address(vector), arith.extui(i64, arith.shli(row, i32(2))))
+    leader = arith.andi(lane, i32(3))
+    for half, value in enumerate(scalars(values)):
+        code = (
+            "{ .reg .pred p; setp.eq.s32 p, $3, 0; setp.lt.and.s32 p, $2, $4, p; "
+            f"@p st.global.f32 [$0 + {32 * half}], $1; }}"
+        )
+        half_row = arith.addi(row, i32(8 * half))
+        asm(code, "l,f,r,r,r", gmem, value, half_row, leader, limit.registers[()])
 
 
 def _transpose_among_four(words: list[MlirValue], neighbor: MlirValue) -> list[MlirValue]:

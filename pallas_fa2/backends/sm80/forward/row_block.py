@@ -172,7 +172,7 @@ class RowBlock:
                 lse = state.maximum * (1 / LOG2E) + jnp.log(total)
             self.store_tile(n, [x * layouts.broadcast_rows(share, x.shape) for x in state.out])
             row = self.tile.compute_row(n)
-            async_copy.store_row_values(
+            register_io.store_row_values(
                 jnp.where(empty, -jnp.inf, lse),
                 self.lse.at[(*self.tile.head, pl.ds(row, 64))],
                 self.spec.q_len - row,

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import LOG2E
-from pallas_fa2.backends.common.primitives import layouts, votes
+from pallas_fa2.backends.common.primitives import layouts, register_io, votes
 from pallas_fa2.backends.common.primitives.types import Scalar, Slice
 from pallas_fa2.backends.sm90.forward.exact_retry import recompute_exact
 from pallas_fa2.backends.sm90.forward.rows import WarpgroupRows
@@ -70,7 +70,10 @@ def store_output(
     if not spec.has_no_mods:
         no_key = row_sum == 0
         scale, lse = jnp.where(no_key, 0.0, scale), jnp.where(no_key, -jnp.inf, lse)
-    out[...] = (acc * layouts.broadcast_rows(scale, acc.shape)).astype(out.dtype)
+    normalized = (acc * layouts.broadcast_rows(scale, acc.shape)).astype(out.dtype)
+    if spec.in_cache:
+        return store_existing_rows(rows, columns, normalized, lse)
+    out[...] = normalized
     plgpu.commit_smem()
     HeadRows(rows.arrays.outputs.out, batch, row_range, head, columns).store(out)
 
@@ -79,3 +82,22 @@ def store_output(
         rows.arrays.outputs.lse[batch, head, row_range] = lse
 
     plgpu.commit_smem_to_gmem_group()
+
+
+def store_existing_rows(
+    rows: WarpgroupRows, columns: Slice, out: jax.Array, lse: jax.Array
+) -> None:
+    """Store those rows of some columns of O that the tile's entry has, and with the first columns lse.
+
+    TMA would store rows of the next request as well: registers go to device memory.
+    """
+    _, head, _ = rows.tile.compute_coordinates()
+    row_range = pl.ds(rows.load_first_query(), layouts.ROWS_PER_WARPGROUP)
+    before = rows.compute_warpgroup() * layouts.ROWS_PER_WARPGROUP
+    count = rows.load_entry_field("num_queries") - before
+    outputs = rows.arrays.outputs
+    register_io.store_rows(outputs.out.at[0, row_range, head], out, columns.start, count)
+
+    @when(columns.start == 0)
+    def store_lse() -> None:
+        register_io.store_row_values(lse, outputs.lse.at[0, head, row_range], count)

@@ -100,12 +100,13 @@ def _scores(rows: WarpgroupRows, s_acc: Ref, first_key: Scalar, nonfinite_keys: 
 def _load(rows: WarpgroupRows, source: Ref, first_key: Scalar, columns: Slice) -> Ref:
     """Load 64 rows of K or V into the buffer of the output, once all of the warpgroup have left it."""
     memory = rows.memory
-    batch, kv_head = rows.tile.compute_coordinates()[0], rows.tile.compute_kv_head()
+    batch, kv_head = rows.arrays.load_batch(rows.tile), rows.tile.compute_kv_head()
     buffer = memory.out.at[rows.compute_warpgroup()]
     loaded = memory.full.offset("retry_loaded") + rows.compute_warpgroup()
     pipeline.arrive_and_wait(memory.full.at("retry_sync", rows.compute_warpgroup()))
     keys = pl.ds(first_key, buffer.shape[0])
-    HeadRows(source, batch, keys, kv_head, columns).load(buffer, memory.full.array, loaded)
+    source_rows = rows.arrays.kv_rows(source, batch, keys, kv_head, columns)
+    source_rows.load(buffer, memory.full.array, loaded)
     plgpu.barrier_wait(memory.full.array.at[loaded])
     return buffer
 

@@ -12,12 +12,14 @@ from jax import lax
 
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.block_mask import BlockMask
+from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.scheduler import (
     DynamicTileScheduler,
     StaticTileScheduler,
     launch_persistent,
 )
+from pallas_fa2.backends.sm90.forward.cached_tiles import CachedPlan, CachedTiles, kernel_spec
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.consumer import consume
 from pallas_fa2.backends.sm90.forward.memory import Arrays, Inputs, Outputs, SharedStorage
@@ -35,24 +37,32 @@ def attention(
     block_mask: BlockMask | None = None,
     aux: AuxInputs | None = None,
     mask_bits: jax.Array | None = None,
+    cached: CachedPlan | None = None,
+    table: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [B, T, N, Hv]` and natural `lse [B, N, T']`; T' is T rounded up to whole tiles.
 
     q is `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, Hv]`, bfloat16 or float16; head dims are `config`'s or
     less. Under a mask, `block_mask` lists the key blocks of every tile; `aux` is what masks and scores read,
     and `mask_bits` the bits of a mask that is precomputed.
+
+    `cached` plans the tiles of a cache: k and v are `[requests, S, K, H]` and `[requests, S, K, Hv]`, or pages that `table`
+    lists for each request, B is 1, T the rows of all requests, and lse has T.
     """
     key_rows = aux.k.shape[1] + 1 if aux is not None and spec.loads_key_aux() else 0
     if not spec.pairwise_inputs():
         config = config.with_double_buffered_q(key_rows)
     schedule = ForwardSchedule(spec, config)
-    tiles = schedule.tile_scheduler(block_mask)
+    tiles = schedule.tile_scheduler(block_mask) if cached is None else cached.scheduler
     inputs = Inputs(q, k, v, mask_bits=mask_bits)
     if block_mask is not None:
         inputs = inputs._replace(block_indices=jnp.asarray(block_mask.block_indices))
     if aux is not None:
         inputs = inputs._replace(aux=aux.with_index_row(config.block_q, config.block_kv))
     lse_shape = spec.batch, spec.q_heads, schedule.q_tiles * config.block_q
+    if cached is not None:
+        inputs = inputs._replace(cached=CachedTiles(cached.entries, table))
+        lse_shape = spec.batch, spec.q_heads, q.shape[1]
     outputs = Outputs(
         lax.empty((*q.shape[:3], v.shape[3]), q.dtype), lax.empty(lse_shape, jnp.float32)
     )
@@ -73,3 +83,22 @@ def attention(
         "attention", run, memory, tiles, inputs, outputs, config.warpgroups + 1
     )
     return out, lse
+
+
+def attention_on_cache(
+    spec: DecodeSpec,
+    config: ForwardConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan: CachedPlan,
+    table: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `out [tokens, N, Hv]` and natural `lse [tokens, N]`, float32, as the decode kernel does.
+
+    q is `[tokens, N, H]`; k and v are `[B, S, K, H]` and `[B, S, K, Hv]`, or pages `[P, page size, K, H]` and `[P, page
+    size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request.
+    """
+    launch = kernel_spec(spec, config)
+    out, lse = attention(launch, config, q[None], k, v, cached=plan, table=table)
+    return out[0], lse[0].T

@@ -10,12 +10,14 @@ from pallas_fa2.backends.common import block_mask
 from pallas_fa2.backends.common.compile_mods import storage_dtype
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.primitives import layouts, swizzle
-from pallas_fa2.backends.common.primitives.types import Barrier, Ref, Scalar
+from pallas_fa2.backends.common.primitives.types import Barrier, Ref, Scalar, Slice
 from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
+from pallas_fa2.backends.sm90.forward.cached_tiles import CachedTiles
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.schedule import QueryTile
 from pallas_fa2.backends.sm90.primitives import pipeline
 from pallas_fa2.backends.sm90.primitives.pipeline import Barriers, Pipeline
+from pallas_fa2.backends.sm90.primitives.tma import HeadRows, RowPieces
 
 
 class SharedStorage(NamedTuple):
@@ -128,6 +130,7 @@ class Inputs(NamedTuple):
     block_indices: Any = None  # under a mask: `block_mask.BlockMask`
     aux: Any = None  # `aux_inputs.AuxInputs` of masks and scores
     mask_bits: Any = None  # of a mask that is precomputed (`mask_bits`)
+    cached: CachedTiles | None = None  # if keys are in a cache
 
 
 class Outputs(NamedTuple):
@@ -152,3 +155,22 @@ class Arrays(NamedTuple):
         return block_mask.block_id(
             layouts.index_broadcast(self.inputs.block_indices, *tile.compute_coordinates())[index]
         )
+
+    def load_first_row(self, tile: QueryTile) -> Scalar:
+        """Compute, or load, where the rows of a tile begin in Q and O."""
+        if self.inputs.cached is None:
+            return tile.compute_first_row()
+        return self.inputs.cached.load(tile.compute_coordinates()[2], "first_query")
+
+    def load_batch(self, tile: QueryTile) -> Scalar:
+        """Compute, or load, the batch entry of a tile's keys."""
+        batch, _, entry = tile.compute_coordinates()
+        return batch if self.inputs.cached is None else self.inputs.cached.load(entry, "request")
+
+    def kv_rows(
+        self, source: Ref, batch: Scalar, keys: Slice, head: Scalar, columns: Slice | None = None
+    ) -> HeadRows | RowPieces:
+        """Return where keys of a batch entry and a head lie."""
+        if self.inputs.cached is None:
+            return HeadRows(source, batch, keys, head, columns)
+        return self.inputs.cached.kv_rows(source, batch, keys, head, columns)

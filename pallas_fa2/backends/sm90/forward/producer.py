@@ -15,7 +15,7 @@ from pallas_fa2.backends.common.scheduler import for_each_tile
 from pallas_fa2.backends.sm90.forward.memory import Arrays, SharedStorage
 from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule, PipelinePosition, QueryTile
 from pallas_fa2.backends.sm90.primitives import roles
-from pallas_fa2.backends.sm90.primitives.tma import HeadRows
+from pallas_fa2.backends.sm90.primitives.tma import HeadRows, RowPieces
 from pallas_fa2.control_flow import when
 
 # Key blocks before a tile's end at which the next tile is claimed: a claim is answered in about as many (2500
@@ -31,13 +31,17 @@ class TileLoads:
     arrays: Arrays
     memory: SharedStorage
     batch: Scalar
+    kv_batch: Scalar
     head: Scalar
     position: PipelinePosition
 
     def q(self, n: Scalar) -> None:
         """Load Q of the CTA's n-th tile."""
+        spec, inputs = self.tile.schedule.spec, self.arrays.inputs
         for g in range(self.tile.schedule.config.warpgroups):
-            rows = HeadRows(self.arrays.inputs.q, self.batch, self._row_range(g), self.head)
+            first = self.arrays.load_first_row(self.tile) + g * layouts.ROWS_PER_WARPGROUP
+            row_range = pl.ds(first, layouts.ROWS_PER_WARPGROUP)
+            rows = HeadRows(inputs.q, self.batch, row_range, self.head, at_any_row=spec.in_cache)
             self.memory.q_pipeline(g).tma_load(n, rows)
 
     def k(self, t: Scalar) -> None:
@@ -84,8 +88,9 @@ class TileLoads:
         block_kv = self.tile.schedule.config.block_kv
         return pl.ds(self.arrays.load_kv_block_index(self.tile, t) * block_kv, block_kv)
 
-    def _kv_rows(self, source: Ref, t: Scalar) -> HeadRows:
-        return HeadRows(source, self.batch, self._key_range(t), self.tile.compute_kv_head())
+    def _kv_rows(self, source: Ref, t: Scalar) -> HeadRows | RowPieces:
+        keys, head = self._key_range(t), self.tile.compute_kv_head()
+        return self.arrays.kv_rows(source, self.kv_batch, keys, head)
 
 
 def produce(schedule: ForwardSchedule, arrays: Arrays, memory: SharedStorage) -> None:
@@ -101,7 +106,8 @@ def produce(schedule: ForwardSchedule, arrays: Arrays, memory: SharedStorage) ->
         next tile."""
         tile = QueryTile(schedule, *work)
         batch, head, _ = tile.compute_coordinates()
-        load = TileLoads(tile, arrays, memory, batch, head, position)
+        kv_batch = arrays.load_batch(tile) if schedule.spec.in_cache else batch
+        load = TileLoads(tile, arrays, memory, batch, kv_batch, head, position)
 
         def claim_next(t: Scalar) -> None:
             in_time = t == jnp.maximum(tile.compute_num_kv_blocks() - CLAIM_AHEAD, 0)

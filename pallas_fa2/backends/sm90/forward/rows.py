@@ -61,6 +61,25 @@ class WarpgroupRows:
     def compute_row_range(self) -> Slice:
         return pl.ds(self.compute_first_row(), layouts.ROWS_PER_WARPGROUP)
 
+    def load_first_query(self) -> Scalar:
+        """Load the index of the first row in Q and O, in a cache; it has no other one elsewhere."""
+        first_row = self.arrays.load_first_row(self.tile)
+        return first_row + self.compute_warpgroup() * self.config.rows_per_warpgroup
+
+    def load_first_position(self) -> Scalar:
+        """Load the position of the first row in its sequence, in a cache; its index is that elsewhere."""
+        cached = self.arrays.inputs.cached
+        if cached is None:
+            return self.compute_first_row()
+        first = cached.load(self.tile.compute_coordinates()[2], "first_position")
+        return first + self.compute_warpgroup() * self.config.rows_per_warpgroup
+
+    def load_entry_field(self, field: str) -> Scalar:
+        """Load a field of the tile's entry, in a cache."""
+        cached = self.arrays.inputs.cached
+        assert cached is not None
+        return cached.load(self.tile.compute_coordinates()[2], field)
+
     def load_kv_block_index(self, t: Scalar) -> Scalar:
         """Load the index of the key block that is visited as the t-th, a while before it is needed."""
         return self.arrays.load_kv_block_index(self.tile, t)

@@ -35,7 +35,7 @@ class ForwardSchedule:
     def has_partial_blocks(self) -> bool:
         """Whether a tile may visit blocks of which a query sees some keys only."""
         ragged = self.spec.kv_len % self.config.block_kv != 0
-        return self.spec.causal or ragged or self.spec.mask is not None
+        return self.spec.causal or ragged or self.spec.mask is not None or self.spec.in_cache
 
     @property
     def _l2_head_group(self) -> int:
@@ -49,7 +49,11 @@ class ForwardSchedule:
     def order(self) -> raster.RasterOrder:
         spec = self.spec
         return raster.RasterOrder(
-            spec.batch, spec.q_heads, self.q_tiles, self._l2_head_group, spec.causal
+            spec.batch,
+            spec.q_heads,
+            self.q_tiles,
+            self._l2_head_group,
+            spec.causal and not spec.in_cache,
         )
 
     def tile_scheduler(
@@ -102,7 +106,7 @@ class QueryTile:
 
     schedule: ForwardSchedule
     tile_id: Scalar
-    counts: Scalar | None = None  # under a mask: `block_mask.unpack_counts`
+    counts: Scalar | None = None  # under a mask, and in a cache: `block_mask.unpack_counts`
 
     @property
     def reverse_kv(self) -> bool:

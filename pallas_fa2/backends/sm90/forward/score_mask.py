@@ -1,6 +1,7 @@
 """Score functions, masks and dropout on 64 rows against one block of keys."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,8 +57,12 @@ class ScoreMask:
         row_inputs: RowInputs,
         key_inputs: KeyBlockInputs | None = None,
     ) -> "ScoreMask":
-        block_kv, first_row = rows.config.block_kv, rows.compute_first_row
-        mods = RowMods(rows.spec, block_kv, first_row, first_key, row_inputs, key_inputs)
+        block_kv, first_row, load_kv_len = rows.config.block_kv, rows.load_first_position, None
+        if rows.spec.in_cache:
+            load_kv_len = functools.partial(rows.load_entry_field, "kv_len")
+        mods = RowMods(
+            rows.spec, block_kv, first_row, first_key, row_inputs, key_inputs, load_kv_len
+        )
         return cls(rows, t, mods)
 
     def compute_aux_pipelines(self) -> list[Pipeline]:

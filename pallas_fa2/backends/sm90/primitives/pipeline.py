@@ -105,13 +105,13 @@ class Pipeline:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.full_at(step))
 
-    def tma_load(self, step: Scalar, *sources: tma.HeadRows | Ref) -> None:
+    def tma_load(self, step: Scalar, *sources: tma.HeadRows | tma.RowPieces | Ref) -> None:
         """Fill the buffers of a step from device memory, once they may be written."""
         self.producer_acquire(step)
         s = self.stage(step)
         for source, buffer in zip(sources, self.buffers, strict=True):
             full = self.full_offset + s
-            if isinstance(source, tma.HeadRows):
+            if isinstance(source, tma.HeadRows | tma.RowPieces):
                 source.load(buffer.at[s], self.full, full)
             else:
                 plgpu.copy_gmem_to_smem(source, buffer.at[s], self.full.at[full])

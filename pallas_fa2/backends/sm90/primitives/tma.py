@@ -34,12 +34,13 @@ class HeadRows:
 
     array: Ref
     batch: Scalar
-    rows: Slice  # it starts at a multiple of 8 and has a multiple of 32
+    rows: Slice  # it starts at a multiple of 8, unless `at_any_row`, and has a multiple of 8
     head: Scalar
     columns: Slice | None = None  # at a multiple of its size; as many as the buffer has if None
     # Whether they are always copied by row groups where the length needs it: less code, and registers.
     in_row_groups: bool = False
     alternate: AlternateSource | None = None
+    at_any_row: bool = False
 
     @staticmethod
     def existing_columns(array: Ref, columns: Sequence[Slice]) -> list[Slice]:
@@ -78,6 +79,7 @@ class HeadRows:
             or self.has_missing_columns(buffer)
             or self.has_partial_panel(buffer)
             or self.alternate is not None
+            or self.at_any_row
         )
 
     def load(self, buffer: Ref, barriers: Barrier, i: Scalar) -> None:
@@ -108,9 +110,27 @@ class HeadRows:
 
         if self.has_partial_panel(buffer):
             return copy("panels")
+        if self.at_any_row:
+            return copy("row_groups")
         if not self.has_ragged_length:
             return copy("whole")
         if self.in_row_groups or swizzle_columns(buffer) == buffer.shape[-1]:
             return copy("row_groups")
         beyond = self.rows.start + self.rows.size > self.array.shape[1]
         cond(beyond, lambda: copy("row_groups"), lambda: copy("whole"))
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPieces:
+    """Rows that lie in several pages, in equal parts."""
+
+    pieces: tuple[HeadRows, ...]
+
+    def load(self, buffer: Ref, barriers: Barrier, i: Scalar) -> None:
+        """Load the rows to shared memory, and arrive once at barrier i of an array when all are there."""
+        if len(self.pieces) == 1:
+            return self.pieces[0].load(buffer, barriers, i)
+        for n, piece in enumerate(self.pieces):
+            size = piece.rows.size
+            piece.copy(buffer.at[pl.ds(n * size, size)], BarrierArray.of(barriers), i)
+        plgpu.barrier_arrive(barriers.at[i])

@@ -1,0 +1,120 @@
+"""The query tiles of a call on a cache, which lengths and starts say on the device (docs/design/paged-forward.md).
+
+A tile is a query head and an entry: up to `block_q` consecutive queries of one request. XLA makes the table of entries and
+the order of tiles, once for all layers whose lengths are the same.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_fa2.arithmetic import I32, div, rem
+from pallas_fa2.backends.common.block_mask_kernel import FULL_BIT
+from pallas_fa2.backends.common.decode.entries import Entry, packed_entries
+from pallas_fa2.backends.common.decode.spec import DecodeSpec
+from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
+from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, tile_table
+from pallas_fa2.backends.sm90.forward.config import ForwardConfig
+from pallas_fa2.backends.sm90.primitives.tma import HeadRows, RowPieces
+from pallas_fa2.schedule import raster
+
+
+class CachedTiles(NamedTuple):
+    """What says whose rows and keys a tile has: arrays in device memory."""
+
+    entries: Any  # int32 [E, 7]: `Entry`
+    table: Any = None  # int32 [B, pages of a request], if the cache is paged
+
+    def load(self, entry: Scalar, field: str) -> Scalar:
+        """Load a field of an entry."""
+        return self.entries[entry, Entry._fields.index(field)]
+
+    def kv_rows(
+        self, source: Ref, request: Scalar, keys: Slice, head: Scalar, columns: Slice | None = None
+    ) -> HeadRows | RowPieces:
+        """Return where keys of a request lie, of which pages have each an equal part or all. Page numbers are loaded here.
+
+        Whatever the table has, they are pages that exist.
+        """
+        if self.table is None:
+            return HeadRows(source, request, keys, head, columns)
+        pages, page_size = source.shape[:2]
+        size, last_entry = math.gcd(page_size, keys.size), self.table.shape[1] - 1
+
+        def piece(first: Scalar) -> HeadRows:
+            page = self.table[request, jnp.minimum(div(first, page_size), last_entry)]
+            rows = pl.ds(rem(first, page_size), size)
+            return HeadRows(source, jnp.clip(page, 0, pages - 1), rows, head, columns)
+
+        return RowPieces(tuple(piece(keys.start + i) for i in range(0, keys.size, size)))
+
+
+class CachedPlan(NamedTuple):
+    """The tiles of a launch, in the order in which CTAs claim them."""
+
+    scheduler: DynamicTileScheduler
+    entries: Any  # int32 [E, 7]: `Entry`
+
+
+def plan_tiles(
+    spec: DecodeSpec, config: ForwardConfig, lengths: jax.Array, starts: jax.Array
+) -> CachedPlan:
+    """Return the plan of requests of these lengths, integers `[B]`, of which r has the queries from `starts[r]` to
+    `starts[r + 1]`, integers `[B + 1]`: the last tokens of its sequence.
+
+    Heads that have their keys in L2 together come together, and of these the longest tiles first.
+    """
+    lengths, starts = lengths.astype(I32), starts.astype(I32)
+    entries, num_entries = packed_entries(spec, lengths, starts, config.block_kv)
+    index = jnp.arange(spec.max_entries, dtype=I32)
+    exists = index < num_entries
+    full = _count_full_blocks(spec, config, entries)
+    counts = entries.num_blocks | full << FULL_BIT
+    by_length = jnp.argsort(jnp.where(exists, -entries.num_blocks, 1), stable=True).astype(I32)
+    group = _heads_per_l2_group(spec, config)
+    place = jnp.arange(spec.max_entries * spec.q_heads, dtype=I32)
+    of_group = jnp.maximum(num_entries * group, 1)
+    in_group = lax.rem(place, of_group)
+    entry = by_length[lax.div(in_group, I32(group))]
+    head = lax.div(place, of_group) * group + lax.rem(in_group, I32(group))
+    # what is no tile's ends the work of a CTA
+    tile_id = jnp.where(
+        place < num_entries * spec.q_heads, head * spec.max_entries + entry, place.size
+    )
+    table = jnp.stack([jnp.broadcast_to(x, index.shape) for x in entries], 1)
+    num_ctas = min(config.num_ctas, place.size)
+    header = DynamicTileScheduler.header_rows(num_ctas)
+    order = tile_table(tile_id, counts[entry], header)
+    return CachedPlan(DynamicTileScheduler(order, num_ctas), table)
+
+
+def _count_full_blocks(spec: DecodeSpec, config: ForwardConfig, entries: Entry) -> jax.Array:
+    """Return how many blocks of each entry, the first ones, have keys alone that all of its queries attend to."""
+    end = entries.kv_len
+    if spec.distances.most is not None:
+        end = jnp.minimum(end, entries.first_position + (spec.distances.most + 1))
+    return lax.div(jnp.maximum(end, 0), I32(config.block_kv))
+
+
+def _heads_per_l2_group(spec: DecodeSpec, config: ForwardConfig) -> int:
+    kv_bytes = 2 * spec.kv_len * (config.head_dim + config.value_dim)
+    return raster.heads_per_l2_group(spec.kv_heads, kv_bytes, config.l2_budget) * spec.group
+
+
+def kernel_spec(spec: DecodeSpec, config: ForwardConfig) -> KernelSpec:
+    """Return what the forward kernel is specialized on: one batch entry, with a tile for each entry."""
+    return KernelSpec(
+        batch=1,
+        q_len=spec.max_entries * config.block_q,
+        kv_len=spec.kv_len,
+        q_heads=spec.q_heads,
+        kv_heads=spec.kv_heads,
+        scale=spec.scale,
+        causal_offset=spec.distances.most,
+        in_cache=True,
+    )
