@@ -21,7 +21,8 @@ from pallas_fa2.backends.sm90.backward import postprocess, preprocess
 from pallas_fa2.backends.sm90.backward.config import BackwardConfig
 from pallas_fa2.backends.sm90.backward.dq import DqRequest, DqStrategy, choose
 from pallas_fa2.backends.sm90.backward.kernel import gradients
-from pallas_fa2.backends.sm90.decode.cached_forward import CACHED_FORWARD, FLASH_FORWARD
+from pallas_fa2.backends.sm90.cached_forward import CACHED_FORWARD
+from pallas_fa2.backends.sm90.decode.cached_forward import FLASH_FORWARD
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.kernel import attention
 from pallas_fa2.ir import block_classes, coverage

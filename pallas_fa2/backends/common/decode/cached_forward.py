@@ -1,8 +1,9 @@
 """The forward of `cached_attention`: from the arrays of a call on a cache to those of a decode kernel and back."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,9 @@ def make(
         assert config is not None, "`unsupported_reason` says so"
         return config
 
-    run = functools.partial(forward, decode)
+    run = functools.partial(
+        forward, functools.partial(launch_decode, decode), f"{decode.__module__}.decode"
+    )
     return CachedForward(unsupported_reason, configure, run, describe, slower_reason)
 
 
@@ -74,10 +77,47 @@ def trim_groups(spec: DecodeSpec, x: jax.Array) -> jax.Array:
     return x.reshape(shape)[:, :, : -spec.missing_heads].reshape(x.shape[0], -1, *x.shape[2:])
 
 
-def forward(
+class LaunchArrays(NamedTuple):
+    """What a launch reads beside queries, keys and values, of the part of a call that a device has."""
+
+    lengths: Any  # int32 [B]
+    starts: Any  # int32 [B + 1], of packed queries
+    table: Any  # int32 [B, pages of a request], if the cache is paged
+    mods: ModArrays
+    scales: Scales | None
+
+
+def launch_decode(
     decode: Callable[..., tuple[jax.Array, jax.Array]],
     spec: CachedSpec,
     config: DecodeConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    arrays: LaunchArrays,
+    taken_queries: tuple[int, int] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `out [tokens, N, Hv]` and `lse [tokens, N]` by the kernel of an architecture, `decode`.
+
+    With `taken_queries`, only of requests with so many new tokens, the least and the most; other rows are anything.
+    """
+    launch = DecodeSpec.of_call(spec, arrays.lengths.size, k.shape[2])
+    launch = dataclasses.replace(launch, taken_queries=taken_queries)
+    mods, visible = arrays.mods.in_rows(), None
+    if block_lists.lists_blocks(spec, launch, config):
+        visible = functools.partial(block_lists.visible_blocks, spec, launch, mods)
+    plan = plan_decode(launch, config, arrays.lengths, arrays.starts, visible)
+    eight_bits = {} if arrays.scales is None else {"scales": arrays.scales}
+    rows = pad_groups(launch, q)
+    out, lse = decode(launch, config, rows, k, v, plan, arrays.table, mods, **eight_bits)
+    return trim_groups(launch, out), trim_groups(launch, lse)
+
+
+def forward(
+    launch: Callable[..., tuple[jax.Array, jax.Array]],
+    name: str,
+    spec: CachedSpec,
+    config: Any,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -85,20 +125,12 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [B, T, N, Hv]` and natural `lse [B, N, T]`; of packed queries `[tokens, N, Hv]` and `[N, tokens]`.
 
-    `decode` launches the kernel of an architecture.
+    `launch`, of this name, launches the kernels of an architecture, as `launch_decode` does.
     """
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, lengths: Any, rest: tuple) -> tuple:
-        starts, table, mods, scales = rest
-        launch = DecodeSpec.of_call(spec, lengths.size, k.shape[2])
-        mods, visible = mods.in_rows(), None
-        if block_lists.lists_blocks(spec, launch, config):
-            visible = functools.partial(block_lists.visible_blocks, spec, launch, mods)
-        plan = plan_decode(launch, config, lengths, starts, visible)
-        rows = pad_groups(launch, q.reshape(-1, *q.shape[-2:]))
-        eight_bits = {} if scales is None else {"scales": scales}
-        results = decode(launch, config, rows, k, v, plan, table, mods, **eight_bits)
-        out, lse = (trim_groups(launch, x) for x in results)
+        rows = q.reshape(-1, *q.shape[-2:])
+        out, lse = launch(spec, config, rows, k, v, LaunchArrays(lengths, *rest))
         lse = jnp.swapaxes(lse.reshape(q.shape[:-1]), -1, -2)
         return out.reshape(*q.shape[:-1], out.shape[-1]), lse
 
@@ -110,7 +142,7 @@ def forward(
     scale_axes = operands.scales and Scales(*(f"{batch}k.",) * 2)
     rest_axes = *starts_and_table, mods.axes(batch), scale_axes
     args = q, k, v, operands.lengths, rest
-    key = LaunchKey.of(f"{decode.__module__}.decode", spec, config)  # an architecture's
+    key = LaunchKey.of(name, spec, config)
     if spec.is_packed or spec.page_size is not None:
         # Any row may be any request's, and any page: only heads are divided, and under vmap a call follows another.
         queries, lse = (".n.", "n.") if spec.is_packed else ("..n.", ".n.")

@@ -89,7 +89,11 @@ def packed_entries(
     # one request of no keys before all, and one after
     bounds = jnp.concatenate([jnp.array([0]), starts, jnp.array([spec.num_tokens])]).astype(I32)
     lengths = jnp.pad(jnp.clip(lengths, 0, spec.kv_len), 1)
-    num_entries = lax.div(bounds[1:] - bounds[:-1] + (q_len - 1), I32(q_len))
+    counts = bounds[1:] - bounds[:-1]
+    num_entries = lax.div(counts + (q_len - 1), I32(q_len))
+    if spec.taken_queries is not None:
+        least, most = spec.taken_queries
+        num_entries = jnp.where((counts >= least) & (counts <= most), num_entries, 0)
     ends = jnp.cumsum(num_entries, dtype=I32)
     index = jnp.arange(spec.max_entries, dtype=I32)
     owner = jnp.minimum((ends[None] <= index[:, None]).sum(1, dtype=I32), requests + 1)

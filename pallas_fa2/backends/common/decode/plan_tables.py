@@ -143,9 +143,13 @@ def _deal_shares(
     deal = Deal.compute(config, spec.kv_heads, num_entries, head_blocks, counts.max())
     begin = deal.first_block(cta, head_blocks * spec.kv_heads)
 
+    may_be_empty = spec.taken_queries is not None
+    per_head = jnp.maximum(head_blocks, 1) if may_be_empty else head_blocks
+
     def locate(begin: jax.Array) -> tuple[jax.Array, ...]:
-        head, in_head = lax.div(begin, head_blocks), lax.rem(begin, head_blocks)
+        head, in_head = lax.div(begin, per_head), lax.rem(begin, per_head)
         entry = jnp.minimum((starts[None] <= in_head[:, None]).sum(1, dtype=I32), num_entries) - 1
+        entry = jnp.maximum(entry, 0) if may_be_empty else entry
         return head, entry, head * head_blocks + starts[entry]
 
     head, entry, tile_begin = locate(begin)

@@ -51,6 +51,8 @@ class DecodeSpec:
     # then, several of which read the keys of one head. Those of the last part may be fewer.
     parts: int = 1
     missing_heads: int = 0
+    # Of packed queries, the least and the most of a request whose entries the launch has, where another has the others.
+    taken_queries: tuple[int, int] | None = None
 
     @classmethod
     def of_call(

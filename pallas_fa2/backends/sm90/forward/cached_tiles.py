@@ -4,6 +4,7 @@ A tile is a query head and an entry: up to `block_q` consecutive queries of one 
 the order of tiles, once for all layers whose lengths are the same.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -104,6 +105,21 @@ def _count_full_blocks(spec: DecodeSpec, config: ForwardConfig, entries: Entry) 
 def _heads_per_l2_group(spec: DecodeSpec, config: ForwardConfig) -> int:
     kv_bytes = 2 * spec.kv_len * (config.head_dim + config.value_dim)
     return raster.heads_per_l2_group(spec.kv_heads, kv_bytes, config.l2_budget) * spec.group
+
+
+def tiles_spec(
+    spec: DecodeSpec, config: ForwardConfig, tokens: int, requests: int, least: int
+) -> DecodeSpec:
+    """Return the launch of requests with `least` new tokens or more of a call, whose entries are tiles."""
+    partial_tiles = min(requests + 2, tokens // max(least, 1))
+    entries = max(1, min(tokens, tokens // config.block_q + partial_tiles))
+    return dataclasses.replace(
+        spec,
+        max_entries=entries,
+        q_len=config.block_q,
+        entries_per_request=1,
+        taken_queries=(least, tokens) if least else None,
+    )
 
 
 def kernel_spec(spec: DecodeSpec, config: ForwardConfig) -> KernelSpec:

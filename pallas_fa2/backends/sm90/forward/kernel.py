@@ -39,6 +39,7 @@ def attention(
     mask_bits: jax.Array | None = None,
     cached: CachedPlan | None = None,
     table: jax.Array | None = None,
+    outputs: Outputs | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [B, T, N, Hv]` and natural `lse [B, N, T']`; T' is T rounded up to whole tiles.
 
@@ -47,7 +48,8 @@ def attention(
     and `mask_bits` the bits of a mask that is precomputed.
 
     `cached` plans the tiles of a cache: k and v are `[requests, S, K, H]` and `[requests, S, K, Hv]`, or pages that `table`
-    lists for each request, B is 1, T the rows of all requests, and lse has T.
+    lists for each request, B is 1, T the rows of all requests, and lse has T. Rows that have no tile stay as they are in
+    `outputs`, if these are given.
     """
     key_rows = aux.k.shape[1] + 1 if aux is not None and spec.loads_key_aux() else 0
     if not spec.pairwise_inputs():
@@ -63,9 +65,10 @@ def attention(
     if cached is not None:
         inputs = inputs._replace(cached=CachedTiles(cached.entries, table))
         lse_shape = spec.batch, spec.q_heads, q.shape[1]
-    outputs = Outputs(
-        lax.empty((*q.shape[:3], v.shape[3]), q.dtype), lax.empty(lse_shape, jnp.float32)
-    )
+    if outputs is None:
+        outputs = Outputs(
+            lax.empty((*q.shape[:3], v.shape[3]), q.dtype), lax.empty(lse_shape, jnp.float32)
+        )
 
     def run(
         tiles: StaticTileScheduler | DynamicTileScheduler,
@@ -93,12 +96,15 @@ def attention_on_cache(
     v: jax.Array,
     plan: CachedPlan,
     table: jax.Array | None = None,
+    others: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [tokens, N, Hv]` and natural `lse [tokens, N]`, float32, as the decode kernel does.
 
     q is `[tokens, N, H]`; k and v are `[B, S, K, H]` and `[B, S, K, Hv]`, or pages `[P, page size, K, H]` and `[P, page
-    size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request.
+    size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request. `others` are out and lse of the rows that have no
+    tile, which otherwise are anything.
     """
     launch = kernel_spec(spec, config)
-    out, lse = attention(launch, config, q[None], k, v, cached=plan, table=table)
+    outputs = None if others is None else Outputs(others[0][None], others[1].T[None])
+    out, lse = attention(launch, config, q[None], k, v, cached=plan, table=table, outputs=outputs)
     return out[0], lse[0].T
