@@ -5,15 +5,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import pallas_fa2 as fa
+from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.spec import DecodeSpec, max_packed_entries
+from pallas_fa2.backends.sm90.cached_forward import CACHED_FORWARD, TileConfigs, max_decoded
 from pallas_fa2.backends.sm90.configs import cached_forward_config
 from pallas_fa2.backends.sm90.forward import cached_tiles
 from pallas_fa2.backends.sm90.forward.cached_tiles import CachedTiles, plan_tiles
 from pallas_fa2.backends.sm90.forward.kernel import attention_on_cache
-from tests.support import compile_gate
+from pallas_fa2.parse_cached import parse_cached
+from tests.support import compile_gate, hopper, interpreter
 from tests.support.decode_cases import CAUSAL, FULL, Case, check
 from tests.support.shared import RaceDetected
 from tests.support.tiers import slow_but
@@ -65,6 +70,21 @@ def test_interpreted(case: Tiles) -> None:
     check(case, attention_on_cache)
 
 
+def test_heads_of_an_l2_group_come_together() -> None:
+    """Two groups of two heads; within one the longest tiles first, those of its heads side by side; then no tiles."""
+    case = Tiles((300, 100), queries=(140, 100), capacity=320, num_ctas=1)
+    config = dataclasses.replace(case.config, l2_budget=2 * 320 * 128)
+    plan = plan_tiles(case.spec, config, jnp.array(case.lengths), jnp.array(case.starts))
+    order = np.asarray(plan.scheduler.table)[plan.scheduler.header_rows(1) :]
+    entries, none = case.spec.max_entries, case.spec.max_entries * 4
+    head, entry = order[order[:, 0] < none, 0] // entries, order[order[:, 0] < none, 0] % entries
+    assert head.tolist() == [0, 1] * 4 + [2, 3] * 4
+    assert entry.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] * 2  # the last one has the rows of no request
+    blocks = np.asarray(plan.entries)[:, 0]
+    assert blocks.tolist()[:4] == [3, 3, 1, 1]
+    assert (order[-1 - (none - 16) :, 0] == none).all()
+
+
 def of_next_request(self: Any, entry: Any, field: str) -> Any:
     found = load(self, entry, field)
     return found + 64 if field == "num_queries" else found
@@ -94,6 +114,72 @@ def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
     # no NaN behind the first length: rows that meet one are computed again, with the whole mask
     with pytest.raises((RaceDetected, AssertionError, IndexError)):
         check(Tiles((256, 64), queries=(130, 9), page_size=64), attention_on_cache)
+
+
+def attend(q: Any, cache: Any, starts: Any, implementation: str) -> Any:
+    queries = None if starts is None else fa.Packed(starts)
+    options = {"return_lse": True, "implementation": implementation}
+    return fa.cached_attention(q, cache, queries=queries, **options)
+
+
+# New tokens of three requests of 300, 40 and 150: a step, a prompt and a part of one; nothing for tiles; none for the other.
+COUNTS = {
+    "both": (1, 40, 145),
+    "all_decoded": (1, 8, 8),
+    "all_in_tiles": (200, 40, 150),
+    "unpacked": None,
+}
+
+
+@pytest.mark.parametrize("name", slow_but(lambda name: name in ("both", "unpacked"), COUNTS))
+def test_requests_of_a_call_take_either_kernel(name: str) -> None:
+    rng, lengths, counts = (
+        np.random.default_rng(0),
+        np.array([300, 40, 150], np.int32),
+        COUNTS[name],
+    )
+    table = rng.permutation(3 * 20).astype(np.int32).reshape(3, 20)
+    rows = (3, 50) if counts is None else (max(sum(counts) + 4, 3 + 128),)
+    q = rng.normal(size=(*rows, 2, 64)).astype(jnp.bfloat16)
+    k, v = (rng.normal(size=(60, 16, 1, 64)).astype(jnp.bfloat16) for _ in range(2))
+    starts = None if counts is None else np.cumsum([0, *counts]).astype(np.int32)
+
+    def run(q: Any, k: Any, v: Any, implementation: str, *integers: Any) -> Any:
+        table, lengths, *starts = integers
+        pages = fa.Pages(k, v, table, lengths)
+        return attend(q, pages, starts[0] if starts else None, implementation)
+
+    integers = [table, lengths] if starts is None else [table, lengths, starts]
+    expected = run(*(x.astype(np.float32) for x in (q, k, v)), "reference", *integers)
+    with hopper.planned_for_h200(cores=3):
+        found = interpreter.run(lambda q, k, v, *x: run(q, k, v, "hopper", *x), q, k, v, *integers)
+    np.testing.assert_allclose(np.asarray(found[0], np.float32), expected[0], atol=0.02)
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
+
+
+def config_of(tokens: int, requests: int = 4, **options: Any) -> Any:
+    """The configuration of a packed call on pages of 16 tokens."""
+    shape = jax.ShapeDtypeStruct((64, 16, 8, 128), jnp.bfloat16)
+    pages = fa.Pages(
+        shape, shape, jnp.zeros((requests, 16), jnp.int32), jnp.zeros(requests, jnp.int32)
+    )
+    q = jax.ShapeDtypeStruct((tokens, 32, 128), jnp.bfloat16)
+    queries = fa.Packed(jnp.zeros(requests + 1, jnp.int32))
+    spec, _ = parse_cached(q, pages, queries=queries, **{"mask": fa.Causal(), **options})
+    return CACHED_FORWARD.configure(spec, hopper.H200)
+
+
+def test_larger_groups_leave_more_tokens_to_the_decode_kernel() -> None:
+    assert [max_decoded(group) for group in (1, 4, 8, 16)] == [4, 16, 32, 32]
+
+
+def test_shapes_and_masks_say_whether_there_are_tiles() -> None:
+    assert isinstance(config_of(131), DecodeConfig)  # a token of each request, and less than a tile
+    both = config_of(132)
+    assert isinstance(both, TileConfigs) and both.decode is not None
+    assert isinstance(config_of(132, mask=fa.SlidingWindow(64)), DecodeConfig)
+    assert isinstance(config_of(132, score=fa.soft_cap(9.0)), DecodeConfig)
+    assert isinstance(config_of(132, split_size=64), DecodeConfig)
 
 
 # H, size of pages

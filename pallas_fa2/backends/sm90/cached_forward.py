@@ -25,9 +25,9 @@ from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
 
 DECODE = decode_forward.CACHED_FORWARD
-# The new tokens of a request, at most, that the decode kernel takes beside tiles. By estimate (docs/design/paged-forward.md)
-# a tile of 128 rows, of each head of a group of 4, takes as long as entries of 8 tokens do with 20 tokens.
-MAX_DECODED = 16
+# By estimate (docs/design/paged-forward.md) 128 keys cost 2,900 clocks in a tile, for each head of a group, and 525 for a
+# token in an entry of 64 columns: as much with 5.5 tokens a head. Of groups beyond 8, an entry has fewer tokens.
+DECODED_TOKENS_PER_HEAD, PADDED_GROUP = 4, 8
 # Eight copies bring a block of 128 keys from pages of 16 tokens.
 PAGE_MULTIPLE = 16
 # Tiles of one launch: their ids are int32, and so are the positions of keys.
@@ -76,6 +76,11 @@ def _decodes_all(cached: CachedSpec) -> bool:
     return call.q_len * pad_group(call.group) <= MAX_COLUMNS
 
 
+def max_decoded(group: int) -> int:
+    """Return the new tokens of a request, at most, that the decode kernel takes beside tiles."""
+    return DECODED_TOKENS_PER_HEAD * min(group, PADDED_GROUP)
+
+
 def unsupported_reason(cached: CachedSpec, device: Device) -> str | None:
     """Return why no kernel runs a call on a cache on this device, or None."""
     reason = DECODE.unsupported_reason(cached, device)
@@ -114,8 +119,9 @@ def launch(
     if starts is None:
         starts = jnp.arange(requests + 1, dtype=I32) * (tokens // requests)
     if config.decode is not None:
-        least, few = MAX_DECODED + 1, (0, MAX_DECODED)
-        others = launch_decode(decode, spec, config.decode, q, k, v, arrays, few)
+        most = max_decoded(spec.call.group)
+        least = most + 1
+        others = launch_decode(decode, spec, config.decode, q, k, v, arrays, (0, most))
     tiles = DecodeSpec.of_call(spec, requests, k.shape[2])
     tiles = tiles_spec(tiles, config.tiles, tokens, requests, least)
     plan = plan_tiles(tiles, config.tiles, arrays.lengths, starts)
@@ -135,7 +141,7 @@ def describe(spec: CachedSpec, config: DecodeConfig | TileConfigs) -> str:
     if config.decode is None:
         return text
     few = DECODE.describe(spec, config.decode)
-    return f"requests of up to {MAX_DECODED} tokens: {few}; others: {text}"
+    return f"requests of up to {max_decoded(spec.call.group)} tokens: {few}; others: {text}"
 
 
 def _forward(*args: object) -> tuple[jax.Array, jax.Array]:
