@@ -43,7 +43,7 @@ class Tiles(Case):
         return plan_tiles(self.spec, self.config, lengths, starts)
 
 
-H128 = {"dims": (128, 128)}
+H128: Any = {"dims": (128, 128)}
 CASES = {
     "one_prompt": Tiles((256,), queries=(256,)),
     "parts": Tiles((256, 250), queries=(5, 130)),
@@ -118,7 +118,7 @@ def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def attend(q: Any, cache: Any, starts: Any, implementation: str) -> Any:
     queries = None if starts is None else fa.Packed(starts)
-    options = {"return_lse": True, "implementation": implementation}
+    options: Any = {"return_lse": True, "implementation": implementation}
     return fa.cached_attention(q, cache, queries=queries, **options)
 
 
@@ -149,8 +149,9 @@ def test_requests_of_a_call_take_either_kernel(name: str) -> None:
         pages = fa.Pages(k, v, table, lengths)
         return attend(q, pages, starts[0] if starts else None, implementation)
 
-    integers = [table, lengths] if starts is None else [table, lengths, starts]
-    expected = run(*(x.astype(np.float32) for x in (q, k, v)), "reference", *integers)
+    integers: list[Any] = [table, lengths] if starts is None else [table, lengths, starts]
+    wide_q, wide_k, wide_v = (x.astype(np.float32) for x in (q, k, v))
+    expected = run(wide_q, wide_k, wide_v, "reference", *integers)
     with hopper.planned_for_h200(cores=3):
         found = interpreter.run(lambda q, k, v, *x: run(q, k, v, "hopper", *x), q, k, v, *integers)
     np.testing.assert_allclose(np.asarray(found[0], np.float32), expected[0], atol=0.02)
@@ -159,7 +160,7 @@ def test_requests_of_a_call_take_either_kernel(name: str) -> None:
 
 def config_of(tokens: int, requests: int = 4, **options: Any) -> Any:
     """The configuration of a packed call on pages of 16 tokens."""
-    shape = jax.ShapeDtypeStruct((64, 16, 8, 128), jnp.bfloat16)
+    shape: Any = jax.ShapeDtypeStruct((64, 16, 8, 128), jnp.bfloat16)
     pages = fa.Pages(
         shape, shape, jnp.zeros((requests, 16), jnp.int32), jnp.zeros(requests, jnp.int32)
     )

@@ -179,7 +179,7 @@ class DynamicTileScheduler:
         _claim_tile(*refs, I32(first_claim), num_claims, phase, I32(self.tiles_per_claim))
 
 
-def tile_table(tile_ids: np.ndarray, counts: Any, header_rows: int) -> Any:
+def tile_table(tile_ids: Any, counts: Any, header_rows: int) -> Any:
     """Return int32 `[header_rows + n + 1, 2]`: rows of -1, the ids and counts of n tiles, and (n, 0), which is no tile's."""
     header = np.full((header_rows, 2), -1, np.int32)
     end = np.array([[len(tile_ids), 0]], np.int32)

@@ -4,6 +4,7 @@ docs/design/paged-forward.md says which request takes which.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -144,8 +145,9 @@ def describe(spec: CachedSpec, config: DecodeConfig | TileConfigs) -> str:
     return f"requests of up to {max_decoded(spec.call.group)} tokens: {few}; others: {text}"
 
 
-def _forward(*args: object) -> tuple[jax.Array, jax.Array]:
-    return forward(launch, f"{__name__}.launch", *args)
-
-
-CACHED_FORWARD = CachedForward(unsupported_reason, configure, _forward, describe)
+CACHED_FORWARD = CachedForward(
+    unsupported_reason,
+    configure,
+    functools.partial(forward, launch, f"{__name__}.launch"),
+    describe,
+)
