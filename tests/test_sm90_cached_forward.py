@@ -116,6 +116,23 @@ def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
         check(Tiles((256, 64), queries=(130, 9), page_size=64), attention_on_cache)
 
 
+def test_pages_out_of_range_are_the_nearest() -> None:
+    case = Tiles((64, 40), queries=(20, 40), capacity=64, page_size=16)
+    q, k, v, *rest = case.arrays()
+    pages = np.random.default_rng(1).permutation(8).astype(np.int32)
+    k, v = (np.nan_to_num(case.paged(x, pages).astype(np.float32)).astype(x.dtype) for x in (k, v))
+    table = pages.reshape(2, 4)
+
+    def run(table: np.ndarray) -> Any:
+        return interpreter.run(
+            lambda *args: case.run(attention_on_cache, *args), q, k, v, *rest, table
+        )
+
+    outside = np.where(table == 7, 1 << 30, np.where(table == 0, -5, table)).astype(np.int32)
+    for x, y in zip(run(table), run(outside), strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
 def attend(q: Any, cache: Any, starts: Any, implementation: str) -> Any:
     queries = None if starts is None else fa.Packed(starts)
     options: Any = {"return_lse": True, "implementation": implementation}
@@ -181,6 +198,22 @@ def test_shapes_and_masks_say_whether_there_are_tiles() -> None:
     assert isinstance(config_of(132, mask=fa.SlidingWindow(64)), DecodeConfig)
     assert isinstance(config_of(132, score=fa.soft_cap(9.0)), DecodeConfig)
     assert isinstance(config_of(132, split_size=64), DecodeConfig)
+
+
+@pytest.mark.slow
+def test_both_kernels_write_the_same_arrays() -> None:
+    """No cache is copied, nor is what the first of two kernels stores for the second."""
+
+    def run(q: Any, k: Any, v: Any, table: Any, lengths: Any, starts: Any) -> Any:
+        return fa.cached_attention(q, fa.Pages(k, v, table, lengths), queries=fa.Packed(starts))
+
+    shapes = (4, 128), (4,), (5,)
+    integers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+    q, k = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((1024, 32, 128), (512, 64, 8, 128)))
+    with hopper.planned_for_h200():
+        program = compile_gate.hlo_for_h200(run, q, k, k, *integers)
+    entry = program[program.index("ENTRY") :]
+    assert entry.count("custom-call(") == 2 and " copy(" not in entry
 
 
 # H, size of pages
