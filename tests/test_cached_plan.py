@@ -250,23 +250,34 @@ def shapes(
     return q, fa.Pages(k, k, array((batch, 4096 // page), jnp.int32), lengths)
 
 
-@pytest.mark.parametrize("device", [H200, A100], ids=["hopper", "ampere"])
-def test_many_queries_have_whichever_kernel_has_fewer_tiles(device: fa.Device) -> None:
+def reads_cache(*args: Any, device: fa.Device, **options: Any) -> bool:
+    """Whether many queries of contiguous keys have a kernel that reads caches, and not that of the equivalent call."""
+    explanation = fa.explain(*shapes(*args), device=device, **options)
+    assert explanation.plan.not_read is None
+    assert explanation.plan.reads_cache or "read keys" in str(explanation)
+    return explanation.plan.reads_cache
+
+
+def test_many_queries_have_whichever_kernel_of_ampere_has_fewer_tiles() -> None:
     """Of contiguous keys, which neither copies. A tile of the other kernels has 128 queries of one head."""
+    on_ampere = functools.partial(reads_cache, device=A100)
+    assert on_ampere(32, (32, 8), 16)  # 4 entries, and as many heads
+    assert not on_ampere(33, (32, 8), 16)
+    assert on_ampere(8, (8, 8), 64) and not on_ampere(9, (8, 8), 64)
+    assert on_ampere(9, (8, 8), 2)  # 32 tiles or 16, for more multiprocessors than both
+    assert not on_ampere(1000, (8, 2)) and not on_ampere(1000, (8, 2), implementation="fused")
+    assert on_ampere(1000, (8, 2), 1, 64)  # pages would be copied
+    assert on_ampere(1000, (8, 2), split_size=2048)  # only the kernel of caches has them
 
-    def reads_cache(*args: Any, **options: Any) -> bool:
-        explanation = fa.explain(*shapes(*args), device=device, **options)
-        assert explanation.plan.not_read is None
-        assert explanation.plan.reads_cache or "read keys" in str(explanation)
-        return explanation.plan.reads_cache
 
-    assert reads_cache(32, (32, 8), 16)  # 4 entries, and as many heads
-    assert not reads_cache(33, (32, 8), 16)
-    assert reads_cache(8, (8, 8), 64) and not reads_cache(9, (8, 8), 64)
-    assert reads_cache(9, (8, 8), 2)  # 32 tiles or 16, for more multiprocessors than both
-    assert not reads_cache(1000, (8, 2)) and not reads_cache(1000, (8, 2), implementation="fused")
-    assert reads_cache(1000, (8, 2), 1, 64)  # pages would be copied
-    assert reads_cache(1000, (8, 2), split_size=2048)  # only the kernel of caches has them
+def test_many_queries_have_the_other_kernel_of_hopper_where_its_own_has_no_tiles() -> None:
+    """By what an H200 was measured to take (docs/decisions/0087-prompts-on-a-cache.md)."""
+    on_hopper = functools.partial(reads_cache, device=H200)
+    assert on_hopper(1000, (32, 8), 16)  # tiles of queries on the cache
+    of_code: dict[str, Any] = {"mask": fa.Causal() & fa.Prefix(4)}
+    assert on_hopper(12, (32, 8), 16, **of_code) and not on_hopper(13, (32, 8), 16, **of_code)
+    assert on_hopper(1000, (32, 8), 16, 64, **of_code)  # pages would be copied
+    assert on_hopper(1000, (32, 8), split_size=2048)
 
 
 def test_no_copy_is_made_in_silence() -> None:

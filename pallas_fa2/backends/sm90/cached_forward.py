@@ -1,4 +1,4 @@
-"""The forward of `cached_attention` on Hopper: steps of few tokens by the decode kernel, prompts by tiles of the forward.
+"""The forward of `cached_attention` on Hopper: few tokens by the decode kernel, prompts by tiles of the forward.
 
 docs/design/paged-forward.md says which request takes which.
 """
@@ -11,13 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.decode import break_even
 from pallas_fa2.backends.common.decode.cached_forward import LaunchArrays, forward, launch_decode
+from pallas_fa2.backends.common.decode.cached_forward import describe as describe_decode
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.mods import needs_mask_code
-from pallas_fa2.backends.common.decode.spec import MAX_COLUMNS, DecodeSpec, pad_group
+from pallas_fa2.backends.common.decode.spec import MAX_COLUMNS, DecodeSpec
 from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.backends.sm90 import configs
 from pallas_fa2.backends.sm90.decode import cached_forward as decode_forward
+from pallas_fa2.backends.sm90.decode.config import choose
 from pallas_fa2.backends.sm90.decode.kernel import decode
 from pallas_fa2.backends.sm90.forward.cached_tiles import plan_tiles, tiles_spec
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
@@ -26,9 +29,13 @@ from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
 
 DECODE = decode_forward.CACHED_FORWARD
-# By estimate (docs/design/paged-forward.md) 128 keys cost 2,900 clocks in a tile, for each head of a group, and 525 for a
-# token in an entry of 64 columns: as much with 5.5 tokens a head. Of groups beyond 8, an entry has fewer tokens.
-DECODED_TOKENS_PER_HEAD, PADDED_GROUP = 4, 8
+# Microseconds on an H200 with H = 128 (docs/decisions/0087-prompts-on-a-cache.md); other head dims are taken to be alike.
+COSTS = break_even.BlockCosts(tile=0.69, full_entry=1.64, load=1.0)
+# The columns of an entry beside tiles: one of half as many as there may be takes no longer than its loads, so that a
+# decode step loses nothing by them.
+FEW_COLUMNS = MAX_COLUMNS // 2
+# By estimate a second launch and its tables take 10 to 20 us, so that tiles beside entries have to save half of the time.
+LEAST_GAIN = 2
 # Eight copies bring a block of 128 keys from pages of 16 tokens.
 PAGE_MULTIPLE = 16
 # Tiles of one launch: their ids are int32, and so are the positions of keys.
@@ -38,19 +45,22 @@ MAX_TILES = 1 << 24
 class TileConfigs(NamedTuple):
     """The configurations of a call of which some requests, or all, are tiles of the forward."""
 
-    decode: DecodeConfig | None  # of the requests of few tokens, where queries are packed
+    decode: (
+        DecodeConfig | None
+    )  # of the requests of few tokens, where those of packed queries may have many or few
+    decoded: int  # their new tokens at most; 0 where all requests are tiles
     tiles: ForwardConfig
 
 
-def unsupported_tiles(cached: CachedSpec, device: Device) -> str | None:
-    """Return why the forward does not run a call on a cache on this device, or None."""
+def unsupported_tiles(cached: CachedSpec) -> str | None:
+    """Return why the forward does not run a call on a cache, or None."""
     call = cached.call
-    if not device.is_sm90:
-        return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
     if not (isinstance(call.batch, int) and call.has_known_lengths):
         return "its arrays have sizes that are known, and here some are symbols"
-    if call.dtype.name not in ("bfloat16", "float16") or cached.quantized is not None:
-        return "its inputs are bfloat16 or float16"
+    if cached.quantized is not None:
+        return "its caches have 16 bits"
+    if call.dtype.name not in ("bfloat16", "float16"):
+        return f"its inputs are bfloat16 or float16, not {call.dtype.name}"
     if 0 in (call.batch, call.q_len, call.kv_len):
         return "it has queries and slots for keys, and here are none"
     distances = cached.distances
@@ -61,47 +71,88 @@ def unsupported_tiles(cached: CachedSpec, device: Device) -> str | None:
     if (cached.page_size or 0) % PAGE_MULTIPLE:
         return f"a page has a multiple of {PAGE_MULTIPLE} tokens, and here {cached.page_size}"
     if cached.split_size is not None:
-        return "it has no splits"
+        return "it has no fixed splits"
     rows = call.q_len if cached.is_packed else call.batch * call.q_len
     if rows * call.q_heads > MAX_TILES or call.kv_len > 1 << 30:
         return f"there are {MAX_TILES} rows of all heads at most"
     return None
 
 
-def _decodes_all(cached: CachedSpec) -> bool:
-    """Return whether the decode kernel has all requests, by the shapes alone: no request has, or can have, a whole tile."""
-    call = cached.call
-    if cached.is_packed:
-        block_q = configs.CACHED_FORWARD_CONFIGS[0].block_q
-        return call.q_len < call.batch + block_q  # a token of each request, and a tile
-    return call.q_len * pad_group(call.group) <= MAX_COLUMNS
+def _few_spec(
+    spec: CachedSpec, decoded: int, requests: int | None = None, kv_heads: int | None = None
+) -> DecodeSpec:
+    """Return the launch of the decode kernel beside tiles: of requests with up to `decoded` new tokens."""
+    launch = DecodeSpec.of_call(spec, requests, kv_heads)
+    q_len = max(1, FEW_COLUMNS // launch.padded_group)
+    requests = spec.call.batch if requests is None else requests
+    # the rows before all requests and after them are of two more
+    entries = min(launch.num_tokens, (requests + 2) * -(-decoded // q_len))
+    return dataclasses.replace(launch, q_len=q_len, max_entries=entries, taken_queries=(0, decoded))
 
 
-def max_decoded(group: int) -> int:
-    """Return the new tokens of a request, at most, that the decode kernel takes beside tiles."""
-    return DECODED_TOKENS_PER_HEAD * min(group, PADDED_GROUP)
+def max_decoded(spec: CachedSpec, num_sms: int) -> int:
+    """Return the new tokens of a request, at most, that the decode kernel takes beside tiles: those with which it would take
+    no longer if all requests had as many."""
+    call, launch = spec.call, _few_spec(spec, 1)
+    heads = call.q_heads, call.kv_heads
+
+    def takes_longer(entries: int) -> bool:
+        count = call.batch * entries * launch.kv_heads
+        tiles = COSTS.tiles(call.batch, entries * launch.q_len, heads, num_sms)
+        return COSTS.entries(count, launch.columns) > tiles
+
+    entries = 1
+    while not takes_longer(entries + 1):
+        entries += 1
+    return entries * launch.q_len
+
+
+def _may_gain(spec: CachedSpec, num_sms: int) -> bool:
+    """Return whether tiles beside entries would save time, if one request of packed queries had all but a token of each other
+    one."""
+    call, launch = spec.call, DecodeSpec.of_call(spec)
+    queries = call.q_len - (call.batch - 1)
+    entries = COSTS.entries(-(-queries // launch.q_len) * launch.kv_heads, launch.columns)
+    tiles = COSTS.tiles(1, queries, (call.q_heads, call.kv_heads), num_sms)
+    return queries > 0 and entries > tiles * (LEAST_GAIN if call.batch > 1 else 1)
+
+
+def _prefers_tiles(spec: CachedSpec, num_sms: int) -> bool:
+    if spec.is_packed:
+        return _may_gain(spec, num_sms)
+    return break_even.prefers_tiles(spec, COSTS, num_sms)
 
 
 def unsupported_reason(cached: CachedSpec, device: Device) -> str | None:
     """Return why no kernel runs a call on a cache on this device, or None."""
     reason = DECODE.unsupported_reason(cached, device)
-    if reason is not None and unsupported_tiles(cached, device) is None:
+    if reason is not None and device.is_sm90 and unsupported_tiles(cached) is None:
         return None
     return reason
+
+
+def slower_reason(cached: CachedSpec, device: Device) -> str | None:
+    """Return why the kernels of `flash_attention` take less time for a call that has no tiles here, or None."""
+    if unsupported_tiles(cached) is None:
+        return None
+    return break_even.slower_reason(cached, device, COSTS)
 
 
 def configure(cached: CachedSpec, device: Device) -> DecodeConfig | TileConfigs:
     """Return the configuration of a call, or those of its two launches."""
     decodes = DECODE.unsupported_reason(cached, device) is None
-    if decodes and (_decodes_all(cached) or unsupported_tiles(cached, device) is not None):
+    has_tiles = unsupported_tiles(cached) is None
+    if decodes and not (has_tiles and _prefers_tiles(cached, device.num_sms)):
         return DECODE.configure(cached, device)
     tiles = configs.cached_forward_config(cached.call.head_dim, cached.call.value_dim)
     assert tiles is not None, "`unsupported_tiles` says so"
-    both = decodes and cached.is_packed
-    return TileConfigs(
-        DECODE.configure(cached, device) if both else None,
-        dataclasses.replace(tiles, num_ctas=device.num_sms),
-    )
+    tiles = dataclasses.replace(tiles, num_ctas=device.num_sms)
+    if not (decodes and cached.is_packed and cached.call.batch > 1):
+        return TileConfigs(None, 0, tiles)
+    decoded = max_decoded(cached, device.num_sms)
+    few = choose(_few_spec(cached, decoded), device.num_sms)
+    assert few is not None, "more columns have room"
+    return TileConfigs(few, decoded, tiles)
 
 
 def launch(
@@ -115,16 +166,15 @@ def launch(
     """Return `out [tokens, N, Hv]` and natural `lse [tokens, N]`."""
     if isinstance(config, DecodeConfig):
         return launch_decode(decode, spec, config, q, k, v, arrays)
-    tokens, requests = q.shape[0], arrays.lengths.size
+    tokens, requests, kv_heads = q.shape[0], arrays.lengths.size, k.shape[2]
     starts, least, others = arrays.starts, 0, None
     if starts is None:
         starts = jnp.arange(requests + 1, dtype=I32) * (tokens // requests)
     if config.decode is not None:
-        most = max_decoded(spec.call.group)
-        least = most + 1
-        others = launch_decode(decode, spec, config.decode, q, k, v, arrays, (0, most))
-    tiles = DecodeSpec.of_call(spec, requests, k.shape[2])
-    tiles = tiles_spec(tiles, config.tiles, tokens, requests, least)
+        least = config.decoded + 1
+        few = _few_spec(spec, config.decoded, requests, kv_heads)
+        others = launch_decode(decode, spec, config.decode, q, k, v, arrays, few)
+    tiles = tiles_spec(spec, config.tiles, tokens, requests, kv_heads, least)
     plan = plan_tiles(tiles, config.tiles, arrays.lengths, starts)
     return attention_on_cache(tiles, config.tiles, q, k, v, plan, arrays.table, others)
 
@@ -132,7 +182,9 @@ def launch(
 def describe(spec: CachedSpec, config: DecodeConfig | TileConfigs) -> str:
     """Describe the kernels that serve a call."""
     if isinstance(config, DecodeConfig):
-        return DECODE.describe(spec, config)
+        reason = unsupported_tiles(spec) if _prefers_tiles(spec, config.num_sms) else None
+        text = "" if reason is None else f"; the forward's tiles would take less time, but {reason}"
+        return DECODE.describe(spec, config) + text
     tiles = config.tiles
     keys = "the pages in the pool" if spec.page_size else "keys in the cache"
     text = (
@@ -141,8 +193,8 @@ def describe(spec: CachedSpec, config: DecodeConfig | TileConfigs) -> str:
     )
     if config.decode is None:
         return text
-    few = DECODE.describe(spec, config.decode)
-    return f"requests of up to {max_decoded(spec.call.group)} tokens: {few}; others: {text}"
+    few = describe_decode(spec, config.decode, _few_spec(spec, config.decoded))
+    return f"requests of up to {config.decoded} tokens: {few}; others: {text}"
 
 
 CACHED_FORWARD = CachedForward(
@@ -150,4 +202,5 @@ CACHED_FORWARD = CachedForward(
     configure,
     functools.partial(forward, launch, f"{__name__}.launch"),
     describe,
+    slower_reason,
 )

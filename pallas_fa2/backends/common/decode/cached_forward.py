@@ -1,6 +1,5 @@
 """The forward of `cached_attention`: from the arrays of a call on a cache to those of a decode kernel and back."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,11 +10,11 @@ from jax.custom_batching import sequential_vmap
 
 from pallas_fa2.backends.common.batching import batched
 from pallas_fa2.backends.common.decode import block_lists
+from pallas_fa2.backends.common.decode.break_even import slower_reason
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import plan_decode
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
-from pallas_fa2.backends.common.decode.support import slower_reason
 from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.compilation.launches import LaunchKey, reusable
 from pallas_fa2.device import Device
@@ -45,9 +44,9 @@ def make(
     return CachedForward(unsupported_reason, configure, run, describe, slower_reason)
 
 
-def describe(spec: CachedSpec, config: DecodeConfig) -> str:
-    """Describe the kernel that serves a call."""
-    launch = DecodeSpec.of_call(spec)
+def describe(spec: CachedSpec, config: DecodeConfig, launch: DecodeSpec | None = None) -> str:
+    """Describe the kernel that serves a call, or some of its requests."""
+    launch = DecodeSpec.of_call(spec) if launch is None else launch
     keys = "the pages in the pool" if spec.page_size else "keys in the cache"
     lists = block_lists.lists_blocks(spec, launch, config)
     times = launch.entries_per_request * launch.parts
@@ -95,14 +94,14 @@ def launch_decode(
     k: jax.Array,
     v: jax.Array,
     arrays: LaunchArrays,
-    taken_queries: tuple[int, int] | None = None,
+    launch: DecodeSpec | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [tokens, N, Hv]` and `lse [tokens, N]` by the kernel of an architecture, `decode`.
 
-    With `taken_queries`, only of requests with so many new tokens, the least and the most; other rows are anything.
+    If `launch` is one of some requests (`DecodeSpec.taken_queries`), the rows of others are anything.
     """
-    launch = DecodeSpec.of_call(spec, arrays.lengths.size, k.shape[2])
-    launch = dataclasses.replace(launch, taken_queries=taken_queries)
+    if launch is None:
+        launch = DecodeSpec.of_call(spec, arrays.lengths.size, k.shape[2])
     mods, visible = arrays.mods.in_rows(), None
     if block_lists.lists_blocks(spec, launch, config):
         visible = functools.partial(block_lists.visible_blocks, spec, launch, mods)

@@ -7,15 +7,12 @@ from pallas_fa2.backends.common.decode.merge import MAX_SPLITS
 from pallas_fa2.backends.common.decode.mods import needs_mask_code
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.limits import MAX_HEAD_DIM
-from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
 
 # They are counted in int32, and with whole tiles for each CTA the last ones begin up to `MAX_IMBALANCE` times as far.
 MAX_BLOCKS = int((1 << 31) / MAX_IMBALANCE) - (1 << 16)
 # As float32, in which scores compute with them, the positions of more keys are not exact (`TileValue.of_index`).
 MAX_INDEX = 1 << 23
-# The queries of a tile of the other kernels.
-ROWS_OF_OTHERS = 128
 
 
 def unsupported_reason(cached: CachedSpec) -> str | None:
@@ -47,29 +44,6 @@ def _unsupported_mods(cached: CachedSpec) -> str | None:
     if compile_mods.pairwise_bytes(call):
         sizes.append(call.q_heads * queries * call.kv_len)
     return limits.too_many_elements(max(sizes))
-
-
-def slower_reason(cached: CachedSpec, device: Device) -> str | None:
-    """Return why the kernels of `flash_attention` take less time for a call on a contiguous cache, or None.
-
-    They read it where it is too, with fewer reads of keys for many queries, and more for grouped heads. A tile of
-    `ROWS_OF_OTHERS` queries of one head takes about as long for 64 keys as one here: with H = 128 their products are 4.2 MFLOP,
-    0.9 us at a multiprocessor's share of 600 TFLOP/s, and their loads 32 KiB, 0.9 us at its share of 4.8 TB/s (an H200,
-    by count). So tiles are compared; but only these are split where they are fewer than multiprocessors.
-    """
-    is_contiguous = cached.page_size is None and cached.quantized is None
-    if cached.is_packed or cached.split_size is not None or not is_contiguous:
-        return None
-    call, launch = cached.call, DecodeSpec.of_call(cached)
-    tiles = launch.max_entries * launch.kv_heads
-    others = call.batch * call.q_heads * -(-call.q_len // ROWS_OF_OTHERS)
-    if tiles <= round_up(others, device.num_sms):
-        return None
-    times = launch.entries_per_request * launch.parts
-    return (
-        f"it would read keys {times} times for {call.q_len} queries, {launch.q_len} at a time, and takes more time than the "
-        f"{others} tiles of {ROWS_OF_OTHERS} queries of one head, which read the cache where it is as well"
-    )
 
 
 def unsupported_launch(spec: DecodeSpec) -> str | None:

@@ -4,7 +4,6 @@ A tile is a query head and an entry: up to `block_q` consecutive queries of one 
 the order of tiles, once for all layers whose lengths are the same.
 """
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
 from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, tile_table
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows, RowPieces
+from pallas_fa2.ir.cached_spec import CachedSpec
 from pallas_fa2.schedule import raster
 
 
@@ -108,16 +108,29 @@ def _heads_per_l2_group(spec: DecodeSpec, config: ForwardConfig) -> int:
 
 
 def tiles_spec(
-    spec: DecodeSpec, config: ForwardConfig, tokens: int, requests: int, least: int
+    spec: CachedSpec,
+    config: ForwardConfig,
+    tokens: int,
+    requests: int,
+    kv_heads: int,
+    least: int,
 ) -> DecodeSpec:
     """Return the launch of requests with `least` new tokens or more of a call, whose entries are tiles."""
+    call, distances = spec.call, spec.distances
+    assert distances is not None, "`unsupported_tiles` says so"
     partial_tiles = min(requests + 2, tokens // max(least, 1))
-    entries = max(1, min(tokens, tokens // config.block_q + partial_tiles))
-    return dataclasses.replace(
-        spec,
-        max_entries=entries,
+    return DecodeSpec(
+        max_entries=max(1, min(tokens, tokens // config.block_q + partial_tiles)),
         q_len=config.block_q,
-        entries_per_request=1,
+        num_tokens=tokens,
+        kv_len=call.kv_len,
+        q_heads=kv_heads * call.group,
+        kv_heads=kv_heads,
+        head_dim=call.head_dim,
+        value_dim=call.value_dim,
+        scale=call.scale,
+        distances=distances,
+        page_size=spec.page_size,
         taken_queries=(least, tokens) if least else None,
     )
 
