@@ -1,13 +1,12 @@
 """What compiles again and what does not: code is known by its jaxpr, data by shape and dtype."""
 
-import contextlib
 import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -19,27 +18,12 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.autodiff import attention
 from pallas_fa2.backends.sm90 import backend
+from tests.support.compilations import compilations
 from tests.support.hopper import planned_for_h200
 from tests.support.masks import causal_end
 from tests.support.program_keys import CALLS, program_keys
 
 B, T, N, K, H = 2, 40, 4, 2, 64
-
-
-@contextlib.contextmanager
-def compilations() -> Iterator[list[str]]:
-    """The programs that XLA compiles inside."""
-    seen = []
-
-    def listen(event: str, seconds: float, **_: Any) -> None:
-        if event.endswith("/backend_compile_duration"):
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def qkv() -> list[jax.Array]:

@@ -24,7 +24,7 @@ ORDER = [
     *("ir", "pytree_fn", "masks", "scores", "options", "check_args", "trace_mods", "sinks", "merging", "parse_call"),
     *("check_caches", "caches", "parse_cached"),
     *("schedule", "distributed.sharding", "compilation.store", "compilation"),
-    *("backends.protocol", "backends.common", "backends.xla", "backends.reference"),
+    *("backends.protocol", "backends.common", "backends.xla", "backends.reference", "backends.dense"),
     *("backends.sm90.primitives", "backends.sm90.nonfinite"),
     *("backends.sm90.forward", "backends.sm90.decode", "backends.sm90.backward", "backends.sm90"),
     *("backends.sm80.primitives", "backends.sm80.multiprocessor", "backends.sm80.tile_list", "backends.sm80.row_schedule"),

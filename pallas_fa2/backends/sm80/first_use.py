@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa2.backends.protocol import Defect
@@ -28,8 +27,8 @@ from pallas_fa2.ir.call_spec import CallSpec
 
 # Compute capabilities on which the tests of the kernels have run.
 RUN_ON = ("9.0",)
-# Relative error, in the 2-norm: what is computed from bfloat16 has 0.002 to 0.003 on an H200 and interpreted, from float16 0.0004
-# and from float32 6e-7 interpreted.
+# Relative error, in the 2-norm: what is computed from bfloat16 has 0.001 to 0.003 interpreted, from float16 0.0003 and from
+# float32 4e-7. (Beside a definition in the same dtype, an H200 had 0.002 to 0.003.)
 MAX_ERROR = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-5}
 # An error of a compiler may print a module.
 MAX_MESSAGE = 300
@@ -149,13 +148,12 @@ def check(family: Family, kernels: Kernels, device: Device, gpu: Any) -> Verdict
 def compare(case: Case, max_error: float, run: Callable) -> str:
     """Return what of a call's results by the kernels differs too much from those by the definition, or nothing.
 
-    `run(function, arrays)` runs both.
+    `run(function, arrays)` runs the kernels. Nothing else is compiled.
     """
-    with jax.default_matmul_precision("highest"):
-        results = (run(function, case.arrays) for function in (case.kernels, case.definition))
-        for name, *arrays in zip(case.names, *results, strict=False):
-            x, y = (np.asarray(array.astype(jnp.float32)) for array in arrays)
-            error = np.linalg.norm(x - y) / np.linalg.norm(y)
-            if not error <= max_error:  # nor NaN
-                return f"relative error {error:.2g} of {name}"
+    results = run(case.kernels, case.arrays)
+    for name in [name for name in case.expected if name in results]:
+        x, y = np.asarray(results[name]).astype(np.float64), case.expected[name]
+        error = np.linalg.norm(x - y) / np.linalg.norm(y)
+        if not error <= max_error:  # nor NaN
+            return f"relative error {error:.2g} of {name}"
     return ""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa2.arithmetic import round_up
-from pallas_fa2.backends import reference
+from pallas_fa2.backends import dense
 from pallas_fa2.backends.common.decode.arrays import page_rows
 from pallas_fa2.backends.common.decode.spec import BLOCK_KV, DecodeSpec
 from pallas_fa2.backends.sm80 import configs
@@ -21,7 +21,6 @@ from pallas_fa2.caches import Cache, Pages
 from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
 from pallas_fa2.ir.call_spec import CallSpec, split_floats
-from pallas_fa2.ir.equivalent_call import equivalent_arrays, equivalent_spec
 from pallas_fa2.masks import Causal, Dense, Segments, SlidingWindow
 from pallas_fa2.parse_cached import parse_cached
 from pallas_fa2.parse_call import parse_call
@@ -30,15 +29,16 @@ from pallas_fa2.scores import alibi, bias
 # What the kernels of a family apply to scores. Under "segments" blocks come from lists that are made on the device, the mask is
 # evaluated by the attention, and a score reads data of pairs; with "dropout" the mask is precomputed as bits.
 PLAIN, SEGMENTS, DROPOUT = "no mods", "segments and a bias", "mask bits and dropout"
+RATE = 0.25  # of dropout
+WINDOW = 1400  # of a step of decoding, which the longest sequence exceeds
 
 
 class Case(NamedTuple):
-    """A small call: two functions of the same arrays, whose results that have names are to be the same."""
+    """A small call: a function of arrays, all that it compiles, and what its results by their names are to be."""
 
-    names: tuple[str, ...]  # of the first results
-    kernels: Callable[..., tuple[jax.Array, ...]]
-    definition: Callable[..., tuple[jax.Array, ...]]
+    kernels: Callable[..., dict[str, jax.Array]]
     arrays: tuple
+    expected: dict[str, np.ndarray]
 
 
 class AttentionFamily(NamedTuple):
@@ -59,23 +59,38 @@ class AttentionFamily(NamedTuple):
             f"H {self.head_dim}, Hv {self.value_dim}, {self.dtype}, {self.mods}{ordered}{forward}"
         )
 
-    def _options(self, rng: np.random.Generator, length: int) -> dict[str, Any]:
-        """Return the mask, the score and the dropout of a call on so many queries and keys, of two heads."""
-        options: dict[str, Any] = {"mask": Causal() if self.forward is None else None}
+    def _data(self, rng: np.random.Generator, length: int) -> dict[str, np.ndarray]:
+        """Return what the mods of a call on so many queries and keys, of two heads, read."""
         if self.mods == SEGMENTS:
             # The third block of 128 queries sees nothing of the first block of keys, and all of some others.
-            ids = jnp.asarray(np.digitize(np.arange(length), (100, 128)), jnp.int32)[None]
-            pairs = rng.standard_normal((1, 2, length, length), np.float32)
-            options = {
-                "mask": Causal() & Segments(ids),
-                "score": bias(jnp.asarray(pairs)),
-            }
+            ids = np.digitize(np.arange(length), (100, 128))[None].astype(np.int32)
+            return {"ids": ids, "bias": rng.standard_normal((1, 2, length, length), np.float32)}
+        if self.mods == DROPOUT:
+            seen = rng.random((1, 1, length, length)) < 0.5
+            seen[..., :128, 64:192], seen[..., 128:, :64] = False, True
+            return {"seen": seen, "seed": np.array([5, 7], np.uint32)}
+        return {}
+
+    def _options(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Return the mask, the score and the dropout of a call that reads these data."""
+        options: dict[str, Any] = {"mask": Causal() if self.forward is None else None}
+        if self.mods == SEGMENTS:
+            options = {"mask": Causal() & Segments(data["ids"]), "score": bias(data["bias"])}
         elif self.mods == DROPOUT:
-            seen = rng.random((length, length)) < 0.5
-            seen[:128, 64:192], seen[128:, :64] = False, True
-            options = {"mask": Dense(jnp.asarray(seen)[None, None])}
-            options |= {"dropout_rate": 0.25, "dropout_rng": jax.random.key(0)}
+            dropout = {"dropout_rate": RATE, "dropout_rng": data["seed"]}
+            options = {"mask": Dense(data["seen"])} | dropout
         return options | {"deterministic_gradients": self.deterministic}
+
+    def _definition(self, data: dict[str, np.ndarray], length: int) -> dict[str, Any]:
+        """Return the same as `_options` does as arrays of pairs."""
+        causal = np.tri(length, dtype=bool)
+        if self.mods == SEGMENTS:
+            ids = data["ids"][0]
+            return {"keep": causal & (ids[:, None] == ids), "bias": data["bias"]}
+        if self.mods == DROPOUT:
+            factor = dense.dropout_factor(RATE, data["seed"], 1, 2, length, length)
+            return {"keep": data["seen"], "factor": factor}
+        return {"keep": causal if self.forward is None else True}
 
     def case(self, kernels: tuple[Callable, Callable], device: Device) -> Case:
         """Return a call whose lengths are no multiples of a tile's, of two heads that share one of keys.
@@ -85,42 +100,33 @@ class AttentionFamily(NamedTuple):
         rng = np.random.default_rng(self.head_dim)
         length = 200 if self.mods == PLAIN else 330
         q, k, v, dout = (
-            jnp.asarray(rng.standard_normal((1, length, heads, dim)), self.dtype)
+            _normal(rng, (1, length, heads, dim), self.dtype)
             for heads, dim in (
                 *((2, self.head_dim), (1, self.head_dim)),
                 *((1, self.value_dim), (2, self.value_dim)),
             )
         )
-        spec, operands = parse_call(q, k, v, **self._options(rng, length))
-        configuration = configs.configure(spec, device)
-        if self.forward is not None:
-            configuration = configuration._replace(forward=self.forward)
-        num_floats = len(split_floats(operands.scores)[0])
-        needs_grad = (configuration.score_gradients is None,) * num_floats
-        names = ("out",)
-        if configuration.backward is not None:
-            names = ("out", "dq", "dk", "dv", *["dscore"] * sum(needs_grad))
+        data = self._data(rng, length)
         forward, backward = kernels
 
-        def run(q: Any, k: Any, v: Any, dout: Any, operands: Any) -> tuple:
+        def run(q: Any, k: Any, v: Any, dout: Any, data: Any) -> dict[str, jax.Array]:
+            # All of a call is traced: by itself, each operation on arrays is a program that XLA compiles.
+            spec, operands = parse_call(q, k, v, **self._options(data))
+            configuration = configs.configure(spec, device)
+            if self.forward is not None:
+                configuration = configuration._replace(forward=self.forward)
             out, lse = forward(spec, configuration.forward, q, k, v, operands)
             if configuration.backward is None:
-                return (out,)
+                return {"out": out}
+            num_floats = len(split_floats(operands.scores)[0])
+            needs_grad = (configuration.score_gradients is None,) * num_floats
             saved = out, lse, dout, None, operands, needs_grad
             *gradients, dscores = backward(spec, configuration.backward, q, k, v, *saved)
-            return out, *gradients, *dscores
+            results = dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
+            return results | ({"dscore": dscores[0]} if any(needs_grad) else {})
 
-        def define(q: Any, k: Any, v: Any, dout: Any, operands: Any) -> tuple:
-            def attend(q: Any, k: Any, v: Any, floats: Any) -> Any:
-                of_call = operands._replace(scores=rebuild(floats))
-                return reference.forward(spec, None, q, k, v, of_call)[0]
-
-            floats, rebuild = split_floats(operands.scores)
-            out, pull = jax.vjp(attend, q, k, v, floats)
-            *gradients, dscores = pull(dout.astype(out.dtype))
-            return out, *gradients, *dscores
-
-        return Case(names, run, define, (q, k, v, dout, operands))
+        expected = dense.attention(q, k, v, dout, **self._definition(data, length))
+        return Case(run, (q, k, v, dout, data), expected)
 
 
 class DecodeFamily(NamedTuple):
@@ -145,47 +151,57 @@ class DecodeFamily(NamedTuple):
         `kernels` are a backend's `CachedForward.configure` and `forward`.
         """
         rng = np.random.default_rng(self.head_dim)
-        lengths, slots = jnp.array([1500, 0, 77], jnp.int32), 1536
+        lengths, slots = np.array([1500, 0, 77], np.int32), 1536
         # A group has one head less than columns.
         queries = 1 if self.columns % 16 else 2
-        group = self.columns // queries - 1
-
-        def random(*shape: int) -> jax.Array:
-            return jnp.asarray(rng.standard_normal(shape), self.dtype)
-
-        q = random(3, queries, 2 * group, self.head_dim)
+        heads = 2 * (self.columns // queries - 1)
+        dims = self.head_dim, self.value_dim
+        q = _normal(rng, (3, queries, heads, self.head_dim), self.dtype)
+        data: dict[str, np.ndarray] = {"lengths": lengths}
         if self.page_size is None:
-            k, v = (random(3, slots, 2, dim) for dim in (self.head_dim, self.value_dim))
-            cache = Cache(k, v, lengths)
+            k, v = whole = [_normal(rng, (3, slots, 2, dim), self.dtype) for dim in dims]
         else:
             width = slots // self.page_size
             pool = 3 * width, self.page_size, 2
-            k, v = (random(*pool, dim) for dim in (self.head_dim, self.value_dim))
-            table = jnp.asarray(rng.permutation(3 * width).reshape(3, width), jnp.int32)
-            cache = Pages(k, v, table, lengths)
-        options: dict[str, Any] = {"mask": SlidingWindow(1400)}
+            k, v = (_normal(rng, (*pool, dim), self.dtype) for dim in dims)
+            table = rng.permutation(3 * width).reshape(3, width).astype(np.int32)
+            whole = [x[table].reshape(3, slots, 2, -1) for x in (k, v)]
+            data["table"] = table
+        i = lengths[:, None, None, None] - queries + np.arange(queries)[:, None]
+        j = np.arange(slots)
+        keep = (j < lengths[:, None, None, None]) & (j <= i)
+        definition: dict[str, Any] = {"keep": keep & (i - j < WINDOW)}
         if self.mods:
-            ids = jnp.asarray(np.digitize(np.arange(slots), (30, 700)), jnp.int32)[None]
-            of_queries = jnp.array([[2], [0], [1]], jnp.int32)
-            mask = Causal() & Segments(
-                jnp.tile(of_queries, (1, queries)), kv_ids=jnp.tile(ids, (3, 1))
-            )
-            options = {"mask": mask, "score": alibi(2 * group)}
-        spec, operands = parse_cached(q, cache, **options)
+            ids = np.digitize(j, (30, 700)).astype(np.int32)
+            of_queries = np.array([[2], [0], [1]], np.int32)
+            slopes = np.linspace(0.5, 0.01, heads, dtype=np.float32)
+            data |= {"slopes": slopes, "ids": np.tile(of_queries, (1, queries))}
+            data["kv_ids"] = np.tile(ids, (3, 1))
+            keep = keep & (ids == of_queries[..., None, None])
+            definition = {"keep": keep, "bias": -slopes[:, None, None] * np.abs(i - j)}
         configure, forward = kernels
-        config = configure(spec, device)
-        if self.mods:
-            # Blocks are listed where a CTA has many.
-            config = dataclasses.replace(config, num_sms=min(8, config.num_sms))
 
-        def run(q: Any, k: Any, v: Any, operands: Any) -> tuple:
-            return (forward(spec, config, q, k, v, operands)[0],)
+        def run(q: Any, k: Any, v: Any, data: Any) -> dict[str, jax.Array]:
+            if self.page_size is None:
+                cache = Cache(k, v, data["lengths"])
+            else:
+                cache = Pages(k, v, data["table"], data["lengths"])
+            options: dict[str, Any] = {"mask": SlidingWindow(WINDOW)}
+            if self.mods:
+                mask = Causal() & Segments(data["ids"], kv_ids=data["kv_ids"])
+                options = {"mask": mask, "score": alibi(data["slopes"])}
+            spec, operands = parse_cached(q, cache, **options)
+            config = configure(spec, device)
+            if self.mods:
+                # Blocks are listed where a CTA has many.
+                config = dataclasses.replace(config, num_sms=min(8, config.num_sms))
+            return {"out": forward(spec, config, q, k, v, operands)[0]}
 
-        def define(q: Any, k: Any, v: Any, operands: Any) -> tuple:
-            call = equivalent_arrays(spec, q, k, v, operands)
-            return (reference.forward(equivalent_spec(spec), None, *call)[0],)
+        return Case(run, (q, k, v, data), dense.attention(q, *whole, **definition))
 
-        return Case(("out",), run, define, (q, k, v, operands))
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
 
 
 type Family = AttentionFamily | DecodeFamily
