@@ -235,6 +235,7 @@ def test_a_directory_that_cannot_be_written_is_no_error(checks: Checks, monkeypa
 # What long calls take that are not causal, at H = 64.
 LONG = ForwardConfig(64, 64, q_in_registers=True, num_ctas=216)
 IDS: Any = np.zeros((1, 128), np.int32)
+SEEN = fa.Dense(np.ones((128, 128), bool))
 SEED = jax.random.key(0)
 
 
@@ -250,6 +251,12 @@ SEED = jax.random.key(0)
         ({"score": fa.alibi(2)}, (64, 64), [(SEGMENTS, False)]),
         ({"dropout_rate": 0.1, "dropout_rng": SEED}, (192, 192), [(DROPOUT, False)]),
         ({"mask": fa.Segments(IDS)}, (128, 128), [(SEGMENTS, False), (DROPOUT, False)]),
+        # Masks that are never precomputed, and one that always is at large head dims.
+        ({"mask": fa.Window(9, 0)}, (128, 128), [(SEGMENTS, False)]),
+        ({"mask": fa.Segments(IDS), "score": fa.alibi(2)}, (64, 64), [(SEGMENTS, False)]),
+        ({"mask": SEEN, "is_causal": False}, (64, 64), [(SEGMENTS, False), (DROPOUT, False)]),
+        ({"mask": SEEN, "score": fa.alibi(2)}, (64, 64), [(SEGMENTS, False)]),
+        ({"mask": SEEN}, (256, 256), [(DROPOUT, False)]),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ import pallas_fa2 as fa
 from pallas_fa2.backends.common import block_mask, mask_bits, pack_inputs
 from pallas_fa2.backends.common.block_mask import BlockMask
 from pallas_fa2.backends.common.causal_trim import causal_trim
-from pallas_fa2.backends.common.compiled_mods import CompiledMods
+from pallas_fa2.backends.common.compiled_mods import CompiledMods, mask_forms
 from pallas_fa2.backends.sm90 import configs
 from pallas_fa2.ir import block_classes
 from pallas_fa2.parse_call import parse_call
@@ -186,11 +186,17 @@ def is_asked(extras, classes=None, q_axis=0):
         (GRID, {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, True),
         (PER_HEAD, {}, False),
         (GRID, {"score": fa.soft_cap(3.0)}, False),
+        (fa.Window(9, 0), {}, False),
+        (DENSE, {"score": fa.soft_cap(3.0)}, False),
+        (DENSE, {"score": fa.soft_cap(3.0), "dim": 256}, True),
     ],
 )
 def test_who_can_be_asked(mask, options, asked):
+    extras = extras_of(mask, **options)
     with asking_first():
-        assert is_asked(extras_of(mask, **options)) == asked
+        assert is_asked(extras) == asked
+    evaluates, precomputes = mask_forms(extras.spec)
+    assert precomputes if asked else evaluates
 
 
 def test_who_is_worth_asking():

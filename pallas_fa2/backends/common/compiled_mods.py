@@ -48,6 +48,21 @@ class MaskPlan(NamedTuple):
     mask_bits: jax.Array | None = None  # of a mask that is precomputed (`mask_bits`)
 
 
+def mask_forms(spec: CallSpec) -> tuple[bool, bool]:
+    """Return whether kernels of a call may evaluate its mask themselves, and whether it may be precomputed.
+
+    That holds for any number of heads and tokens: those of a launch are fewer on one of several devices.
+    """
+    mask = compile_mods.compile_mask(spec)
+    if mask is None:
+        return False, False
+    if not compile_mods.mask_reads_pairs(spec):
+        return True, not spec.scores and any(mask_bits.may_pay_off(mask, axis) for axis in (0, 1))
+    if max(spec.head_dim, spec.value_dim) > compile_mods.MAX_DIM_WITH_PAIRWISE:
+        return False, True
+    return True, not (spec.scores or spec.mask_varies_by_head)
+
+
 class CompiledMods(NamedTuple):
     """The mods of a call, as FlexAttention calls them: a mask that is not causal, score functions, and dropout."""
 

@@ -25,6 +25,7 @@ from pallas_fa2.backends.common.mask_bits_kernel import FRAGMENT, BitsKernel, ro
 from pallas_fa2.backends.common.primitives import thread_ops, thread_values
 from pallas_fa2.backends.common.primitives.layouts import LANES, WARPS
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar
+from pallas_fa2.backends.common.tile_mods import TileMask
 from pallas_fa2.ir.block_classes import EMPTY, FULL, PARTIAL
 
 # A mask is precomputed where that saves so many operations on pairs: on all of a GPU's SMs they take 12 us, and the
@@ -51,14 +52,21 @@ def precompute_pays_off(
     size = len(classes) * spec.q_len * spec.kv_len // 8
     if size > 2 * spec.batch * spec.q_len * spec.q_heads * head_dim:
         return False  # more memory than queries have
-    if q_axis == 0 and spec.mask.is_key_interval:
-        return False  # a few operations a row, and none a pair
+    if not may_pay_off(spec.mask, q_axis):
+        return False
     visible, heads = spec.mask.visible, spec.q_heads * (spec.batch // len(classes))
     known = isinstance(classes, np.ndarray)
     partial = np.sum(classes == PARTIAL) if known else classes.size / ASSUMED_PARTIAL_1_IN
     ops = visible.op_cost("k" if q_axis == 0 else "q")
     saved = (heads - PRECOMPUTE_COST_IN_HEADS) * partial * math.prod(tile) * ops
-    return saved >= MIN_OPS_SAVED and (q_axis == 0 or ops >= MIN_OPS_BACKWARD)
+    return saved >= MIN_OPS_SAVED
+
+
+def may_pay_off(mask: TileMask, q_axis: int) -> bool:
+    """Return whether there are sizes for which a mask that reads no pairwise inputs is to be precomputed."""
+    if q_axis == 0:
+        return not mask.is_key_interval  # which has a few operations a row, and none a pair
+    return mask.visible.op_cost("q") >= MIN_OPS_BACKWARD
 
 
 def compute_bits(

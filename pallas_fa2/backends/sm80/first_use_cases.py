@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_fa2.arithmetic import round_up
 from pallas_fa2.backends import dense
+from pallas_fa2.backends.common.compiled_mods import mask_forms
 from pallas_fa2.backends.common.decode.arrays import page_rows
 from pallas_fa2.backends.common.decode.spec import BLOCK_KV, DecodeSpec
 from pallas_fa2.backends.sm80 import configs
@@ -214,9 +215,10 @@ def families_of(
     if isinstance(spec, CachedSpec):
         return (_decode_family(spec),)
     mods = []
-    if spec.has_general_mask or spec.scores:
+    evaluates, precomputes = mask_forms(spec)
+    if evaluates or spec.scores:
         mods.append(SEGMENTS)
-    if spec.has_general_mask or spec.dropout_rate:  # a mask may be precomputed as bits
+    if precomputes or spec.dropout_rate:
         mods.append(DROPOUT)
     head_dim, value_dim = configs.kernel_dims(spec.head_dim, spec.value_dim)
     own = forward or configs.forward_config(spec, device)
