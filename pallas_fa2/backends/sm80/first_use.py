@@ -151,8 +151,10 @@ def compare(case: Case, max_error: float, run: Callable) -> str:
     `run(function, arrays)` runs the kernels. Nothing else is compiled.
     """
     results = run(case.kernels, case.arrays)
-    for name in [name for name in case.expected if name in results]:
-        x, y = np.asarray(results[name]).astype(np.float64), case.expected[name]
+    for name, y in case.expected.items():
+        if name not in results:  # gradients that these kernels do not form
+            continue
+        x = np.asarray(results[name]).astype(np.float64)
         error = np.linalg.norm(x - y) / np.linalg.norm(y)
         if not error <= max_error:  # nor NaN
             return f"relative error {error:.2g} of {name}"

@@ -146,19 +146,36 @@ class DecodeFamily(NamedTuple):
         mods = ", a mask and a score" * self.mods
         return f"decoding, H {self.head_dim}, Hv {self.value_dim}, {self.dtype}, {self.columns} columns, {pages}{mods}"
 
+    def _options(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Return the mask and the score of a step that reads these data."""
+        if not self.mods:
+            return {"mask": SlidingWindow(WINDOW)}
+        mask = Causal() & Segments(data["ids"], kv_ids=data["kv_ids"])
+        return {"mask": mask, "score": alibi(data["slopes"])}
+
+    def _definition(self, data: dict[str, np.ndarray], queries: int, slots: int) -> dict[str, Any]:
+        """Return the same as `_options` does, and which slots have a token, as arrays of pairs."""
+        lengths = data["lengths"][:, None, None, None]
+        i, j = lengths - queries + np.arange(queries)[:, None], np.arange(slots)
+        keep = (j < lengths) & (j <= i)
+        if not self.mods:
+            return {"keep": keep & (i - j < WINDOW)}
+        same = data["ids"][:, None, :, None] == data["kv_ids"][:, None, None]
+        return {"keep": keep & same, "bias": -data["slopes"][:, None, None] * np.abs(i - j)}
+
     def case(self, kernels: tuple[Callable, Callable], device: Device) -> Case:
         """Return a step on caches of three sequences: one has no token, and a tile of the longest has several splits.
 
         `kernels` are a backend's `CachedForward.configure` and `forward`.
         """
         rng = np.random.default_rng(self.head_dim)
-        lengths, slots = np.array([1500, 0, 77], np.int32), 1536
+        slots = 1536
         # A group has one head less than columns.
         queries = 1 if self.columns % 16 else 2
         heads = 2 * (self.columns // queries - 1)
         dims = self.head_dim, self.value_dim
         q = _normal(rng, (3, queries, heads, self.head_dim), self.dtype)
-        data: dict[str, np.ndarray] = {"lengths": lengths}
+        data: dict[str, np.ndarray] = {"lengths": np.array([1500, 0, 77], np.int32)}
         if self.page_size is None:
             k, v = whole = [_normal(rng, (3, slots, 2, dim), self.dtype) for dim in dims]
         else:
@@ -168,18 +185,12 @@ class DecodeFamily(NamedTuple):
             table = rng.permutation(3 * width).reshape(3, width).astype(np.int32)
             whole = [x[table].reshape(3, slots, 2, -1) for x in (k, v)]
             data["table"] = table
-        i = lengths[:, None, None, None] - queries + np.arange(queries)[:, None]
-        j = np.arange(slots)
-        keep = (j < lengths[:, None, None, None]) & (j <= i)
-        definition: dict[str, Any] = {"keep": keep & (i - j < WINDOW)}
         if self.mods:
-            ids = np.digitize(j, (30, 700)).astype(np.int32)
-            of_queries = np.array([[2], [0], [1]], np.int32)
-            slopes = np.linspace(0.5, 0.01, heads, dtype=np.float32)
-            data |= {"slopes": slopes, "ids": np.tile(of_queries, (1, queries))}
+            ids = np.digitize(np.arange(slots), (30, 700)).astype(np.int32)
+            data["ids"] = np.tile(np.array([[2], [0], [1]], np.int32), (1, queries))
             data["kv_ids"] = np.tile(ids, (3, 1))
-            keep = keep & (ids == of_queries[..., None, None])
-            definition = {"keep": keep, "bias": -slopes[:, None, None] * np.abs(i - j)}
+            # By the least slope, the farthest keys still count.
+            data["slopes"] = np.geomspace(0.5, 0.004, heads).astype(np.float32)
         configure, forward = kernels
 
         def run(q: Any, k: Any, v: Any, data: Any) -> dict[str, jax.Array]:
@@ -187,18 +198,15 @@ class DecodeFamily(NamedTuple):
                 cache = Cache(k, v, data["lengths"])
             else:
                 cache = Pages(k, v, data["table"], data["lengths"])
-            options: dict[str, Any] = {"mask": SlidingWindow(WINDOW)}
-            if self.mods:
-                mask = Causal() & Segments(data["ids"], kv_ids=data["kv_ids"])
-                options = {"mask": mask, "score": alibi(data["slopes"])}
-            spec, operands = parse_cached(q, cache, **options)
+            spec, operands = parse_cached(q, cache, **self._options(data))
             config = configure(spec, device)
             if self.mods:
                 # Blocks are listed where a CTA has many.
                 config = dataclasses.replace(config, num_sms=min(8, config.num_sms))
             return {"out": forward(spec, config, q, k, v, operands)[0]}
 
-        return Case(run, (q, k, v, data), dense.attention(q, *whole, **definition))
+        expected = dense.attention(q, *whole, **self._definition(data, queries, slots))
+        return Case(run, (q, k, v, data), expected)
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
