@@ -491,6 +491,11 @@ def test_mods_compile_clean(name: str, queries: int) -> None:
     compile_gate.assert_clean(report)
 
 
+def test_mods_are_lowered_with_x64() -> None:
+    with jax.enable_x64(True):
+        test_mods_compile_clean("alibi", 1)
+
+
 @pytest.mark.parametrize("name", slow_but(lambda name: name == "tree", MODS))
 def test_mods_of_8_bits_compile_clean(name: str) -> None:
     """With as many columns as a tile has."""

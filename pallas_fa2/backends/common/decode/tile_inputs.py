@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa2.arithmetic import div, rem
+from pallas_fa2.arithmetic import I32, div, rem
 from pallas_fa2.backends.common.decode.entries import Entry
 from pallas_fa2.backends.common.decode.mods import Q_POSITIONS, DecodeMods, ModArrays
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
@@ -42,8 +42,9 @@ class TileMods:
     def inputs_at(self, columns: Slice) -> TileInputs:
         """Load what the code reads of some columns of the tile; a slice may end past the last one."""
         spec = self.spec
-        count = min(cast(int, columns.size), spec.columns - cast(int, columns.start))
-        column = thread_values.column_iota(count, rematerialize(columns.start))
+        start = cast(int, columns.start)
+        count = min(cast(int, columns.size), spec.columns - start)
+        column = thread_values.column_iota(count, rematerialize(I32(start)))
         token, member = div(column, spec.padded_group), rem(column, spec.padded_group)
         key = layouts.index((ROWS_PER_WARPGROUP, count), 0, self.first_key)
         heads = self._load_head_scalars(member)
