@@ -70,6 +70,14 @@ def test_contract_of_hopper(case: Case, tuned: ConfigRule) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
+    "case", [case for case in PLAIN + GENERAL if runs_on_ampere(case)], ids=str
+)
+def test_contract_of_hopper_on_caches(case: Case) -> None:
+    suite.check(case, "hopper", gradients=False, on_cache=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
     "case", [case for case in PLAIN + MASKED + GENERAL if runs_on_ampere(case)], ids=str
 )
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -112,7 +112,7 @@ class Ref:
         self.shape, self.element_type, self.stride, self.type = shape, None, stride, self
 
     def get_strides_and_offset(self) -> tuple:
-        return (self.stride, 1), 0
+        return ((self.stride, 1) if len(self.shape) > 1 else (self.stride or 1,)), 0
 
 
 @pytest.fixture
@@ -289,18 +289,22 @@ def test_a_vector_is_copied(run: Callable, count: int) -> None:
     np.testing.assert_array_equal(memory.smem.view("f4"), np.arange(count) + 1)
 
 
+@pytest.mark.parametrize("stride", [1, 3])
 @pytest.mark.parametrize("limit", [64, 37, -3])
-def test_a_value_of_each_row_is_stored_once(run: Callable, limit: int) -> None:
+def test_a_value_of_each_row_is_stored_once(run: Callable, limit: int, stride: int) -> None:
     """A thread has rows r and r + 8 of a warp's 16, as three neighbors have."""
     thread = np.arange(128)
     row = thread // 32 * 16 + thread % 32 // 4
-    memory, bound = Memory(0, 256), types.SimpleNamespace(registers={(): np.int32(limit)})
+    memory, bound = Memory(0, 256 * stride), types.SimpleNamespace(registers={(): np.int32(limit)})
     values = [row + 1.0, row + 9.0]
     store = register_io._store_row_values.__wrapped__
-    run(memory, 128, store, None, values, Ref((64,)), bound)
-    exists = np.arange(64) < limit
-    np.testing.assert_array_equal(memory.gmem.view("f4"), np.where(exists, np.arange(64) + 1, 0))
-    np.testing.assert_array_equal(memory.gmem_writes, np.repeat(exists, 4))
+    run(memory, 128, store, None, values, Ref((64,), stride), bound)
+    exists, first = np.arange(64) < limit, np.arange(64 * stride) % stride == 0
+    stored = np.repeat(np.where(exists, np.arange(64) + 1, 0), stride) * first
+    np.testing.assert_array_equal(memory.gmem.view("f4"), stored)
+    np.testing.assert_array_equal(
+        memory.gmem_writes, np.repeat(np.repeat(exists, stride) & first, 4)
+    )
 
 
 def test_tiles_that_are_added_up_are_loaded_in_the_order_of_registers(

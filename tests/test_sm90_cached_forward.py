@@ -1,6 +1,7 @@
 """The forward of Hopper on a cache, interpreted with race detection and compiled for an H200."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -12,16 +13,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_fa2 as fa
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.spec import DecodeSpec, max_packed_entries
-from pallas_fa2.backends.sm90.cached_forward import CACHED_FORWARD, TileConfigs, max_decoded
+from pallas_fa2.backends.sm90 import cached_forward
+from pallas_fa2.backends.sm90.cached_forward import (
+    CACHED_FORWARD,
+    TileConfigs,
+    max_decoded,
+    unsupported_tiles,
+)
 from pallas_fa2.backends.sm90.configs import cached_forward_config
 from pallas_fa2.backends.sm90.forward import cached_tiles
 from pallas_fa2.backends.sm90.forward.cached_tiles import CachedTiles, plan_tiles
 from pallas_fa2.backends.sm90.forward.kernel import attention_on_cache
+from pallas_fa2.ir.affine import DistanceRange
 from pallas_fa2.parse_cached import parse_cached
-from tests.support import compile_gate, hopper, interpreter
-from tests.support.decode_cases import CAUSAL, FULL, Case, check
+from tests.contract import cases as contract
+from tests.contract import suite
+from tests.support import cached, compile_gate, hopper, interpreter
+from tests.support.cached_features import FEATURES, check_on_the_kernel, constant
+from tests.support.decode_cases import FULL, Case, check
 from tests.support.shared import RaceDetected
-from tests.support.tiers import slow_but
+from tests.support.tiers import slow, slow_but
 
 
 class Tiles(Case):
@@ -55,8 +66,24 @@ CASES = {
     "negative": Tiles((-5, 70), queries=(9, 9)),
     "mqa": Tiles((256, 40), queries=(129, 40), heads=(3, 1)),
     "full": Tiles((130, 64), queries=(3, 64), distances=FULL),
+    # full blocks between partial ones; partial ones alone; more keys than a request has; keys after a query
+    "window": Tiles((768, 300), queries=(130, 40), capacity=768, distances=DistanceRange(-299, 0)),
+    "short_window": Tiles((256, 131), queries=(140, 3), distances=DistanceRange(-9, 0)),
+    "window_pages": Tiles(
+        (500, 20, 0),
+        queries=(9, 20, 2),
+        capacity=512,
+        page_size=16,
+        distances=DistanceRange(-130, 0),
+    ),
+    "no_past": Tiles((300, 140), queries=(20, 140), capacity=384, distances=DistanceRange(0, None)),
+    "future": Tiles((400, 140), queries=(30, 140), capacity=512, distances=DistanceRange(-200, 70)),
     "h128": Tiles((256, 140), queries=(131, 7), **H128),
     "float16": Tiles((256,), queries=(20,), dtype=jnp.float16, **H128),
+    "h96": Tiles((200,), queries=(20,), dims=(96, 96), page_size=16),
+    "h192_hv128": Tiles((200,), queries=(20,), dims=(192, 128), page_size=64),
+    "h192": Tiles((150,), queries=(20,), dims=(192, 192), distances=DistanceRange(-99, 0)),
+    "h256": Tiles((150,), queries=(20,), dims=(256, 256), page_size=16),
     "pages_8": Tiles((250, 64), queries=(130, 9), page_size=8),
     "pages_16": Tiles((256, 130), queries=(130, 9), page_size=16, **H128),
     "pages_24": Tiles((120, 50), queries=(20, 50), capacity=120, page_size=24),
@@ -68,6 +95,59 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_interpreted(case: Tiles) -> None:
     check(case, attention_on_cache)
+
+
+PER_SEQUENCE = np.random.default_rng(3).uniform(0.1, 2, 4).astype(np.float32)
+TILE_FEATURES = {
+    name: FEATURES[name] for name in ("causal", "window", "soft_cap", "alibi", "sinks")
+}
+TILE_FEATURES["score_of_sequences"] = constant(
+    {"score": fa.score_fn(lambda s, q, k, c: s * c.factor)(entries={"factor": PER_SEQUENCE})},
+    score=lambda s, b, row, q, k: s * PER_SEQUENCE[b],
+)
+
+
+QUICK_FEATURES = {
+    ("window", "packed_paged"),
+    ("alibi", "packed_paged"),
+    ("score_of_sequences", "several"),
+}
+
+
+@pytest.mark.parametrize(
+    "feature, layout",
+    [
+        case if case in QUICK_FEATURES else slow(*case)
+        for case in itertools.product(TILE_FEATURES, ("several", "packed_paged"))
+    ],
+)
+def test_features(feature: str, layout: str) -> None:
+    lengths, counts = np.array([150, 0, 140, 20]), np.array([1, 0, 137, 5])
+    options: Any = {"capacity": 160, "page": 16, "dtype": jnp.bfloat16, "dims": (64, 64)}
+    problem = cached.make(
+        20 if layout == "several" else None, "paged" in layout, lengths, counts, **options
+    )
+    spec, _ = parse_cached(
+        problem.query,
+        problem.cache,
+        queries=problem.queries,
+        **TILE_FEATURES[feature].options(problem),
+    )
+    config = CACHED_FORWARD.configure(spec, hopper.H200._replace(num_sms=2))
+    assert isinstance(config, TileConfigs) and (config.decode is None) == (layout == "several")
+    check_on_the_kernel(problem, TILE_FEATURES[feature])
+
+
+def test_scores_under_a_window() -> None:
+    """The first of two full blocks is visited without the mask. (No key is NaN: no tile is computed again.)"""
+    options: Any = {"capacity": 768, "dtype": jnp.bfloat16, "dims": (64, 64), "heads": (2, 1)}
+    problem = cached.make(130, False, np.array([768]), **options)
+    feature = constant(
+        {"mask": fa.SlidingWindow(400), "score": fa.soft_cap(0.7)},
+        visible=lambda b, row, q, k: (k <= q) & (q - k < 400),
+        score=lambda s, b, row, q, k: 0.7 * np.tanh(s / 0.7),
+    )
+    check_on_the_kernel(problem, feature)
 
 
 def test_heads_of_an_l2_group_come_together() -> None:
@@ -83,6 +163,42 @@ def test_heads_of_an_l2_group_come_together() -> None:
     blocks = np.asarray(plan.entries)[:, 0]
     assert blocks.tolist()[:4] == [3, 3, 1, 1]
     assert (order[-1 - (none - 16) :, 0] == none).all()
+
+
+def has_tiles(case: contract.Case) -> bool:
+    """Whether a case of the contract has tiles on a cache, if they were faster."""
+    shapes = [jax.ShapeDtypeStruct(x, case.dtype) for x in case.shapes[:3]]
+    found: list = []
+
+    def parse(q: Any, k: Any, v: Any) -> None:
+        given = {} if case.q_len == case.kv_len else {"q_positions": jnp.arange(case.q_len)}
+        cache = fa.Cache(k, v, jnp.full(case.batch, case.kv_len))
+        mask = case.mask(case)[0] if case.mask else None
+        score = case.score(case)[0] if case.score else None
+        found.append(parse_cached(q, cache, mask=mask, score=score, **given)[0])
+
+    jax.eval_shape(parse, *shapes)
+    return unsupported_tiles(found[0]) is None
+
+
+OF_THE_CONTRACT = [case for case in contract.PLAIN + contract.GENERAL if has_tiles(case)]
+QUICK_OF_THE_CONTRACT = {
+    "full",
+    "grouped",
+    "more_keys",
+    "h96_causal",
+    "h192_causal",
+    "rising_7_h64",
+}
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(lambda case: case.name in QUICK_OF_THE_CONTRACT, OF_THE_CONTRACT), ids=str
+)
+def test_contract_interpreted(case: contract.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached_forward, "_prefers_tiles", lambda spec, num_sms: True)
+    with hopper.planned_for_h200(cores=3):
+        suite.check(case, "hopper", jit=interpreter.jit, gradients=False, on_cache=True)
 
 
 def of_next_request(self: Any, entry: Any, field: str) -> Any:
@@ -101,8 +217,8 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "a table that nobody reads": (CachedTiles, "kv_rows", pages_in_order),
     "partial blocks taken for full ones": (
         cached_tiles,
-        "_count_full_blocks",
-        lambda *args: args[2].num_blocks,
+        "_find_full_blocks",
+        lambda *args: (args[2].first_block, args[2].num_blocks),
     ),
     "a skipped wait": (plgpu, "barrier_wait", lambda barrier: None),
 }
@@ -229,7 +345,11 @@ def test_shapes_and_masks_say_whether_there_are_tiles() -> None:
     assert isinstance(both, TileConfigs) and both.decode is not None
     alone = config_of(132, 1)
     assert isinstance(alone, TileConfigs) and alone.decode is None
-    no_tiles: list[Any] = [{"score": fa.alibi(jnp.ones(32))}, {"split_size": 64}]
+    no_tiles: list[Any] = [
+        {"mask": fa.Causal() & fa.Prefix(4)},
+        {"score": fa.bias(jnp.zeros((1, 1, 1, 256)))},
+        {"split_size": 64},
+    ]
     for options in no_tiles:
         spec = spec_of(132, 4, **options)
         config = CACHED_FORWARD.configure(spec, hopper.H200)
@@ -253,32 +373,51 @@ def test_both_kernels_write_the_same_arrays() -> None:
     assert entry.count("custom-call(") == 2 and " copy(" not in entry
 
 
-# H, size of pages
-COMPILED = {
-    "h128": (128, None),
-    "h128_pages_16": (128, 16),
-    "h128_pages_64": (128, 64),
-    "h128_pages_256": (128, 256),
-    "h64": (64, None),
-    "h64_pages_16": (64, 16),
-    "h64_pages_64": (64, 64),
+WINDOW = {"mask": fa.SlidingWindow(1000)}
+SOFT_CAP = {"score": fa.soft_cap(30.0)}
+# H and Hv, size of pages, options
+COMPILED: dict[str, tuple[tuple[int, int], int | None, Any]] = {
+    "h128": ((128, 128), None, {}),
+    "h128_pages_16": ((128, 128), 16, {}),
+    "h128_pages_64": ((128, 128), 64, {}),
+    "h128_pages_256": ((128, 128), 256, {}),
+    "h64": ((64, 64), None, {}),
+    "h64_pages_16": ((64, 64), 16, {}),
+    "h64_pages_64": ((64, 64), 64, {}),
+    **{
+        f"h{h}_hv{hv}_{name}": ((h, hv), page, {})
+        for h, hv in ((96, 96), (192, 128), (192, 192), (256, 256))
+        for name, page in (("contiguous", None), ("pages_16", 16))
+    },
+    **{
+        f"h{h}_{name}_{kind}": ((h, h), page, options)
+        for h in (64, 96, 128, 192, 256)
+        for name, options in (
+            ("window", WINDOW),
+            ("soft_cap", SOFT_CAP),
+            ("soft_cap_window", SOFT_CAP | WINDOW),
+            ("alibi", {"score": fa.alibi(32)}),
+        )
+        for kind, page in (("contiguous", None), ("pages_16", 16))
+    },
 }
 COMPILED_QUICKLY = {"h128", "h128_pages_16", "h64_pages_16"}
 
 
 @pytest.mark.parametrize("name", slow_but(COMPILED_QUICKLY.__contains__, COMPILED))
 def test_compiles_clean(name: str) -> None:
-    dim, page_size = COMPILED[name]
+    (dim, value_dim), page_size, options = COMPILED[name]
     tokens, requests, capacity = 4096, 16, 8192
-    config = cached_forward_config(dim, dim)
-    assert config is not None
-    entries = max_packed_entries(tokens, requests, config.block_q)
-    dims = 32, 8, dim, dim
-    spec = DecodeSpec(*(entries, config.block_q, tokens, capacity, *dims, 0.125, CAUSAL, page_size))
+    tiles = cached_forward_config(dim, value_dim)
+    assert tiles is not None
 
     def run(q: Any, k: Any, v: Any, lengths: Any, starts: Any, table: Any) -> Any:
-        plan = plan_tiles(spec, config, lengths, starts)
-        return attention_on_cache(spec, config, q, k, v, plan, table)
+        cache = fa.Cache(k, v, lengths) if table is None else fa.Pages(k, v, table, lengths)
+        spec, operands = parse_cached(
+            q, cache, queries=fa.Packed(starts), **{"mask": fa.Causal(), **options}
+        )
+        assert unsupported_tiles(spec) is None
+        return CACHED_FORWARD.forward(spec, TileConfigs(None, 0, tiles), q, k, v, operands)
 
     def integers(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -288,7 +427,12 @@ def test_compiles_clean(name: str) -> None:
         keys = requests * capacity // page_size, page_size
         table = integers(requests, capacity // page_size)
     q = jax.ShapeDtypeStruct((tokens, 32, dim), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((*keys, 8, dim), jnp.bfloat16)
+    k, v = (jax.ShapeDtypeStruct((*keys, 8, n), jnp.bfloat16) for n in (dim, value_dim))
     starts = integers(requests + 1)
-    (report,) = compile_gate.compile_for_h200(run, q, k, k, integers(requests), starts, table)
+    (report,) = compile_gate.compile_for_h200(run, q, k, v, integers(requests), starts, table)
+    if "score" in options:
+        # What is known of a tile is stored before its blocks, and loaded where they begin and after them.
+        assert compile_gate.spills_while_multiplying(report) == 0
+        assert report.spill_stores <= 56 and report.spill_loads <= 96
+        report = dataclasses.replace(report, spill_stores=0, spill_loads=0)
     compile_gate.assert_clean(report)

@@ -36,7 +36,9 @@ def value_and_gradients(
             cache = fa.Cache(k, v, jnp.full(case.batch, case.kv_len))
             if quantized is not None:
                 cache = in_8_bits(case, k, v, quantized)
-            return fa.cached_attention(q, cache, q_positions=jnp.arange(case.q_len), **options)
+            # Without them the queries are the last tokens, as they are here if they are as many as keys.
+            given = {} if case.q_len == case.kv_len else {"q_positions": jnp.arange(case.q_len)}
+            return fa.cached_attention(q, cache, **given, **options)
         return fa.flash_attention(q, k, v, deterministic_gradients=deterministic, **options)
 
     def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple:

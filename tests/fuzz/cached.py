@@ -101,9 +101,10 @@ def _draw_for_kernels(pick: Pick) -> Cached:
     lengths = tuple(pick((0, 1, capacity, *range(capacity + 1))) for _ in range(pick((1, 2, 5))))
     group = pick((1, 3, 4, 8, 12, 71))
     packed = pick((False, True))
-    most = pick((1, 1, 2, 30 if packed else 20))
+    most = pick((1, 1, 2, 30 if packed else 20, 300))  # prompts of hundreds are tiles on Hopper
     new = tuple(min(n, pick((most, 1, 0))) for n in lengths)
     unused = pick((0, 5)) if packed else 0
+    window = masks.SlidingWindow(pick((20, 200)))
     if sum(new) + unused == 0:
         return _draw_for_kernels(pick)
     return Cached(
@@ -117,10 +118,10 @@ def _draw_for_kernels(pick: Pick) -> Cached:
         unused=unused,
         kv_heads=pick((1, 2)),
         group=group,
-        head_dim=pick((64, 128, 72, 256)),
+        head_dim=pick((64, 128, 72, 192, 256)),
         value_dim=pick((64, 128, 40)),
         dtype=pick(("bfloat16", "bfloat16", "float16")),
-        mask=pick((masks.Causal(), masks.Causal(), None, masks.draw(pick, 2))),
+        mask=pick((masks.Causal(), masks.Causal(), None, window, masks.draw(pick, 2))),
         scores=score_functions.draw(pick),
         sinks=pick((False, False, True)),
         scale=pick((None, None, 0.3)),

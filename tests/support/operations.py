@@ -201,11 +201,12 @@ def _store_rows(thread, target, tile, first_column, rows, *, source_info):
 def _store_row_values(thread, values, vector, limit, *, source_info):
     memory = the_memory()
     key, access = vector
-    *outer, window = access.range
-    count = max(0, min(len(values), int(limit)))
+    window, count = list(access.range), max(0, min(len(values), int(limit)))
     if not count:
         return
-    access = interpret_utils.Access((*outer, slice(window.start, window.start + count, 1)))
+    (axis,) = (i for i, x in enumerate(window) if isinstance(x, slice))
+    window[axis] = slice(window[axis].start, window[axis].start + count, 1)
+    access = interpret_utils.Access(tuple(window))
     memory.store_buffer_content(key, access, values[:count], thread)
     if memory.detect_races:
         clock = memory.incr_clock(thread).generic_clock

@@ -22,6 +22,11 @@ class HeadScalars(NamedTuple):
     integers: jax.Array | None  # int32
     floats: jax.Array | None  # float32
 
+    @property
+    def batch(self) -> int:
+        """The batch entries, 1 if there are no fields."""
+        return max((x.shape[0] for x in self if x is not None), default=1)
+
     def load(
         self, batch: Any, head: Any, sources: Iterable[ArgSource]
     ) -> dict[ArgSource, jax.Array]:

@@ -204,7 +204,10 @@ class RowMods:
         else:
             row = layouts.index(shape, 0, self.compute_first_row() + spec.causal_offset)
             last = jnp.minimum(row, kv_len - 1)
-        return masking.mask_after(s, last - self.first_key)
+        if spec.window_offset is None:
+            return masking.mask_after(s, last - self.first_key)
+        first = layouts.index(shape, 0, self.compute_first_row() + spec.window_offset)
+        return masking.mask_outside(s, first - self.first_key, last - self.first_key)
 
     def _apply_mask_fn(self, s: jax.Array) -> jax.Array:
         """Evaluate the mask; keys past the end have an index of kv_len or more."""

@@ -11,18 +11,20 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common import compile_mods
 from pallas_fa2.backends.common.decode import break_even
 from pallas_fa2.backends.common.decode.cached_forward import LaunchArrays, forward, launch_decode
 from pallas_fa2.backends.common.decode.cached_forward import describe as describe_decode
 from pallas_fa2.backends.common.decode.config import DecodeConfig
-from pallas_fa2.backends.common.decode.mods import needs_mask_code
+from pallas_fa2.backends.common.decode.mods import DecodeMods, needs_mask_code
 from pallas_fa2.backends.common.decode.spec import MAX_COLUMNS, DecodeSpec
 from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.backends.sm90 import configs
 from pallas_fa2.backends.sm90.decode import cached_forward as decode_forward
+from pallas_fa2.backends.sm90.decode import support as decode_support
 from pallas_fa2.backends.sm90.decode.config import choose
 from pallas_fa2.backends.sm90.decode.kernel import decode
-from pallas_fa2.backends.sm90.forward.cached_tiles import plan_tiles, tiles_spec
+from pallas_fa2.backends.sm90.forward.cached_tiles import plan_tiles, reads_tokens, tiles_spec
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.kernel import attention_on_cache
 from pallas_fa2.device import Device
@@ -63,9 +65,10 @@ def unsupported_tiles(cached: CachedSpec) -> str | None:
         return f"its inputs are bfloat16 or float16, not {call.dtype.name}"
     if 0 in (call.batch, call.q_len, call.kv_len):
         return "it has queries and slots for keys, and here are none"
-    distances = cached.distances
-    if needs_mask_code(cached) or call.scores or distances is None or distances.least is not None:
-        return "its mask is causal or None, without scores"
+    if needs_mask_code(cached):
+        return "its mask is causal, a window of distances, or None, without given positions"
+    if call.scores and (reason := _unsupported_scores(cached)):
+        return reason
     if configs.cached_forward_config(call.head_dim, call.value_dim) is None:
         return f"H and Hv are both 64 or both 128, and here {call.head_dim} and {call.value_dim}"
     if (cached.page_size or 0) % PAGE_MULTIPLE:
@@ -76,6 +79,15 @@ def unsupported_tiles(cached: CachedSpec) -> str | None:
     if rows * call.q_heads > MAX_TILES or call.kv_len > 1 << 30:
         return f"there are {MAX_TILES} rows of all heads at most"
     return None
+
+
+def _unsupported_scores(cached: CachedSpec) -> str | None:
+    if cached.has_given_positions:
+        return "with scores it computes the positions of queries, and here they are given"
+    mods = DecodeMods.compile(cached)
+    if mods is not None and reads_tokens(mods):
+        return "its scores read positions and data of heads, none of tokens"
+    return compile_mods.unsupported_reason(cached.call)
 
 
 def _few_spec(
@@ -123,12 +135,22 @@ def _prefers_tiles(spec: CachedSpec, num_sms: int) -> bool:
     return break_even.prefers_tiles(spec, COSTS, num_sms)
 
 
+def _has_both(spec: CachedSpec) -> bool:
+    """Return whether some requests may be tiles and others the decode kernel's: how many tokens each has is data."""
+    return spec.is_packed and spec.call.batch > 1
+
+
 def unsupported_reason(cached: CachedSpec, device: Device) -> str | None:
     """Return why no kernel runs a call on a cache on this device, or None."""
     reason = DECODE.unsupported_reason(cached, device)
-    if reason is not None and device.is_sm90 and unsupported_tiles(cached) is None:
+    if reason is None or not device.is_sm90 or unsupported_tiles(cached) is not None:
+        return reason
+    if not _prefers_tiles(cached, device.num_sms):
+        return reason
+    if not _has_both(cached):
         return None
-    return reason
+    few = _few_spec(cached, max_decoded(cached, device.num_sms))
+    return decode_support.unsupported_reason(cached, device, few)
 
 
 def slower_reason(cached: CachedSpec, device: Device) -> str | None:
@@ -140,18 +162,16 @@ def slower_reason(cached: CachedSpec, device: Device) -> str | None:
 
 def configure(cached: CachedSpec, device: Device) -> DecodeConfig | TileConfigs:
     """Return the configuration of a call, or those of its two launches."""
-    decodes = DECODE.unsupported_reason(cached, device) is None
-    has_tiles = unsupported_tiles(cached) is None
-    if decodes and not (has_tiles and _prefers_tiles(cached, device.num_sms)):
+    if unsupported_tiles(cached) is not None or not _prefers_tiles(cached, device.num_sms):
         return DECODE.configure(cached, device)
     tiles = configs.cached_forward_config(cached.call.head_dim, cached.call.value_dim)
     assert tiles is not None, "`unsupported_tiles` says so"
     tiles = dataclasses.replace(tiles, num_ctas=device.num_sms)
-    if not (decodes and cached.is_packed and cached.call.batch > 1):
+    if not _has_both(cached):
         return TileConfigs(None, 0, tiles)
     decoded = max_decoded(cached, device.num_sms)
     few = choose(_few_spec(cached, decoded), device.num_sms)
-    assert few is not None, "more columns have room"
+    assert few is not None, "`unsupported_reason` says so"
     return TileConfigs(few, decoded, tiles)
 
 
@@ -176,7 +196,7 @@ def launch(
         others = launch_decode(decode, spec, config.decode, q, k, v, arrays, few)
     tiles = tiles_spec(spec, config.tiles, tokens, requests, kv_heads, least)
     plan = plan_tiles(tiles, config.tiles, arrays.lengths, starts)
-    return attention_on_cache(tiles, config.tiles, q, k, v, plan, arrays.table, others)
+    return attention_on_cache(tiles, config.tiles, q, k, v, plan, arrays.table, arrays.mods, others)
 
 
 def describe(spec: CachedSpec, config: DecodeConfig | TileConfigs) -> str:

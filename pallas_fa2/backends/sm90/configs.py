@@ -117,9 +117,14 @@ FORWARD_CONFIGS = (
 
 # On a cache the producer holds the pages of a block, eight of 16 tokens, beside the claim of a tile: with 40 registers it
 # spills. 128 * (2 * 224 + 56) are 64,512 registers.
+IN_CACHE = (224, 56)
 CACHED_FORWARD_CONFIGS = (
-    ForwardConfig(64, 64, 2, 128, stages=3, registers=(224, 56), q_stages=2, pv_chunk=64),
-    ForwardConfig(128, 128, 2, 128, stages=2, registers=(224, 56)),
+    ForwardConfig(64, 64, 2, 128, stages=3, registers=IN_CACHE, q_stages=2, pv_chunk=64),
+    ForwardConfig(96, 96, 2, 128, stages=2, registers=IN_CACHE, q_stages=2),
+    ForwardConfig(128, 128, 2, 128, stages=2, registers=IN_CACHE),
+    ForwardConfig(192, 128, 2, 128, stages=2, registers=IN_CACHE, epilogue_columns=64),
+    ForwardConfig(192, 192, 2, 64, stages=2, registers=IN_CACHE, epilogue_columns=96),
+    ForwardConfig(256, 256, 2, 64, stages=2, registers=IN_CACHE, epilogue_columns=64),
 )
 
 

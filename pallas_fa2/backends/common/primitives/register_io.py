@@ -212,12 +212,13 @@ def _store_row_values(_, values: Registers, vector: Ref, limit: Registers) -> No
     lane = arith.andi(thread, i32(31))
     row = arith.addi(arith.shli(arith.shrui(thread, i32(5)), i32(4)), arith.shrui(lane, i32(2)))
     i64 = ir.IntegerType.get_signless(64)
-    gmem = arith.addi(address(vector), arith.extui(i64, arith.shli(row, i32(2))))
+    (stride,), _ = ir.MemRefType(vector.type).get_strides_and_offset()
+    gmem = arith.addi(address(vector), arith.extui(i64, arith.muli(row, i32(4 * stride))))
     leader = arith.andi(lane, i32(3))
     for half, value in enumerate(scalars(values)):
         code = (
             "{ .reg .pred p; setp.eq.s32 p, $3, 0; setp.lt.and.s32 p, $2, $4, p; "
-            f"@p st.global.f32 [$0 + {32 * half}], $1; }}"
+            f"@p st.global.f32 [$0 + {32 * half * stride}], $1; }}"
         )
         half_row = arith.addi(row, i32(8 * half))
         asm(code, "l,f,r,r,r", gmem, value, half_row, leader, limit.registers[()])

@@ -12,14 +12,16 @@ from pallas_fa2.ir.cached_spec import CachedSpec
 PARTIAL_PANEL_ROWS = 4 * SWIZZLE_ROWS
 
 
-def unsupported_reason(cached: CachedSpec, device: Device) -> str | None:
-    """Return why the kernel does not support a call on a cache on this device, or None."""
+def unsupported_reason(
+    cached: CachedSpec, device: Device, launch: DecodeSpec | None = None
+) -> str | None:
+    """Return why the kernel does not support a call on a cache, or a launch of it, on this device, or None."""
     if not device.is_sm90:
         return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
     reason = support.unsupported_reason(cached)
     if reason is None and cached.quantized is not None:
         reason = _unsupported_8_bits(cached)
-    return reason or _unsupported_launch(DecodeSpec.of_call(cached))
+    return reason or _unsupported_launch(launch or DecodeSpec.of_call(cached))
 
 
 def _unsupported_8_bits(cached: CachedSpec) -> str | None:

@@ -4,6 +4,7 @@ A tile is a query head and an entry: up to `block_q` consecutive queries of one 
 the order of tiles, once for all layers whose lengths are the same.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -13,27 +14,34 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_fa2.arithmetic import I32, div, rem
+from pallas_fa2.backends.common.aux_inputs import AuxInputs, HeadScalars
 from pallas_fa2.backends.common.block_mask_kernel import FULL_BIT
 from pallas_fa2.backends.common.decode.entries import Entry, packed_entries
+from pallas_fa2.backends.common.decode.mods import K_INDEX, Q_POSITIONS, DecodeMods, ModArrays
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
 from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, tile_table
+from pallas_fa2.backends.common.tile_mods import TileScore
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows, RowPieces
 from pallas_fa2.ir.cached_spec import CachedSpec
+from pallas_fa2.ir.tile_functions import ArgSource
 from pallas_fa2.schedule import raster
+
+# The columns of the table of entries: those of `Entry`, and the first block of which all of its queries attend to all keys.
+FIELDS = (*Entry._fields, "first_full")
 
 
 class CachedTiles(NamedTuple):
     """What says whose rows and keys a tile has: arrays in device memory."""
 
-    entries: Any  # int32 [E, 7]: `Entry`
+    entries: Any  # int32 [E, 8]: `FIELDS`
     table: Any = None  # int32 [B, pages of a request], if the cache is paged
 
     def load(self, entry: Scalar, field: str) -> Scalar:
         """Load a field of an entry."""
-        return self.entries[entry, Entry._fields.index(field)]
+        return self.entries[entry, FIELDS.index(field)]
 
     def kv_rows(
         self, source: Ref, request: Scalar, keys: Slice, head: Scalar, columns: Slice | None = None
@@ -59,7 +67,7 @@ class CachedPlan(NamedTuple):
     """The tiles of a launch, in the order in which CTAs claim them."""
 
     scheduler: DynamicTileScheduler
-    entries: Any  # int32 [E, 7]: `Entry`
+    entries: Any  # int32 [E, 8]: `FIELDS`
 
 
 def plan_tiles(
@@ -74,7 +82,7 @@ def plan_tiles(
     entries, num_entries = packed_entries(spec, lengths, starts, config.block_kv)
     index = jnp.arange(spec.max_entries, dtype=I32)
     exists = index < num_entries
-    full = _count_full_blocks(spec, config, entries)
+    first_full, full = _find_full_blocks(spec, config, entries)
     counts = entries.num_blocks | full << FULL_BIT
     by_length = jnp.argsort(jnp.where(exists, -entries.num_blocks, 1), stable=True).astype(I32)
     group = _heads_per_l2_group(spec, config)
@@ -87,19 +95,27 @@ def plan_tiles(
     tile_id = jnp.where(
         place < num_entries * spec.q_heads, head * spec.max_entries + entry, place.size
     )
-    table = jnp.stack([jnp.broadcast_to(x, index.shape) for x in entries], 1)
+    table = jnp.stack([jnp.broadcast_to(x, index.shape) for x in (*entries, first_full)], 1)
     num_ctas = min(config.num_ctas, place.size)
     header = DynamicTileScheduler.header_rows(num_ctas)
     order = tile_table(tile_id, counts[entry], header)
     return CachedPlan(DynamicTileScheduler(order, num_ctas), table)
 
 
-def _count_full_blocks(spec: DecodeSpec, config: ForwardConfig, entries: Entry) -> jax.Array:
-    """Return how many blocks of each entry, the first ones, have keys alone that all of its queries attend to."""
-    end = entries.kv_len
-    if spec.distances.most is not None:
-        end = jnp.minimum(end, entries.first_position + (spec.distances.most + 1))
-    return lax.div(jnp.maximum(end, 0), I32(config.block_kv))
+def _find_full_blocks(
+    spec: DecodeSpec, config: ForwardConfig, entries: Entry
+) -> tuple[jax.Array, jax.Array]:
+    """Return the first block of each entry of whose keys all of its queries attend to all, and how many such blocks follow
+    each other."""
+    (least, most), block_kv = spec.distances, I32(config.block_kv)
+    first, end = entries.first_block, entries.kv_len
+    if most is not None:
+        end = jnp.minimum(end, entries.first_position + (most + 1))
+    if least is not None:
+        oldest = entries.first_position + entries.num_queries - 1 + least
+        before = jnp.maximum(oldest + (config.block_kv - 1), 0)
+        first = jnp.maximum(first, lax.div(before, block_kv))
+    return first, jnp.maximum(lax.div(jnp.maximum(end, 0), block_kv) - first, 0)
 
 
 def _heads_per_l2_group(spec: DecodeSpec, config: ForwardConfig) -> int:
@@ -131,6 +147,7 @@ def tiles_spec(
         scale=call.scale,
         distances=distances,
         page_size=spec.page_size,
+        mods=DecodeMods.compile(spec),
         taken_queries=(least, tokens) if least else None,
     )
 
@@ -145,5 +162,34 @@ def kernel_spec(spec: DecodeSpec, config: ForwardConfig) -> KernelSpec:
         kv_heads=spec.kv_heads,
         scale=spec.scale,
         causal_offset=spec.distances.most,
+        window_offset=spec.distances.least,
+        score=_score_of_indices(spec),
         in_cache=True,
     )
+
+
+def reads_tokens(mods: DecodeMods) -> bool:
+    """Return whether masks or scores read more of tokens than their positions."""
+    return bool(set(mods.sources("q", "k", "pair")) - {Q_POSITIONS, K_INDEX})
+
+
+def _score_of_indices(spec: DecodeSpec) -> TileScore | None:
+    """Return the score functions, which read the index of a row in its sequence as the query's position."""
+    if spec.mods is None or spec.mods.score is None:
+        return None
+    score, q_index = spec.mods.score, ArgSource("q", None, "int32")
+    sources = tuple(q_index if s == Q_POSITIONS else s for s in score.value.sources)
+    return dataclasses.replace(score, value=dataclasses.replace(score.value, sources=sources))
+
+
+def pack_head_inputs(spec: DecodeSpec, config: ForwardConfig, mods: ModArrays) -> AuxInputs | None:
+    """Return what scores read of heads, of each request if they differ, as the forward reads it."""
+    if spec.mods is None:
+        return None
+
+    def of_heads(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else x.reshape(x.shape[0], spec.q_heads, -1)
+
+    scalars = HeadScalars(of_heads(mods.integers), of_heads(mods.floats))
+    q, k = (jnp.zeros((1, 0, n), I32) for n in config.tile)
+    return AuxInputs(q, k, scalars, None, ())

@@ -100,4 +100,4 @@ def store_existing_rows(
 
     @when(columns.start == 0)
     def store_lse() -> None:
-        register_io.store_row_values(lse, outputs.lse.at[0, head, row_range], count)
+        register_io.store_row_values(lse, outputs.lse.at[0, row_range, head], count)

@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_fa2.backends.common.aux_inputs import AuxInputs
 from pallas_fa2.backends.common.block_mask import BlockMask
+from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.scheduler import (
@@ -19,7 +20,12 @@ from pallas_fa2.backends.common.scheduler import (
     StaticTileScheduler,
     launch_persistent,
 )
-from pallas_fa2.backends.sm90.forward.cached_tiles import CachedPlan, CachedTiles, kernel_spec
+from pallas_fa2.backends.sm90.forward.cached_tiles import (
+    CachedPlan,
+    CachedTiles,
+    kernel_spec,
+    pack_head_inputs,
+)
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.consumer import consume
 from pallas_fa2.backends.sm90.forward.memory import Arrays, Inputs, Outputs, SharedStorage
@@ -48,7 +54,7 @@ def attention(
     and `mask_bits` the bits of a mask that is precomputed.
 
     `cached` plans the tiles of a cache: k and v are `[requests, S, K, H]` and `[requests, S, K, Hv]`, or pages that `table`
-    lists for each request, B is 1, T the rows of all requests, and lse has T. Rows that have no tile stay as they are in
+    lists for each request, B is 1, T the rows of all requests, and lse is `[B, T, N]`. Rows that have no tile stay as they are in
     `outputs`, if these are given.
     """
     key_rows = aux.k.shape[1] + 1 if aux is not None and spec.loads_key_aux() else 0
@@ -64,7 +70,7 @@ def attention(
     lse_shape = spec.batch, spec.q_heads, schedule.q_tiles * config.block_q
     if cached is not None:
         inputs = inputs._replace(cached=CachedTiles(cached.entries, table))
-        lse_shape = spec.batch, spec.q_heads, q.shape[1]
+        lse_shape = spec.batch, q.shape[1], spec.q_heads
     if outputs is None:
         outputs = Outputs(
             lax.empty((*q.shape[:3], v.shape[3]), q.dtype), lax.empty(lse_shape, jnp.float32)
@@ -96,15 +102,17 @@ def attention_on_cache(
     v: jax.Array,
     plan: CachedPlan,
     table: jax.Array | None = None,
+    mods: ModArrays = NO_MODS,
     others: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [tokens, N, Hv]` and natural `lse [tokens, N]`, float32, as the decode kernel does.
 
     q is `[tokens, N, H]`; k and v are `[B, S, K, H]` and `[B, S, K, Hv]`, or pages `[P, page size, K, H]` and `[P, page
-    size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request. `others` are out and lse of the rows that have no
+    size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request. `mods` are what scores read of heads, `others` out and lse of the rows that have no
     tile, which otherwise are anything.
     """
-    launch = kernel_spec(spec, config)
-    outputs = None if others is None else Outputs(others[0][None], others[1].T[None])
-    out, lse = attention(launch, config, q[None], k, v, cached=plan, table=table, outputs=outputs)
-    return out[0], lse[0].T
+    launch, aux = kernel_spec(spec, config), pack_head_inputs(spec, config, mods)
+    outputs = None if others is None else Outputs(*(x[None] for x in others))
+    cached = {"cached": plan, "table": table, "outputs": outputs}
+    out, lse = attention(launch, config, q[None], k, v, aux=aux, **cached)
+    return out[0], lse[0]

@@ -150,11 +150,23 @@ class Arrays(NamedTuple):
     def load_kv_block_index(self, tile: QueryTile, t: Scalar) -> Scalar:
         """Load the index of the key block that the tile visits as its t-th."""
         index = tile.compute_list_index(t)
+        if tile.schedule.spec.window_offset is not None:
+            return self._load_block_of_window(tile, index)
         if self.inputs.block_indices is None:
             return index
         return block_mask.block_id(
             layouts.index_broadcast(self.inputs.block_indices, *tile.compute_coordinates())[index]
         )
+
+    def _load_block_of_window(self, tile: QueryTile, index: Scalar) -> Scalar:
+        """Load which block is the one of this index among a tile's in a cache: full ones are those in the middle."""
+        cached, entry = self.inputs.cached, tile.compute_coordinates()[2]
+        assert cached is not None
+        first, first_full = (cached.load(entry, x) for x in ("first_block", "first_full"))
+        num_full = tile.compute_num_full_listed()
+        partial = first + (index - num_full)
+        partial = jnp.where(partial < first_full, partial, partial + num_full)
+        return jnp.where(index < num_full, first_full + index, partial)
 
     def load_first_row(self, tile: QueryTile) -> Scalar:
         """Compute, or load, where the rows of a tile begin in Q and O."""

@@ -143,6 +143,11 @@ class QueryTile:
             return jnp.where(partial > 0, jnp.minimum(partial + 1, visited), 0)
         return partial
 
+    def compute_num_full_listed(self) -> Any:
+        """Compute how many blocks of the tile's list, the first ones, are full."""
+        visited, partial = self._count_kv_blocks()
+        return visited - partial
+
     def compute_num_full(self) -> Any:
         """Compute how many blocks do not pass through the mask."""
         return self.compute_num_kv_blocks() - self.compute_num_partial()

@@ -168,5 +168,7 @@ def load_row_inputs(rows: WarpgroupRows, masked: bool) -> RowInputs:
     # Addresses are computed here: they would hold registers through the loops.
     tile = dataclasses.replace(rows.tile, tile_id=rematerialize(rows.tile.tile_id))
     batch, head, _ = tile.compute_coordinates()
-    first_row = dataclasses.replace(rows, tile=tile).compute_first_row()
+    if spec.in_cache and rows.arrays.inputs.aux.head_scalars.batch > 1:
+        batch = rows.arrays.load_batch(tile)
+    first_row = dataclasses.replace(rows, tile=tile).load_first_position()
     return RowInputs.load(spec, rows.arrays.inputs.aux, (batch, head), first_row, masked)
