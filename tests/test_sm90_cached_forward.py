@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -338,6 +339,18 @@ def test_of_packed_requests_those_with_many_tokens_are_tiles() -> None:
     assert decoded(32, 8) == [20, 8] and decoded(32, 32) == [8, 4] and decoded(16, 1) == [90, 24]
 
 
+CODE = fa.Causal() & fa.Prefix(4)
+
+
+def test_tiles_count_their_blocks_in_15_bits() -> None:
+    def reason(capacity: int) -> str | None:
+        spec = spec_of(132, 4, mask=None)
+        call = dataclasses.replace(spec.call, kv_len=capacity)
+        return unsupported_tiles(dataclasses.replace(spec, call=call))
+
+    assert reason(1 << 20) is None and "2097088 slots at most" in str(reason(1 << 21))
+
+
 def test_shapes_and_masks_say_whether_there_are_tiles() -> None:
     # A token of each request, and so many that tiles of one request would save half of the time.
     assert isinstance(config_of(105, 4), DecodeConfig)
@@ -346,9 +359,10 @@ def test_shapes_and_masks_say_whether_there_are_tiles() -> None:
     alone = config_of(132, 1)
     assert isinstance(alone, TileConfigs) and alone.decode is None
     no_tiles: list[Any] = [
-        {"mask": fa.Causal() & fa.Prefix(4)},
+        {"mask": CODE},
         {"score": fa.bias(jnp.zeros((1, 1, 1, 256)))},
         {"split_size": 64},
+        {"scale": -0.1},  # the largest product would be the least score
     ]
     for options in no_tiles:
         spec = spec_of(132, 4, **options)
@@ -357,12 +371,33 @@ def test_shapes_and_masks_say_whether_there_are_tiles() -> None:
         assert "would take less time, but" in CACHED_FORWARD.describe(spec, config)
 
 
+def test_explain_says_which_kernels_run() -> None:
+    shape, table = (
+        jax.ShapeDtypeStruct((64, 16, 8, 128), jnp.bfloat16),
+        jnp.zeros((4, 16), jnp.int32),
+    )
+    pages: Any = fa.Pages(shape, shape, table, jnp.zeros(4, jnp.int32))  # pyright: ignore
+    rows, packed = (jax.ShapeDtypeStruct((*n, 32, 128), jnp.bfloat16) for n in ((4, 9), (2000,)))
+    options: Any = {"queries": fa.Packed(jnp.zeros(5, jnp.int32)), "device": hopper.H200}
+    explained = [fa.explain(packed, pages, mask=mask, **options).forward for mask in (None, CODE)]
+    explained.append(fa.explain(rows, pages, device=hopper.H200).forward)
+    few = "requests of up to 8 tokens: 64 keys x 32 columns, for 4 queries of 4 heads"
+    tiles = "others: 128 queries x 128 keys, 2 stages"
+    assert few in explained[0] and tiles in explained[0]
+    assert "tiles would take less time, but its mask is causal, a window" in explained[1]
+    assert "for 5 queries" in explained[2] and "128 keys" not in explained[2]
+
+
 @pytest.mark.slow
 def test_both_kernels_write_the_same_arrays() -> None:
-    """No cache is copied, nor is what the first of two kernels stores for the second."""
+    """No cache is copied, nor is what the first of two kernels stores for the second; two layers have the same tables, of
+    which a kernel writes to that of the order of tiles."""
 
     def run(q: Any, k: Any, v: Any, table: Any, lengths: Any, starts: Any) -> Any:
-        return fa.cached_attention(q, fa.Pages(k, v, table, lengths), queries=fa.Packed(starts))
+        pages = fa.Pages(k, v, table, lengths)
+        for _ in range(2):
+            q = fa.cached_attention(q, pages, queries=fa.Packed(starts))
+        return q
 
     shapes = (4, 128), (4,), (5,)
     integers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
@@ -370,7 +405,8 @@ def test_both_kernels_write_the_same_arrays() -> None:
     with hopper.planned_for_h200():
         program = compile_gate.hlo_for_h200(run, q, k, k, *integers)
     entry = program[program.index("ENTRY") :]
-    assert entry.count("custom-call(") == 2 and " copy(" not in entry
+    assert entry.count("custom-call(") == 4 and "transpose(" not in entry
+    assert entry.count(" copy(") == 1 and len(re.findall(r" fusion\(", entry)) <= 16
 
 
 WINDOW = {"mask": fa.SlidingWindow(1000)}

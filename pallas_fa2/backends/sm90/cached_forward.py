@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa2.arithmetic import I32
-from pallas_fa2.backends.common import compile_mods
+from pallas_fa2.backends.common import limits
+from pallas_fa2.backends.common.block_mask_kernel import MAX_BLOCKS
 from pallas_fa2.backends.common.decode import break_even
 from pallas_fa2.backends.common.decode.cached_forward import LaunchArrays, forward, launch_decode
 from pallas_fa2.backends.common.decode.cached_forward import describe as describe_decode
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.mods import DecodeMods, needs_mask_code
 from pallas_fa2.backends.common.decode.spec import MAX_COLUMNS, DecodeSpec
+from pallas_fa2.backends.common.decode.support import MAX_INDEX
 from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.backends.sm90 import configs
 from pallas_fa2.backends.sm90.decode import cached_forward as decode_forward
@@ -40,8 +42,9 @@ FEW_COLUMNS = MAX_COLUMNS // 2
 LEAST_GAIN = 2
 # Eight copies bring a block of 128 keys from pages of 16 tokens.
 PAGE_MULTIPLE = 16
-# Tiles of one launch: their ids are int32, and so are the positions of keys.
+# Tiles of one launch, at most: their ids are int32, and the table of their order has 8 bytes for each.
 MAX_TILES = 1 << 24
+DIMS = ", ".join(f"{x.head_dim} and {x.value_dim}" for x in configs.CACHED_FORWARD_CONFIGS)
 
 
 class TileConfigs(NamedTuple):
@@ -61,23 +64,25 @@ def unsupported_tiles(cached: CachedSpec) -> str | None:
         return "its arrays have sizes that are known, and here some are symbols"
     if cached.quantized is not None:
         return "its caches have 16 bits"
-    if call.dtype.name not in ("bfloat16", "float16"):
-        return f"its inputs are bfloat16 or float16, not {call.dtype.name}"
     if 0 in (call.batch, call.q_len, call.kv_len):
         return "it has queries and slots for keys, and here are none"
+    if reason := limits.unsupported_reason(call):
+        return reason
     if needs_mask_code(cached):
         return "its mask is causal, a window of distances, or None, without given positions"
     if call.scores and (reason := _unsupported_scores(cached)):
         return reason
     if configs.cached_forward_config(call.head_dim, call.value_dim) is None:
-        return f"H and Hv are both 64 or both 128, and here {call.head_dim} and {call.value_dim}"
+        return f"H and Hv are {DIMS}, and here {call.head_dim} and {call.value_dim}"
     if (cached.page_size or 0) % PAGE_MULTIPLE:
         return f"a page has a multiple of {PAGE_MULTIPLE} tokens, and here {cached.page_size}"
     if cached.split_size is not None:
         return "it has no fixed splits"
+    if call.kv_len > MAX_BLOCKS * 64:
+        return f"a sequence has {MAX_BLOCKS * 64} slots at most, and here {call.kv_len}"
     rows = call.q_len if cached.is_packed else call.batch * call.q_len
-    if rows * call.q_heads > MAX_TILES or call.kv_len > 1 << 30:
-        return f"there are {MAX_TILES} rows of all heads at most"
+    if rows * call.q_heads > MAX_TILES:
+        return f"there are {MAX_TILES} rows of all heads at most, and here {rows * call.q_heads}"
     return None
 
 
@@ -87,7 +92,11 @@ def _unsupported_scores(cached: CachedSpec) -> str | None:
     mods = DecodeMods.compile(cached)
     if mods is not None and reads_tokens(mods):
         return "its scores read positions and data of heads, none of tokens"
-    return compile_mods.unsupported_reason(cached.call)
+    if cached.call.kv_len > MAX_INDEX:
+        return (
+            f"with scores sequences have {MAX_INDEX} slots at most, and here {cached.call.kv_len}"
+        )
+    return None
 
 
 def _few_spec(
