@@ -1,5 +1,6 @@
 """Which CTA reads which blocks of keys: the plan of decode kernels against NumPy."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from pallas_fa2.backends.common.primitives.launch import build_kernel
 from tests.support import interpreter, programs
 from tests.support.decode_cases import CASES, Case
 
-SHARE = Share(0, 0, 0, 0, 0, 0, Entry(*[0] * len(Entry._fields)), Deal(0, 0))
+SHARE = Share(0, 0, 0, 0, 0, 0, Entry(*[0] * len(Entry._fields)), Deal(0, 0, 0, 0))
 
 
 def load_by_kernel(case: Case, count: int, like: Any, load: Callable[[Any, Any], Any]) -> Any:
@@ -141,9 +142,6 @@ def test_the_plan_deals_every_block_once(name: str, num_ctas: int) -> None:
     np.testing.assert_array_equal(shares.begin[1:], shares.end[:-1])
     sizes = shares.end - shares.begin
     assert (sizes >= 0).all()
-    used, counts = sizes[sizes > 0], entries.num_blocks[entries.num_blocks > 0]
-    has_whole_tiles = np.ptp(counts) == 0 and (used % counts[0] == 0).all()
-    assert has_whole_tiles or np.ptp(used) <= 1 or (used[:-1] == case.config.min_share).all()
     owner = np.repeat(np.arange(num_ctas), sizes)
     for cta in np.flatnonzero(sizes):
         head, entry, i = line[shares.begin[cta]]
@@ -223,6 +221,48 @@ def spec_of(requests: int, blocks: int, split_blocks: int | None = None) -> Deco
 def test_what_is_counted_has_a_bound(spec: DecodeSpec, reason: str | None) -> None:
     found = support.unsupported_launch(spec)
     assert found is None if reason is None else reason in (found or "")
+
+
+def deal_of(counts: list[int], kv_heads: int, num_ctas: int) -> tuple[Deal, np.ndarray]:
+    """How tiles of so many blocks are dealt, and the first block of each CTA, and of one more."""
+    config = DecodeConfig(64, 64, 2, 1, num_ctas)
+    args = (jnp.int32(x) for x in (len(counts), sum(counts), max(counts)))
+    deal = Deal.compute(config, kv_heads, *args)
+    total = jnp.int32(sum(counts) * kv_heads)
+    return deal, np.asarray(deal.first_block(jnp.arange(num_ctas + 1), total))
+
+
+# Blocks of the entries, key heads, CTAs; the largest share, and how many tiles a CTA has a part of, or heads.
+@pytest.mark.parametrize(
+    "counts, kv_heads, num_ctas, largest, tiles, heads",
+    [
+        pytest.param([512] * 4, 8, 264, 64, 1, 1, id="eight_ctas_for_each_tile"),
+        pytest.param([2048], 8, 264, 63, 1, 1, id="33_ctas_for_each_tile"),
+        pytest.param([66], 8, 264, 4, 1, 1, id="least_shares_of_a_tile"),
+        pytest.param([1], 8, 264, 1, 1, 1, id="one_block"),
+        pytest.param([128] * 16, 8, 132, 128, 1, 1, id="whole_tiles"),
+        pytest.param([32] * 64, 8, 264, 64, 2, 1, id="two_whole_tiles"),
+        pytest.param([313] * 5, 8, 264, 48, 2, 1, id="tiles_that_do_not_divide_ctas"),
+        pytest.param([512, 511, 512, 512], 8, 264, 63, 2, 1, id="tiles_of_two_lengths"),
+        pytest.param([3, 200, 1, 70], 8, 264, 9, 3, 1, id="heads_that_divide_ctas"),
+        pytest.param([3, 200, 1, 70], 7, 264, 8, 3, 2, id="one_line"),
+    ],
+)
+def test_how_blocks_are_dealt(
+    counts: list[int], kv_heads: int, num_ctas: int, largest: int, tiles: int, heads: int
+) -> None:
+    deal, begins = deal_of(counts, kv_heads, num_ctas)
+    head, tile = (
+        np.repeat(np.arange(n * kv_heads), c)
+        for n, c in ((1, sum(counts)), (len(counts), counts * kv_heads))
+    )
+    assert begins[0] == 0 and begins[-1] == len(tile) and (np.diff(begins) >= 0).all()
+    assert np.diff(begins).max() == largest
+    shares = [slice(*x) for x in itertools.pairwise(begins) if x[0] < x[1]]
+    assert max(len(np.unique(tile[x])) for x in shares) == tiles
+    assert max(len(np.unique(head[x])) for x in shares) == heads
+    owners = np.repeat(np.arange(num_ctas), np.diff(begins))
+    np.testing.assert_array_equal(deal.cta_of(jnp.arange(len(tile))), owners)
 
 
 @pytest.mark.parametrize("requests", [1, 4, 512])

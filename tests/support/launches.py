@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -86,7 +86,7 @@ class _Kernel:
             "interpret_params": dataclasses.replace(params, num_cores_or_threads=threads),
             "programs": self._programs,
         }
-        for place in itertools.product(*map(range, self._mesh.grid)):
+        for place in grid_order(self._mesh.grid):
             _run_together(self._jaxpr, keys, cluster, place, common)
             memory.reset_per_cluster_state()
         memory.update_clocks_for_device_barrier(device)
@@ -94,6 +94,11 @@ class _Kernel:
         views = [View(variable.aval) for variable in self._jaxpr.all_invars]
         places = (view(key, ()) for view, key in zip(views, keys, strict=True))
         return [memory.get_buffer_content(*place, None)[0] for place in places]
+
+
+def grid_order(grid: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
+    """Return the clusters of a grid in the order in which they run, one after another."""
+    return itertools.product(*map(range, grid))
 
 
 def _allocate(device: Any, threads: int, array: np.ndarray) -> np.ndarray:

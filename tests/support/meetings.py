@@ -10,7 +10,7 @@ import functools
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from pallas_fa2.backends.common.decode import merge
+from pallas_fa2.backends.common.decode import arrivals
 from pallas_fa2.backends.sm90.backward.dq import first_store
 from tests.support import shared
 from tests.support.shared import row_of, the_memory
@@ -104,20 +104,30 @@ def _prepare_arrivals(thread, place, **_):
     memory.turns.tell(prepare)
 
 
-def _arrive_last(thread, place, others, **_):
-    """Count an arrival; the last one ends the count, and comes after what all others had done."""
+def _arrive_last(thread, first, second, *others, **_):
+    """Count an arrival in one word or two; the last one ends a count, and comes after what all others had done."""
+    last = [
+        expected >= 0 and _count_arrival(thread, place, expected)
+        for place, expected in zip((first, second), others, strict=True)
+    ]
+    return [np.int32(last[0] + 2 * last[1])]
+
+
+def _count_arrival(thread, place, others) -> bool:
     memory, arrivals = the_memory(), []
-    released = shared.current.released[place[0], str(place[1].range)]
+    word = place[0], str(place[1].range)
+    released = shared.current.released[word]
 
     def arrive() -> None:
         words, _, _ = memory.get_buffer_content(*place, thread)
-        assert _counts(words), "an arrival is counted in a word that is not prepared"
-        before = int(words[0]) & 0xFFFF
+        assert words.size == 2, "there is no such word"
+        before = int(words[0]) & 0xFFFF if _counts(words) else 0
+        shared.current.counting.add(word)
         arrivals.append(before)
         count = _word_of_arrivals(before + 1)
         if before == others:
             count = np.zeros(2, np.int32)
-            shared.current.counting.discard((place[0], str(place[1].range)))
+            shared.current.counting.discard(word)
         memory.store_buffer_content(*place, count, thread)
         if memory.detect_races:
             clock = memory.incr_clock(thread).copy()
@@ -128,17 +138,17 @@ def _arrive_last(thread, place, others, **_):
     if is_last and memory.detect_races:
         shared.current.acquired.setdefault(thread, {}).update(released)
         released.clear()
-    return [np.int32(is_last)]
+    return is_last
 
 
 def _word_of_arrivals(count: int) -> np.ndarray:
-    return np.array([merge.COUNTS << 16 | count], np.uint64).view(np.int32)
+    return np.array([arrivals.COUNTS << 16 | count], np.uint64).view(np.int32)
 
 
 def _counts(words: np.ndarray) -> bool:
     """Whether two int32 are a word that counts."""
     (word,) = words.view(np.uint64)
-    return int(word) >> 16 == merge.COUNTS
+    return int(word) >> 16 == arrivals.COUNTS
 
 
 def _claim_tile(thread, last_claim, entries, slot, first_claim, num_claims, phase, tiles, **_):

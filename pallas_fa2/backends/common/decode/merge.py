@@ -1,4 +1,4 @@
-"""The merge of a tile's splits by the CTA that stores the last of them, so that no kernel follows.
+"""The merge of a tile's splits by the last CTA that has one, so that no kernel follows.
 
 O = sum_i 2^(lse_i - lse) O_i with lse = log2 sum_i 2^lse_i (Flash-Decoding, and FlashInfer's `merge_states`). The splits
 are read in the order of their keys, the CTA's own one as well, so that the result does not depend on who is the last.
@@ -13,31 +13,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.decode import arrivals
 from pallas_fa2.backends.common.decode.arrays import Cta
 from pallas_fa2.backends.common.decode.cursor import Tile
 from pallas_fa2.backends.common.decode.entries import Entry
 from pallas_fa2.backends.common.decode.plan_tables import FixedSplits, PlanTables
 from pallas_fa2.backends.common.decode.share import load_deal
 from pallas_fa2.backends.common.decode.spec import NO_MAXIMUM
-from pallas_fa2.backends.common.inline import asm, inline_op
 from pallas_fa2.backends.common.primitives import (
     gather_scatter,
     layouts,
     register_io,
-    thread_values,
 )
 from pallas_fa2.backends.common.primitives.layouts import (
     ACC_LAYOUT,
     COL_LAYOUT,
-    LANES,
     THREADS,
     broadcast_columns,
 )
-from pallas_fa2.backends.common.primitives.named_barriers import NamedBarrier
-from pallas_fa2.backends.common.primitives.types import Ref, Registers, Scalar
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Scratch
 from pallas_fa2.control_flow import cond, when
 
 # So many splits are loaded together, or as many as have O^T, with that of the sum, in so many registers of a thread. 17: where 8
@@ -71,23 +67,44 @@ class TileVisit[Memory](NamedTuple):
         num_blocks = jnp.minimum(entry.num_blocks - first_index, num_steps - step)
         return cls(cta, tile, entry, first_index, step, num_blocks)
 
-    def prepare(self, is_due: jax.Array | bool) -> None:
-        """Prepare the word that counts the tile's splits, if `is_due` and the tile is split.
+    def prepare_word(self) -> None:
+        """Prepare the word that counts the splits of the tile, if it is split: of a CTA's first tile, before the ring is
+        filled."""
+        if self.cta.spec.split_blocks is None:
+            splits = functools.partial(TileSplits.of_ctas, self.cta, *self._blocks_of_tile())
+            when(~self._is_whole() & (self.num_blocks > 0))(lambda: arrivals.prepare(splits().word))
 
-        That is due before the ring is filled for a CTA's first tile, and when the visit begins for others.
+    def note(self) -> None:
+        """Note for `merge_splits` that this CTA has a split of the tile, if it is split. All threads store the same.
+
+        To call when the visit begins: what is noted needs no registers then until it ends.
         """
-        when(~self._is_whole() & is_due)(lambda: self._splits().prepare())
+        if self.cta.spec.split_blocks is not None:
+            return
+
+        @when(~self._is_whole())
+        def note_split() -> None:
+            cta: Cta[Any] = self.cta
+            begins_tile = jnp.where(self.first_index == 0, 1, 0)
+            for i, x in enumerate((*self.tile, *self._blocks_of_tile())):
+                cta.memory.splits[begins_tile, i] = x
 
     def store(
         self, result: tuple[jax.Array, jax.Array], store: Callable[[jax.Array, jax.Array], None]
     ) -> None:
-        """Store the tile's O^T and lse in base 2 by `store`, or this CTA's split of it; the last CTA that has one merges
-        all."""
+        """Store the tile's O^T and lse in base 2 by `store`, or this CTA's split of it, which `merge_splits` merges.
+
+        Fixed splits, of which a CTA may have many, are merged here by the CTA that stores the last one.
+        """
 
         def store_split() -> None:
-            splits = self._splits()
-            splits.store(*result)
-            when(splits.arrive() != 0)(lambda: store(*splits.merge()))
+            if self.cta.spec.split_blocks is None:
+                index = _split_index(lax.axis_index("cta"), self.first_index == 0)
+                _store_split(self.cta, index, *result)
+                return
+            splits = TileSplits.of_rows(self.cta, self.tile.head, self.tile.entry)
+            _store_split(self.cta, splits.own, *result)
+            when(_arrive_at(splits) != 0)(lambda: store(*splits.merge()))
 
         cond(self._is_whole(), lambda: store(*result), store_split)
 
@@ -96,11 +113,49 @@ class TileVisit[Memory](NamedTuple):
             return self.num_blocks == self.entry.num_blocks
         return load_fixed_splits(self.cta, self.tile.entry).num_rows == 1
 
-    def _splits(self) -> "TileSplits":
-        if self.cta.spec.split_blocks is None:
-            first_step = self.step - self.first_index
-            return TileSplits.of_ctas(self.cta, first_step, self.entry.num_blocks)
-        return TileSplits.of_rows(self.cta, self.tile.head, self.tile.entry)
+    def _blocks_of_tile(self) -> tuple[Scalar, Scalar]:
+        """Return where the tile begins, counted from the CTA's first block, and its number of blocks."""
+        return self.step - self.first_index, self.entry.num_blocks
+
+
+def allocate_notes() -> Scratch:
+    """Allocate shared memory for the tiles of which a CTA has a split: one that it does not begin, and one that it begins. Of
+    each are noted entry, key head, and `TileVisit._blocks_of_tile`."""
+    return plgpu.SMEM((2, 4), jnp.int32)
+
+
+def note_no_splits(cta: Cta[Any]) -> None:
+    """Note that this CTA has no splits: tiles without blocks. All threads store the same."""
+    for i in range(2):
+        for j in range(4):
+            cta.memory.splits[i, j] = I32(0)
+
+
+def merge_splits(
+    cta: Cta[Any], output: Callable[[Entry, Scalar], Callable[[jax.Array, jax.Array], None]]
+) -> None:
+    """Merge the tiles of which this CTA has stored a split, if it is the last one to come here. `output` of an entry and a key
+    head returns what stores a tile.
+
+    A CTA arrives when it has stored all, since that waits until device memory has what was stored, behind the copies that are on
+    their way: 5 us amid a share (docs/decisions/0088-arrivals-at-the-end.md).
+    """
+    if cta.spec.split_blocks is not None:
+        return
+
+    def splits_of(i: Scalar) -> TileSplits:
+        first_step, num_blocks = (cta.memory.splits[i, j] for j in (2, 3))
+        return TileSplits.of_ctas(cta, first_step, num_blocks)
+
+    are_stored = _arrive_at(*(splits_of(I32(i)) for i in range(2)))
+
+    def merge(i: Scalar, _: None) -> None:
+        @when(((are_stored >> i) & 1) != 0)
+        def merge_tile() -> None:
+            index, head = (cta.memory.splits[i, j] for j in (0, 1))
+            output(cta.load_entry(index), head)(*splits_of(i).merge())
+
+    lax.fori_loop(I32(0), I32(2), merge, None)
 
 
 def load_fixed_splits(cta: Cta[Any], row: Scalar) -> FixedSplits:
@@ -110,48 +165,44 @@ def load_fixed_splits(cta: Cta[Any], row: Scalar) -> FixedSplits:
     return plan.load_fixed_splits(row)
 
 
+def _store_split(cta: Cta[Any], index: Scalar, acc: jax.Array, lse: jax.Array) -> None:
+    """Store a split to its place in the workspace: O^T, normalized, `[Hv, columns]`, and lse in base 2, `[columns]`."""
+    for i, rows in enumerate(layouts.slices(acc.shape[0], 64)):
+        tile = acc[rows.start : rows.start + rows.size]
+        register_io.store_fragments(cta.outputs.split_out.at[index, i], tile)
+    gather_scatter.store_columns(cta.outputs.split_lse.at[index], lse)
+
+
 class TileSplits(NamedTuple):
     """The splits of a tile: `first` to `last` are the CTAs that have them, or the rows of fixed splits."""
 
     cta: Cta[Any]
     own: Scalar  # the index of this CTA's split in the workspace
     first: Scalar
-    last: Scalar
-    word: Ref  # that counts arrivals
+    last: Scalar  # before `first` if there are none
+
+    @property
+    def word(self) -> Ref:
+        """That counts arrivals: that of the first split."""
+        return self.cta.outputs.arrivals.at[self.first]
 
     @classmethod
     def of_ctas(cls, cta: Cta[Any], first_step: Scalar, num_blocks: Scalar) -> "TileSplits":
         """Compute which CTAs visit a tile of `num_blocks`, whose first block is the `first_step`-th from this CTA's first one
-        on; negative if an earlier CTA begins the tile."""
+        on; negative if an earlier CTA begins the tile. A tile of no blocks has no splits."""
         begin, deal = load_deal(cta.memory.deal)
-        tile_begin, own = begin + first_step, lax.axis_index("cta")
+        tile_begin = begin + first_step
         first, last = deal.cta_of(tile_begin), deal.cta_of(tile_begin + num_blocks - 1)
-        word = cta.outputs.arrivals.at[first]
-        return cls(cta, _split_index(own, own == first), first, last, word)
+        last = jnp.where(num_blocks > 0, last, first - 1)
+        own = lax.axis_index("cta")
+        return cls(cta, _split_index(own, own == first), first, last)
 
     @classmethod
     def of_rows(cls, cta: Cta[Any], head: Scalar, row: Scalar) -> "TileSplits":
         """Load the rows of the tile whose fixed split this one is."""
         first, count = load_fixed_splits(cta, row)
         start = head * cta.spec.max_rows
-        word = cta.outputs.arrivals.at[start + first]
-        return cls(cta, start + row, start + first, start + first + count - 1, word)
-
-    def prepare(self) -> None:
-        """Set the word that counts arrivals to none, unless another CTA has. To call before this CTA visits the tile."""
-        _prepare(self.word)
-
-    def store(self, acc: jax.Array, lse: jax.Array) -> None:
-        """Store the split of this CTA: O^T, normalized, `[Hv, columns]`, and lse in base 2, `[columns]`."""
-        outputs = self.cta.outputs
-        for i, rows in enumerate(layouts.slices(acc.shape[0], 64)):
-            tile = acc[rows.start : rows.start + rows.size]
-            register_io.store_fragments(outputs.split_out.at[self.own, i], tile)
-        gather_scatter.store_columns(outputs.split_lse.at[self.own], lse)
-
-    def arrive(self) -> jax.Array:
-        """Return 1 if all other splits of the tile have been stored when this CTA's one is, else 0."""
-        return _arrive(self.word, self.last - self.first)
+        return cls(cta, start + row, start + first, start + first + count - 1)
 
     def merge(self) -> tuple[jax.Array, jax.Array]:
         """Return O^T and lse in base 2 of the tile, of which all splits are stored: an online softmax over splits."""
@@ -217,46 +268,8 @@ def _split_index(cta: Scalar, begins_tile: Any) -> Scalar:
     return 2 * cta + jnp.where(begins_tile, 1, 0)
 
 
-# What the upper 48 bits of a word are while it counts; the lower 16 are the arrivals. XLA does not initialize outputs, and a word
-# that looked like one that counts would stay so. As bfloat16, float16, float32 or float64 this is NaN, with bits that no
-# instruction makes. Of words of random bits, as keys of 8 bits may be, 2^-48 have it: with 264 words, one launch in 10^12.
-COUNTS = 0xFFF7_7FF7_FFA2
-MAX_SPLITS = 1 << 16  # of a tile
-
-
-@inline_op("prepare_arrivals", plgpu.RefType())
-def _prepare(_, word: Ref) -> None:
-    """Begin to count in a word of device memory, if it does not count. A thread of the last warp does, so that the first one,
-    which may begin to load, need not wait for the word."""
-    code = (
-        f"{{ .reg .pred p; .reg .b64 v, u; setp.ne.s32 p, $0, {THREADS - LANES}; @p bra done; "
-        f"ld.relaxed.gpu.global.b64 v, [$1]; shr.u64 u, v, 16; setp.eq.u64 p, u, {COUNTS}; "
-        f"@p bra done; atom.relaxed.gpu.global.cas.b64 u, [$1], v, {COUNTS << 16}; done: }}"
-    )
-    asm(code, "r,l", thread_values.warpgroup_thread_index(), thread_values.address(word))
-
-
-@inline_op("arrive_last", plgpu.RefType(), plgpu.Layout.WG_SPLAT, result=thread_values.SCALAR_I32)
-def _arrive(_, word: Ref, others: Registers) -> Registers:
-    """Count an arrival in a word of device memory; return 1 for the last one, which sets it to 0, after `others`.
-
-    What all threads of the CTA have stored before is released, and what the CTAs that arrived before have stored is
-    acquired: the barriers carry that between the threads and the one that counts (PTX ISA, memory consistency model:
-    causality order). The last shuffle tells ptxas that the result is the same in all threads (see `votes`).
-    """
-    barrier = f"{int(NamedBarrier.VOTE)}, {THREADS}"
-    code = (
-        "{ .reg .pred p, leader; .reg .b32 v; .reg .b64 count; "
-        f"barrier.cta.sync {barrier}; setp.eq.s32 leader, $1, 0; mov.b64 count, -1; "
-        "@leader atom.acq_rel.gpu.global.add.u64 count, [$2], 1; cvt.u32.u64 v, count; "
-        "and.b32 v, v, 0xffff; setp.eq.and.s32 p, v, $3, leader; @p st.relaxed.gpu.global.b64 [$2], 0; "
-        f"barrier.cta.red.or.pred p, {barrier}, p; selp.s32 v, 1, 0, p; "
-        "shfl.sync.idx.b32 $0, v, 0, 31, -1; }"
-    )
-    word_type = ir.IntegerType.get_signless(32)
-    operands: Any = (
-        thread_values.warpgroup_thread_index(),
-        thread_values.address(word),
-        others.registers[()],
-    )
-    return thread_values.splat(asm(code, "=r,r,l,r", *operands, result=word_type))
+def _arrive_at(splits: TileSplits, others: TileSplits | None = None) -> jax.Array:
+    """Arrive at a tile's splits, if there are any, and at those of another tile; return an int32 whose bit 0 is set if all of
+    the first ones have arrived, and bit 1 for the others."""
+    tiles = [splits, splits._replace(last=splits.first - 1) if others is None else others]
+    return arrivals.arrive(*(x.word for x in tiles), *(x.last - x.first for x in tiles))

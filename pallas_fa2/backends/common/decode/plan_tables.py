@@ -41,12 +41,14 @@ class ShareRow(NamedTuple):
     num_entries: Any
     least: Any  # of the `Deal`
     rest: Any
+    run_blocks: Any
+    run_ctas: Any
 
 
 class PlanTables(NamedTuple):
     """Who reads what. One plan serves all layers of a step, whose lengths are the same."""
 
-    # int32 [CTAs + 1, 14]: `ShareRow`, and the `Entry` of its tile, so that a CTA waits for one load before its first copy
+    # int32 [CTAs + 1, 16]: `ShareRow`, and the `Entry` of its tile, so that a CTA waits for one load before its first copy
     shares: Any
     # int32 [entries, 7]: `Entry`; with fixed splits [rows, 9], `FixedSplits` too
     entries: Any
@@ -59,7 +61,7 @@ class PlanTables(NamedTuple):
         row = ShareRow(*(self.shares[cta, i] for i in range(len(ShareRow._fields))))
         first_entry = _load_entry(self.shares, cta, len(ShareRow._fields))
         end = self.shares[cta + 1, ShareRow._fields.index("begin")]
-        deal = Deal(row.least, row.rest)
+        deal = Deal(row.least, row.rest, row.run_blocks, row.run_ctas)
         return Share(
             row.begin, end, row.head, row.entry, row.tile_begin, row.num_entries, first_entry, deal
         )
@@ -156,5 +158,5 @@ def _deal_shares(
     if spec.split_blocks is not None:  # the CTA before has a row that begins before its share ends
         begin = jnp.where(begin > tile_begin, tile_begin + counts[entry], begin)
         head, entry, tile_begin = locate(begin)
-    used, least, rest = (jnp.broadcast_to(x, cta.shape) for x in (num_entries, *deal))
-    return ShareRow(begin, head, entry, tile_begin, used, least, rest)
+    same = (jnp.broadcast_to(x, cta.shape) for x in (num_entries, *deal))
+    return ShareRow(begin, head, entry, tile_begin, *same)

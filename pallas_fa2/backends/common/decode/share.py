@@ -27,16 +27,17 @@ class Share(NamedTuple):
 
     def store_deal(self, memory: Ref) -> None:
         """Store what `load_deal` returns. All threads store the same."""
-        for i, x in enumerate((self.begin, self.deal.least, self.deal.rest)):
+        for i, x in enumerate((self.begin, *self.deal)):
             memory[i] = x
 
 
 def allocate_deal() -> Scratch:
-    """Allocate shared memory for what a CTA needs where it merges splits. In registers it would be held through all loops,
+    """Allocate shared memory for what a CTA needs where it stores splits. In registers it would be held through all loops,
     and kernels of 64 columns spill."""
-    return plgpu.SMEM((3,), jnp.int32)
+    return plgpu.SMEM((1 + len(Deal._fields),), jnp.int32)
 
 
 def load_deal(memory: Ref) -> tuple[Scalar, Deal]:
     """Load the first block of this CTA, and how the line is dealt."""
-    return memory[0], Deal(memory[1], memory[2])
+    begin, *deal = (memory[i] for i in range(memory.shape[0]))
+    return begin, Deal(*deal)

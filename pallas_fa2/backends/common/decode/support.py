@@ -2,8 +2,8 @@
 
 from pallas_fa2.arithmetic import round_up
 from pallas_fa2.backends.common import compile_mods, limits
+from pallas_fa2.backends.common.decode.arrivals import MAX_SPLITS
 from pallas_fa2.backends.common.decode.config import MAX_IMBALANCE
-from pallas_fa2.backends.common.decode.merge import MAX_SPLITS
 from pallas_fa2.backends.common.decode.mods import needs_mask_code
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.limits import MAX_HEAD_DIM

@@ -13,7 +13,7 @@ from pallas_fa2.backends.common.decode.arrays import Cta, Inputs
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.cursor import Tile
 from pallas_fa2.backends.common.decode.launch import launch
-from pallas_fa2.backends.common.decode.merge import TileVisit
+from pallas_fa2.backends.common.decode.merge import TileVisit, merge_splits, note_no_splits
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import DecodePlan
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
@@ -66,18 +66,19 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
     loader = KvLoader(cta, share, num_steps)
     tile, first_index = Tile(share.entry, share.head), share.begin - share.tile_begin
     share.store_deal(cta.memory.deal)
+    note_no_splits(cta)
     # The deal is there for all warps then; on Hopper the first wait for a barrier is enough.
     async_copy.sync_cta(1)
     # before the loads of the ring, so that the word arrives while it fills
     first_visit = TileVisit.of(cta, tile, share.first_entry, first_index, I32(0), num_steps)
-    first_visit.prepare(num_steps > 0)
+    first_visit.prepare_word()
     loads = loader.fill_ring(loader.line.start(tile, first_index, share.first_entry.key_blocks))
 
     def visit_tile(state: ShareState) -> ShareState:
         num_tiles, step, tile, first_index, loads = state
         entry = cta.load_entry(tile.entry)
         visit = TileVisit.of(cta, tile, entry, first_index, step, num_steps)
-        visit.prepare(num_tiles > 0)
+        visit.note()
         split = Split(visit, loader, rem(num_tiles, cta.config.stages))
         softmax, loads = split.attend(loads)
         acc, lse = softmax.finish(cta.spec.no_key_threshold)
@@ -87,3 +88,5 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
 
     state = as_carry(ShareState(I32(0), I32(0), tile, first_index, loads))
     lax.while_loop(lambda state: state.step < num_steps, visit_tile, state)
+    async_copy.sync_cta(1)  # the notes of splits are there for all warps then
+    merge_splits(cta, lambda entry, head: TileOutput(cta, entry, head).store)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from jax.typing import DTypeLike
 
 from pallas_fa2.backends.common.decode.config import DecodeConfig
+from pallas_fa2.backends.common.decode.merge import allocate_notes
 from pallas_fa2.backends.common.decode.share import allocate_deal
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives import swizzle
@@ -18,7 +19,8 @@ class SharedStorage(NamedTuple):
     k: Ref  # [stages, 64, H]
     v: Ref  # [stages, 64, Hv]
     p: Ref  # [columns, 64]
-    deal: Ref  # int32 [3]: `share.load_deal`
+    deal: Ref  # int32 [5]: `share.load_deal`
+    splits: Ref  # int32 [2, 4]: `merge.TileSplits.noted`
 
     @classmethod
     def allocate(cls, spec: DecodeSpec, config: DecodeConfig, dtype: DTypeLike) -> "SharedStorage":
@@ -32,4 +34,5 @@ class SharedStorage(NamedTuple):
             v=smem(stages, block_kv, config.value_dim),
             p=smem(spec.columns, block_kv),
             deal=allocate_deal(),
+            splits=allocate_notes(),
         )

@@ -15,7 +15,7 @@ from pallas_fa2.backends.common.decode.arrays import Cta, Inputs
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.cursor import KvCursor, Tile
 from pallas_fa2.backends.common.decode.launch import launch
-from pallas_fa2.backends.common.decode.merge import TileVisit
+from pallas_fa2.backends.common.decode.merge import TileVisit, merge_splits, note_no_splits
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import DecodePlan
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
@@ -84,9 +84,10 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
         loader.load_q(I32(0), first_entry.first_query, share.head)
 
     share.store_deal(cta.memory.deal)
+    note_no_splits(cta)
     # before the loads of the ring, so that the word arrives while it fills
     first_visit = TileVisit.of(cta, tile, first_entry, first_index, I32(0), num_steps)
-    first_visit.prepare(num_steps > 0)
+    first_visit.prepare_word()
     first_block = loader.line.start(tile, first_index, first_entry.key_blocks)
     cursor = loader.fill_ring(first_block, num_steps)
 
@@ -94,6 +95,7 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
         num_tiles, step, tile, first_index, cursor = state
         entry = cta.load_entry(tile.entry)
         visit = TileVisit.of(cta, tile, entry, first_index, step, num_steps)
+        visit.note()
         next_tile = loader.line.next_tile(tile)
 
         @when(step + visit.num_blocks < num_steps)
@@ -102,7 +104,6 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
                 num_tiles + 1, cta.load_entry(next_tile.entry).first_query, next_tile.head
             )
 
-        visit.prepare(num_tiles > 0)
         q_slot = rem(num_tiles, 2)
         plgpu.barrier_wait(cta.memory.q_full.at("q", q_slot))
         split = Split(visit, loader, num_steps, q_slot)
@@ -115,4 +116,5 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
 
     state = as_carry(ShareState(I32(0), I32(0), tile, first_index, cursor))
     lax.while_loop(lambda state: state.step < num_steps, visit_tile, state)
+    merge_splits(cta, lambda entry, head: TileOutput(cta, entry, head).store)
     plgpu.wait_smem_to_gmem(0)

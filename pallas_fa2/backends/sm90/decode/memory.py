@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from pallas_fa2.backends.common.decode.arrays import page_rows
 from pallas_fa2.backends.common.decode.config import DecodeConfig
+from pallas_fa2.backends.common.decode.merge import allocate_notes
 from pallas_fa2.backends.common.decode.share import allocate_deal
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives import swizzle
@@ -27,7 +28,8 @@ class SharedStorage(NamedTuple):
     k: Ref  # [stages, 64, H], of 8 or 16 bits
     v: Ref  # [stages, 64, Hv]
     p: Ref  # [columns, 64]
-    deal: Ref  # int32 [3]: `share.load_deal`
+    deal: Ref  # int32 [5]: `share.load_deal`
+    splits: Ref  # int32 [2, 4]: `merge.TileSplits.noted`
     out: Ref  # [columns, Hv]
     q_full: Barriers
     kv_full: Barriers
@@ -60,6 +62,7 @@ class SharedStorage(NamedTuple):
             v=ring(config.value_dim),
             p=smem(spec.columns, config.block_kv),
             deal=allocate_deal(),
+            splits=allocate_notes(),
             out=smem(spec.columns, config.value_dim, dtype=dtype),
             q_full=Barriers.allocate(spec.q_len, q=2),
             kv_full=Barriers.allocate(copies, k=config.stages, v=config.stages),

@@ -1,0 +1,75 @@
+"""Words in device memory that count the CTAs which have stored their splits of a tile.
+
+docs/design/decode.md, "The merge", says why they need no zeros before the kernel.
+"""
+
+from typing import Any
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from pallas_fa2.backends.common.inline import asm, inline_op
+from pallas_fa2.backends.common.primitives import thread_values
+from pallas_fa2.backends.common.primitives.layouts import LANES, THREADS
+from pallas_fa2.backends.common.primitives.named_barriers import NamedBarrier
+from pallas_fa2.backends.common.primitives.types import Ref, Registers
+
+# What the upper 48 bits of a word are while it counts; the lower 16 are the arrivals. XLA does not initialize outputs, and a word
+# that looked like one that counts would stay so. As bfloat16, float16, float32 or float64 this is NaN, with bits that no
+# instruction makes. Of words of random bits, as keys of 8 bits may be, 2^-48 have it: with 264 words, one launch in 10^12.
+COUNTS = 0xFFF7_7FF7_FFA2
+MAX_SPLITS = 1 << 16  # of a tile
+
+
+@inline_op("prepare_arrivals", plgpu.RefType())
+def prepare(_, word: Ref) -> None:
+    """Begin to count in a word of device memory, if it does not count. A thread of the last warp does, so that the first one,
+    which may begin to load, need not wait for the word."""
+    code = (
+        f"{{ .reg .pred p; .reg .b64 v, u; setp.ne.s32 p, $0, {THREADS - LANES}; @p bra done; "
+        f"ld.relaxed.gpu.global.b64 v, [$1]; shr.u64 u, v, 16; setp.eq.u64 p, u, {COUNTS}; "
+        f"@p bra done; atom.relaxed.gpu.global.cas.b64 u, [$1], v, {COUNTS << 16}; done: }}"
+    )
+    asm(code, "r,l", thread_values.warpgroup_thread_index(), thread_values.address(word))
+
+
+@inline_op(
+    "arrive_last",
+    *[plgpu.RefType()] * 2,
+    *[plgpu.Layout.WG_SPLAT] * 2,
+    result=thread_values.SCALAR_I32,
+)
+def arrive(_, word: Ref, word2: Ref, others: Registers, others2: Registers) -> Registers:
+    """Count an arrival in one word of device memory, or two. For the last one, after `others`, which sets the word to 0, the
+    result has bit 0 set, or bit 1 for the second word. With negative `others` none is counted.
+
+    Threads 0 and 32 add 1 to a word. If it does not count, what was there is replaced by a count of 1, unless another thread
+    has added or replaced in between: then the addition is lost, and made again.
+
+    What all threads of the CTA have stored before is released, and what the CTAs that arrived before have stored is
+    acquired: the barriers carry that between the threads and those that count (PTX ISA, memory consistency model:
+    causality order). The last shuffle tells ptxas that the result is the same in all threads (see `votes`).
+    """
+    barrier = f"{int(NamedBarrier.VOTE)}, {THREADS}"
+    code = (
+        "{ .reg .pred p, q, is_last; .reg .b32 n, v, w; .reg .b64 word, seen, u; "
+        f"barrier.cta.sync {barrier}; setp.eq.s32 p, $1, 0; setp.eq.s32 q, $1, {LANES}; "
+        "selp.s32 n, $4, $5, p; selp.b64 word, $2, $3, p; setp.ne.and.b32 is_last, 0, 0, p; or.pred p, p, q; "
+        "setp.ge.and.s32 p, n, 0, p; @!p bra done; "
+        "again: atom.acq_rel.gpu.global.add.u64 seen, [word], 1; "
+        f"shr.u64 u, seen, 16; setp.eq.u64 p, u, {COUNTS}; @p bra counted; add.u64 seen, seen, 1; "
+        f"atom.acq_rel.gpu.global.cas.b64 u, [word], seen, {COUNTS << 16 | 1}; "
+        "setp.ne.b64 p, u, seen; @p bra again; mov.b64 seen, 0; "
+        "counted: cvt.u32.u64 v, seen; and.b32 v, v, 0xffff; setp.eq.s32 is_last, v, n; "
+        "@is_last st.relaxed.gpu.global.b64 [word], 0; "
+        f"done: setp.ne.and.s32 p, $1, {LANES}, is_last; barrier.cta.red.or.pred p, {barrier}, p; "
+        f"setp.eq.and.s32 q, $1, {LANES}, is_last; barrier.cta.red.or.pred q, {barrier}, q; "
+        "selp.s32 v, 1, 0, p; selp.s32 w, 2, 0, q; or.b32 v, v, w; shfl.sync.idx.b32 $0, v, 0, 31, -1; }"
+    )
+    word_type = ir.IntegerType.get_signless(32)
+    operands: Any = (
+        thread_values.warpgroup_thread_index(),
+        *(thread_values.address(x) for x in (word, word2)),
+        *(x.registers[()] for x in (others, others2)),
+    )
+    return thread_values.splat(asm(code, "=r,r,l,l,r,r", *operands, result=word_type))
