@@ -142,6 +142,14 @@ def test_the_plan_deals_every_block_once(name: str, num_ctas: int) -> None:
     np.testing.assert_array_equal(shares.begin[1:], shares.end[:-1])
     sizes = shares.end - shares.begin
     assert (sizes >= 0).all()
+    counts = entries.num_blocks[entries.num_blocks > 0]
+    run_ctas = int(shares.deal.run_ctas[0])
+    for first in range(0, num_ctas, run_ctas):
+        run = sizes[first : first + run_ctas]
+        used = run[run > 0]
+        has_whole_tiles = np.ptp(counts) == 0 and (used % counts[0] == 0).all()
+        is_even = has_whole_tiles or np.ptp(used) <= 1
+        assert is_even or (used[:-1] == case.config.min_share).all()
     owner = np.repeat(np.arange(num_ctas), sizes)
     for cta in np.flatnonzero(sizes):
         head, entry, i = line[shares.begin[cta]]

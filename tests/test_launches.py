@@ -174,12 +174,6 @@ def test_kernels_have_the_machine_code_that_they_have_without(name: str) -> None
 
 def test_small_programs_compile_the_kernels_of_the_program() -> None:
     """XLA's plugin does not compile again what a thread has compiled."""
-    seconds: list[float] = []
-
-    def listen(event: str, duration: float, **_: Any) -> None:
-        if event.endswith("/backend_compile_duration"):
-            seconds.append(duration)
-
     lowered = lower(CALLS["forward"], *short(192))
     ((signature, program),) = launches._programs.items()
     (kernel,) = kernels.kernels_of(program._exported.call, signature.structs)  # type: ignore[attr-defined]

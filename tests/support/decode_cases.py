@@ -237,8 +237,12 @@ SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 STREAMING = fa.Causal() & (fa.Prefix(3) | fa.Window(70))
 
 
+# Masks and scores, of several blocks and splits: those of `tests/support/cached_features.py` have one block.
+MODS = ["soft_cap", "alibi", "streaming", "images", "bias", "masked_scores", "dense", "tree"]
+
+
 def mods_of(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """A mask and scores on queries and keys of this shape, (B, N, T, S)."""
+    """One of `MODS`, on queries and keys of this shape, (B, N, T, S)."""
     batch, heads, queries, keys = shape
     rng = np.random.default_rng(0)
     ids = np.sort(rng.integers(0, 3, (batch, keys)))

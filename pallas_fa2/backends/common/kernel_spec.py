@@ -28,9 +28,8 @@ class KernelSpec:
     q_index_offset: int = 0  # the index of the first row
     # Whether keys are in a cache: which ones a row sees, and whether any, is then data (`sm90.forward.cached_tiles`).
     in_cache: bool = False
-    window_offset: int | None = (
-        None  # of the first key that a row sees in a cache, from its position
-    )
+    # Of the first key that a row sees in a cache, from its position.
+    window_offset: int | None = None
 
     @property
     def group(self) -> int:

@@ -67,9 +67,9 @@ class AttentionFamily(NamedTuple):
             ids = np.digitize(np.arange(length), (100, 128))[None].astype(np.int32)
             return {"ids": ids, "bias": rng.standard_normal((1, 2, length, length), np.float32)}
         if self.mods == DROPOUT:
-            seen = rng.random((1, 1, length, length)) < 0.5
-            seen[..., :128, 64:192], seen[..., 128:, :64] = False, True
-            return {"seen": seen, "seed": np.array([5, 7], np.uint32)}
+            visible = rng.random((1, 1, length, length)) < 0.5
+            visible[..., :128, 64:192], visible[..., 128:, :64] = False, True
+            return {"visible": visible, "seed": np.array([5, 7], np.uint32)}
         return {}
 
     def _options(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class AttentionFamily(NamedTuple):
             options = {"mask": Causal() & Segments(data["ids"]), "score": bias(data["bias"])}
         elif self.mods == DROPOUT:
             dropout = {"dropout_rate": RATE, "dropout_rng": data["seed"]}
-            options = {"mask": Dense(data["seen"])} | dropout
+            options = {"mask": Dense(data["visible"])} | dropout
         return options | {"deterministic_gradients": self.deterministic}
 
     def _definition(self, data: dict[str, np.ndarray], length: int) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class AttentionFamily(NamedTuple):
             return {"keep": causal & (ids[:, None] == ids), "bias": data["bias"]}
         if self.mods == DROPOUT:
             factor = dense.dropout_factor(RATE, data["seed"], 1, 2, length, length)
-            return {"keep": data["seen"], "factor": factor}
+            return {"keep": data["visible"], "factor": factor}
         return {"keep": causal if self.forward is None else True}
 
     def case(self, kernels: tuple[Callable, Callable], device: Device) -> Case:
@@ -177,13 +177,13 @@ class DecodeFamily(NamedTuple):
         q = _normal(rng, (3, queries, heads, self.head_dim), self.dtype)
         data: dict[str, np.ndarray] = {"lengths": np.array([1500, 0, 77], np.int32)}
         if self.page_size is None:
-            k, v = whole = [_normal(rng, (3, slots, 2, dim), self.dtype) for dim in dims]
+            k, v = contiguous = [_normal(rng, (3, slots, 2, dim), self.dtype) for dim in dims]
         else:
             width = slots // self.page_size
             pool = 3 * width, self.page_size, 2
             k, v = (_normal(rng, (*pool, dim), self.dtype) for dim in dims)
             table = rng.permutation(3 * width).reshape(3, width).astype(np.int32)
-            whole = [x[table].reshape(3, slots, 2, -1) for x in (k, v)]
+            contiguous = [x[table].reshape(3, slots, 2, -1) for x in (k, v)]
             data["table"] = table
         if self.mods:
             ids = np.digitize(np.arange(slots), (30, 700)).astype(np.int32)
@@ -205,7 +205,7 @@ class DecodeFamily(NamedTuple):
                 config = dataclasses.replace(config, num_sms=min(8, config.num_sms))
             return {"out": forward(spec, config, q, k, v, operands)[0]}
 
-        expected = dense.attention(q, *whole, **self._definition(data, queries, slots))
+        expected = dense.attention(q, *contiguous, **self._definition(data, queries, slots))
         return Case(run, (q, k, v, data), expected)
 
 

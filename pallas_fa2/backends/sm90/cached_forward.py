@@ -50,9 +50,8 @@ DIMS = ", ".join(f"{x.head_dim} and {x.value_dim}" for x in configs.CACHED_FORWA
 class TileConfigs(NamedTuple):
     """The configurations of a call of which some requests, or all, are tiles of the forward."""
 
-    decode: (
-        DecodeConfig | None
-    )  # of the requests of few tokens, where those of packed queries may have many or few
+    # Of the requests of few tokens, where those of packed queries may have many or few.
+    decode: DecodeConfig | None
     decoded: int  # their new tokens at most; 0 where all requests are tiles
     tiles: ForwardConfig
 

@@ -24,9 +24,8 @@ class BlockCosts:
         q_heads, kv_heads = heads
         of_head = -(-queries // ROWS)
         tiles = round_up(requests * q_heads * of_head, num_sms)
-        readers = (
-            of_head * q_heads / kv_heads
-        )  # of the same keys, at about the same time: one of them waits for memory
+        # of the same keys, at about the same time: one of them waits for memory
+        readers = of_head * q_heads / kv_heads
         return tiles * max(self.tile, self.load / readers)
 
     def entries(self, count: int, columns: int) -> float:

@@ -61,7 +61,7 @@ class PlanTables(NamedTuple):
         row = ShareRow(*(self.shares[cta, i] for i in range(len(ShareRow._fields))))
         first_entry = _load_entry(self.shares, cta, len(ShareRow._fields))
         end = self.shares[cta + 1, ShareRow._fields.index("begin")]
-        deal = Deal(row.least, row.rest, row.run_blocks, row.run_ctas)
+        deal = Deal(*row[-len(Deal._fields) :])
         return Share(
             row.begin, end, row.head, row.entry, row.tile_begin, row.num_entries, first_entry, deal
         )
@@ -145,13 +145,11 @@ def _deal_shares(
     deal = Deal.compute(config, spec.kv_heads, num_entries, head_blocks, counts.max())
     begin = deal.first_block(cta, head_blocks * spec.kv_heads)
 
-    may_be_empty = spec.taken_queries is not None
-    per_head = jnp.maximum(head_blocks, 1) if may_be_empty else head_blocks
-
     def locate(begin: jax.Array) -> tuple[jax.Array, ...]:
-        head, in_head = lax.div(begin, per_head), lax.rem(begin, per_head)
+        blocks = jnp.maximum(head_blocks, 1)  # a launch of some requests may have none
+        head, in_head = lax.div(begin, blocks), lax.rem(begin, blocks)
         entry = jnp.minimum((starts[None] <= in_head[:, None]).sum(1, dtype=I32), num_entries) - 1
-        entry = jnp.maximum(entry, 0) if may_be_empty else entry
+        entry = jnp.maximum(entry, 0)
         return head, entry, head * head_blocks + starts[entry]
 
     head, entry, tile_begin = locate(begin)

@@ -86,17 +86,17 @@ def plan_tiles(
     counts = entries.num_blocks | full << FULL_BIT
     by_length = jnp.argsort(jnp.where(exists, -entries.num_blocks, 1), stable=True).astype(I32)
     group = _heads_per_l2_group(spec, config)
-    place = jnp.arange(spec.max_entries * spec.q_heads, dtype=I32)
+    claim = jnp.arange(spec.max_entries * spec.q_heads, dtype=I32)
     of_group = jnp.maximum(num_entries * group, 1)
-    in_group = lax.rem(place, of_group)
+    in_group = lax.rem(claim, of_group)
     entry = by_length[lax.div(in_group, I32(group))]
-    head = lax.div(place, of_group) * group + lax.rem(in_group, I32(group))
+    head = lax.div(claim, of_group) * group + lax.rem(in_group, I32(group))
     # what is no tile's ends the work of a CTA
     tile_id = jnp.where(
-        place < num_entries * spec.q_heads, head * spec.max_entries + entry, place.size
+        claim < num_entries * spec.q_heads, head * spec.max_entries + entry, claim.size
     )
     table = jnp.stack([jnp.broadcast_to(x, index.shape) for x in (*entries, first_full)], 1)
-    num_ctas = min(config.num_ctas, place.size)
+    num_ctas = min(config.num_ctas, claim.size)
     header = DynamicTileScheduler.header_rows(num_ctas)
     order = tile_table(tile_id, counts[entry], header)
     return CachedPlan(DynamicTileScheduler(order, num_ctas), table)
