@@ -235,9 +235,11 @@ def deal_of(counts: list[int], kv_heads: int, num_ctas: int) -> tuple[Deal, np.n
     """How tiles of so many blocks are dealt, and the first block of each CTA, and of one more."""
     config = DecodeConfig(64, 64, 2, 1, num_ctas)
     args = (jnp.int32(x) for x in (len(counts), sum(counts), max(counts)))
-    deal = Deal.compute(config, kv_heads, *args)
+    deal, places = Deal.compute(config, kv_heads, *args, cta=jnp.arange(num_ctas + 1))
     total = jnp.int32(sum(counts) * kv_heads)
-    return deal, np.asarray(deal.first_block(jnp.arange(num_ctas + 1), total))
+    begins, ends = map(np.asarray, deal.blocks_of(places, total))
+    np.testing.assert_array_equal(ends[:-1], begins[1:])
+    return deal, begins
 
 
 # Blocks of the entries, key heads, CTAs; the largest share, and how many tiles a CTA has a part of, or heads.
@@ -279,12 +281,13 @@ def test_no_number_of_blocks_that_is_admitted_overflows(requests: int, num_ctas:
     """int32 of NumPy wraps around as that of kernels does."""
     config = DecodeConfig(64, 64, 2, 1, num_ctas)
     longest = support.MAX_BLOCKS // requests
-    args = (np.int32(x) for x in (requests, requests * longest, longest))
-    deal = Deal.compute(config, 1, *map(jnp.int32, args))
+    counts = (jnp.int32(x) for x in (requests, requests * longest, longest))
+    deal, places = Deal.compute(config, 1, *counts, cta=jnp.arange(num_ctas + 1))
     total = requests * longest
-    begins = np.asarray(deal.first_block(jnp.arange(num_ctas + 1), jnp.int32(total)), np.int64)
-    sizes = np.diff(begins)
+    begins, ends = map(np.asarray, deal.blocks_of(places, jnp.int32(total)))
+    sizes = ends.astype(np.int64) - begins
     assert begins[0] == 0 and begins[-1] == total and (sizes >= 0).all()
+    np.testing.assert_array_equal(ends[:-1], begins[1:])
     assert sizes.max() <= MAX_IMBALANCE * total / num_ctas + 1
     blocks = np.array([0, total // 3, total - 1])
     owners = np.searchsorted(begins, blocks, side="right") - 1

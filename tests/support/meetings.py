@@ -104,7 +104,7 @@ def _prepare_arrivals(thread, place, **_):
     memory.turns.tell(prepare)
 
 
-def _arrive_last(thread, first, second, *others, **_):
+def _arrive_last(thread, first, second, _are_last, *others, **_):
     """Count an arrival in one word or two; the last one ends a count, and comes after what all others had done."""
     last = [
         expected >= 0 and _count_arrival(thread, place, expected)

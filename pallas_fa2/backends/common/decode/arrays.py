@@ -54,24 +54,22 @@ class Outputs(NamedTuple):
     lse: Any  # float32 [tokens * N], natural
     split_out: Any  # float32 [splits, Hv / 64, 64 * columns]: O^T, normalized, as its tiles lie in registers
     split_lse: Any  # float32 [splits, columns], in base 2
-    # int32 [words, 2]: 64 bits that count the splits of a tile that are stored so far (`merge`), anything before the kernel
-    # and after it. The word of a tile is that of its first CTA, or of its first fixed split.
+    # int32 [heads * rows, 2]: 64 bits that count the splits of a tile that are stored so far (`merge`), anything before the kernel
+    # and after it. The word of a tile is that of its entry, or of its first fixed split.
     arrivals: Any
 
     @classmethod
     def types(cls, spec: DecodeSpec, config: DecodeConfig, out: Any) -> "Outputs":
         """Return the types of the arrays of a launch, of which `out` is that of the first."""
-        splits, f32 = 2 * config.num_ctas, jnp.float32
-        if spec.split_blocks is not None:
-            splits = spec.kv_heads * spec.max_rows
+        rows, f32 = spec.kv_heads * spec.max_rows, jnp.float32
+        splits = 2 * config.num_ctas if spec.split_blocks is None else rows
         fragments = splits, config.value_dim // 64, 64 * spec.columns
-        words = splits if spec.split_blocks is not None else config.num_ctas
         return cls(
             out,
             jax.ShapeDtypeStruct((spec.num_tokens * spec.q_heads,), f32),
             jax.ShapeDtypeStruct(fragments, f32),
             jax.ShapeDtypeStruct((splits, spec.columns), f32),
-            jax.ShapeDtypeStruct((words, 2), I32),
+            jax.ShapeDtypeStruct((rows, 2), I32),
         )
 
 

@@ -21,9 +21,16 @@ class Deal(NamedTuple):
 
     @classmethod
     def compute(
-        cls, config: DecodeConfig, kv_heads: int, num_entries: Any, head_blocks: Any, longest: Any
-    ) -> "Deal":
-        """Deal the blocks of so many entries, `head_blocks` for each key head and `longest` of one entry.
+        cls,
+        config: DecodeConfig,
+        kv_heads: int,
+        num_entries: Any,
+        head_blocks: Any,
+        longest: Any,
+        cta: Any,
+    ) -> tuple["Deal", "Place"]:
+        """Deal the blocks of so many entries, `head_blocks` for each key head and `longest` of one entry; and return the place of
+        a CTA.
 
         A run is a tile, if all tiles are equally long and the CTAs are nearly a multiple of them. Otherwise it is a key head, if
         the CTAs are a multiple of these, or the whole line. Its shares are equal, or of `config.min_share` blocks where they
@@ -35,20 +42,26 @@ class Deal(NamedTuple):
         of_tiles = cls._of_run(config, longest, tile_ctas)
         runs = kv_heads if num_ctas % kv_heads == 0 else 1
         of_heads = cls._of_run(config, head_blocks * (kv_heads // runs), I32(num_ctas // runs))
-        most = MAX_IMBALANCE * _float32(of_heads.run_blocks) / (num_ctas // runs)
+
+        def is_nearly_even(largest: Any) -> Any:  # that no share has more blocks
+            dealt = _float32(largest) * (num_ctas // runs)
+            return dealt <= MAX_IMBALANCE * _float32(of_heads.run_blocks)
 
         tiles_of_run = num_entries * (kv_heads // runs)
         whole_tiles = longest * lax.div(tiles_of_run + (of_heads.run_ctas - 1), of_heads.run_ctas)
-        has_whole_tiles = are_even & (_float32(whole_tiles) <= most)
+        has_whole_tiles = are_even & is_nearly_even(whole_tiles)
         of_heads = of_heads._replace(
             least=jnp.where(has_whole_tiles, whole_tiles, of_heads.least),
             rest=jnp.where(has_whole_tiles, 0, of_heads.rest),
         )
         largest = of_tiles.least + jnp.minimum(of_tiles.rest, 1)
         is_dealt_by_tiles = are_even & (num_tiles <= num_ctas)
-        is_dealt_by_tiles &= (_float32(largest) <= most) | (largest <= config.min_share)
-        pairs = zip(of_tiles, of_heads, strict=True)
-        return cls(*(jnp.where(is_dealt_by_tiles, *pair) for pair in pairs))
+        is_dealt_by_tiles &= is_nearly_even(largest) | (largest <= config.min_share)
+        # The CTAs of a run are known when traced in both cases, where the number of entries is, and so no division is left.
+        tiles, heads = ((*x, *_divide(cta, x.run_ctas)) for x in (of_tiles, of_heads))
+        chosen = (jnp.where(is_dealt_by_tiles, *pair) for pair in zip(tiles, heads, strict=True))
+        *deal, run, index = chosen
+        return cls(*deal), Place(run, index)
 
     @classmethod
     def _of_run(cls, config: DecodeConfig, run_blocks: Any, run_ctas: Any) -> "Deal":
@@ -58,19 +71,37 @@ class Deal(NamedTuple):
         least, rest = jnp.where(is_small, config.min_share, least), jnp.where(is_small, 0, rest)
         return cls(least, rest, run_blocks, run_ctas)
 
-    def first_block(self, cta: Any, total: Any) -> Any:
-        """Return the first block of a CTA, or where its run ends, or `total`, the blocks in the line, if it has none."""
-        run, index = lax.div(cta, self.run_ctas), lax.rem(cta, self.run_ctas)
-        in_run = jnp.minimum(index * self.least + jnp.minimum(index, self.rest), self.run_blocks)
-        return jnp.minimum(run * self.run_blocks + in_run, total)
+    def blocks_of(self, place: "Place", total: Any) -> tuple[Any, Any]:
+        """Return the first block of a CTA, or where its run ends, or `total`, the blocks in the line, if it has none; and where
+        its share ends."""
+        run, index = place
+        begin = index * self.least + jnp.minimum(index, self.rest)
+        end = begin + self.least + jnp.where(index < self.rest, 1, 0)
+        before = run * self.run_blocks
+        room = jnp.minimum(self.run_blocks, total - before)
+        return before + jnp.minimum(begin, room), before + jnp.minimum(end, room)
 
     def cta_of(self, block: Any) -> Any:
         """Return the CTA that has a block."""
-        run, index = lax.div(block, self.run_blocks), lax.rem(block, self.run_blocks)
+        run, index = _divide(block, self.run_blocks)
         in_larger = self.rest * (self.least + 1)  # the first shares have a block more
-        in_smaller = self.rest + lax.div(index - in_larger, self.least)
-        in_run = jnp.where(index < in_larger, lax.div(index, self.least + 1), in_smaller)
-        return run * self.run_ctas + in_run
+        is_in_larger = index < in_larger
+        size = self.least + jnp.where(is_in_larger, 1, 0)
+        in_run = lax.div(index - jnp.where(is_in_larger, 0, in_larger), size)
+        return run * self.run_ctas + jnp.where(is_in_larger, 0, self.rest) + in_run
+
+
+class Place(NamedTuple):
+    """The run of a CTA, and its index among the CTAs of the run."""
+
+    run: Any
+    index: Any
+
+
+def _divide(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return quotient and remainder of nonnegative integers by one division."""
+    quotient = lax.div(a, b)
+    return quotient, a - quotient * b
 
 
 def _float32(x: jax.Array) -> jax.Array:

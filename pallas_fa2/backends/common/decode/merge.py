@@ -37,10 +37,10 @@ from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Scratch
 from pallas_fa2.control_flow import cond, when
 
 # So many splits are loaded together, or as many as have O^T, with that of the sum, in so many registers of a thread. 17: where 8
-# heads share 264 CTAs, a tile has 33 splits, which are two turns; at Hv = 128 with 8 columns a split takes 8 registers. With 160
-# registers kernels of 16 columns spill 8 bytes, and with 144 those of 8 bits, whose operands are in registers, 96 (ptxas 13.0,
-# for an H200).
-MAX_LOADS, MAX_REGISTERS, MAX_REGISTERS_WITH_8_BITS = 17, 144, 128
+# heads share 264 CTAs, a tile has 33 splits, which are two turns; at Hv = 128 with 8 columns a split takes 8 registers. 160: 4
+# splits of 32 columns, which take 1 % less of a step with one key head than 3 do; with 192 registers kernels of 16 and of 32
+# columns spill 120 to 224 bytes (ptxas 13.0, for an H200).
+MAX_LOADS, MAX_REGISTERS = 17, 160
 
 
 class TileVisit[Memory](NamedTuple):
@@ -68,16 +68,17 @@ class TileVisit[Memory](NamedTuple):
         return cls(cta, tile, entry, first_index, step, num_blocks)
 
     def prepare_word(self) -> None:
-        """Prepare the word that counts the splits of the tile, if it is split: of a CTA's first tile, before the ring is
-        filled."""
+        """Prepare the word that counts the splits of the tile, if it is split: of a CTA's first tile, before the ring is filled,
+        behind whose copies it would wait."""
         if self.cta.spec.split_blocks is None:
-            splits = functools.partial(TileSplits.of_ctas, self.cta, *self._blocks_of_tile())
-            when(~self._is_whole() & (self.num_blocks > 0))(lambda: arrivals.prepare(splits().word))
+            is_split = ~self._is_whole() & (self.num_blocks > 0)
+            when(is_split)(lambda: arrivals.prepare(_word_of(self.cta, self.tile)))
 
     def note(self) -> None:
         """Note for `merge_splits` that this CTA has a split of the tile, if it is split. All threads store the same.
 
-        To call when the visit begins: what is noted needs no registers then until it ends.
+        To call when the visit begins, while the CTA waits for keys: what is noted needs no registers then until the share ends,
+        and no divisions when nothing else is left to do.
         """
         if self.cta.spec.split_blocks is not None:
             return
@@ -86,7 +87,9 @@ class TileVisit[Memory](NamedTuple):
         def note_split() -> None:
             cta: Cta[Any] = self.cta
             begins_tile = jnp.where(self.first_index == 0, 1, 0)
-            for i, x in enumerate((*self.tile, *self._blocks_of_tile())):
+            first_step = self.step - self.first_index
+            ctas = _ctas_of_tile(cta, first_step, self.entry.num_blocks)
+            for i, x in enumerate((*self.tile, *ctas)):
                 cta.memory.splits[begins_tile, i] = x
 
     def store(
@@ -102,8 +105,8 @@ class TileVisit[Memory](NamedTuple):
                 index = _split_index(lax.axis_index("cta"), self.first_index == 0)
                 _store_split(self.cta, index, *result)
                 return
-            splits = TileSplits.of_rows(self.cta, self.tile.head, self.tile.entry)
-            _store_split(self.cta, splits.own, *result)
+            _store_split(self.cta, _row_index(self.cta, self.tile), *result)
+            splits = TileSplits.of_rows(self.cta, self.tile)
             when(_arrive_at(splits) != 0)(lambda: store(*splits.merge()))
 
         cond(self._is_whole(), lambda: store(*result), store_split)
@@ -113,22 +116,18 @@ class TileVisit[Memory](NamedTuple):
             return self.num_blocks == self.entry.num_blocks
         return load_fixed_splits(self.cta, self.tile.entry).num_rows == 1
 
-    def _blocks_of_tile(self) -> tuple[Scalar, Scalar]:
-        """Return where the tile begins, counted from the CTA's first block, and its number of blocks."""
-        return self.step - self.first_index, self.entry.num_blocks
-
 
 def allocate_notes() -> Scratch:
     """Allocate shared memory for the tiles of which a CTA has a split: one that it does not begin, and one that it begins. Of
-    each are noted entry, key head, and `TileVisit._blocks_of_tile`."""
-    return plgpu.SMEM((2, 4), jnp.int32)
+    each are noted entry, key head, and the first and the last CTA that have a split. The last row is for `arrivals.arrive`."""
+    return plgpu.SMEM((3, 4), jnp.int32)
 
 
 def note_no_splits(cta: Cta[Any]) -> None:
-    """Note that this CTA has no splits: tiles without blocks. All threads store the same."""
+    """Note that this CTA has no splits: two tiles whose last CTA is before the first one. All threads store the same."""
     for i in range(2):
-        for j in range(4):
-            cta.memory.splits[i, j] = I32(0)
+        for j, x in enumerate((0, 0, 0, -1)):
+            cta.memory.splits[i, j] = I32(x)
 
 
 def merge_splits(
@@ -143,17 +142,18 @@ def merge_splits(
     if cta.spec.split_blocks is not None:
         return
 
-    def splits_of(i: Scalar) -> TileSplits:
-        first_step, num_blocks = (cta.memory.splits[i, j] for j in (2, 3))
-        return TileSplits.of_ctas(cta, first_step, num_blocks)
+    def noted(i: Scalar) -> tuple[Tile, TileSplits]:
+        entry, head, first, last = (cta.memory.splits[i, j] for j in range(4))
+        tile = Tile(entry, head)
+        return tile, TileSplits(cta, _word_of(cta, tile), first, last)
 
-    are_stored = _arrive_at(*(splits_of(I32(i)) for i in range(2)))
+    are_stored = _arrive_at(*(noted(I32(i))[1] for i in range(2)))
 
     def merge(i: Scalar, _: None) -> None:
         @when(((are_stored >> i) & 1) != 0)
         def merge_tile() -> None:
-            index, head = (cta.memory.splits[i, j] for j in (0, 1))
-            output(cta.load_entry(index), head)(*splits_of(i).merge())
+            tile, splits = noted(i)
+            output(cta.load_entry(tile.entry), tile.head)(*splits.merge())
 
     lax.fori_loop(I32(0), I32(2), merge, None)
 
@@ -177,41 +177,24 @@ class TileSplits(NamedTuple):
     """The splits of a tile: `first` to `last` are the CTAs that have them, or the rows of fixed splits."""
 
     cta: Cta[Any]
-    own: Scalar  # the index of this CTA's split in the workspace
+    word: Ref  # that counts arrivals
     first: Scalar
     last: Scalar  # before `first` if there are none
 
-    @property
-    def word(self) -> Ref:
-        """That counts arrivals: that of the first split."""
-        return self.cta.outputs.arrivals.at[self.first]
-
     @classmethod
-    def of_ctas(cls, cta: Cta[Any], first_step: Scalar, num_blocks: Scalar) -> "TileSplits":
-        """Compute which CTAs visit a tile of `num_blocks`, whose first block is the `first_step`-th from this CTA's first one
-        on; negative if an earlier CTA begins the tile. A tile of no blocks has no splits."""
-        begin, deal = load_deal(cta.memory.deal)
-        tile_begin = begin + first_step
-        first, last = deal.cta_of(tile_begin), deal.cta_of(tile_begin + num_blocks - 1)
-        last = jnp.where(num_blocks > 0, last, first - 1)
-        own = lax.axis_index("cta")
-        return cls(cta, _split_index(own, own == first), first, last)
-
-    @classmethod
-    def of_rows(cls, cta: Cta[Any], head: Scalar, row: Scalar) -> "TileSplits":
-        """Load the rows of the tile whose fixed split this one is."""
-        first, count = load_fixed_splits(cta, row)
-        start = head * cta.spec.max_rows
-        return cls(cta, start + row, start + first, start + first + count - 1)
+    def of_rows(cls, cta: Cta[Any], tile: Tile) -> "TileSplits":
+        """Load the rows of the tile whose fixed split a row of the plan, the tile's entry, is."""
+        row, count = load_fixed_splits(cta, tile.entry)
+        first_row = Tile(row, tile.head)
+        first = _row_index(cta, first_row)
+        return cls(cta, _word_of(cta, first_row), first, first + count - 1)
 
     def merge(self) -> tuple[jax.Array, jax.Array]:
         """Return O^T and lse in base 2 of the tile, of which all splits are stored: an online softmax over splits."""
         columns = self.cta.spec.columns
         shape = self.cta.config.value_dim, columns
         registers = math.prod(shape) // THREADS
-        is_plain = self.cta.spec.quantized is None
-        available = (MAX_REGISTERS if is_plain else MAX_REGISTERS_WITH_8_BITS) - registers
-        unroll = max(1, min(MAX_LOADS, available // registers))
+        unroll = max(1, min(MAX_LOADS, (MAX_REGISTERS - registers) // registers))
 
         def add(i: Scalar, state: Any) -> Any:
             acc, maximum, total = state
@@ -268,8 +251,28 @@ def _split_index(cta: Scalar, begins_tile: Any) -> Scalar:
     return 2 * cta + jnp.where(begins_tile, 1, 0)
 
 
+def _ctas_of_tile(cta: Cta[Any], first_step: Scalar, num_blocks: Scalar) -> tuple[Scalar, Scalar]:
+    """Compute the first and the last CTA that visits a tile of `num_blocks`, whose first block is the `first_step`-th from this
+    CTA's first one on; negative if an earlier CTA begins the tile."""
+    begin, deal = load_deal(cta.memory.deal)
+    tile_begin = begin + first_step
+    return deal.cta_of(tile_begin), deal.cta_of(tile_begin + num_blocks - 1)
+
+
+def _row_index(cta: Cta[Any], tile: Tile) -> Scalar:
+    """Compute the index of a tile, or of a fixed split, whose entry is a row of the plan."""
+    return tile.head * cta.spec.max_rows + tile.entry
+
+
+def _word_of(cta: Cta[Any], tile: Tile) -> Ref:
+    """Return the word that counts the splits of a tile; that of the first one, if they are fixed."""
+    return cta.outputs.arrivals.at[_row_index(cta, tile)]
+
+
 def _arrive_at(splits: TileSplits, others: TileSplits | None = None) -> jax.Array:
     """Arrive at a tile's splits, if there are any, and at those of another tile; return an int32 whose bit 0 is set if all of
     the first ones have arrived, and bit 1 for the others."""
-    tiles = [splits, splits._replace(last=splits.first - 1) if others is None else others]
-    return arrivals.arrive(*(x.word for x in tiles), *(x.last - x.first for x in tiles))
+    others = splits._replace(last=splits.first - 1) if others is None else others
+    counts = (x.last - x.first for x in (splits, others))
+    are_last = splits.cta.memory.splits.at[2]
+    return arrivals.arrive(splits.word, others.word, are_last, *counts)

@@ -69,7 +69,6 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
     note_no_splits(cta)
     # The deal is there for all warps then; on Hopper the first wait for a barrier is enough.
     async_copy.sync_cta(1)
-    # before the loads of the ring, so that the word arrives while it fills
     first_visit = TileVisit.of(cta, tile, share.first_entry, first_index, I32(0), num_steps)
     first_visit.prepare_word()
     loads = loader.fill_ring(loader.line.start(tile, first_index, share.first_entry.key_blocks))

@@ -20,7 +20,7 @@ class SharedStorage(NamedTuple):
     v: Ref  # [stages, 64, Hv]
     p: Ref  # [columns, 64]
     deal: Ref  # int32 [5]: `share.load_deal`
-    splits: Ref  # int32 [2, 4]: `merge.TileSplits.noted`
+    splits: Ref  # int32 [3, 4]: `merge.allocate_notes`
 
     @classmethod
     def allocate(cls, spec: DecodeSpec, config: DecodeConfig, dtype: DTypeLike) -> "SharedStorage":

@@ -85,7 +85,6 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
 
     share.store_deal(cta.memory.deal)
     note_no_splits(cta)
-    # before the loads of the ring, so that the word arrives while it fills
     first_visit = TileVisit.of(cta, tile, first_entry, first_index, I32(0), num_steps)
     first_visit.prepare_word()
     first_block = loader.line.start(tile, first_index, first_entry.key_blocks)

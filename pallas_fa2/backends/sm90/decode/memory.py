@@ -29,7 +29,7 @@ class SharedStorage(NamedTuple):
     v: Ref  # [stages, 64, Hv]
     p: Ref  # [columns, 64]
     deal: Ref  # int32 [5]: `share.load_deal`
-    splits: Ref  # int32 [2, 4]: `merge.TileSplits.noted`
+    splits: Ref  # int32 [3, 4]: `merge.allocate_notes`
     out: Ref  # [columns, Hv]
     q_full: Barriers
     kv_full: Barriers
