@@ -46,7 +46,7 @@ def test_interpreted(case: Case) -> None:
     check(case, decode)
 
 
-@pytest.mark.parametrize("name", ["splits", "two_splits_of_a_cta"])
+@pytest.mark.parametrize("name", ["splits", "two_splits_of_a_cta", "two_heads_of_a_request"])
 def test_the_cta_that_begins_a_tile_may_be_the_last(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

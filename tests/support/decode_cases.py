@@ -189,6 +189,7 @@ def check(case: Case, decode: Callable, jit: Callable = interpreter.jit) -> None
 CASES = {
     "splits": Case((256, 70)),
     "two_splits_of_a_cta": Case((256, 250), num_ctas=5),
+    "two_heads_of_a_request": Case((500,), capacity=512),
     "one_cta": Case((130, 64), num_ctas=1),
     "more_ctas_than_blocks": Case((100,), num_ctas=7),
     "empty": Case((200, 0, 70), heads=(2, 1)),
