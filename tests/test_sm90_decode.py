@@ -109,6 +109,15 @@ def test_a_cta_has_all_of_an_sm_where_a_second_one_would_have_no_blocks() -> Non
     assert [c.ctas_per_sm for c in chosen if c] == [1, 2]
 
 
+def test_a_cta_has_all_of_an_sm_where_few_tiles_have_wide_splits() -> None:
+    def ctas(requests: int, q_heads: int, quantized: str | None = None) -> int | None:
+        case = Case((8192,) * requests, capacity=8192, heads=(q_heads, 1), dims=(128, 128))
+        config = choose(case._replace(quantized=quantized).spec, 132)
+        return config and config.ctas_per_sm
+
+    assert [ctas(33, 32), ctas(34, 32), ctas(33, 16), ctas(33, 32, FP8)] == [1, 2, 2, 2]
+
+
 def refill_too_early(self: Any, step: Any, num_steps: Any, cursor: Any) -> Any:
     return refill(self, step + 1, num_steps, cursor)
 

@@ -84,11 +84,6 @@ class BlockLine:
         return self.cta.inputs.plan.blocks
 
     @property
-    def reads_tables(self) -> bool:
-        """Return whether device memory says where blocks lie: a list of blocks, or pages."""
-        return self.block_list is not None or self.cta.spec.page_size is not None
-
-    @property
     def copied_rows(self) -> range:
         """The rows of a block at which copies begin."""
         block_kv = self.cta.config.block_kv

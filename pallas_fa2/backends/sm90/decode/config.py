@@ -13,13 +13,17 @@ SCALE_LINE = 64
 SM_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 # Bytes of mbarriers and of alignment beside the buffers.
 BARRIER_BYTES = 2048
+# With 32 columns a split is 16 KiB, and where tiles are few the CTA that comes last merges many: at K = 1, B 16 and S 8192, 16
+# of two CTAs an SM, which took 6 of 29 us. One CTA with 5 stages, where two would have 2 each, takes 24.
+MERGED_COLUMNS, MERGED_SPLITS = 32, 4
 # What two CTAs have in flight at H = 64, 192 KiB an SM, is several times what its share of 4.8 TB/s brings in the latency
 # of device memory (36 KiB in a microsecond): more stages would wait for the same bytes.
 MAX_STAGES = 8
 
 
 def choose(spec: DecodeSpec, num_sms: int) -> DecodeConfig | None:
-    """Return the configuration of a launch: two CTAs per SM if both have room for two stages, else one.
+    """Return the configuration of a launch: two CTAs per SM if both have room for two stages, or three where much is merged
+    (`MERGED_COLUMNS`), else one.
 
     One CTA's products and softmax leave its loads idle unless another one's are in flight. But where tiles are about as
     many as SMs, each CTA may have a whole one (`MAX_IMBALANCE`), and all of an SM's memory for its ring. (Not of pages: a
@@ -35,10 +39,12 @@ def choose(spec: DecodeSpec, num_sms: int) -> DecodeConfig | None:
     dims = round_up(spec.head_dim, 64), round_up(spec.value_dim, 64)
     item = 1 if spec.quantized else 2
     stage_bytes = DecodeConfig.block_kv * sum(dims) * item + scale_bytes(spec)
+    merges_much = spec.columns >= MERGED_COLUMNS and MERGED_SPLITS * num_tiles <= num_sms
+    least = 3 if merges_much else 2
     for ctas_per_sm in (1,) if fills_sms_once else (2, 1):
         available = min(SM_BYTES // ctas_per_sm - RESERVED_BYTES, SHARED_MEMORY_BYTES)
         stages = (available - _fixed_bytes(spec, *dims)) // stage_bytes
-        if stages >= 2:
+        if stages >= (least if ctas_per_sm == 2 else 2):
             return DecodeConfig(*dims, min(stages, MAX_STAGES), ctas_per_sm, num_sms)
     return None
 

@@ -1,8 +1,6 @@
 """The loads of Q, K and V by TMA, by the warpgroup that multiplies as well."""
 
 import functools
-import itertools
-from collections.abc import Iterable
 
 import jax.numpy as jnp
 from jax import lax
@@ -71,17 +69,14 @@ class KvLoader:
 
     def fill_ring(self, cursor: KvCursor, num_steps: Scalar) -> KvCursor:
         """Load the first blocks of a CTA that has `num_steps` of them, as many as the ring holds, and return the next cursor."""
-        stages, following = self.cta.config.stages, cursor
-        cursors: Iterable[KvCursor] = itertools.accumulate(
-            range(stages), lambda x, _: self.line.advance(x), initial=cursor
-        )
-        if self.line.reads_tables:
-            # All wait for the tables together: one after another, three blocks of pages of 16 tokens took 2 us more.
-            cursors = list(cursors)
-        for slot, following in enumerate(cursors):
-            if slot < stages:
-                when(slot < num_steps)(functools.partial(self.load_block, I32(slot), following))
-        return following
+        # What says where blocks lie, lengths and pages, is read for all of them before the first copy, so that it is waited for
+        # once: a step of 4096 tokens takes 0.7 us less than with a copy after each, and one of pages of 16 tokens 2 us less.
+        cursors = [cursor]
+        for _ in range(self.cta.config.stages):
+            cursors.append(self.line.advance(cursors[-1]))
+        for slot, of_slot in enumerate(cursors[:-1]):
+            when(slot < num_steps)(functools.partial(self.load_block, I32(slot), of_slot))
+        return cursors[-1]
 
     def refill(self, step: Scalar, num_steps: Scalar, cursor: KvCursor) -> KvCursor:
         """Load the block that takes the slot of the one before `step`, which all warps have read, and return the next cursor.
