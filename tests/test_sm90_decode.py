@@ -110,12 +110,14 @@ def test_a_cta_has_all_of_an_sm_where_a_second_one_would_have_no_blocks() -> Non
 
 
 def test_a_cta_has_all_of_an_sm_where_few_tiles_have_wide_splits() -> None:
-    def ctas(requests: int, q_heads: int, quantized: str | None = None) -> int | None:
+    def chosen(requests: int, q_heads: int, **options: Any) -> tuple[int, int] | None:
         case = Case((8192,) * requests, capacity=8192, heads=(q_heads, 1), dims=(128, 128))
-        config = choose(case._replace(quantized=quantized).spec, 132)
-        return config and config.ctas_per_sm
+        config = choose(case._replace(**options).spec, 132)
+        return config and (config.ctas_per_sm, config.stages)
 
-    assert [ctas(33, 32), ctas(34, 32), ctas(33, 16), ctas(33, 32, FP8)] == [1, 2, 2, 2]
+    assert chosen(33, 32) == (1, 6)
+    others = chosen(34, 32), chosen(33, 16), chosen(33, 32, page_size=64)
+    assert others == ((2, 2),) * 3 and chosen(33, 32, quantized=FP8) == (2, 4)
 
 
 def refill_too_early(self: Any, step: Any, num_steps: Any, cursor: Any) -> Any:

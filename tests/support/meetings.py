@@ -104,12 +104,18 @@ def _prepare_arrivals(thread, place, **_):
     memory.turns.tell(prepare)
 
 
-def _arrive_last(thread, first, second, _are_last, *others, **_):
+def _arrive_last(thread, first, second, flags, *others, source_info):
     """Count an arrival in one word or two; the last one ends a count, and comes after what all others had done."""
     last = [
         expected >= 0 and _count_arrival(thread, place, expected)
         for place, expected in zip((first, second), others, strict=True)
     ]
+    memory = the_memory()
+    words = memory.get_buffer_content(*flags, thread)[0]
+    memory.store_buffer_content(*flags, np.array([*last, *words[2:]], np.int32), thread)
+    if memory.detect_races:
+        clock = memory.incr_clock(thread).generic_clock
+        gpu_callbacks.get_races().check_write(thread, clock, *flags, source_info)
     return [np.int32(last[0] + 2 * last[1])]
 
 

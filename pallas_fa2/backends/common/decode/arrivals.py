@@ -16,7 +16,8 @@ from pallas_fa2.backends.common.primitives.types import Ref, Registers
 
 # What the upper 48 bits of a word are while it counts; the lower 16 are the arrivals. XLA does not initialize outputs, and a word
 # that looked like one that counts would stay so. As bfloat16, float16, float32 or float64 this is NaN, with bits that no
-# instruction makes. Of words of random bits, as keys of 8 bits may be, 2^-48 have it: with 264 words, one launch in 10^12.
+# instruction makes. Of words of random bits, as keys of 8 bits may be, 2^-48 have it: with the 264 words of tiles that are
+# split, at most one for each CTA, one launch in 10^12.
 COUNTS = 0xFFF7_7FF7_FFA2
 MAX_SPLITS = 1 << 16  # of a tile
 
@@ -40,10 +41,10 @@ def prepare(_, word: Ref) -> None:
     result=thread_values.SCALAR_I32,
 )
 def arrive(
-    _, word: Ref, word2: Ref, are_last: Ref, others: Registers, others2: Registers
+    _, word: Ref, word2: Ref, flags: Ref, others: Registers, others2: Registers
 ) -> Registers:
     """Count an arrival in one word of device memory, or two. For the last one, after `others`, which sets the word to 0, the
-    result has bit 0 set, or bit 1 for the second word. With negative `others` none is counted. `are_last`, int32 `[2]`, is
+    result has bit 0 set, or bit 1 for the second word. With negative `others` none is counted. `flags`, int32 `[2]`, is
     shared memory that nothing else uses.
 
     Threads 0 and 32 add 1 to a word. If it does not count, what was there is replaced by a count of 1, unless another thread
@@ -73,7 +74,7 @@ def arrive(
     operands: Any = (
         thread_values.warpgroup_thread_index(),
         *(thread_values.address(x) for x in (word, word2)),
-        thread_values.address(are_last, 32),
+        thread_values.address(flags, 32),
         *(x.registers[()] for x in (others, others2)),
     )
     return thread_values.splat(asm(code, "=r,r,l,l,r,r,r", *operands, result=word_type))

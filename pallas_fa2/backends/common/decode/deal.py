@@ -57,7 +57,7 @@ class Deal(NamedTuple):
         largest = of_tiles.least + jnp.minimum(of_tiles.rest, 1)
         is_dealt_by_tiles = are_even & (num_tiles <= num_ctas)
         is_dealt_by_tiles &= is_nearly_even(largest) | (largest <= config.min_share)
-        # The CTAs of a run are known when traced in both cases, where the number of entries is, and so no division is left.
+        # Where the number of entries is known when traced, both divisors are, and no division is left.
         tiles, heads = ((*x, *_divide(cta, x.run_ctas)) for x in (of_tiles, of_heads))
         chosen = (jnp.where(is_dealt_by_tiles, *pair) for pair in zip(tiles, heads, strict=True))
         *deal, run, index = chosen

@@ -36,11 +36,11 @@ from pallas_fa2.backends.common.primitives.layouts import (
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Scratch
 from pallas_fa2.control_flow import cond, when
 
-# So many splits are loaded together, or as many as have O^T, with that of the sum, in so many registers of a thread. 17: where 8
-# heads share 264 CTAs, a tile has 33 splits, which are two turns; at Hv = 128 with 8 columns a split takes 8 registers. 160: 4
-# splits of 32 columns, which take 1 % less of a step with one key head than 3 do; with 192 registers kernels of 16 and of 32
-# columns spill 120 to 224 bytes (ptxas 13.0, for an H200).
-MAX_LOADS, MAX_REGISTERS = 17, 160
+# So many splits are loaded together, or as many as have O^T and lse, with those of the sum, in so many registers of a thread. 17:
+# where 8 heads share 264 CTAs, a tile has 33 splits, which are two turns; at Hv = 128 with 8 columns a split takes 10 registers.
+# 200: 4 splits of 32 columns, which take 1 % less of a step with one key head than 3 do. With 5 kernels of 16 and of 32 columns
+# spill 120 to 224 bytes (ptxas 13.0, for an H200).
+MAX_LOADS, MAX_REGISTERS = 17, 200
 
 
 class TileVisit[Memory](NamedTuple):
@@ -193,7 +193,7 @@ class TileSplits(NamedTuple):
         """Return O^T and lse in base 2 of the tile, of which all splits are stored: an online softmax over splits."""
         columns = self.cta.spec.columns
         shape = self.cta.config.value_dim, columns
-        registers = math.prod(shape) // THREADS
+        registers = math.prod(shape) // THREADS + columns // 4  # of O^T and of lse
         unroll = max(1, min(MAX_LOADS, (MAX_REGISTERS - registers) // registers))
 
         def add(i: Scalar, state: Any) -> Any:
@@ -274,5 +274,5 @@ def _arrive_at(splits: TileSplits, others: TileSplits | None = None) -> jax.Arra
     the first ones have arrived, and bit 1 for the others."""
     others = splits._replace(last=splits.first - 1) if others is None else others
     counts = (x.last - x.first for x in (splits, others))
-    are_last = splits.cta.memory.splits.at[2]
-    return arrivals.arrive(splits.word, others.word, are_last, *counts)
+    flags = splits.cta.memory.splits.at[2]
+    return arrivals.arrive(splits.word, others.word, flags, *counts)

@@ -32,7 +32,7 @@ class Share(NamedTuple):
 
 
 def allocate_deal() -> Scratch:
-    """Allocate shared memory for what a CTA needs where it stores splits. In registers it would be held through all loops,
+    """Allocate shared memory for what a CTA needs where it notes splits. In registers it would be held through all loops,
     and kernels of 64 columns spill."""
     return plgpu.SMEM((1 + len(Deal._fields),), jnp.int32)
 

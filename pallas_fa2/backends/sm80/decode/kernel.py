@@ -67,7 +67,7 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
     tile, first_index = Tile(share.entry, share.head), share.begin - share.tile_begin
     share.store_deal(cta.memory.deal)
     note_no_splits(cta)
-    # The deal is there for all warps then; on Hopper the first wait for a barrier is enough.
+    # No slower warp takes back what another notes. On Hopper the barriers between a note and the merge are enough.
     async_copy.sync_cta(1)
     first_visit = TileVisit.of(cta, tile, share.first_entry, first_index, I32(0), num_steps)
     first_visit.prepare_word()

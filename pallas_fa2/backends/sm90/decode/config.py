@@ -13,17 +13,18 @@ SCALE_LINE = 64
 SM_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 # Bytes of mbarriers and of alignment beside the buffers.
 BARRIER_BYTES = 2048
-# With 32 columns a split is 16 KiB, and where tiles are few the CTA that comes last merges many: at K = 1, B 16 and S 8192, 16
-# of two CTAs an SM, which took 6 of 29 us. One CTA with 5 stages, where two would have 2 each, takes 24.
-MERGED_COLUMNS, MERGED_SPLITS = 32, 4
+# With so many columns a split is 16 KiB, and with so many multiprocessors for each tile, two CTAs on each, the last CTA of a tile
+# merges 8 splits or more, two turns of its loads: at K = 1, B 16 and S 8192 16, which took 6 of 29 us. One CTA of 5 stages, where
+# two would have 2 each, takes 24 (docs/decisions/0089-first-copies-and-wide-splits.md; not measured on pages).
+WIDE_COLUMNS, SMS_OF_A_TILE = 32, 4
 # What two CTAs have in flight at H = 64, 192 KiB an SM, is several times what its share of 4.8 TB/s brings in the latency
 # of device memory (36 KiB in a microsecond): more stages would wait for the same bytes.
 MAX_STAGES = 8
 
 
 def choose(spec: DecodeSpec, num_sms: int) -> DecodeConfig | None:
-    """Return the configuration of a launch: two CTAs per SM if both have room for two stages, or three where much is merged
-    (`MERGED_COLUMNS`), else one.
+    """Return the configuration of a launch: two CTAs per SM if both have room for two stages, or three where each tile
+    has many wide splits (`WIDE_COLUMNS`), else one.
 
     One CTA's products and softmax leave its loads idle unless another one's are in flight. But where tiles are about as
     many as SMs, each CTA may have a whole one (`MAX_IMBALANCE`), and all of an SM's memory for its ring. (Not of pages: a
@@ -39,12 +40,13 @@ def choose(spec: DecodeSpec, num_sms: int) -> DecodeConfig | None:
     dims = round_up(spec.head_dim, 64), round_up(spec.value_dim, 64)
     item = 1 if spec.quantized else 2
     stage_bytes = DecodeConfig.block_kv * sum(dims) * item + scale_bytes(spec)
-    merges_much = spec.columns >= MERGED_COLUMNS and MERGED_SPLITS * num_tiles <= num_sms
-    least = 3 if merges_much else 2
-    for ctas_per_sm in (1,) if fills_sms_once else (2, 1):
+    has_wide_splits = spec.columns >= WIDE_COLUMNS and SMS_OF_A_TILE * num_tiles <= num_sms
+    has_wide_splits &= spec.page_size is None
+    least_stages = {1: 2} if fills_sms_once else {2: 3 if has_wide_splits else 2, 1: 2}
+    for ctas_per_sm, least in least_stages.items():
         available = min(SM_BYTES // ctas_per_sm - RESERVED_BYTES, SHARED_MEMORY_BYTES)
         stages = (available - _fixed_bytes(spec, *dims)) // stage_bytes
-        if stages >= (least if ctas_per_sm == 2 else 2):
+        if stages >= least:
             return DecodeConfig(*dims, min(stages, MAX_STAGES), ctas_per_sm, num_sms)
     return None
 

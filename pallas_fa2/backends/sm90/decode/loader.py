@@ -70,7 +70,7 @@ class KvLoader:
     def fill_ring(self, cursor: KvCursor, num_steps: Scalar) -> KvCursor:
         """Load the first blocks of a CTA that has `num_steps` of them, as many as the ring holds, and return the next cursor."""
         # What says where blocks lie, lengths and pages, is read for all of them before the first copy, so that it is waited for
-        # once: a step of 4096 tokens takes 0.7 us less than with a copy after each, and one of pages of 16 tokens 2 us less.
+        # once (docs/decisions/0089-first-copies-and-wide-splits.md).
         cursors = [cursor]
         for _ in range(self.cta.config.stages):
             cursors.append(self.line.advance(cursors[-1]))
