@@ -235,9 +235,8 @@ def deal_of(counts: list[int], kv_heads: int, num_ctas: int) -> tuple[Deal, np.n
     """How tiles of so many blocks are dealt, and the first block of each CTA, and of one more."""
     config = DecodeConfig(64, 64, 2, 1, num_ctas)
     args = (jnp.int32(x) for x in (len(counts), sum(counts), max(counts)))
-    deal, places = Deal.compute(config, kv_heads, *args, cta=jnp.arange(num_ctas + 1))
-    total = jnp.int32(sum(counts) * kv_heads)
-    begins, ends = map(np.asarray, deal.blocks_of(places, total))
+    deal, *blocks = Deal.compute(config, kv_heads, *args, cta=jnp.arange(num_ctas + 1))
+    begins, ends = map(np.asarray, blocks)
     np.testing.assert_array_equal(ends[:-1], begins[1:])
     return deal, begins
 
@@ -282,9 +281,9 @@ def test_no_number_of_blocks_that_is_admitted_overflows(requests: int, num_ctas:
     config = DecodeConfig(64, 64, 2, 1, num_ctas)
     longest = support.MAX_BLOCKS // requests
     counts = (jnp.int32(x) for x in (requests, requests * longest, longest))
-    deal, places = Deal.compute(config, 1, *counts, cta=jnp.arange(num_ctas + 1))
+    deal, *blocks = Deal.compute(config, 1, *counts, cta=jnp.arange(num_ctas + 1))
     total = requests * longest
-    begins, ends = map(np.asarray, deal.blocks_of(places, jnp.int32(total)))
+    begins, ends = map(np.asarray, blocks)
     sizes = ends.astype(np.int64) - begins
     assert begins[0] == 0 and begins[-1] == total and (sizes >= 0).all()
     np.testing.assert_array_equal(ends[:-1], begins[1:])

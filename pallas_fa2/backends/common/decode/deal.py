@@ -28,9 +28,9 @@ class Deal(NamedTuple):
         head_blocks: Any,
         longest: Any,
         cta: Any,
-    ) -> tuple["Deal", "Place"]:
-        """Deal the blocks of so many entries, `head_blocks` for each key head and `longest` of one entry; and return the place of
-        a CTA.
+    ) -> tuple["Deal", Any, Any]:
+        """Deal the blocks of so many entries, `head_blocks` for each key head and `longest` of one entry. Return how, the first
+        block of a CTA, and where its share ends. The first block of one that has none is where its run ends, or the line.
 
         A run is a tile, if all tiles are equally long and the CTAs are nearly a multiple of them. Otherwise it is a key head, if
         the CTAs are a multiple of these, or the whole line. Its shares are equal, or of `config.min_share` blocks where they
@@ -60,8 +60,9 @@ class Deal(NamedTuple):
         # Where the number of entries is known when traced, both divisors are, and no division is left.
         tiles, heads = ((*x, *_divide(cta, x.run_ctas)) for x in (of_tiles, of_heads))
         chosen = (jnp.where(is_dealt_by_tiles, *pair) for pair in zip(tiles, heads, strict=True))
-        *deal, run, index = chosen
-        return cls(*deal), Place(run, index)
+        *fields, run, index = chosen
+        deal = cls(*fields)
+        return deal, *deal._blocks_of(run, index, head_blocks * kv_heads)
 
     @classmethod
     def _of_run(cls, config: DecodeConfig, run_blocks: Any, run_ctas: Any) -> "Deal":
@@ -71,10 +72,8 @@ class Deal(NamedTuple):
         least, rest = jnp.where(is_small, config.min_share, least), jnp.where(is_small, 0, rest)
         return cls(least, rest, run_blocks, run_ctas)
 
-    def blocks_of(self, place: "Place", total: Any) -> tuple[Any, Any]:
-        """Return the first block of a CTA, or where its run ends, or `total`, the blocks in the line, if it has none; and where
-        its share ends."""
-        run, index = place
+    def _blocks_of(self, run: Any, index: Any, total: Any) -> tuple[Any, Any]:
+        """Return the first block of the CTA of this index in a run, and where its share ends, of `total` in the line."""
         begin = index * self.least + jnp.minimum(index, self.rest)
         end = begin + self.least + jnp.where(index < self.rest, 1, 0)
         before = run * self.run_blocks
@@ -89,13 +88,6 @@ class Deal(NamedTuple):
         size = self.least + jnp.where(is_in_larger, 1, 0)
         in_run = lax.div(index - jnp.where(is_in_larger, 0, in_larger), size)
         return run * self.run_ctas + jnp.where(is_in_larger, 0, self.rest) + in_run
-
-
-class Place(NamedTuple):
-    """The run of a CTA, and its index among the CTAs of the run."""
-
-    run: Any
-    index: Any
 
 
 def _divide(a: Any, b: Any) -> tuple[Any, Any]:

@@ -142,8 +142,8 @@ def _deal_shares(
     starts = jnp.cumsum(counts, dtype=I32) - counts  # of entries, in the line of one head
     head_blocks = counts.sum(dtype=I32)
     cta = jnp.arange(config.num_ctas + 1, dtype=I32)
-    deal, places = Deal.compute(config, spec.kv_heads, num_entries, head_blocks, counts.max(), cta)
-    begin, _ = deal.blocks_of(places, head_blocks * spec.kv_heads)
+    longest = counts.max()
+    deal, begin, _ = Deal.compute(config, spec.kv_heads, num_entries, head_blocks, longest, cta)
 
     def locate(begin: jax.Array) -> tuple[jax.Array, ...]:
         blocks = jnp.maximum(head_blocks, 1)  # a launch of some requests may have none

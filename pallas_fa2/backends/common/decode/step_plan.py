@@ -63,9 +63,10 @@ class StepPlan(NamedTuple):
         head_blocks = thread_ops.uniform(thread_ops.warp_sum(lane_blocks))
         longest_of_lane = functools.reduce(jnp.maximum, counts)
         longest = thread_ops.uniform(thread_ops.warp_max(longest_of_lane))
-        num_entries, total = I32(spec.max_entries), head_blocks * spec.kv_heads
-        deal, place = Deal.compute(config, spec.kv_heads, num_entries, head_blocks, longest, cta)
-        begin, end = deal.blocks_of(place, total)
+        num_entries = I32(spec.max_entries)
+        deal, begin, end = Deal.compute(
+            config, spec.kv_heads, num_entries, head_blocks, longest, cta
+        )
         head, in_head = lax.div(begin, head_blocks), lax.rem(begin, head_blocks)
         entry, start = _find(lane_blocks, in_head)
         if per_lane > 1:
