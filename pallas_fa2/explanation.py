@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_fa2.api import flash_attention
 from pallas_fa2.backends.registry import BACKENDS
-from pallas_fa2.cached_explanation import CachedExplanation, explain_cached
+from pallas_fa2.cached_explanation import CachedExplanation, check_batch, explain_cached
 from pallas_fa2.caches import Cache, Pages
 from pallas_fa2.device import Device, DeviceLike, as_device, device_of
 from pallas_fa2.ir import block_classes
@@ -110,7 +110,7 @@ def explain(
       An `Explanation`, or a `CachedExplanation`, which print as text.
 
     Raises:
-      ValueError, TypeError: as `flash_attention`; it has no such argument, or device is none of these.
+      ValueError, TypeError: as `flash_attention`; it has no such argument, or device is none of these, or there is no batch, so that nothing runs.
 
     Example:
       >>> import jax, jax.numpy as jnp, pallas_fa2 as fa
@@ -136,6 +136,7 @@ def explain(
     def describe(traced: dict) -> None:
         data = jax.tree.unflatten(tree, [traced.get(i, x) for i, x in enumerate(leaves)])
         spec, operands = parse_call(query, key, value, **data, **options)
+        check_batch(spec)
         plan = make_plan(spec, device, implementation)
         backend = BACKENDS[plan.implementation]
         kernels = backend.describe(spec, plan.forward, plan.backward, operands)

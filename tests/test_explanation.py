@@ -224,3 +224,16 @@ def test_explain_respects_the_requested_implementation():
 def test_explain_computes_nothing(monkeypatch):
     monkeypatch.setattr("pallas_fa2.api.attention", None)
     assert fa.explain(*QKV, mask=fa.Causal(), return_lse=True).implementation == "blockwise"
+
+
+@pytest.mark.parametrize("implementation", [None, "hopper", "ampere"])
+def test_explain_of_an_empty_batch_says_that_nothing_runs(implementation):
+    ids = jnp.zeros((0, 64), jnp.int32)
+    options = {"device": H200, "implementation": implementation}
+    cache = jax.eval_shape(lambda: fa.Cache.zeros(0, 64, kv_heads=4, head_dim=64))
+    for call in (
+        lambda: fa.explain(*shapes(64, batch=0), mask=fa.Segments(ids), **options),
+        lambda: fa.explain(shapes(1, batch=0)[0], cache, **options),
+    ):
+        with pytest.raises(ValueError, match="query must have a batch of 1 or more"):
+            call()

@@ -351,6 +351,15 @@ def test_tiles_count_their_blocks_in_15_bits() -> None:
     assert reason(1 << 20) is None and "2097088 slots at most" in str(reason(1 << 21))
 
 
+@pytest.mark.parametrize("heads", [(32, 8), (1, 1)])
+def test_requests_may_be_more_than_packed_tokens(heads: Any) -> None:
+    """Those without a token have none in this step."""
+    for tokens in range(1, 7):
+        spec = spec_of(tokens, 5, heads=heads)
+        config = CACHED_FORWARD.configure(spec, hopper.H200)
+        assert isinstance(config, DecodeConfig) and CACHED_FORWARD.describe(spec, config)
+
+
 def test_shapes_and_masks_say_whether_there_are_tiles() -> None:
     # A token of each request, and so many that tiles of one request would save half of the time.
     assert isinstance(config_of(105, 4), DecodeConfig)

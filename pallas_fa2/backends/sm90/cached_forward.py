@@ -132,9 +132,11 @@ def _may_gain(spec: CachedSpec, num_sms: int) -> bool:
     one."""
     call, launch = spec.call, DecodeSpec.of_call(spec)
     queries = call.q_len - (call.batch - 1)
+    if queries < 1:
+        return False
     entries = COSTS.entries(-(-queries // launch.q_len) * launch.kv_heads, launch.columns)
     tiles = COSTS.tiles(1, queries, (call.q_heads, call.kv_heads), num_sms)
-    return queries > 0 and entries > tiles * (LEAST_GAIN if call.batch > 1 else 1)
+    return entries > tiles * (LEAST_GAIN if call.batch > 1 else 1)
 
 
 def _prefers_tiles(spec: CachedSpec, num_sms: int) -> bool:
