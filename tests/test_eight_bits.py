@@ -1,48 +1,14 @@
-"""Operands of 8 bits, as far as no kernel is needed: queries, the orders of columns and rows, and what each thread has."""
+"""Operands of 8 bits, as far as no kernel is needed: the orders of columns and rows, and what each thread has."""
 
 import types
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_fa2.backends.sm90.decode import eight_bits, scales
-from tests.support import inline, programs
-
-
-def ordered(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The operand, and what it is to be multiplied by."""
-    operand, largest = map(np.asarray, programs.evaluate(eight_bits.order_queries, q))
-    assert largest.dtype == np.float32
-    return operand, np.asarray(programs.evaluate(eight_bits.query_scale, largest.view(np.int32)))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_queries_are_operands_times_powers_of_two(dtype: str) -> None:
-    """All that is not far below the largest of its row is exact, whatever its size."""
-    rng = np.random.default_rng(0)
-    sizes = np.exp2([-100.0, -20, 0, 9, 100] if dtype == "bfloat16" else [-14.0, -9, 0, 3, 9])
-    q = (rng.standard_normal((5, 2, 64)) * sizes[:, None, None]).astype(dtype)
-    q[2, 1, 3] = q[2, 1].astype("f").max() * 2**-20
-    operand, scale = ordered(q)
-    assert operand.dtype == np.float16 and scale.dtype == np.float32
-    largest = np.abs(operand.astype("f")).max(-1)
-    assert (largest >= 2**14).all() and (largest < 2**15).all()
-    whole = operand.astype(np.float64) * scale[..., None]
-    np.testing.assert_array_equal(np.frexp(scale)[0], 0.5)
-    ordered_q = inline.LOADED["load_keys"](np.arange(64.0)[None]).astype(int)[0]
-    np.testing.assert_array_equal(whole, q[..., ordered_q].astype(np.float64))
-
-
-def test_queries_of_zeros_and_of_no_numbers() -> None:
-    q = np.zeros((4, 16), jnp.bfloat16)
-    q[1, 2], q[2, 3], q[3, 0] = np.nan, np.inf, 2.0**-133
-    operand, scale = ordered(q)
-    assert np.isfinite(scale).all() and (scale > 0).all()
-    assert not operand[0].any()
-    np.testing.assert_array_equal(np.isfinite(operand.astype("f")).sum(1), [16, 15, 15, 16])
+from tests.support import inline
 
 
 def test_orders_are_permutations_within_sixteen() -> None:

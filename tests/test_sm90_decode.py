@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import types
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -185,12 +186,26 @@ def read_after_refill(self: Any, step: Any, num_steps: Any, cursor: Any) -> Any:
     return cursor
 
 
+def prepare_q_without_scales(split: Any) -> jax.Array:
+    return jnp.where(prepare_q(split) > 0, 1.0, 0.0)
+
+
+prepare_q = eight_bit_tile.prepare_q
+
+
+def prepare_q_without_fence(split: Any) -> jax.Array:
+    with unittest.mock.patch.object(plgpu, "commit_smem", lambda: None):
+        return prepare_q(split)
+
+
 BUGS_OF_8_BITS: dict[str, tuple[Any, str, Any]] = {
     **{name: BUGS[name] for name in ("a missing fence", "values that do not exist", "a skipped wait")},
     "a slot read while it is filled": (loader.KvLoader, "refill", read_after_refill),
     "V without scales": (eight_bit_tile, "load_value_scales", scales_of_1),
     "scales of slots that are not used": (scales, "largest_exponent", of_all_slots),
-    "Q without scales": (eight_bit_tile, "load_q_scale", lambda split: layouts.splat_constant(1.0, (8,), layouts.COL_LAYOUT)),
+    "Q without scales": (eight_bit_tile, "prepare_q", prepare_q_without_scales),
+    "Q that is no operand": (eight_bit_tile, "prepare_q", lambda _: layouts.splat_constant(1.0, (8,), layouts.COL_LAYOUT)),
+    "Q that is read before it is an operand": (eight_bit_tile, "prepare_q", prepare_q_without_fence),
     "O in no order": (eight_bits, "order_output", lambda acc: acc),
     "a unit that is not raised": (softmax.ValueUnit, "raised", lambda self, exponent: (self, jnp.float32(1))),
 }  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 import pallas_fa2 as fa
 from pallas_fa2.backends.common.decode.schedule import plan_decode
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
-from pallas_fa2.backends.sm90.decode.config import choose
+from pallas_fa2.backends.sm90.decode.config import BARRIER_BYTES, choose, shared_bytes
 from pallas_fa2.backends.sm90.decode.kernel import decode
 from pallas_fa2.ir.affine import DistanceRange
 from pallas_fa2.ir.quantized import Scales
@@ -86,6 +86,7 @@ COMPILED_OF_8_BITS: dict[str, tuple] = {
     "h192_hv128": (16, 2, (32, 8), (192, 128), None, CAUSAL, FP8),
     "h256": (16, 2, (32, 8), (256, 256), 16, CAUSAL, INT8),
     "h256_window": (16, 2, (32, 8), (256, 256), None, DistanceRange(-511, 0), FP8),
+    "h256_column": (16, 1, (32, 8), (256, 256), None, CAUSAL, FP8),
 }
 COMPILED_QUICKLY_OF_8_BITS = {"group_4", "int8_pages_16", "h256_window"}
 
@@ -165,6 +166,20 @@ def compile_clean(
     # all CTAs of an SM fit its registers and its shared memory
     assert config.ctas_per_sm * report.registers * 128 <= 65_536
     assert config.ctas_per_sm * (report.smem_bytes + 1024) <= 228 << 10
+    counted = shared_bytes(spec, config.head_dim, config.value_dim, config.stages)
+    assert 0 <= counted - report.smem_bytes < BARRIER_BYTES
+
+
+def test_a_call_on_8_bits_is_one_kernel() -> None:
+    """XLA has nothing to compute before it: the kernel makes operands of queries."""
+    cache = jax.eval_shape(lambda: fa.Cache.zeros(4, 4096, kv_heads=8, head_dim=128, dtype=INT8))
+
+    def run(q: Any, cache: Any) -> Any:
+        return fa.cached_attention(q, cache, implementation="hopper")
+
+    q = jax.ShapeDtypeStruct((4, 1, 32, 128), jnp.bfloat16)
+    hlo = compile_gate.hlo_for_h200(run, q, cache)
+    assert hlo.count("mosaic_gpu") and " fusion(" not in hlo and " copy(" not in hlo
 
 
 def test_the_cache_is_not_copied() -> None:

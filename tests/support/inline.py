@@ -45,6 +45,16 @@ def _load_values(tile):
     return rows.reshape(-1, 8, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
+def order_queries(tile):
+    """Return float16 rows in the order of keys' columns, and the powers of two that they were divided by."""
+    wide = tile.astype(np.float32)
+    largest = np.abs(wide).max(1)
+    power = np.frexp(largest)[1].astype(np.int32) - 1 - 14
+    is_number = np.isfinite(largest) & (largest >= np.finfo(np.float32).tiny)
+    scale = np.ldexp(np.float32(1), np.where(is_number, np.maximum(power, -126), 0))
+    return _load_keys(wide / scale[:, None]), scale
+
+
 def _order_output(tile):
     return tile.reshape(-1, 2, 8, tile.shape[1]).swapaxes(1, 2).reshape(tile.shape)
 

@@ -311,6 +311,19 @@ def _largest_exponent(thread, place, first, end, *, source_info):
     return [np.max(exponents[counts], initial=0).astype(np.int32)]
 
 
+def _order_queries(thread, queries, scale, *, dtype, source_info):
+    """Make the bits of queries an operand in their place, and store what its rows were divided by."""
+    memory = the_memory()
+    found, _, _ = memory.get_buffer_content(*queries, thread)
+    with np.errstate(invalid="ignore"):
+        results = inline.order_queries(found.view(dtype))
+    for place, value in zip((queries, scale), results, strict=True):
+        _, _, clock = memory.store_buffer_content(*place, value, thread)
+        if clock is not None:
+            generic = memory.clock_of_access(thread, place[0], clock).generic_clock
+            gpu_callbacks.get_races().check_write(thread, generic, *place, source_info)
+
+
 def _zero_byte_rows(thread, place, kept, *, source_info):
     """Store zeros in the rows that are not kept."""
     memory = the_memory()
@@ -329,6 +342,7 @@ OPERATIONS = {
     "gather": _gather,
     "gather_elements": _gather_elements,
     "largest_exponent": _largest_exponent,
+    "order_queries": _order_queries,
     "scatter": _scatter,
     "scatter_columns": _scatter_columns,
     "store_columns": _store_columns,

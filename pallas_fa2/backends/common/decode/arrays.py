@@ -39,8 +39,6 @@ class Inputs(NamedTuple):
     table: Any = None  # int32 [B, pages of a request]: the pages, of a paged cache
     mods: ModArrays = NO_MODS
     scales: Scales | None = None  # [B, K, S], or of pages [P, K, page size]: of K and V of 8 bits
-    # float32 [tokens * N], with a cache of 8 bits: the largest magnitude of each query and head, which says by what Q was divided.
-    q_largest: Any = None
 
 
 class Outputs(NamedTuple):

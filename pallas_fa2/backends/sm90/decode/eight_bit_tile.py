@@ -15,13 +15,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.decode.arrays import Cta
-from pallas_fa2.backends.common.decode.columns import QueryColumns
 from pallas_fa2.backends.common.decode.cursor import KvCursor
 from pallas_fa2.backends.common.decode.softmax import OnlineSoftmax, ValueScales
-from pallas_fa2.backends.common.primitives import gather_scatter, layouts
+from pallas_fa2.backends.common.primitives import layouts
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar
 from pallas_fa2.backends.sm90.decode import eight_bits, scales
 from pallas_fa2.backends.sm90.decode.memory import SharedStorage
+from pallas_fa2.backends.sm90.decode.query_operand import order_queries
 from pallas_fa2.backends.sm90.decode.tile import Block, LoopState, Split
 from pallas_fa2.backends.sm90.primitives import pipeline
 
@@ -41,15 +41,16 @@ def attend(split: Split, cursor: KvCursor) -> LoopState:
     """Return O and the softmax of a split's blocks: lines 5 to 11."""
     spec, config = split.cta.spec, split.cta.config
     softmax = OnlineSoftmax.start(config.value_dim, spec.columns, has_scales=True)
-    visit = functools.partial(visit_block, split, load_q_scale(split))
+    visit = functools.partial(visit_block, split, prepare_q(split))
     return lax.fori_loop(I32(0), split.visit.num_blocks, visit, LoopState(softmax, cursor))
 
 
-def load_q_scale(split: Split) -> jax.Array:
-    """Load what the queries of the tile were divided by, [columns]."""
-    spec, largest = split.cta.spec, split.cta.inputs.q_largest
-    index = QueryColumns.compute(spec).compute_index(spec, split.visit.entry, split.visit.tile.head)
-    return eight_bits.query_scale(gather_scatter.gather_elements(largest, index, (1,)))
+def prepare_q(split: Split) -> jax.Array:
+    """Make Q of the tile an operand, and return what its rows were divided by, [columns]."""
+    memory = split.cta.memory
+    order_queries(memory.q.at[split.q_slot], memory.q_scale, memory.out.dtype)
+    plgpu.commit_smem()
+    return plgpu.load(memory.q_scale, layout=layouts.COL_LAYOUT, optimized=False)
 
 
 def visit_block(split: Split, q_scale: jax.Array, i: Scalar, state: LoopState) -> LoopState:

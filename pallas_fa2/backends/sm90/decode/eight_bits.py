@@ -4,23 +4,20 @@ Both are the left operand, whose fragments a warp loads with ldmatrix: of 16 bit
 lie side by side come to one thread, where a fragment has other ones. Therefore operands have their columns (of K) or rows
 (of the transposed V) in another order within each 16:
 
-- K has column 4c + 2h + j at 8h + 2c + j (c < 4, h and j < 2), and so has Q, which `order_queries` brings there;
+- K has column 4c + 2h + j at 8h + 2c + j (c < 4, h and j < 2), and so has Q (`query_operand.py`);
 - V^T has row 2g + h at 8h + g (g < 8, h < 2), and so has O^T until `order_output`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.inline import asm, asm_words, i32, inline_op
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
 from pallas_fa2.backends.common.primitives.swizzle import (
@@ -40,44 +37,10 @@ from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Register
 
 OPERAND_DTYPE = jnp.float16
 
-# Queries are divided so that their largest element is 2^14 or more, and below 2^15, which float16 has. Elements down to 2^-28 of
-# it are no subnormal numbers then, and products and sums are far from those that float32 lacks.
-QUERY_EXPONENT = 14
-
 
 def panel_width(dim: int) -> int:
     """Return the columns of a swizzled panel of 8-bit numbers."""
     return SWIZZLE_BYTES if dim % SWIZZLE_BYTES == 0 else SWIZZLE_BYTES // 2
-
-
-class Queries(NamedTuple):
-    """Queries as operands: `operand * query_scale(largest)` in another order of columns."""
-
-    operand: jax.Array  # float16, like the queries
-    largest: jax.Array  # float32, the largest magnitude of each query and head
-
-
-def order_queries(q: jax.Array) -> Queries:
-    """Return Q `[..., H]` as an operand. Its rows are divided by powers of two, because float16 has fewer exponents than
-    bfloat16."""
-    wide = q.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=-1)
-    scale = query_scale(lax.bitcast_convert_type(largest, I32))
-    operand = (wide / scale[..., None]).astype(OPERAND_DTYPE)
-    ordered = jnp.swapaxes(operand.reshape(*q.shape[:-1], -1, 4, 2, 2), -3, -2)
-    return Queries(ordered.reshape(q.shape), largest)
-
-
-def query_scale(largest: jax.Array) -> jax.Array:
-    """Return the powers of two that queries are divided by, float32, from the bits of their largest magnitudes.
-
-    The kernel computes them, so that XLA has no operation for them alone.
-    """
-    exponent = largest >> 23
-    # Rows of zeros have 2^0, and so have those with infinity or NaN, which stay.
-    is_normal = (exponent > 0) & (exponent < 255)
-    exponent = jnp.where(is_normal, jnp.maximum(exponent - QUERY_EXPONENT, 1), 127)
-    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
 def load_keys(buffer: Ref) -> jax.Array:

@@ -21,7 +21,7 @@ from pallas_fa2.backends.common.decode.schedule import DecodePlan
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.backends.sm90.decode import eight_bit_tile
-from pallas_fa2.backends.sm90.decode.eight_bits import order_queries
+from pallas_fa2.backends.sm90.decode.eight_bits import OPERAND_DTYPE
 from pallas_fa2.backends.sm90.decode.epilogue import TileOutput
 from pallas_fa2.backends.sm90.decode.loader import KvLoader
 from pallas_fa2.backends.sm90.decode.memory import SharedStorage
@@ -47,15 +47,15 @@ def decode(
     K, H]` and `[P, page size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request. `mods` are what masks and
     scores read. k and v of 8 bits have `scales`.
     """
-    dtype, largest = q.dtype, None
+    dtype = q.dtype
     if spec.quantized is not None:
-        q, largest = order_queries(q)
-        largest = largest.reshape(-1)
+        # Only bits are loaded, of which the kernel makes operands (`query_operand.py`): XLA has no operation for it.
+        q = lax.bitcast_convert_type(q, OPERAND_DTYPE)
     shape = spec.num_tokens * spec.kv_heads, spec.group, 1, spec.head_dim
     # Q is small: where TMA would load partial panels one by one, they are filled before.
     missing_columns = config.head_dim - spec.head_dim
     grouped = jnp.pad(q.reshape(shape), [(0, 0)] * 3 + [(0, missing_columns)])
-    inputs = Inputs(grouped, k, v, plan, table, mods, scales, largest)
+    inputs = Inputs(grouped, k, v, plan, table, mods, scales)
     out_type = jax.ShapeDtypeStruct((*shape[:-1], config.value_dim), dtype)
     memory = SharedStorage.allocate(spec, config, dtype)
     out, lse = launch(spec, config, inputs, out_type, memory, visit_share)

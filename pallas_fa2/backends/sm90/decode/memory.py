@@ -37,6 +37,7 @@ class SharedStorage(NamedTuple):
     # of the next ones.
     k_scale: Ref = None
     v_scale: Ref = None
+    q_scale: Ref = None  # float32 [columns]: what rows of Q were divided by, beside K of 8 bits
 
     @classmethod
     def allocate(cls, spec: DecodeSpec, config: DecodeConfig, dtype: DTypeLike) -> "SharedStorage":
@@ -55,6 +56,7 @@ class SharedStorage(NamedTuple):
         if spec.quantized is not None:
             kind = plgpu.SMEM((config.stages, copies, copies, SCALE_LINE // copies), jnp.bfloat16)
             scales = {"k_scale": kind, "v_scale": kind}
+            scales["q_scale"] = plgpu.SMEM((spec.columns,), jnp.float32)
             copies *= 2  # the scales arrive with their tokens
         return cls(
             q=smem(2, spec.columns, config.head_dim),
