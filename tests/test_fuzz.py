@@ -18,15 +18,18 @@ from pallas_fa2.backends.xla import blockwise, tile
 from pallas_fa2.flax.written_tokens import as_cache
 from pallas_fa2.ir import equivalent_call
 from tests.fuzz.cached import Cached
+from tests.fuzz.cached import explain as explain_cached
 from tests.fuzz.case import Case, draw
 from tests.fuzz.check import Wrong, implementations
 from tests.fuzz.decoding import Decoding
 from tests.fuzz.masks import And, Causal, Function, Lengths, Not, Or, Reads, Window
 from tests.fuzz.run import cases_of_caches, check, main, nth, parse, run, shrink, simpler
 from tests.fuzz.scores import Bias, SoftCap, Temper
+from tests.support.hopper import A100, H200
 from tests.support.tiers import slow_but
 
 PARTS, PROGRAMS, DRAWS = 10, 3, 10  # 300 cases; compiling them takes most of the time
+PLANS = 25
 BOTH = implementations(gpu=False)
 
 
@@ -38,6 +41,18 @@ def test_random_calls(part: int) -> None:
             check(nth(0, n, gpu=False), *BOTH, draws=DRAWS)
         except Wrong as wrong:
             raise shrink(wrong, gpu=False) from None
+
+
+@pytest.mark.parametrize("part", slow_but(lambda part: part == 0, range(PARTS)))
+def test_gpus_that_are_not_there_have_plans_of_calls_on_caches(part: int) -> None:
+    for n in range(part * PLANS, (part + 1) * PLANS):
+        case = nth(0, cases_of_caches(range(n, n + 1))[0], gpu=True)
+        for device in (H200, A100):
+            try:
+                explanation = explain_cached(case, device)
+                assert explanation.implementation in str(explanation)
+            except Exception as e:
+                raise Wrong(case, f"no plan for {device}: {e!r}") from e
 
 
 # Found by `python -m tests.fuzz --gpu`, and why.

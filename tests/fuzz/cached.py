@@ -201,6 +201,12 @@ class _Step:
         self.sinks = sinks if case.sinks else None
 
     @property
+    def data(self) -> tuple:
+        """Where requests begin, how many tokens they have, and what masks, scores and sinks read."""
+        counts = np.array(self.case.new, np.int32)
+        return self.starts, counts, self.mask, self.scores, self.sinks
+
+    @property
     def rows_shape(self) -> tuple[int, ...]:
         case = self.case
         return (case.rows,) if case.packed else (len(case.lengths), case.rows)
@@ -270,6 +276,32 @@ def _are_as_near(x: np.ndarray, y: np.ndarray, ratio: np.ndarray) -> np.ndarray:
     return abs(x - y) <= lost * abs(ratio)
 
 
+def _call(case: Cached, query: Any, new: Any, cache: Any, data: Any) -> tuple[Any, dict[str, Any]]:
+    """The cache with new tokens, and the options of a call on it."""
+    starts, counts, mask, scores, sinks = data
+    queries = fa.Packed(starts) if case.packed else None
+    cache = cache.append(*new, None if case.packed else counts, queries=queries)
+    options: dict[str, Any] = {"queries": queries, "scale": case.scale, "sinks": sinks}
+    token = masks.DESCRIBE.set(functools.partial(fa.explain, query, cache, **options))
+    options["mask"] = None if case.mask is None else case.mask.ours(mask)
+    pairs = zip(case.scores, scores, strict=True)
+    options["score"] = tuple(score.ours(data) for score, data in pairs)
+    masks.DESCRIBE.reset(token)
+    return cache, options
+
+
+def explain(case: Cached, device: Any) -> fa.CachedExplanation:
+    """How the step would run on a device, of which none need be there."""
+    step, found = _Step(case), []
+
+    def describe(query: Any, new: Any, cache: Any, data: Any) -> None:
+        cache, options = _call(case, query, new, cache, data)
+        found.append(fa.explain(query, cache, device=device, **options))
+
+    jax.eval_shape(describe, step.query, step.new, step.cache(), step.data)
+    return found[0]
+
+
 def check(case: Cached, implementation: str | None) -> str:
     """Raises AssertionError where the step differs from the dense definition; returns what ran it: on a GPU the
     implementation where it takes the call, and otherwise what is chosen."""
@@ -278,16 +310,7 @@ def check(case: Cached, implementation: str | None) -> str:
 
     def run(query: Any, new: Any, cache: Any, data: Any) -> tuple:
         nonlocal chosen
-        starts, counts, mask, scores, sinks = data
-        queries = fa.Packed(starts) if case.packed else None
-        cache = cache.append(*new, None if case.packed else counts, queries=queries)
-        options: dict[str, Any] = {"queries": queries, "scale": case.scale, "sinks": sinks}
-        describe = functools.partial(fa.explain, query, cache, **options)
-        token = masks.DESCRIBE.set(describe)
-        options["mask"] = None if case.mask is None else case.mask.ours(mask)
-        pairs = zip(case.scores, scores, strict=True)
-        options["score"] = tuple(score.ours(data) for score, data in pairs)
-        masks.DESCRIBE.reset(token)
+        cache, options = _call(case, query, new, cache, data)
         explain = functools.partial(fa.explain, query, cache, **options)
         try:
             explanation = explain(implementation=implementation)
@@ -300,9 +323,7 @@ def check(case: Cached, implementation: str | None) -> str:
         chosen = f"{explanation.implementation}{kernel}"
         return *fa.cached_attention(query, cache, return_lse=True, **options), cache
 
-    counts = np.array(case.new, np.int32)
-    data = step.starts, counts, step.mask, step.scores, step.sinks
-    out, lse, after = jax.jit(run)(step.query, step.new, cache, data)
+    out, lse, after = jax.jit(run)(step.query, step.new, cache, step.data)
     names = ("k_scale", "v_scale") if case.quantized else ()
     for name, expected in zip(names, step.expected_scales, strict=True):
         _assert_same(f"cache.{name}", getattr(after, name), expected)
