@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_fa2.backends.protocol import describe_kernels
 from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.cached_api import CAUSAL, cached_attention
 from pallas_fa2.caches import Cache, Pages
 from pallas_fa2.check_caches import check_cache, is_known
 from pallas_fa2.device import Device, DeviceLike, as_device, device_of
 from pallas_fa2.ir.cached_spec import CachedSpec
-from pallas_fa2.ir.call_spec import CallSpec
 from pallas_fa2.ir.quantized import SCALE_DTYPE
 from pallas_fa2.parse_cached import parse_cached
 from pallas_fa2.planning.cached_plan import CachedPlan, make_cached_plan
@@ -59,14 +59,6 @@ class CachedExplanation:
         return "\n".join(lines)
 
 
-def check_batch(spec: CallSpec) -> None:
-    if spec.batch == 0:
-        raise ValueError(
-            "query must have a batch of 1 or more to be explained, but B is 0, and no kernel runs; give the shapes of a call "
-            "that computes something"
-        )
-
-
 def explain_cached(
     query: Any,
     cache: Cache | Pages,
@@ -94,15 +86,14 @@ def explain_cached(
     def describe(traced: dict) -> None:
         cache, data = tree.unflatten([traced.get(i, x) for i, x in enumerate(leaves)])
         spec, operands = parse_cached(query, cache, **data)
-        check_batch(spec.call)
         plan = make_cached_plan(spec, device, implementation)
         backend = BACKENDS[plan.implementation]
         if plan.reads_cache:
             assert backend.cached is not None
             forward = backend.cached.describe(spec, plan.config)
         else:
-            kernels = backend.describe(
-                spec.call, plan.call.forward, plan.call.backward, operands.call
+            kernels = describe_kernels(
+                backend, spec.call, plan.call.forward, plan.call.backward, operands.call
             )
             forward = f"the equivalent call of flash_attention: {kernels.forward}"
         described.extend((spec, plan, forward))

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from pallas_fa2.api import flash_attention
+from pallas_fa2.backends.protocol import describe_kernels
 from pallas_fa2.backends.registry import BACKENDS
-from pallas_fa2.cached_explanation import CachedExplanation, check_batch, explain_cached
+from pallas_fa2.cached_explanation import CachedExplanation, explain_cached
 from pallas_fa2.caches import Cache, Pages
 from pallas_fa2.device import Device, DeviceLike, as_device, device_of
 from pallas_fa2.ir import block_classes
@@ -110,7 +111,7 @@ def explain(
       An `Explanation`, or a `CachedExplanation`, which print as text.
 
     Raises:
-      ValueError, TypeError: as `flash_attention`; it has no such argument, or device is none of these, or there is no batch, so that nothing runs.
+      ValueError, TypeError: as `flash_attention`; it has no such argument, or device is none of these.
 
     Example:
       >>> import jax, jax.numpy as jnp, pallas_fa2 as fa
@@ -136,10 +137,9 @@ def explain(
     def describe(traced: dict) -> None:
         data = jax.tree.unflatten(tree, [traced.get(i, x) for i, x in enumerate(leaves)])
         spec, operands = parse_call(query, key, value, **data, **options)
-        check_batch(spec)
         plan = make_plan(spec, device, implementation)
         backend = BACKENDS[plan.implementation]
-        kernels = backend.describe(spec, plan.forward, plan.backward, operands)
+        kernels = describe_kernels(backend, spec, plan.forward, plan.backward, operands)
         if kernels.backward is None:
             assert plan.score_grad_fallback is not None
             name, _ = plan.score_grad_fallback
@@ -148,7 +148,7 @@ def explain(
             backward = f"{name}: {others.backward}"
             kernels = kernels._replace(backward=backward, workspace_bytes=others.workspace_bytes)
         table = None
-        if spec.has_known_lengths:
+        if spec.has_known_lengths and spec.batch != 0:
             table = block_classes.block_classes_all_heads(spec, operands, *kernels.tile)
         described.extend((spec, plan, kernels, table))
 

@@ -94,3 +94,13 @@ class Backend:
     config_type: type | None = None
     cached: CachedForward | None = None
     is_fused: bool = False
+
+
+def describe_kernels(
+    backend: Backend, spec: CallSpec, forward: Any, backward: Any, operands: Any
+) -> KernelDescription:
+    """Return a backend's description of a call, or that nothing runs where its batch is empty."""
+    if spec.batch == 0:
+        nothing = "nothing runs, as the batch is empty"
+        return KernelDescription((spec.q_len, spec.kv_len), nothing, nothing, 0)
+    return backend.describe(spec, forward, backward, operands)
