@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.common.decode import merge, scores, softmax
+from pallas_fa2.backends.common.decode import cursor, merge, scores, softmax
 from pallas_fa2.backends.common.primitives import layouts
 from pallas_fa2.backends.sm90.decode import (
     eight_bit_tile,
@@ -119,6 +119,29 @@ def test_a_cta_has_all_of_an_sm_where_few_tiles_have_wide_splits() -> None:
     assert chosen(33, 32) == (1, 6)
     others = chosen(34, 32), chosen(33, 16), chosen(33, 32, page_size=64)
     assert others == ((2, 2),) * 3 and chosen(33, 32, quantized=FP8) == (2, 4)
+
+
+def test_what_says_where_blocks_lie_is_read_before_the_first_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind a copy, each read would be waited for (docs/decisions/0089-first-copies-and-wide-splits.md)."""
+    calls: list[str] = []
+
+    def advance(self: Any, before: Any) -> Any:
+        calls.append("read")
+        return plain_advance(self, before)
+
+    def load_block(self: Any, *args: Any) -> None:
+        calls.append("copy")
+        load(self, *args)
+
+    load, plain_advance = loader.KvLoader.load_block, cursor.BlockLine.advance
+    monkeypatch.setattr(cursor.BlockLine, "advance", advance)
+    monkeypatch.setattr(loader.KvLoader, "load_block", load_block)
+    case = CASES["splits"]
+    jax.eval_shape(lambda *args: case.run(decode, *args), *case.arrays())
+    stages = calls.index("copy")
+    assert stages > 1 and calls[: 2 * stages] == ["read"] * stages + ["copy"] * stages
 
 
 def refill_too_early(self: Any, step: Any, num_steps: Any, cursor: Any) -> Any:
