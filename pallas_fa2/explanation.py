@@ -159,9 +159,11 @@ def explain(
         describe({})
     spec, plan, kernels, table = described
     backward = kernels.backward
-    if plan.score_grad_fallback is not None and plan.backward is not None:
+    if plan.score_grad_fallback is not None and plan.backward is not None and spec.batch != 0:
         backward += f"; {plan.score_grad_fallback[0]} where gradients of score data are asked for"
     share = float((table != block_classes.EMPTY).mean()) if isinstance(table, np.ndarray) else None
+    if spec.batch == 0:
+        share = 0.0
     pairs = spec.batch * spec.q_heads * spec.q_len * spec.kv_len
     flops = None if share is None else round(2 * pairs * share * (spec.head_dim + spec.value_dim))
     per_query = spec.q_heads * (spec.head_dim + spec.value_dim)

@@ -235,3 +235,4 @@ def test_explain_of_an_empty_batch_says_that_nothing_runs(implementation):
     of_cache = fa.explain(shapes(1, batch=0)[0], cache, **options)
     for text in (explanation.forward, explanation.backward, of_cache.forward):
         assert "nothing runs" in text
+    assert explanation.flops == 0 and "unknown" not in str(explanation)

@@ -216,6 +216,11 @@ def prepare_q_without_scales(split: Any) -> jax.Array:
 prepare_q = eight_bit_tile.prepare_q
 
 
+def prepare_q_with_scales_of_another_row(split: Any) -> jax.Array:
+    scale = prepare_q(split)
+    return jnp.where(scale > 0, jnp.min(scale), 0.0)
+
+
 def prepare_q_without_fence(split: Any) -> jax.Array:
     with unittest.mock.patch.object(plgpu, "commit_smem", lambda: None):
         return prepare_q(split)
@@ -227,6 +232,7 @@ BUGS_OF_8_BITS: dict[str, tuple[Any, str, Any]] = {
     "V without scales": (eight_bit_tile, "load_value_scales", scales_of_1),
     "scales of slots that are not used": (scales, "largest_exponent", of_all_slots),
     "Q without scales": (eight_bit_tile, "prepare_q", prepare_q_without_scales),
+    "Q with the scales of another row": (eight_bit_tile, "prepare_q", prepare_q_with_scales_of_another_row),
     "Q that is no operand": (eight_bit_tile, "prepare_q", lambda _: layouts.splat_constant(1.0, (8,), layouts.COL_LAYOUT)),
     "Q that is read before it is an operand": (eight_bit_tile, "prepare_q", prepare_q_without_fence),
     "O in no order": (eight_bits, "order_output", lambda acc: acc),

@@ -86,9 +86,10 @@ COMPILED_OF_8_BITS: dict[str, tuple] = {
     "h192_hv128": (16, 2, (32, 8), (192, 128), None, CAUSAL, FP8),
     "h256": (16, 2, (32, 8), (256, 256), 16, CAUSAL, INT8),
     "h256_window": (16, 2, (32, 8), (256, 256), None, DistanceRange(-511, 0), FP8),
+    "float16": (16, 4, (32, 8), (128, 128), None, CAUSAL, FP8, None, 1, 1, jnp.float16),
     "h256_column": (16, 1, (32, 8), (256, 256), None, CAUSAL, FP8),
 }
-COMPILED_QUICKLY_OF_8_BITS = {"group_4", "int8_pages_16", "h256_window"}
+COMPILED_QUICKLY_OF_8_BITS = {"group_4", "int8_pages_16", "h256_window", "float16"}
 
 
 @pytest.mark.parametrize("name", slow_but(COMPILED_QUICKLY.__contains__, COMPILED))
@@ -130,6 +131,7 @@ def compile_clean(
     split_blocks: int | None = None,
     per_request: int = 1,
     parts: int = 1,
+    dtype: Any = jnp.bfloat16,
     spills: int = 0,
 ) -> None:
     """`queries` are those of an entry, and the second of `heads` counts the parts of groups."""
@@ -156,7 +158,7 @@ def compile_clean(
     if quantized is not None:
         shape = keys[0], kv_heads, keys[1]
         scales = Scales(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 2)
-    q = jax.ShapeDtypeStruct((tokens, n, dims[0]), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((tokens, n, dims[0]), dtype)
     arrays = [
         jax.ShapeDtypeStruct((*keys, kv_heads, dim), quantized or jnp.bfloat16) for dim in dims
     ]
@@ -179,7 +181,9 @@ def test_a_call_on_8_bits_is_one_kernel() -> None:
 
     q = jax.ShapeDtypeStruct((4, 1, 32, 128), jnp.bfloat16)
     hlo = compile_gate.hlo_for_h200(run, q, cache)
-    assert hlo.count("mosaic_gpu") and " fusion(" not in hlo and " copy(" not in hlo
+    entry = hlo[hlo.index("ENTRY") :]
+    assert entry.count("custom-call(") == 1
+    assert not any(f" {x}(" in entry for x in ("fusion", "copy", "broadcast", "call"))
 
 
 def test_the_cache_is_not_copied() -> None:

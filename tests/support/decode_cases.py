@@ -100,6 +100,8 @@ class Case(NamedTuple):
         rng, requests = np.random.default_rng(0), len(self.lengths)
         (n, heads), (h, hv) = self.heads, self.dims
         q = rng.normal(size=(self.num_tokens, n, h))
+        if self.quantized:  # rows are divided by powers of two that differ
+            q *= np.exp2(-(np.arange(q[..., 0].size) % 5)).reshape(*q.shape[:2], 1)
         k, v = (rng.normal(size=(requests, self.capacity, heads, d)) for d in (h, hv))
         missing = np.arange(self.capacity) >= np.array(self.lengths)[:, None]
         for x in (k, v):

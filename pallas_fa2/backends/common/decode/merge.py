@@ -18,6 +18,7 @@ from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.decode import arrivals
 from pallas_fa2.backends.common.decode.arrays import Cta
 from pallas_fa2.backends.common.decode.cursor import Tile
+from pallas_fa2.backends.common.decode.deal import Deal
 from pallas_fa2.backends.common.decode.entries import Entry
 from pallas_fa2.backends.common.decode.plan_tables import FixedSplits, PlanTables
 from pallas_fa2.backends.common.decode.share import load_deal
@@ -41,6 +42,7 @@ from pallas_fa2.control_flow import cond, when
 # 200: 4 splits of 32 columns, which take 1 % less of a step with one key head than 3 do. With 5 kernels of 16 and of 32 columns
 # spill 120 to 224 bytes (ptxas 13.0, for an H200).
 MAX_LOADS, MAX_REGISTERS = 17, 200
+FLAGS, DEAL = 2, 3  # rows of notes
 
 
 class TileVisit[Memory](NamedTuple):
@@ -90,7 +92,7 @@ class TileVisit[Memory](NamedTuple):
             first_step = self.step - self.first_index
             ctas = _ctas_of_tile(cta, first_step, self.entry.num_blocks)
             for i, x in enumerate((*self.tile, *ctas)):
-                cta.memory.splits[begins_tile, i] = x
+                cta.memory.notes[begins_tile, i] = x
 
     def store(
         self, result: tuple[jax.Array, jax.Array], store: Callable[[jax.Array, jax.Array], None]
@@ -119,15 +121,16 @@ class TileVisit[Memory](NamedTuple):
 
 def allocate_notes() -> Scratch:
     """Allocate shared memory for the tiles of which a CTA has a split: one that it does not begin, and one that it begins. Of
-    each are noted entry, key head, and the first and the last CTA that have a split. The last row is for `arrivals.arrive`."""
-    return plgpu.SMEM((3, 4), jnp.int32)
+    each are noted entry, key head, and the first and the last CTA that have a split. Two rows more are for
+    `arrivals.arrive` and for the CTA's share (`share.load_deal`): each array takes 1 KiB, however small."""
+    return plgpu.SMEM((DEAL + 1, 1 + len(Deal._fields)), jnp.int32)
 
 
 def note_no_splits(cta: Cta[Any]) -> None:
     """Note that this CTA has no splits: two tiles whose last CTA is before the first one. All threads store the same."""
     for i in range(2):
         for j, x in enumerate((0, 0, 0, -1)):
-            cta.memory.splits[i, j] = I32(x)
+            cta.memory.notes[i, j] = I32(x)
 
 
 def merge_splits(
@@ -143,7 +146,7 @@ def merge_splits(
         return
 
     def noted(i: Scalar) -> tuple[Tile, TileSplits]:
-        entry, head, first, last = (cta.memory.splits[i, j] for j in range(4))
+        entry, head, first, last = (cta.memory.notes[i, j] for j in range(4))
         tile = Tile(entry, head)
         return tile, TileSplits(cta, _word_of(cta, tile), first, last)
 
@@ -254,7 +257,7 @@ def _split_index(cta: Scalar, begins_tile: Any) -> Scalar:
 def _ctas_of_tile(cta: Cta[Any], first_step: Scalar, num_blocks: Scalar) -> tuple[Scalar, Scalar]:
     """Compute the first and the last CTA that visits a tile of `num_blocks`, whose first block is the `first_step`-th from this
     CTA's first one on; negative if an earlier CTA begins the tile."""
-    begin, deal = load_deal(cta.memory.deal)
+    begin, deal = load_deal(cta.memory.notes.at[DEAL])
     tile_begin = begin + first_step
     return deal.cta_of(tile_begin), deal.cta_of(tile_begin + num_blocks - 1)
 
@@ -274,5 +277,5 @@ def _arrive_at(splits: TileSplits, others: TileSplits | None = None) -> jax.Arra
     the first ones have arrived, and bit 1 for the others."""
     others = splits._replace(last=splits.first - 1) if others is None else others
     counts = (x.last - x.first for x in (splits, others))
-    flags = splits.cta.memory.splits.at[2]
+    flags = splits.cta.memory.notes.at[FLAGS]
     return arrivals.arrive(splits.word, others.word, flags, *counts)

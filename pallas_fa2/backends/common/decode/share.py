@@ -2,12 +2,9 @@
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
 from pallas_fa2.backends.common.decode.deal import Deal
 from pallas_fa2.backends.common.decode.entries import Entry
-from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Scratch
+from pallas_fa2.backends.common.primitives.types import Ref, Scalar
 
 
 class Share(NamedTuple):
@@ -26,15 +23,12 @@ class Share(NamedTuple):
     deal: Deal
 
     def store_deal(self, memory: Ref) -> None:
-        """Store what `load_deal` returns. All threads store the same."""
+        """Store what `load_deal` returns, which a CTA needs where it notes splits. All threads store the same.
+
+        In registers it would be held through all loops, and kernels of 64 columns spill.
+        """
         for i, x in enumerate((self.begin, *self.deal)):
             memory[i] = x
-
-
-def allocate_deal() -> Scratch:
-    """Allocate shared memory for what a CTA needs where it notes splits. In registers it would be held through all loops,
-    and kernels of 64 columns spill."""
-    return plgpu.SMEM((1 + len(Deal._fields),), jnp.int32)
 
 
 def load_deal(memory: Ref) -> tuple[Scalar, Deal]:

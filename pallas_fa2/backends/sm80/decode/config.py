@@ -10,8 +10,8 @@ from pallas_fa2.device import Device
 # in a microsecond, about its latency, on an A100 (2.0 TB/s, 108 of them), 8 on a GeForce 4090 and 36 on an H200: more would
 # wait for the same bytes. (By count, not measured.)
 MAX_CTAS_PER_SM, MAX_STAGES = 2, 4
-# Bytes by which allocations are aligned.
-ALIGNMENT_BYTES = 1024
+# Pallas begins each array at a multiple of so many bytes: those of the notes of splits, the only one that is smaller.
+NOTES_BYTES = 1024
 
 
 def choose(spec: DecodeSpec, device: Device) -> DecodeConfig | None:
@@ -35,5 +35,5 @@ def _stage_bytes(spec: DecodeSpec, head_dim: int, value_dim: int) -> int:
 
 
 def _fixed_bytes(spec: DecodeSpec) -> int:
-    """Return the bytes of P, and of the scratch of reductions."""
-    return 2 * spec.columns * DecodeConfig.block_kv + reduction_bytes(spec) + ALIGNMENT_BYTES
+    """Return the bytes of P, of the notes of splits, and of the scratch of reductions."""
+    return 2 * spec.columns * DecodeConfig.block_kv + reduction_bytes(spec) + NOTES_BYTES

@@ -13,7 +13,7 @@ from pallas_fa2.backends.common.decode.arrays import Cta, Inputs
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.cursor import Tile
 from pallas_fa2.backends.common.decode.launch import launch
-from pallas_fa2.backends.common.decode.merge import TileVisit, merge_splits, note_no_splits
+from pallas_fa2.backends.common.decode.merge import DEAL, TileVisit, merge_splits, note_no_splits
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import DecodePlan
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
@@ -65,7 +65,7 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
     num_steps = share.end - share.begin
     loader = KvLoader(cta, share, num_steps)
     tile, first_index = Tile(share.entry, share.head), share.begin - share.tile_begin
-    share.store_deal(cta.memory.deal)
+    share.store_deal(cta.memory.notes.at[DEAL])
     note_no_splits(cta)
     # No slower warp takes back what another notes. On Hopper the barriers between a note and the merge are enough.
     async_copy.sync_cta(1)

@@ -6,7 +6,6 @@ from jax.typing import DTypeLike
 
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.merge import allocate_notes
-from pallas_fa2.backends.common.decode.share import allocate_deal
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives import swizzle
 from pallas_fa2.backends.common.primitives.types import Ref, Scratch
@@ -19,8 +18,7 @@ class SharedStorage(NamedTuple):
     k: Ref  # [stages, 64, H]
     v: Ref  # [stages, 64, Hv]
     p: Ref  # [columns, 64]
-    deal: Ref  # int32 [5]: `share.load_deal`
-    splits: Ref  # int32 [3, 4]: `merge.allocate_notes`
+    notes: Ref  # int32 [4, 5]: `merge.allocate_notes`
 
     @classmethod
     def allocate(cls, spec: DecodeSpec, config: DecodeConfig, dtype: DTypeLike) -> "SharedStorage":
@@ -33,6 +31,5 @@ class SharedStorage(NamedTuple):
             k=smem(stages, block_kv, config.head_dim),
             v=smem(stages, block_kv, config.value_dim),
             p=smem(spec.columns, block_kv),
-            deal=allocate_deal(),
-            splits=allocate_notes(),
+            notes=allocate_notes(),
         )

@@ -16,7 +16,7 @@ ARRAY_BYTES = 1024
 # Of mbarriers: one for each Q of two, and for K and V of each stage, of 8 bytes each, and what Pallas adds.
 BARRIER_BYTES = 256
 # With so many columns a split is 16 KiB, and with so many multiprocessors for each tile, two CTAs on each, the last CTA of a tile
-# merges 8 splits or more, two turns of its loads: at K = 1, B 16 and S 8192 16, which took 6 of 29 us. One CTA of 6 stages, where
+# merges 8 splits or more, two turns of its loads. With K = 1, B 16 and S 8192 it merges 16, which took 6 of 29 us. One CTA of 6 stages, where
 # two would have 2 each, takes 24.5, and on pages as long as two (docs/decisions/0089-first-copies-and-wide-splits.md).
 WIDE_COLUMNS, SMS_OF_A_TILE = 32, 4
 # What two CTAs have in flight at H = 64, 192 KiB an SM, is several times what its share of 4.8 TB/s brings in the latency
@@ -57,7 +57,7 @@ def shared_bytes(spec: DecodeSpec, head_dim: int, value_dim: int, stages: int) -
     ring = stages * DecodeConfig.block_kv * (head_dim + value_dim) * item
     # Q twice, P and the output
     operands = 2 * spec.columns * (2 * head_dim + DecodeConfig.block_kv + value_dim)
-    small = [20, 48]  # `share.allocate_deal` and `merge.allocate_notes`
+    small = [80]  # `merge.allocate_notes`
     if spec.quantized is not None:
         copies = DecodeConfig.block_kv // page_rows(spec, DecodeConfig.block_kv)
         small += [4 * spec.columns] + 2 * [stages * copies * 2 * SCALE_LINE]

@@ -48,7 +48,8 @@ def attend(split: Split, cursor: KvCursor) -> LoopState:
 def prepare_q(split: Split) -> jax.Array:
     """Make Q of the tile an operand, and return what its rows were divided by, [columns]."""
     memory = split.cta.memory
-    order_queries(memory.q.at[split.q_slot], memory.q_scale, memory.out.dtype)
+    dtype = memory.out.dtype  # that of queries, whose bits are in `memory.q`
+    order_queries(memory.q.at[split.q_slot], memory.q_scale, dtype)
     plgpu.commit_smem()
     return plgpu.load(memory.q_scale, layout=layouts.COL_LAYOUT, optimized=False)
 

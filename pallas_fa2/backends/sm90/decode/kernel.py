@@ -15,7 +15,7 @@ from pallas_fa2.backends.common.decode.arrays import Cta, Inputs
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.cursor import KvCursor, Tile
 from pallas_fa2.backends.common.decode.launch import launch
-from pallas_fa2.backends.common.decode.merge import TileVisit, merge_splits, note_no_splits
+from pallas_fa2.backends.common.decode.merge import DEAL, TileVisit, merge_splits, note_no_splits
 from pallas_fa2.backends.common.decode.mods import NO_MODS, ModArrays
 from pallas_fa2.backends.common.decode.schedule import DecodePlan
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
@@ -49,7 +49,8 @@ def decode(
     """
     dtype = q.dtype
     if spec.quantized is not None:
-        # Only bits are loaded, of which the kernel makes operands (`query_operand.py`): XLA has no operation for it.
+        # The kernel loads Q's bits as they are, under the operand's dtype, and converts them in shared memory
+        # (`query_operand.py`). This cast is no kernel of XLA's.
         q = lax.bitcast_convert_type(q, OPERAND_DTYPE)
     shape = spec.num_tokens * spec.kv_heads, spec.group, 1, spec.head_dim
     # Q is small: where TMA would load partial panels one by one, they are filled before.
@@ -83,7 +84,7 @@ def visit_share(cta: Cta[SharedStorage]) -> None:
     def load_first_q() -> None:
         loader.load_q(I32(0), first_entry.first_query, share.head)
 
-    share.store_deal(cta.memory.deal)
+    share.store_deal(cta.memory.notes.at[DEAL])
     note_no_splits(cta)
     first_visit = TileVisit.of(cta, tile, first_entry, first_index, I32(0), num_steps)
     first_visit.prepare_word()

@@ -9,7 +9,6 @@ from jax.typing import DTypeLike
 from pallas_fa2.backends.common.decode.arrays import page_rows
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.merge import allocate_notes
-from pallas_fa2.backends.common.decode.share import allocate_deal
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.common.primitives import swizzle
 from pallas_fa2.backends.common.primitives.types import Ref, Scratch
@@ -28,8 +27,7 @@ class SharedStorage(NamedTuple):
     k: Ref  # [stages, 64, H], of 8 or 16 bits
     v: Ref  # [stages, 64, Hv]
     p: Ref  # [columns, 64]
-    deal: Ref  # int32 [5]: `share.load_deal`
-    splits: Ref  # int32 [3, 4]: `merge.allocate_notes`
+    notes: Ref  # int32 [4, 5]: `merge.allocate_notes`
     out: Ref  # [columns, Hv]
     q_full: Barriers
     kv_full: Barriers
@@ -37,7 +35,9 @@ class SharedStorage(NamedTuple):
     # of the next ones.
     k_scale: Ref = None
     v_scale: Ref = None
-    q_scale: Ref = None  # float32 [columns]: what rows of Q were divided by, beside K of 8 bits
+    # Beside K of 8 bits, float32 [columns]: what rows of this tile's Q were divided by. One slot will do: all warps read it when
+    # the tile begins, and meet in each of its blocks, of which it has one at least, before the next tile's are stored.
+    q_scale: Ref = None
 
     @classmethod
     def allocate(cls, spec: DecodeSpec, config: DecodeConfig, dtype: DTypeLike) -> "SharedStorage":
@@ -63,8 +63,7 @@ class SharedStorage(NamedTuple):
             k=ring(config.head_dim),
             v=ring(config.value_dim),
             p=smem(spec.columns, config.block_kv),
-            deal=allocate_deal(),
-            splits=allocate_notes(),
+            notes=allocate_notes(),
             out=smem(spec.columns, config.value_dim, dtype=dtype),
             q_full=Barriers.allocate(spec.q_len, q=2),
             kv_full=Barriers.allocate(copies, k=config.stages, v=config.stages),

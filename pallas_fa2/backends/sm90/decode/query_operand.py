@@ -20,25 +20,26 @@ from pallas_fa2.backends.common.primitives.swizzle import (
 from pallas_fa2.backends.common.primitives.thread_values import address, sum_i32, thread_field
 from pallas_fa2.backends.common.primitives.types import MlirValue, Ref
 
-# Rows are divided so that their largest element is 2^14 or more, and below 2^15, which float16 has. Elements down to 2^-28 of
-# it are no subnormal numbers then, and products and sums are far from those that float32 lacks.
+# Rows are divided so that their largest element is 2^14 or more, and below 2^15, which float16 has; less where it is below
+# 2^-112. Elements down to 2^-28 of it are no subnormal numbers then, and products and sums are far from those that float32 lacks.
 QUERY_EXPONENT = 14
-LANES_OF_ROW = 16
+LANES_OF_ROW, MAX_PANELS = 16, 4  # 16 columns a lane
 
 
 def order_queries(buffer: Ref, scale: Ref, dtype: DTypeLike) -> None:
     """Make Q `[columns, H]`, in whose place there are bits of `dtype`, an operand, and store the powers of two that its rows
     were divided by in `scale`, float32 `[columns]`. Both are in shared memory.
 
-    Nothing waits for other warps, and no product may read the operand before `commit_smem`.
+    Nothing waits for other warps: neither may be read before `commit_smem`.
     """
     name = jnp.dtype(dtype).name
 
     @inline_op("order_queries", as_operand(buffer), plgpu.RefType(), dtype=name)
     def order(_, buffer: Ref, scale: Ref) -> None:
         row_groups, panels, _, _ = ir.MemRefType(buffer.type).shape
+        assert panels <= MAX_PANELS
         # A lane has 16 columns of a row, two chunks of 16 bytes. Where H is less than 256, all lanes beyond the last panel do
-        # what those of the last panel do, at the same time.
+        # what those of the last panel do. None stores before all lanes of the warp have loaded: a store depends on the exchanges.
         row = thread_field(4, 3, 1)
         panel = arith.minui(thread_field(2, 2, 1), i32(panels - 1))
         chunk = arith.xori(thread_field(0, 2, 32), thread_field(4, 3, 16))
@@ -63,7 +64,7 @@ def order_queries(buffer: Ref, scale: Ref, dtype: DTypeLike) -> None:
 def _exponent(largest: MlirValue) -> MlirValue:
     """Emit the biased exponent of the power of two that a row is divided by, of the bits of its largest magnitude."""
     exponent = arith.shrui(largest, i32(23))
-    # Rows of zeros have 2^0, and so have those with infinity or NaN, which stay.
+    # Rows of zeros and of subnormal numbers, which become zeros, have 2^0, and so have those with infinity or NaN, which stay.
     less_one = arith.subi(exponent, i32(1))
     is_normal = arith.cmpi(arith.CmpIPredicate.ult, less_one, i32(254))
     lowered = arith.maxsi(arith.subi(exponent, i32(QUERY_EXPONENT)), i32(1))
