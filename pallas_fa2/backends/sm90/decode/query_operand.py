@@ -3,6 +3,7 @@
 Rows are divided by powers of two, because float16 has fewer exponents than bfloat16.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -40,22 +41,25 @@ def order_queries(buffer: Ref, scale: Ref, dtype: DTypeLike) -> None:
         assert panels <= MAX_PANELS
         # A lane has 16 columns of a row, two chunks of 16 bytes. Where H is less than 256, all lanes beyond the last panel do
         # what those of the last panel do. None stores before all lanes of the warp have loaded: a store depends on the exchanges.
-        row = thread_field(4, 3, 1)
         panel = arith.minui(thread_field(2, 2, 1), i32(panels - 1))
-        chunk = arith.xori(thread_field(0, 2, 32), thread_field(4, 3, 16))
         panel = arith.muli(panel, i32(SWIZZLE_ROWS * SWIZZLE_BYTES))
+        chunk = arith.xori(thread_field(0, 2, 32), thread_field(4, 3, 16))
         first = sum_i32(address(buffer, 32), panel, thread_field(4, 3, SWIZZLE_BYTES), chunk)
+        # All rows are loaded first, so that their exchanges are under way together.
+        chunks, rows = [], []
         for group in range(row_groups):
             at = arith.addi(first, i32(group * panels * SWIZZLE_ROWS * SWIZZLE_BYTES))
-            chunks = at, arith.xori(at, i32(16))
-            numbers = [x for y in chunks for word in _load_chunk(y) for x in _WIDEN[name](word)]
-            exponent = _exponent(_largest_of_row([_magnitude(x) for x in numbers]))
-            place = sum_i32(address(scale, 32), arith.shli(row, i32(2)))
-            _store_word(arith.addi(place, i32(4 * SWIZZLE_ROWS * group)), _power(exponent))
+            chunks.append((at, arith.xori(at, i32(16))))
+            words = [word for place in chunks[-1] for word in _load_chunk(place)]
+            rows.append([x for word in words for x in _WIDEN[name](word)])
+        of_row = sum_i32(address(scale, 32), thread_field(4, 3, 4))
+        for group, largest in enumerate(_largest_of_rows(rows)):
+            exponent = _exponent(largest)
+            _store_word(arith.addi(of_row, i32(4 * SWIZZLE_ROWS * group)), _power(exponent))
             inverse = _as_float(_power(arith.subi(i32(254), exponent)))
-            scaled = [arith.mulf(x, inverse) for x in numbers]
+            scaled = [arith.mulf(x, inverse) for x in rows[group]]
             words = [_narrow(*scaled[i : i + 2]) for i in range(0, len(scaled), 2)]
-            for half, place in enumerate(chunks):
+            for half, place in enumerate(chunks[group]):
                 _store_chunk(place, words[half::2])
 
     order(buffer, scale)
@@ -85,14 +89,13 @@ def _as_float(bits: MlirValue) -> MlirValue:
     return arith.bitcast(ir.F32Type.get(), bits)
 
 
-def _largest_of_row(values: list[MlirValue]) -> MlirValue:
-    """Emit the largest of the integers that the lanes of a row have."""
-    largest = values[0]
-    for x in values[1:]:
-        largest = arith.maxui(largest, x)
+def _largest_of_rows(rows: list[list[MlirValue]]) -> list[MlirValue]:
+    """Emit the bits of the largest magnitude of each row, of which 16 lanes have numbers."""
+    largest = [functools.reduce(arith.maxui, map(_magnitude, numbers)) for numbers in rows]
     step = LANES_OF_ROW // 2
     while step:
-        largest = arith.maxui(largest, _shuffle(largest, step))
+        others = [_shuffle(x, step) for x in largest]
+        largest = [arith.maxui(x, y) for x, y in zip(largest, others, strict=True)]
         step //= 2
     return largest
 
