@@ -9,6 +9,7 @@ import pytest
 
 from pallas_fa2.backends.sm90.decode import eight_bits, scales
 from tests.support import inline
+from tests.support.device_arith import ARITH
 
 
 def test_orders_are_permutations_within_sixteen() -> None:
@@ -36,13 +37,8 @@ BASE = 1 << 12  # the address of the buffer
 
 @pytest.fixture
 def values_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    operations = {
-        "addi": np.add, "muli": np.multiply, "xori": np.bitwise_xor, "andi": np.bitwise_and, "ori": np.bitwise_or,
-        "shli": np.left_shift, "shrui": np.right_shift, "select": np.where, "cmpi": lambda _, a, b: a != b,
-        "CmpIPredicate": types.SimpleNamespace(ne=None),
-    }  # fmt: skip
     for module in (eight_bits, scales):
-        monkeypatch.setattr(module, "arith", types.SimpleNamespace(**operations))
+        monkeypatch.setattr(module, "arith", ARITH)
         monkeypatch.setattr(module, "i32", lambda value: value)
         monkeypatch.setattr(module, "sum_i32", lambda *terms: sum(terms))
         monkeypatch.setattr(module, "address", lambda buffer, bits: BASE)

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_fa2.backends.sm90.decode import query_operand
 from tests.support import inline
+from tests.support.device_arith import ARITH
 
 THREAD = np.arange(128, dtype=np.int32)
 BASE, SCALES = 1 << 12, 1 << 10  # the addresses of the buffer and of the scales
@@ -42,12 +43,7 @@ class Threads:
             return types.SimpleNamespace(get=x, get_signless=x)
 
         fakes = {
-            "arith": types.SimpleNamespace(
-                addi=np.add, subi=np.subtract, muli=np.multiply, xori=np.bitwise_xor, andi=np.bitwise_and, shli=np.left_shift,
-                shrui=np.right_shift, minui=np.minimum, maxui=np.maximum, maxsi=np.maximum, mulf=np.multiply, select=np.where,
-                cmpi=lambda _, a, b: a.view(np.uint32) < b, bitcast=lambda kind, x: x.view(kind),
-                CmpIPredicate=types.SimpleNamespace(ult=None),
-            ),
+            "arith": ARITH,
             "ir": types.SimpleNamespace(
                 MemRefType=lambda _: self, F32Type=kind(lambda: np.float32), IntegerType=kind(lambda _: np.int32)
             ),
@@ -55,7 +51,7 @@ class Threads:
             "thread_field": lambda first, n, weight: ((THREAD >> first) & ((1 << n) - 1)) * np.int32(weight),
             "asm_words": None, "_load_chunk": self.load, "_store_chunk": self.store,
             "_store_word": lambda at, word: self.store(at, [word]),
-            "_shuffle": lambda x, step: x.reshape(4, 32)[:, np.arange(32) ^ step].reshape(-1),
+            "shuffle_xor": lambda x, step, _: x.reshape(4, 32)[:, np.arange(32) ^ step].reshape(-1),
             "_narrow": lambda low, high: as_words(np.stack([low, high], 1).astype(np.float16))[:, 0],
         }  # fmt: skip
         for name, fake in fakes.items():

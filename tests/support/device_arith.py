@@ -11,6 +11,7 @@ _PREDICATES = {
     "sgt": np.greater,
     "sle": np.less_equal,
     "slt": np.less,
+    "ult": lambda x, y: x.view(np.uint32) < y,
 }
 
 # A right shift is that of its operand's dtype, signed or not.
@@ -25,6 +26,10 @@ ARITH = types.SimpleNamespace(
     shrsi=np.right_shift,
     shrui=np.right_shift,
     maxsi=np.maximum,
+    maxui=np.maximum,  # of what is not negative
+    minui=np.minimum,
+    mulf=np.multiply,
+    bitcast=lambda kind, value: value.view(kind),
     select=np.where,
     extui=lambda _, value: value,  # of what is not negative
     cmpi=lambda predicate, x, y: predicate(x, y),

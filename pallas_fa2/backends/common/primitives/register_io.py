@@ -18,7 +18,6 @@ from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.inline import asm, asm_words, i32, inline_op
 from pallas_fa2.backends.common.primitives.layouts import (
     ACC_LAYOUT,
-    LANES,
     ROW_LAYOUT,
     ROWS_PER_WARPGROUP,
 )
@@ -26,6 +25,7 @@ from pallas_fa2.backends.common.primitives.thread_values import (
     address,
     elements,
     scalars,
+    shuffle_xor,
     thread_index,
     vector,
     warpgroup_thread_index,
@@ -230,16 +230,10 @@ def _transpose_among_four(words: list[MlirValue], neighbor: MlirValue) -> list[M
         has_bit = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(neighbor, i32(bit)), i32(0))
         for i in (i for i in range(4) if not i & bit):
             low, high = words[i], words[i + bit]
-            received = _shuffle_xor(arith.select(has_bit, low, high), bit, "r")
+            received = shuffle_xor(arith.select(has_bit, low, high), bit, "r")
             words[i] = arith.select(has_bit, received, low)
             words[i + bit] = arith.select(has_bit, high, received)
     return words
-
-
-def _shuffle_xor(value: MlirValue, lanes: int, register: str) -> MlirValue:
-    """Emit the exchange of a value with the lane whose index differs in these bits."""
-    code = f"shfl.sync.bfly.b32 $0, $1, {lanes}, {LANES - 1}, -1;"
-    return asm(code, f"={register},{register}", value, result=value.type)
 
 
 def _load_words(start: MlirValue, offset: int, count: int) -> list[MlirValue]:
@@ -291,7 +285,7 @@ def _add_sums(
     sums = {offset: functools.reduce(arith.addf, values) for offset, values in terms.items()}
     for offset, value in sums.items():
         for bit in lanes:
-            value = arith.addf(value, _shuffle_xor(value, bit, "f"))
+            value = arith.addf(value, shuffle_xor(value, bit, "f"))
         code = (
             "{ .reg .pred p; setp.eq.s32 p, $2, 0; "
             f"@p red.relaxed.gpu.global.add.f32 [$0 + {4 * offset}], $1; }}"

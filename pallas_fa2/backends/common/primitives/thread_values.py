@@ -20,6 +20,7 @@ from pallas_fa2.backends.common.inline import asm, i32, inline_op
 from pallas_fa2.backends.common.primitives.layouts import (
     ACC_LAYOUT,
     COL_LAYOUT,
+    LANES,
     ROW_LAYOUT,
     THREADS,
     WARPS,
@@ -66,6 +67,12 @@ def thread_field(first: int, count: int, weight: int) -> MlirValue:
 def sum_i32(*terms: MlirValue) -> MlirValue:
     """Emit the sum of integers."""
     return functools.reduce(arith.addi, terms)
+
+
+def shuffle_xor(value: MlirValue, lanes: int, register: str) -> MlirValue:
+    """Emit the exchange of a value, in a PTX register "r" or "f", with the lane whose index differs in these bits."""
+    code = f"shfl.sync.bfly.b32 $0, $1, {lanes}, {LANES - 1}, -1;"
+    return asm(code, f"={register},{register}", value, result=value.type)
 
 
 def splat(value: MlirValue) -> Registers:

@@ -18,7 +18,12 @@ from pallas_fa2.backends.common.primitives.swizzle import (
     SWIZZLE_ROWS,
     as_operand,
 )
-from pallas_fa2.backends.common.primitives.thread_values import address, sum_i32, thread_field
+from pallas_fa2.backends.common.primitives.thread_values import (
+    address,
+    shuffle_xor,
+    sum_i32,
+    thread_field,
+)
 from pallas_fa2.backends.common.primitives.types import MlirValue, Ref
 
 # Rows are divided so that their largest element is 2^14 or more, and below 2^15, which float16 has; less where it is below
@@ -28,7 +33,7 @@ LANES_OF_ROW, MAX_PANELS = 16, 4  # 16 columns a lane
 
 
 def order_queries(buffer: Ref, scale: Ref, dtype: DTypeLike) -> None:
-    """Make Q `[columns, H]`, in whose place there are bits of `dtype`, an operand, and store the powers of two that its rows
+    """Make Q `[columns, H]`, whose buffer has bits of `dtype`, an operand in place, and store the powers of two that its rows
     were divided by in `scale`, float32 `[columns]`. Both are in shared memory.
 
     Nothing waits for other warps: neither may be read before `commit_smem`.
@@ -50,7 +55,7 @@ def order_queries(buffer: Ref, scale: Ref, dtype: DTypeLike) -> None:
         for group in range(row_groups):
             at = arith.addi(first, i32(group * panels * SWIZZLE_ROWS * SWIZZLE_BYTES))
             chunks.append((at, arith.xori(at, i32(16))))
-            words = [word for place in chunks[-1] for word in _load_chunk(place)]
+            words = [word for start in chunks[-1] for word in _load_chunk(start)]
             rows.append([x for word in words for x in _WIDEN[name](word)])
         of_row = sum_i32(address(scale, 32), thread_field(4, 3, 4))
         for group, largest in enumerate(_largest_of_rows(rows)):
@@ -59,8 +64,8 @@ def order_queries(buffer: Ref, scale: Ref, dtype: DTypeLike) -> None:
             inverse = _as_float(_power(arith.subi(i32(254), exponent)))
             scaled = [arith.mulf(x, inverse) for x in rows[group]]
             words = [_narrow(*scaled[i : i + 2]) for i in range(0, len(scaled), 2)]
-            for half, place in enumerate(chunks[group]):
-                _store_chunk(place, words[half::2])
+            for half, start in enumerate(chunks[group]):
+                _store_chunk(start, words[half::2])
 
     order(buffer, scale)
 
@@ -94,15 +99,10 @@ def _largest_of_rows(rows: list[list[MlirValue]]) -> list[MlirValue]:
     largest = [functools.reduce(arith.maxui, map(_magnitude, numbers)) for numbers in rows]
     step = LANES_OF_ROW // 2
     while step:
-        others = [_shuffle(x, step) for x in largest]
-        largest = [arith.maxui(x, y) for x, y in zip(largest, others, strict=True)]
+        received = [shuffle_xor(x, step, "r") for x in largest]
+        largest = [arith.maxui(x, y) for x, y in zip(largest, received, strict=True)]
         step //= 2
     return largest
-
-
-def _shuffle(value: MlirValue, step: int) -> MlirValue:
-    code = f"shfl.sync.bfly.b32 $0, $1, {step}, 31, -1;"
-    return asm(code, "=r,r", value, result=value.type)
 
 
 def _load_chunk(at: MlirValue) -> list[MlirValue]:
