@@ -7,7 +7,8 @@
 Each sequence has one query, bfloat16, random. Gigabytes a second are those of the keys and values up to the sequences' lengths,
 over the time of all kernels of a call by CUPTI, the median of bursts that alternate between the implementations. An
 implementation whose error against dense float32 attention is above twice that of dense bfloat16 attention gets no speed.
-`pages16` and `pages64` are ours on pages in random order.
+`pages16` and `pages64` are ours on pages in random order, `int8` and `fp8` ours on caches of 8 bits, whose error is against dense attention
+of the values that they stand for.
 """
 
 import argparse
@@ -49,9 +50,9 @@ class Case:
         draws = np.random.default_rng(0).lognormal(0.0, 1.0, self.batch)
         return np.maximum(1, draws / draws.max() * self.kv_len).astype(np.int32)
 
-    def gigabytes(self) -> float:
-        """Return the size of the keys and values that a step reads, 2 bytes an element."""
-        return 4e-9 * int(self.lengths().sum()) * self.kv_heads * self.head_dim
+    def gigabytes(self, itemsize: int = 2) -> float:
+        """Return the size of the keys and values that a step reads, without scales."""
+        return 2e-9 * itemsize * int(self.lengths().sum()) * self.kv_heads * self.head_dim
 
 
 CASES = {
@@ -89,8 +90,15 @@ def paged(page: int, q: Any, k: Any, v: Any, lengths: Any) -> tuple:
     return q, key, value, lengths, jnp.asarray(order.reshape(batch, -1))
 
 
-def ours(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-    return fa.cached_attention(q, fa.Cache(k, v, lengths))
+def quantized(dtype: Any, q: Any, k: Any, v: Any, lengths: Any) -> tuple:
+    """Return the arguments with keys and values of 8 bits, and the scales of these."""
+    batch, tokens, heads, size = k.shape
+    cache = fa.Cache.zeros(batch, tokens, kv_heads=heads, head_dim=size, dtype=dtype).append(k, v)
+    return q, cache.key, cache.value, lengths, cache.k_scale, cache.v_scale
+
+
+def ours(q: Any, k: Any, v: Any, lengths: Any, *scales: Any) -> Any:
+    return fa.cached_attention(q, fa.Cache(k, v, lengths, *scales))
 
 
 def ours_paged(q: Any, k: Any, v: Any, lengths: Any, table: Any) -> Any:
@@ -134,27 +142,47 @@ def xla(q: Any, k: Any, v: Any, lengths: Any) -> Any:
     )
 
 
-# The function, the tokens of a page, and whether it takes sequences of several lengths.
-IMPLEMENTATIONS: dict[str, tuple[Callable, int | None, bool]] = {
-    "ours": (ours, None, True),
-    "pages16": (ours_paged, 16, True),
-    "pages64": (ours_paged, 64, True),
-    "cudnn": (cudnn, None, True),
-    "cudnn_pages64": (cudnn_paged, 64, True),
-    "fa3": (fa3, None, False),
-    "triton": (triton, None, True),
-    "xla": (xla, None, True),
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """A function of the arrays that `stored` makes of a case's inputs."""
+
+    run: Callable
+    stored: Callable[..., tuple] | None = None  # the inputs themselves
+    takes_lengths: bool = True  # sequences may have several lengths
+    itemsize: int = 2  # bytes of a number in keys and values
+
+    def arguments(self, *args: Any) -> tuple:
+        return args if self.stored is None else self.stored(*args)
+
+
+def _of_8_bits(dtype: Any) -> Implementation:
+    return Implementation(ours, functools.partial(quantized, dtype), itemsize=1)
+
+
+IMPLEMENTATIONS = {
+    "ours": Implementation(ours),
+    "pages16": Implementation(ours_paged, functools.partial(paged, 16)),
+    "pages64": Implementation(ours_paged, functools.partial(paged, 64)),
+    "int8": _of_8_bits(jnp.int8),
+    "fp8": _of_8_bits(jnp.float8_e4m3fn),
+    "cudnn": Implementation(cudnn),
+    "cudnn_pages64": Implementation(cudnn_paged, functools.partial(paged, 64)),
+    "fa3": Implementation(fa3, takes_lengths=False),
+    "triton": Implementation(triton),
+    "xla": Implementation(xla),
 }
-OURS = "ours", "pages16", "pages64"
+OURS = "ours", "pages16", "pages64", "int8", "fp8"
 RESULTS = "nvidia-h200-decode.json"
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "benchmarks" / "decode.md"
 
 
-def reference(dtype: Any, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
+def reference(dtype: Any, q: Any, k: Any, v: Any, lengths: Any, *scales: Any) -> jax.Array:
     """Compute dense attention of the query heads of the last key head, whose scores fit in memory."""
     group = q.shape[2] // k.shape[2]
-    q, k, v = (x.astype(dtype) for x in (q[:, :, -group:], k[:, :, -1:], v[:, :, -1:]))
-    cache = fa.Cache(k, v, lengths)
+    q, k, v = q[:, :, -group:].astype(dtype), k[:, :, -1:], v[:, :, -1:]
+    if not scales:
+        k, v = k.astype(dtype), v.astype(dtype)
+    cache = fa.Cache(k, v, lengths, *(x[:, -1:] for x in scales))
     return fa.cached_attention(q, cache, implementation="reference").astype(jnp.float32)
 
 
@@ -165,34 +193,35 @@ def error(out: jax.Array, expected: jax.Array) -> float:
 
 
 def measure_case(name: str, names: tuple[str, ...], iterations: int) -> dict[str, Any]:
-    """Return a row for each implementation of a case, and the allowed error."""
+    """Return a row for each implementation of a case."""
     case = CASES[name]
     types = jax.eval_shape(lambda: inputs(case))
     programs: dict[str, Any] = {}
+    references = {"inputs": compiled_references(types)}
     rows: dict[str, dict[str, Any]] = {}
     for who in names:
-        run, page, takes_lengths = IMPLEMENTATIONS[who]
+        how = IMPLEMENTATIONS[who]
         try:
-            if case.log_normal and not takes_lengths:
+            if case.log_normal and not how.takes_lengths:
                 raise NotImplementedError("it knows no lengths")
-            args = types if page is None else jax.eval_shape(functools.partial(paged, page), *types)
-            programs[who] = jax.jit(run).lower(*args).compile()
+            args = jax.eval_shape(how.arguments, *types)
+            programs[who] = jax.jit(how.run).lower(*args).compile()
         except Exception as e:  # noqa: BLE001 - a rival without this case must not end the run
             rows[who] = {"refused": measure.short_error(e)}
-    references = [
-        jax.jit(functools.partial(reference, dtype)).lower(*types).compile()
-        for dtype in (jnp.float32, jnp.bfloat16)
-    ]
+            continue
+        if how.itemsize == 1:
+            references[who] = compiled_references(args)
     with measure.Gpu.lock:
         args = inputs(case)
-        expected, dense = (run(*args) for run in references)
-        allowed = measure.FACTOR * error(dense, expected)
+        expected = {"inputs": solve(references["inputs"], args)}
         for who, run in list(programs.items()):
-            page = IMPLEMENTATIONS[who][1]
-            own = args if page is None else jax.jit(functools.partial(paged, page))(*args)
+            own = jax.jit(IMPLEMENTATIONS[who].arguments)(*args)
+            if who in references:
+                expected[who] = solve(references[who], own)
+            exact, allowed = expected.get(who, expected["inputs"])
             rows[who] = {}
             try:
-                rows[who] = {"error": error(run(*own), expected)}
+                rows[who] = {"error": error(run(*own), exact), "allowed": allowed}
                 if not rows[who]["error"] <= allowed:
                     raise ValueError("wrong result")
                 programs[who] = run, own
@@ -200,12 +229,25 @@ def measure_case(name: str, names: tuple[str, ...], iterations: int) -> dict[str
                 rows[who]["refused"] = measure.describe_failure(e, args)
                 del programs[who]
         for who, times in alternate(programs, iterations).items():
-            rows[who] |= speed(case, times)
+            rows[who] |= speed(case.gigabytes(IMPLEMENTATIONS[who].itemsize), times)
     return {
         "case": dataclasses.asdict(case),
-        "allowed": allowed,
         "rows": {n: rows[n] for n in names},
     }
+
+
+def compiled_references(types: tuple) -> list[Any]:
+    """Return dense attention in float32 and in bfloat16, compiled for arguments of these types."""
+    return [
+        jax.jit(functools.partial(reference, dtype)).lower(*types).compile()
+        for dtype in (jnp.float32, jnp.bfloat16)
+    ]
+
+
+def solve(references: list[Any], args: tuple) -> tuple[jax.Array, float]:
+    """Return the result of dense float32 attention, and twice the error of dense bfloat16 attention."""
+    exact, rounded = (run(*args) for run in references)
+    return exact, measure.FACTOR * error(rounded, exact)
 
 
 def alternate(programs: dict[str, Any], iterations: int) -> dict[str, list]:
@@ -220,11 +262,11 @@ def alternate(programs: dict[str, Any], iterations: int) -> dict[str, list]:
     return launches
 
 
-def speed(case: Case, launches: list[list[tuple[str, float]]]) -> dict[str, float]:
+def speed(gigabytes: float, launches: list[list[tuple[str, float]]]) -> dict[str, float]:
     """Return the median milliseconds of all kernels of a launch, and without the longest one, and gigabytes a second."""
     ms = statistics.median(sum(ms for _, ms in kernels) for kernels in launches)
     longest = statistics.median(max(ms for _, ms in kernels) for kernels in launches)
-    rounded = {"ms": ms, "others_ms": ms - longest, "gb_s": case.gigabytes() / ms * 1e3}
+    rounded = {"ms": ms, "others_ms": ms - longest, "gb_s": gigabytes / ms * 1e3}
     return {name: record.rounded(x) for name, x in rounded.items()}
 
 

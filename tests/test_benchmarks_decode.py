@@ -24,15 +24,16 @@ def fake_times(monkeypatch):
 def test_a_case_has_speeds_of_what_is_right(fake_times, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(decode, "CASES", {"tiny": TINY})
     wrong = decode.IMPLEMENTATIONS | {
-        "xla": (lambda q, k, v, lengths: jnp.zeros_like(q), None, True)
+        "xla": decode.Implementation(lambda q, k, v, lengths: jnp.zeros_like(q))
     }
     monkeypatch.setattr(decode, "IMPLEMENTATIONS", wrong)
     path = tmp_path / "tiny.json"
     decode.main(["--rivals", "xla,cudnn,triton", "--iterations", "2", "--json", str(path)])
     rows = json.loads(path.read_text())["results"]["tiny"]["rows"]
     for name in decode.OURS:
-        # K and V of 2 sequences of 128 tokens, 2 heads of 16 numbers of 2 bytes, in 4 ms
-        assert rows[name]["gb_s"] == pytest.approx(4e-9 * 2 * 128 * 2 * 16 / 4e-3, rel=1e-3)
+        # K and V of 2 sequences of 128 tokens, 2 heads of 16 numbers, in 4 ms
+        size = 1 if name in ("int8", "fp8") else 2
+        assert rows[name]["gb_s"] == pytest.approx(size * 2e-9 * 2 * 128 * 2 * 16 / 4e-3, rel=1e-3)
         assert rows[name]["ms"] == 4.0 and rows[name]["others_ms"] == 1.0
         assert rows[name]["error"] < 0.01
     assert "wrong result" in rows["xla"]["refused"] and "gb_s" not in rows["xla"]
@@ -45,6 +46,16 @@ def test_pages_hold_the_keys_of_the_cache():
     _, pool, _, _, table = decode.paged(16, q, k, v, lengths)
     np.testing.assert_array_equal(pool[table].reshape(k.shape), k)
     assert sorted(np.asarray(table).ravel()) == list(range(16))
+
+
+def test_a_cache_of_8_bits_is_checked_against_what_it_stands_for():
+    args = decode.inputs(TINY)
+    stored = decode.quantized(jnp.int8, *args)
+    expected = decode.reference(jnp.float32, *stored)
+    assert decode.error(decode.ours(*stored), expected) < 0.01
+    assert 0.001 < decode.error(decode.reference(jnp.float32, *args), expected) < 0.03
+    wrong = *stored[:-1], 1.5 * stored[-1]
+    assert decode.error(decode.ours(*wrong), expected) > 0.1
 
 
 def test_log_normal_lengths_reach_the_longest():
