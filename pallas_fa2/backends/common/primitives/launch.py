@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.backends.common.canonical_module import canonicalize_module
 from pallas_fa2.backends.common.primitives.types import Ref, Scratch
+from pallas_fa2.ir.mesh import varying_axes
 
 
 def isolate_from_fusion(kernel: Callable) -> Callable:
@@ -97,6 +98,15 @@ def run_in_place(
 
     @isolate_from_fusion
     def after(read: list, written: tuple) -> tuple:
-        return pl.run_state(lambda refs: kernel(*read, *refs))(written)
+        def launch(refs: tuple) -> None:
+            for ref, x in zip(refs, written, strict=True):
+                if varying_axes(x):
+                    ref[...] = x
+            kernel(*read, *refs)
+
+        # Inside `shard_map` JAX has no kernel that writes to what varies over mesh axes. Such arrays are stored first, in references that do
+        # not, of which XLA makes nothing. The results vary as the caller says (`match_varying_axes`).
+        empty_or_given = (lax.empty(x.shape, x.dtype) if varying_axes(x) else x for x in written)
+        return pl.run_state(launch)(tuple(empty_or_given))
 
     return jax.tree.unflatten(written_tree, after(read, tuple(written)))
