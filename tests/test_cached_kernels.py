@@ -1,6 +1,7 @@
 """Kernels that read a cache, interpreted, with every feature that `cached_attention` has."""
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -274,8 +275,46 @@ def test_the_kernel_of_hopper_on_two_gpus(placed: str, quantized: str, kind: Axi
     )  # rows of tokens and key heads
 
 
-@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.kind)
-@pytest.mark.parametrize("layout", ["pages", "packed", "fixed_splits"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)], ids=str)
+@pytest.mark.parametrize("placed", ["heads", slow("sequences"), slow("packed")])
+def test_a_copy_of_8_bits_on_two_gpus(placed: str, kind: AxisType) -> None:
+    """Each copies the keys of its sequences, or of its heads, and moves nothing."""
+    mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",), axis_types=(kind,))
+    sequences, heads = ("x", None) if placed == "sequences" else (None, "x")
+
+    def array(dtype: Any, shape: tuple[int, ...], *axes: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P(*axes)))
+
+    bf16, i32, starts = jnp.bfloat16, jnp.int32, None
+    if placed == "packed":
+        q, starts = array(bf16, (2048, 32, 128), None, heads), array(i32, (3,))
+        pool = array("int8", (999, 64, 8, 128), None, None, heads)
+        scales = (array(bf16, (999, 8, 64), None, heads),) * 2
+        cache = fa.Pages(pool, pool, array(i32, (2, 256)), array(i32, (2,)), *scales)
+    else:
+        q = array(bf16, (2, 512, 32, 128), sequences, None, heads)
+        keys = array("int8", (2, 16_384, 8, 128), sequences, None, heads)
+        scales = (array(bf16, (2, 8, 16_384), sequences, heads),) * 2
+        cache = fa.Cache(keys, keys, array(i32, (2,), sequences), *scales)
+
+    def run(q: Any, cache: Any, starts: Any) -> Any:
+        return fa.cached_attention(q, cache, queries=None if starts is None else fa.Packed(starts))
+
+    with planned_for_h200(), jax.set_mesh(mesh):
+        hlo = compile_gate.hlo_for_h200s(run, q, cache, starts)
+    assert not re.search("all-gather|all-to-all|all-reduce|collective-permute", hlo)
+    part = "1,16384,8,128" if placed == "sequences" else "2,16384,4,128"
+    assert f"bf16[{part}]" in hlo and " while(" in hlo
+
+
+@pytest.mark.parametrize(
+    "layout, device",
+    [
+        *itertools.product(("pages", "packed", "fixed_splits"), (H200, A100)),
+        *itertools.product(("prompts", "prompts_of_8_bits"), (H200,)),
+    ],
+    ids=str,
+)
 def test_loops_of_the_kernels_are_traced_in_shard_map(layout: str, device: Any) -> None:
     """What is loaded varies over its axes there, and what is computed does not: loops carry both."""
     mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",))
@@ -285,12 +324,18 @@ def test_loops_of_the_kernels_are_traced_in_shard_map(layout: str, device: Any) 
     keys = jax.ShapeDtypeStruct((4, 4096, 8, 128), bf16)
     pages = layout == "pages"
     cache = fa.Pages(pool, pool, table, lengths) if pages else fa.Cache(keys, keys, lengths)
+    if "prompts" in layout:
+        q = jax.ShapeDtypeStruct((4, 512, 32, 128), bf16)
+    if "8_bits" in layout:  # of which Hopper's tiles have a copy
+        options: Any = {"kv_heads": 8, "head_dim": 128, "dtype": "int8"}
+        cache = jax.eval_shape(lambda: fa.Cache.zeros(4, 16_384, **options))
 
     def run(q: Any, cache: Any) -> Any:
         if layout == "packed":
             queries = fa.Packed(jnp.arange(3, dtype=i32))
             return fa.cached_attention(q[:, 0], cache, queries=queries)
-        return fa.cached_attention(q, cache, split_size=None if pages else 2048)
+        fixed = layout == "fixed_splits"
+        return fa.cached_attention(q, cache, split_size=2048 if fixed else None)
 
     with planned_for(device), jax.set_mesh(mesh):
         mapped = jax.shard_map(run, in_specs=jax.P("x"), out_specs=jax.P("x"))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_fa2 as fa
@@ -22,10 +23,11 @@ from pallas_fa2.backends.sm90.cached_forward import (
     unsupported_tiles,
 )
 from pallas_fa2.backends.sm90.configs import cached_forward_config
-from pallas_fa2.backends.sm90.forward import cached_tiles
+from pallas_fa2.backends.sm90.forward import cached_tiles, copied_keys
 from pallas_fa2.backends.sm90.forward.cached_tiles import CachedTiles, plan_tiles
 from pallas_fa2.backends.sm90.forward.kernel import attention_on_cache
 from pallas_fa2.ir.affine import DistanceRange
+from pallas_fa2.ir.quantized import Scales
 from pallas_fa2.parse_cached import parse_cached
 from tests.contract import cases as contract
 from tests.contract import suite
@@ -123,8 +125,13 @@ QUICK_FEATURES = {
     ],
 )
 def test_features(feature: str, layout: str) -> None:
+    check_tiles(feature, layout)
+
+
+def check_tiles(feature: str, layout: str, page: int = 16, **options: Any) -> None:
+    """Compare a call with the dense definition, of which some requests, or all, are tiles."""
     lengths, counts = np.array([150, 0, 140, 20]), np.array([1, 0, 137, 5])
-    options: Any = {"capacity": 160, "page": 16, "dtype": jnp.bfloat16, "dims": (64, 64)}
+    options = {"capacity": 160, "page": page, "dtype": jnp.bfloat16, "dims": (64, 64)} | options
     problem = cached.make(
         20 if layout == "several" else None, "paged" in layout, lengths, counts, **options
     )
@@ -137,6 +144,119 @@ def test_features(feature: str, layout: str) -> None:
     config = CACHED_FORWARD.configure(spec, hopper.H200._replace(num_sms=2))
     assert isinstance(config, TileConfigs) and (config.decode is None) == (layout == "several")
     check_on_the_kernel(problem, TILE_FEATURES[feature])
+
+
+@pytest.fixture
+def free_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small caches are copied as well, in several chunks."""
+    monkeypatch.setattr(copied_keys, "CHUNK", 64)
+    costs = dataclasses.replace(cached_forward.COSTS, copy=0)
+    monkeypatch.setattr(cached_forward, "COSTS", costs)
+
+
+# The feature, the layout, the dtype, the tokens of a page
+OF_8_BITS: Any = [
+    ("alibi", "packed_paged", "int8", 8),
+    ("window", "several", "float8_e4m3fn", 16),
+    slow("window", "packed_paged", "float8_e4m3fn", 16),
+    slow("score_of_sequences", "several", "int8", 16),
+]
+
+
+@pytest.mark.parametrize("feature, layout, quantized, page", OF_8_BITS)
+def test_tiles_read_a_copy_of_8_bits(
+    feature: str, layout: str, quantized: str, page: int, free_copies: None
+) -> None:
+    check_tiles(feature, layout, page, quantized=quantized)
+
+
+# A copy in chunks of 48 slots: the longest sequence ends in the last one, which overlaps another, or in none of the last ones;
+# the slots of one page at least are a chunk.
+CHUNKS: Any = {
+    "contiguous": (False, 16, (150, 0, 140, 20), 48, 4),
+    "pages": (True, 16, (150, 0, 140, 20), 48, 4),
+    "few": (True, 16, (90, 0, 40, 20), 48, 2),
+    "none": (True, 8, (0, 0, 0, 0), 48, 1),
+    "large_pages": (True, 80, (81, 7, 0, 3), 48, 2),
+    "whole": (True, 16, (150, 0, 140, 20), 160, 1),
+}
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_copies_end_with_the_longest_sequence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is behind it is not written in whole chunks."""
+    paged, page, lengths, chunk, count = CHUNKS[name]
+    monkeypatch.setattr(copied_keys, "CHUNK", chunk)
+    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, 1e30, dtype))
+    options: Any = {"capacity": 160, "dtype": jnp.bfloat16, "dims": (64, 64), "quantized": "int8"}
+    cache: Any = cached.make(1, paged, np.array(lengths), page=page, **options).cache
+    table, scales = cache.table if paged else None, Scales(cache.k_scale, cache.v_scale)
+    copies = copied_keys.copy_keys(
+        cache.key, cache.value, table, scales, cache.lengths, jnp.bfloat16
+    )
+    if paged:
+        table = np.clip(table, 0, cache.key.shape[0] - 1)
+    for copy, x, scale in zip(copies, (cache.key, cache.value), scales, strict=True):
+        whole = np.asarray(x, np.float32) * np.swapaxes(scale, 1, 2).astype(np.float32)[..., None]
+        whole = whole[table].reshape(4, 160, *x.shape[2:]) if paged else whole
+        written = min(160, count * max(page * (chunk // page), page))
+        for b, length in enumerate(lengths):
+            np.testing.assert_array_equal(copy[b, :length], whole[b, :length].astype(jnp.bfloat16))
+        behind = np.asarray(copy[:, written:], np.float32)
+        assert behind.size == 0 or (behind == np.float32(jnp.bfloat16(1e30))).all()
+
+
+def test_a_copy_of_8_bits_has_to_be_worth_it() -> None:
+    """It costs as much as some tokens of each request do, and is no larger than `MAX_COPY_BYTES`."""
+
+    def config(tokens: int, requests: int, packed: bool, capacity: int = 4096) -> Any:
+        spec = spec_of(tokens, requests, packed)
+        call = dataclasses.replace(spec.call, kv_len=capacity)
+        spec = dataclasses.replace(spec, call=call, quantized="int8")
+        return CACHED_FORWARD.configure(spec, hopper.H200), spec
+
+    for tokens, requests, packed in (
+        (64, 1, False),
+        (64, 1, True),
+        (16, 16, False),
+        (500, 16, True),
+    ):
+        assert isinstance(config(tokens, requests, packed)[0], DecodeConfig)
+    for tokens, requests, packed in ((128, 1, False), (128, 1, True), (64, 16, False)):
+        found, spec = config(tokens, requests, packed)
+        assert isinstance(found, TileConfigs) and CACHED_FORWARD.copies_keys(spec, found)
+        assert "a copy of the keys in bfloat16" in CACHED_FORWARD.describe(spec, found)
+    both, spec = config(8192, 16, True)
+    assert isinstance(both, TileConfigs) and both.decode is not None
+    assert unsupported_tiles(config(2048, 1, False, 131_072)[1]) is None
+    found, spec = config(2048, 1, False, 131_072 + 16)
+    assert isinstance(found, DecodeConfig) and not CACHED_FORWARD.copies_keys(spec, found)
+    assert (
+        "they read a copy in 16 bits of a cache of 8, which has 512 MiB at most, and here 512.1"
+        in (CACHED_FORWARD.describe(spec, found))
+    )
+
+
+def test_explain_counts_a_copy_of_8_bits() -> None:
+    """Of 4 sequences of 4096 slots with 8 heads and 2 times 128 numbers of 2 bytes; the decode kernel has none."""
+    cache = jax.eval_shape(
+        lambda: fa.Cache.zeros(4, 4096, kv_heads=8, head_dim=128, dtype=jnp.int8)
+    )
+    for tokens, copied in ((1, 0), (512, 4 * 4096 * 8 * 256 * 2)):
+        q = jax.ShapeDtypeStruct((4, tokens, 32, 128), jnp.bfloat16)
+        explanation: Any = fa.explain(q, cache, device=hopper.H200)
+        assert explanation.implementation == "hopper" and explanation.gathered_bytes == copied
+        assert ("67.11 MB of keys and values in bfloat16" in str(explanation)) == (copied > 0)
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_entries_beside_a_copy_have_the_columns_of_8_bits(dim: int) -> None:
+    spec = spec_of(8192, 16)
+    call = dataclasses.replace(spec.call, head_dim=dim, value_dim=dim, kv_len=1024)
+    spec = dataclasses.replace(spec, call=call, quantized="int8")
+    both = CACHED_FORWARD.configure(spec, hopper.H200)
+    assert isinstance(both, TileConfigs) and both.decode is not None
+    assert f"{32 if dim == 128 else 16} columns" in CACHED_FORWARD.describe(spec, both)
 
 
 def test_scores_under_a_window() -> None:
@@ -416,6 +536,29 @@ def test_both_kernels_write_the_same_arrays() -> None:
     entry = program[program.index("ENTRY") :]
     assert entry.count("custom-call(") == 4 and "transpose(" not in entry
     assert entry.count(" copy(") == 1 and len(re.findall(r" fusion\(", entry)) <= 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "pages"])
+def test_a_copy_of_8_bits_is_written_in_place(paged: bool) -> None:
+    """No pool and no copy is copied, and a loop ends with the longest sequence."""
+
+    def run(q: Any, cache: Any) -> Any:
+        return fa.cached_attention(q, cache)
+
+    def make() -> Any:
+        options: Any = {"kv_heads": 8, "head_dim": 128, "dtype": jnp.int8}
+        if paged:
+            return fa.Pages.zeros(4096, 64, table=jnp.zeros((1, 512), jnp.int32), **options)
+        return fa.Cache.zeros(1, 32_768, **options)
+
+    q = jax.ShapeDtypeStruct((1, 2048, 32, 128), jnp.bfloat16)
+    with hopper.planned_for_h200():
+        program = compile_gate.hlo_for_h200(run, q, jax.eval_shape(make))
+    large = r"(s8|bf16)\[(1,32768|4096,64),8,128\]\S* "
+    assert program.count(" while(") == 1
+    assert not re.search(large + r"(copy|transpose|pad|concatenate)\(", program)
+    assert len(re.findall(large + r"dynamic-update-slice\(", program)) == 4
 
 
 WINDOW = {"mask": fa.SlidingWindow(1000)}

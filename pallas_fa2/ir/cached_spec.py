@@ -52,6 +52,13 @@ class CachedSpec:
         return self.distances == DistanceRange(None, 0)
 
     @property
+    def contiguous_bytes(self) -> int:
+        """The size of keys and values `[B, S, K, H]` and `[B, S, K, Hv]` in the queries' dtype."""
+        call = self.call
+        per_key = (call.head_dim + call.value_dim) * call.dtype.itemsize
+        return call.batch * call.kv_len * call.kv_heads * per_key
+
+    @property
     def text(self) -> str:
         """A text that differs wherever the call does, the same in every process (`CallSpec.text`)."""
         others = [getattr(self, x.name) for x in dataclasses.fields(self) if x.name != "call"]

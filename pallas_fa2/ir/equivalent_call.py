@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_fa2.ir.arrays import K_AXIS, NUM_LEADING_AXES, Q_AXIS, AuxArrays
 from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec, requests_of
@@ -72,15 +73,8 @@ def equivalent_arrays(
     spec: CachedSpec, q: Any, k: Any, v: Any, operands: CachedOperands
 ) -> tuple[jax.Array, jax.Array, jax.Array, Operands]:
     """Return q, k, v with a batch axis and the operands of the equivalent call."""
-    table, call = operands.table, operands.call
-    scales = operands.scales
-    if table is not None:
-        k, v = (_gather_pages(x, table) for x in (k, v))
-        scales = scales and Scales(*(_gather_scales(x, table) for x in scales))
-    if scales is not None:
-        k, v = (
-            dequantize(x, scale, spec.call.dtype) for x, scale in zip((k, v), scales, strict=True)
-        )
+    call = operands.call
+    k, v = contiguous_keys(k, v, operands.table, operands.scales, spec.call.dtype)
     if not spec.is_packed:
         keys = _existing_keys(False, _on_axis(operands.lengths, 0), None, None)
         return q, k, v, call._replace(mask=(keys, call.mask))
@@ -96,6 +90,19 @@ def equivalent_arrays(
     data = _existing_keys(True, lengths, *requests), mask
     k, v = (x.reshape(1, batch * capacity, *x.shape[2:]) for x in (k, v))
     return q[None], k, v, call._replace(mask=data, scores=scores, k_index=k_index)
+
+
+def contiguous_keys(
+    k: jax.Array, v: jax.Array, table: jax.Array | None, scales: Scales | None, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """Return the keys and values of a cache or of pages as `[B, S, K, H]` and `[B, S, K, Hv]`: with scales, what 8 bits stand
+    for in `dtype`."""
+    if table is not None:
+        k, v = (_gather_pages(x, table) for x in (k, v))
+        scales = scales and Scales(*(_gather_scales(x, table) for x in scales))
+    if scales is None:
+        return k, v
+    return dequantize(k, scales.key, dtype), dequantize(v, scales.value, dtype)
 
 
 def _gather_pages(pool: jax.Array, table: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from pallas_fa2.backends.common.decode.cached_forward import LaunchArrays, forwa
 from pallas_fa2.backends.common.decode.cached_forward import describe as describe_decode
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.mods import DecodeMods, needs_mask_code
-from pallas_fa2.backends.common.decode.spec import MAX_COLUMNS, DecodeSpec
+from pallas_fa2.backends.common.decode.spec import MAX_COLUMNS, DecodeSpec, max_columns
 from pallas_fa2.backends.common.decode.support import MAX_INDEX
 from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.backends.sm90 import configs
@@ -28,13 +28,17 @@ from pallas_fa2.backends.sm90.decode.config import choose
 from pallas_fa2.backends.sm90.decode.kernel import decode
 from pallas_fa2.backends.sm90.forward.cached_tiles import plan_tiles, reads_tokens, tiles_spec
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
+from pallas_fa2.backends.sm90.forward.copied_keys import copy_keys
 from pallas_fa2.backends.sm90.forward.kernel import attention_on_cache
 from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
 
 DECODE = decode_forward.CACHED_FORWARD
 # Microseconds on an H200 with H = 128 (docs/decisions/0087-prompts-on-a-cache.md); other head dims are taken to be alike.
-COSTS = break_even.BlockCosts(tile=0.69, full_entry=1.64, load=1.0)
+# That of a copy is an estimate: XLA gathered 64 KiB of pages of 16 bits in 6.3, and here are 48 (docs/decisions/0091-prompts-on-8-bits.md).
+COSTS = break_even.BlockCosts(tile=0.69, full_entry=1.64, load=1.0, copy=5.0)
+# The copy in 16 bits that tiles read of a cache of 8, which a call needs beside all else: that of 131,072 slots with K 8 and H 128.
+MAX_COPY_BYTES = 512 << 20
 # The columns of an entry beside tiles: one of half as many as there may be takes no longer than its loads, so that a
 # decode step loses nothing by them.
 FEW_COLUMNS = MAX_COLUMNS // 2
@@ -61,8 +65,6 @@ def unsupported_tiles(cached: CachedSpec) -> str | None:
     call = cached.call
     if not (isinstance(call.batch, int) and call.has_known_lengths):
         return "its arrays have sizes that are known, and here some are symbols"
-    if cached.quantized is not None:
-        return "its caches have 16 bits"
     if 0 in (call.batch, call.q_len, call.kv_len):
         return "it has queries and slots for keys, and here are none"
     if reason := limits.unsupported_reason(call):
@@ -73,12 +75,17 @@ def unsupported_tiles(cached: CachedSpec) -> str | None:
         return reason
     if configs.cached_forward_config(call.head_dim, call.value_dim) is None:
         return f"H and Hv are {DIMS}, and here {call.head_dim} and {call.value_dim}"
-    if (cached.page_size or 0) % PAGE_MULTIPLE:
+    if cached.quantized is None and (cached.page_size or 0) % PAGE_MULTIPLE:
         return f"a page has a multiple of {PAGE_MULTIPLE} tokens, and here {cached.page_size}"
     if cached.split_size is not None:
         return "it has no fixed splits"
     if call.kv_len > MAX_BLOCKS * 64:
         return f"a sequence has {MAX_BLOCKS * 64} slots at most, and here {call.kv_len}"
+    if cached.quantized is not None and cached.contiguous_bytes > MAX_COPY_BYTES:
+        return (
+            f"they read a copy in 16 bits of a cache of 8, which has {MAX_COPY_BYTES >> 20} MiB at most, and here "
+            f"{cached.contiguous_bytes / (1 << 20):.4g}"
+        )
     rows = call.q_len if cached.is_packed else call.batch * call.q_len
     if rows * call.q_heads > MAX_TILES:
         return f"there are {MAX_TILES} rows of all heads at most, and here {rows * call.q_heads}"
@@ -103,7 +110,7 @@ def _few_spec(
 ) -> DecodeSpec:
     """Return the launch of the decode kernel beside tiles: of requests with up to `decoded` new tokens."""
     launch = DecodeSpec.of_call(spec, requests, kv_heads)
-    q_len = max(1, FEW_COLUMNS // launch.padded_group)
+    q_len = max(1, min(FEW_COLUMNS, max_columns(spec)) // launch.padded_group)
     requests = spec.call.batch if requests is None else requests
     # the rows before all requests and after them are of two more
     entries = min(launch.num_tokens, (requests + 2) * -(-decoded // q_len))
@@ -136,7 +143,7 @@ def _may_gain(spec: CachedSpec, num_sms: int) -> bool:
         return False
     entries = COSTS.entries(-(-queries // launch.q_len) * launch.kv_heads, launch.columns)
     tiles = COSTS.tiles(1, queries, (call.q_heads, call.kv_heads), num_sms)
-    return entries > tiles * (LEAST_GAIN if call.batch > 1 else 1)
+    return entries > (tiles + COSTS.copies(spec)) * (LEAST_GAIN if call.batch > 1 else 1)
 
 
 def _prefers_tiles(spec: CachedSpec, num_sms: int) -> bool:
@@ -204,9 +211,18 @@ def launch(
         least = config.decoded + 1
         few = _few_spec(spec, config.decoded, requests, kv_heads)
         others = launch_decode(decode, spec, config.decode, q, k, v, arrays, few)
+    table = arrays.table
+    if arrays.scales is not None:
+        k, v = copy_keys(k, v, table, arrays.scales, arrays.lengths, q.dtype)
+        table = None
     tiles = tiles_spec(spec, config.tiles, tokens, requests, kv_heads, least)
     plan = plan_tiles(tiles, config.tiles, arrays.lengths, starts)
-    return attention_on_cache(tiles, config.tiles, q, k, v, plan, arrays.table, arrays.mods, others)
+    return attention_on_cache(tiles, config.tiles, q, k, v, plan, table, arrays.mods, others)
+
+
+def copies_keys(spec: CachedSpec, config: DecodeConfig | TileConfigs) -> bool:
+    """Return whether a call copies the keys and values of a cache of 8 bits in 16."""
+    return spec.quantized is not None and isinstance(config, TileConfigs)
 
 
 def describe(spec: CachedSpec, config: DecodeConfig | TileConfigs) -> str:
@@ -217,6 +233,8 @@ def describe(spec: CachedSpec, config: DecodeConfig | TileConfigs) -> str:
         return DECODE.describe(spec, config) + text
     tiles = config.tiles
     keys = "the pages in the pool" if spec.page_size else "keys in the cache"
+    if copies_keys(spec, config):
+        keys = f"a copy of the keys in {spec.call.dtype.name}"
     text = (
         f"{tiles.block_q} queries x {tiles.block_kv} keys, {tiles.stages} stages, {tiles.warpgroups} warpgroups multiply, "
         f"{tiles.num_ctas} persistent CTAs that read {keys}, tiles by lengths"
@@ -233,4 +251,5 @@ CACHED_FORWARD = CachedForward(
     functools.partial(forward, launch, f"{__name__}.launch"),
     describe,
     slower_reason,
+    copies_keys,
 )

@@ -18,6 +18,7 @@ class BlockCosts:
     tile: float  # against the rows of a tile, however many are queries
     full_entry: float  # against `MAX_COLUMNS` columns of an entry; fewer cost less in proportion
     load: float  # at least, where they come from device memory
+    copy: float = 0  # to make 16 bits of 8 for tiles
 
     def tiles(self, requests: int, queries: int, heads: tuple[int, int], num_sms: int) -> float:
         """Return the cost of the tiles of requests of so many queries, in whole waves, as no tile is split."""
@@ -32,6 +33,10 @@ class BlockCosts:
         """Return the cost of so many entries of a key head each; they are split, so that all multiprocessors have a share."""
         return count * max(self.load, self.full_entry * columns / MAX_COLUMNS)
 
+    def copies(self, cached: CachedSpec) -> float:
+        """Return the cost of 16 bits of the keys of all requests, which tiles read where a cache has 8."""
+        return cached.call.batch * cached.call.kv_heads * self.copy if cached.quantized else 0
+
 
 # Not measured: a tile's products with 64 keys and H = 128 are 4.2 MFLOP, and their loads 32 KiB, each 0.9 us at a share of
 # an H200's 600 TFLOP/s and 4.8 TB/s.
@@ -43,7 +48,8 @@ def prefers_tiles(cached: CachedSpec, costs: BlockCosts, num_sms: int) -> bool:
     call, launch = cached.call, DecodeSpec.of_call(cached)
     entries = costs.entries(launch.max_entries * launch.kv_heads, launch.columns)
     heads = call.q_heads, call.kv_heads
-    return entries > costs.tiles(call.batch, call.q_len, heads, num_sms)
+    tiles = costs.tiles(call.batch, call.q_len, heads, num_sms)
+    return entries > tiles + costs.copies(cached)
 
 
 def slower_reason(cached: CachedSpec, device: Device, costs: BlockCosts = BY_COUNT) -> str | None:

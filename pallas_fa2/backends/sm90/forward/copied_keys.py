@@ -1,0 +1,59 @@
+"""Copies keys and values of a cache of 8 bits in 16, for tiles: WGMMA multiplies K and V as they are in shared memory."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_fa2.arithmetic import I32
+from pallas_fa2.ir.equivalent_call import contiguous_keys
+from pallas_fa2.ir.quantized import Scales
+
+# The slots of a sequence that are copied at a time, so that the time follows lengths: those of K 8 and H 128 are 50 MB to read and to
+# write, 20 to 40 us by XLA, beside some 10 in which the host learns whether there are more.
+CHUNK = 8192
+
+
+def copy_keys(
+    k: jax.Array,
+    v: jax.Array,
+    table: jax.Array | None,
+    scales: Scales,
+    lengths: jax.Array,
+    dtype: DTypeLike,
+) -> tuple[jax.Array, jax.Array]:
+    """Return what keys and values of 8 bits stand for, `[B, S, K, H]` and `[B, S, K, Hv]` in `dtype`, up to the largest length at
+    least. Slots behind it may hold anything.
+
+    k and v are those of a cache, or of pages that `table` lists for each sequence; lengths are integers `[B]`, any.
+    """
+    page = 1 if table is None else k.shape[1]
+    capacity = k.shape[1] if table is None else table.shape[1] * page
+    size = max(1, CHUNK // page) * page
+    if capacity <= size:
+        return contiguous_keys(k, v, table, scales, dtype)
+
+    def copy_chunk(i: jax.Array, copies: tuple[jax.Array, jax.Array]) -> tuple:
+        first = (
+            i * size
+        )  # JAX moves a slice that would end behind the array: the last two may overlap
+
+        def part(x: jax.Array, axis: int) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, first, size, axis)
+
+        if table is None:
+            parts = part(k, 1), part(v, 1), None, Scales(*(part(x, 2) for x in scales))
+        else:
+            pages = lax.dynamic_slice_in_dim(table, lax.div(first, I32(page)), size // page, 1)
+            parts = k, v, pages, scales
+        chunk = contiguous_keys(*parts, dtype)
+        return tuple(
+            lax.dynamic_update_slice_in_dim(x, y, first, 1)
+            for x, y in zip(copies, chunk, strict=True)
+        )
+
+    used = jnp.clip(jnp.max(lengths).astype(I32), 0, capacity)
+    empty = tuple(lax.empty((lengths.size, capacity, *x.shape[2:]), dtype) for x in (k, v))
+    # The first chunk is always copied, so that a loop in `shard_map` carries what varies as keys do.
+    copies = copy_chunk(I32(0), empty)
+    return lax.fori_loop(I32(1), lax.div(used + (size - 1), I32(size)), copy_chunk, copies)
