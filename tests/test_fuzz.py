@@ -20,7 +20,7 @@ from pallas_fa2.ir import equivalent_call
 from tests.fuzz.cached import Cached
 from tests.fuzz.cached import explain as explain_cached
 from tests.fuzz.case import Case, draw
-from tests.fuzz.check import Wrong, implementations
+from tests.fuzz.check import Wrong, implementations, trace
 from tests.fuzz.decoding import Decoding
 from tests.fuzz.masks import And, Causal, Function, Lengths, Not, Or, Reads, Window
 from tests.fuzz.run import cases_of_caches, check, main, nth, parse, run, shrink, simpler
@@ -29,7 +29,7 @@ from tests.support.hopper import A100, H200
 from tests.support.tiers import slow_but
 
 PARTS, PROGRAMS, DRAWS = 10, 3, 10  # 300 cases; compiling them takes most of the time
-PLANS = 25
+PLANS, TRACES = 25, 8
 BOTH = implementations(gpu=False)
 
 
@@ -53,6 +53,16 @@ def test_gpus_that_are_not_there_have_plans_of_calls_on_caches(part: int) -> Non
                 assert explanation.implementation in str(explanation)
             except Exception as e:
                 raise Wrong(case, f"no plan for {device}: {e!r}") from e
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", slow_but(lambda part: part == 0, range(PARTS)))
+def test_gpus_that_are_not_there_have_kernels_of_random_calls(part: int) -> None:
+    """They are traced: values and gradients, in all surroundings that a call may have."""
+    for n in range(part * TRACES, (part + 1) * TRACES):
+        case = draw(random.Random(f"kernels/{n}").choice, for_hopper=True)
+        for device in (H200, A100):
+            trace(case, device)
 
 
 # Found by `python -m tests.fuzz --gpu`, and why.

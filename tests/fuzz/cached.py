@@ -7,6 +7,7 @@ rows, of which its own count.
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,15 @@ import numpy as np
 
 import pallas_fa2 as fa
 from pallas_fa2.backends.registry import FUSED
+from pallas_fa2.backends.sm90.forward import copied_keys
 from tests.contract.rule import FACTOR, FLOOR
 from tests.fuzz import dense, masks
 from tests.fuzz import scores as score_functions
-from tests.fuzz.check import SMALLEST, deviation
+from tests.fuzz.check import SMALLEST, deviation, in_shard_map
 from tests.fuzz.dense import Inputs
 from tests.fuzz.shapes import Pick, Shape, shown
+
+CHUNK = 128  # slots that prompts on caches of 8 bits copy at a time: a sequence has several
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -45,6 +49,7 @@ class Cached:
     scores: tuple[score_functions.Score, ...] = ()
     sinks: bool = False
     scale: float | None = None
+    in_shard_map: bool = False
 
     def __repr__(self) -> str:
         return shown(self)
@@ -91,11 +96,12 @@ def draw(pick: Pick, for_kernels: bool = False) -> Cached:
         scores=score_functions.draw(pick),
         sinks=pick((False, False, True)),
         scale=pick((None, None, 0.3)),
+        in_shard_map=pick((False, False, True)),
     )
 
 
 def _draw_for_kernels(pick: Pick) -> Cached:
-    """What the kernels that read caches take, mostly: 16 bits, and sequences of several blocks of keys."""
+    """What the kernels that read caches take, mostly: 16 bits or 8, and sequences of several blocks of keys."""
     page = pick((0, 0, 8, 16, 24, 64, 128))
     capacity = pick((40, 256, 1000)) if not page else page * pick((1, 5, 20))
     lengths = tuple(pick((0, 1, capacity, *range(capacity + 1))) for _ in range(pick((1, 2, 5))))
@@ -125,6 +131,8 @@ def _draw_for_kernels(pick: Pick) -> Cached:
         scores=score_functions.draw(pick),
         sinks=pick((False, False, True)),
         scale=pick((None, None, 0.3)),
+        quantized=pick(("", "", "", "float8_e4m3fn", "int8")),
+        in_shard_map=pick((False, False, True)),
     )
 
 
@@ -323,7 +331,9 @@ def check(case: Cached, implementation: str | None) -> str:
         chosen = f"{explanation.implementation}{kernel}"
         return *fa.cached_attention(query, cache, return_lse=True, **options), cache
 
-    out, lse, after = jax.jit(run)(step.query, step.new, cache, step.data)
+    step_on_device = functools.partial(in_shard_map, run) if case.in_shard_map else run
+    with mock.patch.object(copied_keys, "CHUNK", CHUNK):
+        out, lse, after = jax.jit(step_on_device)(step.query, step.new, cache, step.data)
     names = ("k_scale", "v_scale") if case.quantized else ()
     for name, expected in zip(names, step.expected_scales, strict=True):
         _assert_same(f"cache.{name}", getattr(after, name), expected)

@@ -12,6 +12,7 @@ from tests.fuzz.shapes import Pick, Shape, shown
 
 MAPPED = 2  # entries of the axis that vmap or scan adds
 WITH_AXES = ("vmap of grad", "grad of vmap", "scan")
+TRANSFORMS = ("jit", "jit", "shard_map", *WITH_AXES, "checkpoint")
 
 
 class Arguments(NamedTuple):
@@ -51,7 +52,7 @@ class Case:
     positions: str = ""  # sides that have them given: q, k, or Q, K for each batch entry its own
     align: str = "start"  # where the queries lie among the keys, if their positions are not given
     lse: bool = True  # asked for, with a cotangent of its own
-    transform: str = "jit"  # or checkpoint, scan, vmap of grad, grad of vmap
+    transform: str = "jit"  # or checkpoint, shard_map, scan, vmap of grad, grad of vmap
     axes: tuple[int | None, ...] = (0, 0, 0, 0)  # of q, k, v and all other data, where mapped
     layout: str = "plain"  # or swapped, sliced: how q, k and v lie in memory
     blocks: tuple[int, int] = (64, 64)  # of the blockwise implementation
@@ -61,6 +62,7 @@ class Case:
     stores_first: bool = False  # likewise, the first of a row's dQ
     made: str = "fresh"  # or pickled, copied: masks and scores
     rise: float = 0.0  # the last key is 2^rise times as large as the first, and so are scores
+    deterministic: bool = False  # gradients
 
     def __repr__(self) -> str:
         return shown(self)
@@ -161,7 +163,7 @@ def draw(pick: Pick, for_hopper: bool = False) -> Case:
     kv_len = q_len if pick((False, False, True)) else kv_len
     # A bound on the pairs: the dense definition is to take milliseconds.
     few = q_len * kv_len > 20_000
-    transform = pick(("jit", "jit", "jit", *WITH_AXES, "checkpoint"))
+    transform = pick(TRANSFORMS)
     scores = score_functions.draw(pick)
     positions = pick(("", "", "", "q", "k", "Q", "QK"))
     return Case(
@@ -184,13 +186,14 @@ def draw(pick: Pick, for_hopper: bool = False) -> Case:
         blocks=(pick((64, 32, 16, 8, 40)), pick((64, 32, 16, 8, 40))),
         sinks=pick(SINKS),
         rise=pick(RISES),
+        deterministic=pick((False, False, True)),
     )
 
 
 def _draw_for_hopper(pick: Pick) -> Case:
     """Return a case for the sm90 kernels, with few enough sizes that compiled kernels recur."""
     q_len, kv_len = pick(LENGTHS), pick(LENGTHS)
-    transform = pick(("jit", "jit", "jit", *WITH_AXES, "checkpoint"))
+    transform = pick(TRANSFORMS)
     dim = pick((64, 128, 96, 256, 8, 80, 192))
     positions = pick(("",) * 8 + ("q", "k", "Q", "QK"))
     return Case(
@@ -215,6 +218,7 @@ def _draw_for_hopper(pick: Pick) -> Case:
         rise=pick(RISES),
         whole_heads=pick((False, True)),
         stores_first=pick((False, True)),
+        deterministic=pick((False, False, True)),
     )
 
 

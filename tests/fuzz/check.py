@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 import pallas_fa2 as fa
 from pallas_fa2 import api
@@ -23,7 +24,7 @@ from tests.contract.rule import FACTOR, FLOOR
 from tests.fuzz import dense, masks
 from tests.fuzz.case import Arguments, Case, Cotangents
 from tests.fuzz.dense import Results
-from tests.support.hopper import asking_first, storing_first, whole_heads
+from tests.support.hopper import asking_first, planned_for, storing_first, whole_heads
 
 # XLA's CPU compiler leaves a few products of bfloat16 with tiny axes to a runtime that has none.
 XLAS_OWN = "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"
@@ -57,6 +58,8 @@ def attend(case: Case, implementation: str | None, args: Arguments) -> tuple:
         options["sinks"] = args.sinks
     if case.dropout:
         options |= {"dropout_rate": case.dropout, "dropout_rng": args.key}
+    if case.deterministic:
+        options["deterministic_gradients"] = True
     results = fa.flash_attention(
         q, k, v, scale=case.scale, return_lse=case.lse, implementation=implementation, **options
     )
@@ -106,6 +109,7 @@ def gradients(case: Case, implementation: str | None) -> Callable:
         "checkpoint": jax.checkpoint(call),
         "grad of vmap": jax.vmap(call, (case.mapped_axes,)),
         "scan": functools.partial(_scanned, case, call),
+        "shard_map": functools.partial(in_shard_map, call),
     }.get(case.transform, call)
 
     def run(args: Arguments, cotangents: Cotangents) -> tuple:
@@ -123,6 +127,13 @@ def _scanned(case: Case, call: Callable, args: Arguments) -> Any:
         return carry, call(Arguments(*(shared if x is None else x for shared, x in each)))
 
     return jax.lax.scan(step, None, mapped)[1]
+
+
+def in_shard_map(call: Callable, *args: Any) -> Any:
+    """Call inside `shard_map`, where all arrays vary over the axis of a mesh, which has one device."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    specs = jax.tree.map(lambda x: P("x") if jnp.ndim(x) else P(), args)
+    return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("x"))(*args)
 
 
 def _stacked(case: Case, entries: list) -> tuple[Arguments, Cotangents]:
@@ -261,15 +272,7 @@ def check(case: Case, *names: str | None, draws: int = 1) -> Checked:
     seeds = range(case.seed, case.seed + draws)
     cases = [dataclasses.replace(case, seed=seed) for seed in seeds]
     shares = []
-    with (
-        warnings.catch_warnings(action="ignore", category=fa.FallbackWarning),
-        mock.patch.object(blockwise, "block_sizes", lambda spec: case.blocks),
-        mock.patch.object(api, "make_plan", planned),
-        jax.enable_x64(case.dtype == "float64"),
-        asking_first() if case.asks_first else contextlib.nullcontext(),
-        whole_heads() if case.whole_heads else contextlib.nullcontext(),
-        storing_first() if case.stores_first and not case.whole_heads else contextlib.nullcontext(),
-    ):
+    with _surroundings(case), mock.patch.object(api, "make_plan", planned):
         for name in names:
             run = jax.jit(gradients(case, name))
             for drawn in cases:
@@ -281,6 +284,30 @@ def check(case: Case, *names: str | None, draws: int = 1) -> Checked:
                     why = e if isinstance(e, AssertionError) else f"{type(e).__name__}: {e}"
                     raise Wrong(drawn, str(why)) from e
     return Checked(max(shares, default=0.0), ran)
+
+
+@contextlib.contextmanager
+def _surroundings(case: Case) -> Iterator[None]:
+    """Plan a call as the case says, without warnings."""
+    with (
+        warnings.catch_warnings(action="ignore", category=fa.FallbackWarning),
+        mock.patch.object(blockwise, "block_sizes", lambda spec: case.blocks),
+        jax.enable_x64(case.dtype == "float64"),
+        asking_first() if case.asks_first else contextlib.nullcontext(),
+        whole_heads() if case.whole_heads else contextlib.nullcontext(),
+        storing_first() if case.stores_first and not case.whole_heads else contextlib.nullcontext(),
+    ):
+        yield
+
+
+def trace(case: Case, device: fa.Device) -> None:
+    """Trace the call and its gradients for a device, of which none need be there; raises `Wrong`."""
+    args, cotangents = _stacked(case, case.entries())
+    try:
+        with _surroundings(case), planned_for(device):
+            jax.eval_shape(gradients(case, None), args, cotangents)
+    except Exception as e:
+        raise Wrong(case, f"not traced for {device.kind}: {type(e).__name__}: {e}") from e
 
 
 def _check(case: Case, name: str, run: Callable) -> float:
