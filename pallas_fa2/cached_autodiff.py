@@ -11,6 +11,7 @@ from pallas_fa2.backends.registry import BACKENDS
 from pallas_fa2.ir.cached_spec import CachedOperands, CachedSpec
 from pallas_fa2.ir.call_spec import split_floats
 from pallas_fa2.ir.equivalent_call import equivalent_arrays, equivalent_spec
+from pallas_fa2.ir.mesh import match_varying_axes
 from pallas_fa2.passes import on_mesh, result_specs
 from pallas_fa2.planning.cached_plan import CachedPlan
 
@@ -26,7 +27,7 @@ def attention_on_cache(
     """Return `out [B, T, N, Hv]` and `lse [B, N, T]`; of packed queries `[tokens, N, Hv]` and `[N, tokens]`."""
     log.info("%s", plan.summary(spec))  # when it is traced: once for each kind of call
     run = _by_kernel if plan.reads_cache else _by_equivalent_call
-    return run(spec, plan, q, k, v, operands)
+    return run(spec, plan, *match_varying_axes((q, k, v, operands)))
 
 
 def _by_equivalent_call(
@@ -45,7 +46,8 @@ def _by_kernel(
     cached = BACKENDS[plan.implementation].cached
     assert cached is not None, "the plan says that it reads the cache"
     run = functools.partial(cached.forward, spec, plan.config)
-    return on_mesh(run, jax.typeof(q).sharding.mesh, result_specs(q))(q, k, v, operands)
+    results = on_mesh(run, jax.typeof(q).sharding.mesh, result_specs(q))(q, k, v, operands)
+    return match_varying_axes(results, q)
 
 
 def _fwd_rule(spec: CachedSpec, plan: CachedPlan, *args: Any) -> tuple[Results, tuple]:

@@ -316,7 +316,7 @@ def test_a_copy_of_8_bits_on_two_gpus(placed: str, kind: AxisType) -> None:
     ids=str,
 )
 def test_loops_of_the_kernels_are_traced_in_shard_map(layout: str, device: Any) -> None:
-    """What is loaded varies over its axes there, and what is computed does not: loops carry both."""
+    """What is loaded varies over its axes there, and what is computed does not: loops carry both. Results vary as inputs do."""
     mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",))
     bf16, i32 = jnp.bfloat16, jnp.int32
     q, lengths = jax.ShapeDtypeStruct((4, 1, 32, 128), bf16), jax.ShapeDtypeStruct((4,), i32)
@@ -337,6 +337,36 @@ def test_loops_of_the_kernels_are_traced_in_shard_map(layout: str, device: Any) 
         fixed = layout == "fixed_splits"
         return fa.cached_attention(q, cache, split_size=2048 if fixed else None)
 
+    def run_twice(q: Any, cache: Any) -> Any:
+        out, pull = jax.vjp(lambda q: run(q, cache), q)
+        assert jax.typeof(out).manual_axis_type.varying == {"x"}
+        return out, *pull(out)
+
     with planned_for(device), jax.set_mesh(mesh):
-        mapped = jax.shard_map(run, in_specs=jax.P("x"), out_specs=jax.P("x"))
-        assert jax.eval_shape(mapped, q, cache).shape[0] == 4
+        mapped = jax.shard_map(run_twice, in_specs=jax.P("x"), out_specs=jax.P("x"))
+        assert [x.shape[0] for x in jax.eval_shape(mapped, q, cache)] == [4, 4]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_results_vary_over_the_axes_of_any_input(which: int) -> None:
+    mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",))
+    bf16, i32 = jnp.bfloat16, jnp.int32
+    shapes = (4, 1, 32, 128), (4, 4096, 8, 128), (4, 4096, 8, 128), (4,)
+    inputs = [jax.ShapeDtypeStruct(x, i32 if len(x) == 1 else bf16) for x in shapes]
+
+    def run(q: Any, *cache: Any) -> Any:
+        def attend(q: Any) -> Any:
+            return fa.cached_attention(q, fa.Cache(*cache), return_lse=True)
+
+        results, pull = jax.vjp(attend, q)
+        assert {jax.typeof(x).manual_axis_type.varying for x in results} == {frozenset({"x"})}
+        (dq,) = pull(results)
+        assert jax.typeof(dq).manual_axis_type == jax.typeof(q).manual_axis_type
+        return results
+
+    whole = jax.ShapeDtypeStruct((2 * shapes[which][0], *shapes[which][1:]), inputs[which].dtype)
+    inputs[which] = whole
+    specs = tuple(jax.P("x") if i == which else jax.P() for i in range(4))
+    with planned_for_h200(), jax.set_mesh(mesh):
+        mapped = jax.shard_map(run, in_specs=specs, out_specs=jax.P("x"))
+        jax.eval_shape(mapped, *inputs)
