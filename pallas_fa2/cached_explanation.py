@@ -48,7 +48,7 @@ class CachedExplanation:
         moved = "unknown, as lengths are," if self.bytes is None else f"{self.bytes / 1e6:.4g} MB"
         copies = "gathered pages" if self.spec.page_size is not None else "keys and values"
         copies += "" if self.spec.quantized is None else f" in {self.spec.call.dtype.name}"
-        gathered = f", {self.gathered_bytes / 1e6:.4g} MB of {copies}"
+        gathered = f", {self.gathered_bytes / 1e6:.4g} MB of {copies} in each call"
         lines = [
             f"{self.spec}",
             f"implementation  {self.plan.implementation} on {self.device.kind}",

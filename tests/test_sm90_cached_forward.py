@@ -176,24 +176,31 @@ CHUNKS: Any = {
     "contiguous": (False, 16, (150, 0, 140, 20), 48, 4),
     "pages": (True, 16, (150, 0, 140, 20), 48, 4),
     "few": (True, 16, (90, 0, 40, 20), 48, 2),
-    "none": (True, 8, (0, 0, 0, 0), 48, 1),
+    "none": (True, 8, (0, 0, 0, 0), 48, 0),
+    "out_of_range": (True, 16, (160, 0, 1, 7), 48, 4, (1 << 30, -(1 << 30), 1, 7)),
     "large_pages": (True, 80, (81, 7, 0, 3), 48, 2),
     "whole": (True, 16, (150, 0, 140, 20), 160, 1),
 }
 
 
+fori_loop = lax.fori_loop
+
+
 @pytest.mark.parametrize("name", CHUNKS)
 def test_copies_end_with_the_longest_sequence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is behind it is not written in whole chunks."""
-    paged, page, lengths, chunk, count = CHUNKS[name]
+    paged, page, lengths, chunk, count, *given = CHUNKS[name]
     monkeypatch.setattr(copied_keys, "CHUNK", chunk)
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, 1e30, dtype))
     options: Any = {"capacity": 160, "dtype": jnp.bfloat16, "dims": (64, 64), "quantized": "int8"}
     cache: Any = cached.make(1, paged, np.array(lengths), page=page, **options).cache
     table, scales = cache.table if paged else None, Scales(cache.k_scale, cache.v_scale)
-    copies = copied_keys.copy_keys(
-        cache.key, cache.value, table, scales, cache.lengths, jnp.bfloat16
-    )
+    of_call = jnp.array(given[0] if given else lengths)
+    turns = []
+    loop = lambda first, end, *rest: turns.append(int(end)) or fori_loop(first, end, *rest)
+    monkeypatch.setattr(lax, "fori_loop", loop)
+    copies = copied_keys.copy_keys(cache.key, cache.value, table, scales, of_call, jnp.bfloat16)
+    assert turns == ([] if chunk >= 160 else [count])
     if paged:
         table = np.clip(table, 0, cache.key.shape[0] - 1)
     for copy, x, scale in zip(copies, (cache.key, cache.value), scales, strict=True):
@@ -222,6 +229,12 @@ def test_a_copy_of_8_bits_has_to_be_worth_it() -> None:
         (500, 16, True),
     ):
         assert isinstance(config(tokens, requests, packed)[0], DecodeConfig)
+    spec = dataclasses.replace(
+        config(128, 1, False)[1], call=spec_of(128, 1, False, mask=fa.SlidingWindow(128)).call
+    )
+    assert isinstance(CACHED_FORWARD.configure(spec, hopper.H200), TileConfigs)  # of 256 slots
+    spec = dataclasses.replace(spec, call=dataclasses.replace(spec.call, kv_len=4096))
+    assert isinstance(CACHED_FORWARD.configure(spec, hopper.H200), DecodeConfig)
     for tokens, requests, packed in ((128, 1, False), (128, 1, True), (64, 16, False)):
         found, spec = config(tokens, requests, packed)
         assert isinstance(found, TileConfigs) and CACHED_FORWARD.copies_keys(spec, found)
@@ -229,7 +242,20 @@ def test_a_copy_of_8_bits_has_to_be_worth_it() -> None:
     both, spec = config(8192, 16, True)
     assert isinstance(both, TileConfigs) and both.decode is not None
     assert unsupported_tiles(config(2048, 1, False, 131_072)[1]) is None
+    in_float16 = dataclasses.replace(spec.call, dtype=jnp.dtype("float16"))
+    assert "float16 has not the range" in str(
+        unsupported_tiles(dataclasses.replace(spec, call=in_float16))
+    )
     found, spec = config(2048, 1, False, 131_072 + 16)
+    # The equivalent call would copy more: no kernel for few tokens reads a number of slots that is no multiple of 8.
+    assert (
+        unsupported_tiles(
+            dataclasses.replace(
+                spec, page_size=None, call=dataclasses.replace(spec.call, kv_len=131_073)
+            )
+        )
+        is None
+    )
     assert isinstance(found, DecodeConfig) and not CACHED_FORWARD.copies_keys(spec, found)
     assert (
         "they read a copy in 16 bits of a cache of 8, which has 512 MiB at most, and here 512.1"
@@ -558,7 +584,7 @@ def test_a_copy_of_8_bits_is_written_in_place(paged: bool) -> None:
     large = r"(s8|bf16)\[(1,32768|4096,64),8,128\]\S* "
     assert program.count(" while(") == 1
     assert not re.search(large + r"(copy|transpose|pad|concatenate)\(", program)
-    assert len(re.findall(large + r"dynamic-update-slice\(", program)) == 4
+    assert len(re.findall(large + r"dynamic-update-slice\(", program)) == 2
 
 
 WINDOW = {"mask": fa.SlidingWindow(1000)}

@@ -14,13 +14,15 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_fa2 as fa
 from pallas_fa2 import api
+from pallas_fa2.backends.common.primitives import launch
 from pallas_fa2.backends.xla import blockwise
 from pallas_fa2.device import Device
+from pallas_fa2.ir.mesh import match_varying_axes
 from pallas_fa2.parse_call import parse_call
 from tests.fuzz.case import Case
 from tests.fuzz.check import check
@@ -264,6 +266,21 @@ def test_hopper_is_traced_in_shard_map(
     with jax.set_mesh(mesh):
         jax.make_jaxpr(jax.shard_map(local, in_specs=specs, out_specs=out))(*args)
     assert result_axes == [{"b", "h"}] * 5 + [{"h"}]
+
+
+def test_a_kernel_writes_to_the_values_of_arrays_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    def store(*refs: Any) -> None:
+        refs[-1][0] = 99
+
+    monkeypatch.setattr(launch, "build_kernel", lambda *args: store)
+
+    def run(x: Any) -> Any:
+        result = launch.run_in_place("name", lambda *args: None, (), (), x, {}, 1)
+        return match_varying_axes(result, x)
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    np.testing.assert_array_equal(jax.jit(mapped)(jnp.arange(4)), [99, 1, 99, 3])
 
 
 @pytest.mark.gpu

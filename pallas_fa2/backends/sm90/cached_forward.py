@@ -81,14 +81,25 @@ def unsupported_tiles(cached: CachedSpec) -> str | None:
         return "it has no fixed splits"
     if call.kv_len > MAX_BLOCKS * 64:
         return f"a sequence has {MAX_BLOCKS * 64} slots at most, and here {call.kv_len}"
-    if cached.quantized is not None and cached.contiguous_bytes > MAX_COPY_BYTES:
+    if cached.quantized is not None and (reason := _unsupported_copy(cached)):
+        return reason
+    rows = call.q_len if cached.is_packed else call.batch * call.q_len
+    if rows * call.q_heads > MAX_TILES:
+        return f"there are {MAX_TILES} rows of all heads at most, and here {rows * call.q_heads}"
+    return None
+
+
+def _unsupported_copy(cached: CachedSpec) -> str | None:
+    """Return why tiles have no copy in 16 bits of a cache of 8, or None."""
+    if cached.call.dtype == jnp.float16:
+        return "they read a copy of 8 bits in the dtype of queries, of which float16 has not the range of scales"
+    # Where the decode kernel reads no such cache, the equivalent call copies all of it.
+    is_read_in_place = decode_support.unsupported_8_bits(cached) is None
+    if is_read_in_place and cached.contiguous_bytes > MAX_COPY_BYTES:
         return (
             f"they read a copy in 16 bits of a cache of 8, which has {MAX_COPY_BYTES >> 20} MiB at most, and here "
             f"{cached.contiguous_bytes / (1 << 20):.4g}"
         )
-    rows = call.q_len if cached.is_packed else call.batch * call.q_len
-    if rows * call.q_heads > MAX_TILES:
-        return f"there are {MAX_TILES} rows of all heads at most, and here {rows * call.q_heads}"
     return None
 
 
@@ -213,7 +224,8 @@ def launch(
         others = launch_decode(decode, spec, config.decode, q, k, v, arrays, few)
     table = arrays.table
     if arrays.scales is not None:
-        k, v = copy_keys(k, v, table, arrays.scales, arrays.lengths, q.dtype)
+        read = jnp.where(jnp.diff(starts) >= max(least, 1), arrays.lengths, 0)
+        k, v = copy_keys(k, v, table, arrays.scales, read, q.dtype)
         table = None
     tiles = tiles_spec(spec, config.tiles, tokens, requests, kv_heads, least)
     plan = plan_tiles(tiles, config.tiles, arrays.lengths, starts)

@@ -34,8 +34,16 @@ class BlockCosts:
         return count * max(self.load, self.full_entry * columns / MAX_COLUMNS)
 
     def copies(self, cached: CachedSpec) -> float:
-        """Return the cost of 16 bits of the keys of all requests, which tiles read where a cache has 8."""
-        return cached.call.batch * cached.call.kv_heads * self.copy if cached.quantized else 0
+        """Return the cost of 16 bits of the keys of all requests, which tiles read where a cache has 8.
+
+        All keys are copied; under a window others read few of them.
+        """
+        if cached.quantized is None:
+            return 0
+        call, distances = cached.call, cached.distances
+        oldest = None if distances is None else distances.least
+        read = call.kv_len if oldest is None else min(call.kv_len, call.q_len - oldest)
+        return call.batch * call.kv_heads * self.copy * call.kv_len / max(1, read)
 
 
 # Not measured: a tile's products with 64 keys and H = 128 are 4.2 MFLOP, and their loads 32 KiB, each 0.9 us at a share of

@@ -105,7 +105,7 @@ def run_in_place(
             kernel(*read, *refs)
 
         # Inside `shard_map` JAX has no kernel that writes to what varies over mesh axes. Such arrays are stored first, in references that do
-        # not, of which XLA makes nothing. The results vary as the caller says (`match_varying_axes`).
+        # not, of which XLA makes nothing. A caller has the results vary as inputs do (`match_varying_axes`).
         empty_or_given = (lax.empty(x.shape, x.dtype) if varying_axes(x) else x for x in written)
         return pl.run_state(launch)(tuple(empty_or_given))
 

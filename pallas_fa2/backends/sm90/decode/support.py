@@ -20,11 +20,12 @@ def unsupported_reason(
         return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
     reason = support.unsupported_reason(cached)
     if reason is None and cached.quantized is not None:
-        reason = _unsupported_8_bits(cached)
+        reason = unsupported_8_bits(cached)
     return reason or _unsupported_launch(launch or DecodeSpec.of_call(cached))
 
 
-def _unsupported_8_bits(cached: CachedSpec) -> str | None:
+def unsupported_8_bits(cached: CachedSpec) -> str | None:
+    """Return why the kernel does not read a cache of 8 bits, or None."""
     call = cached.call
     for name, dim in (("H", call.head_dim), ("Hv", call.value_dim)):
         if dim % 64:

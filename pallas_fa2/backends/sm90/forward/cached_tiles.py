@@ -146,7 +146,6 @@ def tiles_spec(
         value_dim=call.value_dim,
         scale=call.scale,
         distances=distances,
-        page_size=None if spec.quantized else spec.page_size,  # of 8 bits a contiguous copy is read
         mods=DecodeMods.compile(spec),
         taken_queries=(least, tokens) if least else None,
     )

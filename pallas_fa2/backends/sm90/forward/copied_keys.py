@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.ir.equivalent_call import contiguous_keys
+from pallas_fa2.ir.mesh import match_varying_axes
 from pallas_fa2.ir.quantized import Scales
 
 # The slots of a sequence that are copied at a time, so that the time follows lengths: those of K 8 and H 128 are 50 MB to read and to
@@ -22,8 +23,8 @@ def copy_keys(
     lengths: jax.Array,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return what keys and values of 8 bits stand for, `[B, S, K, H]` and `[B, S, K, Hv]` in `dtype`, up to the largest length at
-    least. Slots behind it may hold anything.
+    """Return what keys and values of 8 bits stand for, `[B, S, K, H]` and `[B, S, K, Hv]` in `dtype`, up to the largest length.
+    Slots behind it may hold anything.
 
     k and v are those of a cache, or of pages that `table` lists for each sequence; lengths are integers `[B]`, any.
     """
@@ -54,6 +55,5 @@ def copy_keys(
 
     used = jnp.clip(jnp.max(lengths).astype(I32), 0, capacity)
     empty = tuple(lax.empty((lengths.size, capacity, *x.shape[2:]), dtype) for x in (k, v))
-    # The first chunk is always copied, so that a loop in `shard_map` carries what varies as keys do.
-    copies = copy_chunk(I32(0), empty)
-    return lax.fori_loop(I32(1), lax.div(used + (size - 1), I32(size)), copy_chunk, copies)
+    copies = match_varying_axes(empty, (k, v, table, scales))
+    return lax.fori_loop(I32(0), lax.div(used + (size - 1), I32(size)), copy_chunk, copies)
