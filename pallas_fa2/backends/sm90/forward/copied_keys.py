@@ -35,9 +35,8 @@ def copy_keys(
         return contiguous_keys(k, v, table, scales, dtype)
 
     def copy_chunk(i: jax.Array, copies: tuple[jax.Array, jax.Array]) -> tuple:
-        first = (
-            i * size
-        )  # JAX moves a slice that would end behind the array: the last two may overlap
+        # JAX moves a slice that would end behind the array: the last two may overlap.
+        first = i * size
 
         def part(x: jax.Array, axis: int) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, first, size, axis)
