@@ -283,7 +283,9 @@ def page() -> str:
         speeds = {who: row.get("gb_s") for who, row in result["rows"].items()}
         rivals = [x for who, x in speeds.items() if who not in OURS and x is not None]
         own = result["rows"]["ours"]
-        eight_bits = [own["ms"] / result["rows"][who]["ms"] for who in ("int8", "fp8")]
+        eight_bits = [
+            own["ms"] / result["rows"][who].get("ms", math.nan) for who in ("int8", "fp8")
+        ]
         cells = ["-" if speeds[name] is None else f"{speeds[name]:.0f}" for name in names]
         cells += [f"{own['gb_s'] / max(rivals, default=math.nan):.3f}", f"{min(eight_bits):.2f}"]
         rows.append(f"| {case} | {' | '.join(cells)} |")

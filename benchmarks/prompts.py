@@ -4,7 +4,8 @@
     python -m benchmarks.prompts --cases new_2048,step_of_60 --layouts forward,pages64,int8 --jobs 8
 
 The tokens of a prompt, or of packed requests, are the last ones of their sequences; bfloat16, random, causal. Microseconds are those of
-all kernels of a call by CUPTI, the median of bursts that alternate, and in parentheses those of the longest kernel. `forward` is
+all kernels of a call by CUPTI, the median of bursts that alternate, and in parentheses those of the longest kernel; behind a stroke those
+of a call as the host sees calls that follow each other, in which it may wait for the count of a loop. `forward` is
 `flash_attention` on contiguous keys of just this length. `pages16` and `pages64` are pages in random order, `int8` has caches of 8 bits,
 and `int8_entries` is what these would take without a copy in 16 bits (docs/decisions/0091-prompts-on-8-bits.md). A layout whose
 error against `blockwise` in float32 is above twice that of `blockwise` in bfloat16 gets no time.
@@ -16,6 +17,7 @@ import dataclasses
 import functools
 import json
 import statistics
+import time
 from typing import Any
 from unittest import mock
 
@@ -101,6 +103,13 @@ def of_this_length(case: Case, q: Any, k: Any, v: Any, lengths: Any) -> tuple:
     return q, k[:, :length], v[:, :length], lengths
 
 
+def entries(case: Case, *args: Any, **options: Any) -> Any:
+    """Attend on a cache of 8 bits by the decode kernel, which has packed calls in any case."""
+    if case.is_packed:
+        raise NotImplementedError("it is int8 itself")
+    return on_cache(case, *args, **options)
+
+
 _of_8_bits = functools.partial(decode.quantized, jnp.int8)
 # The call, and what makes its arguments of a case's inputs.
 LAYOUTS: dict[str, tuple[Any, Any]] = {
@@ -110,7 +119,7 @@ LAYOUTS: dict[str, tuple[Any, Any]] = {
     "pages16": (on_pages, functools.partial(decode.paged, 16)),
     "int8": (on_cache, _of_8_bits),
     "int8_pages64": (on_pages, in_pages_of_8_bits),
-    "int8_entries": (on_cache, _of_8_bits),
+    "int8_entries": (entries, _of_8_bits),
 }
 
 
@@ -156,7 +165,19 @@ def measure_case(name: str, layouts: list[str], iterations: int) -> dict[str, di
             times = [[1e3 * ms for _, ms in kernels] for kernels in launches]
             rows[layout]["us"] = statistics.median(map(sum, times))
             rows[layout]["longest_us"] = statistics.median(map(max, times))
+            run, own = programs[layout]
+            rows[layout]["host_us"] = host_us(run, own, iterations)
     return {layout: rows[layout] for layout in layouts}
+
+
+def host_us(run: Any, args: tuple, count: int) -> float:
+    """Return the microseconds of a call, of so many that follow each other."""
+    jax.block_until_ready(run(*args))
+    start = time.perf_counter()
+    for _ in range(count - 1):
+        run(*args)
+    jax.block_until_ready(run(*args))
+    return 1e6 * (time.perf_counter() - start) / count
 
 
 def line(name: str, rows: dict[str, dict[str, Any]]) -> str:
@@ -164,7 +185,7 @@ def line(name: str, rows: dict[str, dict[str, Any]]) -> str:
 
     def cell(row: dict[str, Any]) -> str:
         if "us" in row:
-            return f"{row['us']:.1f} ({row['longest_us']:.1f})"
+            return f"{row['us']:.1f} ({row['longest_us']:.1f}) / {row['host_us']:.1f}"
         return row.get("refused", f"wrong result: {row.get('error')}")[:60]
 
     return f"{name:20} " + ", ".join(f"{layout} {cell(row)}" for layout, row in rows.items())

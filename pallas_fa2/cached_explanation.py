@@ -29,7 +29,7 @@ class CachedExplanation:
       spec, device, plan: the parsed call, where it runs, and by which backend and configurations.
       bytes: the size of queries, results and the keys and values of all sequences, each moved once; None where the
         lengths are not known.
-      gathered_bytes: the size of the copy of the pages, or of what 8 bits stand for; 0 where there is none.
+      copied_bytes: the size of the copy of the pages, or of what 8 bits stand for; 0 where there is none.
       forward: a description of the kernels.
     """
 
@@ -37,7 +37,7 @@ class CachedExplanation:
     device: Device
     plan: CachedPlan
     bytes: int | None
-    gathered_bytes: int
+    copied_bytes: int
     forward: str
 
     @property
@@ -48,13 +48,13 @@ class CachedExplanation:
         moved = "unknown, as lengths are," if self.bytes is None else f"{self.bytes / 1e6:.4g} MB"
         copies = "gathered pages" if self.spec.page_size is not None else "keys and values"
         copies += "" if self.spec.quantized is None else f" in {self.spec.call.dtype.name}"
-        gathered = f", {self.gathered_bytes / 1e6:.4g} MB of {copies} in each call"
+        gathered = f", {self.copied_bytes / 1e6:.4g} MB of {copies} in each call"
         lines = [
             f"{self.spec}",
             f"implementation  {self.plan.implementation} on {self.device.kind}",
             *(f"  {reason}" for reason in self.plan.reasons()),
             f"forward         {self.forward}",
-            f"memory          {moved} of inputs and outputs{gathered if self.gathered_bytes else ''}",
+            f"memory          {moved} of inputs and outputs{gathered if self.copied_bytes else ''}",
         ]
         return "\n".join(lines)
 

@@ -202,7 +202,7 @@ def test_explain_the_kernel_of_hopper() -> None:
         queries=problem.queries,
         device=H200,
     )
-    assert explanation.implementation == "hopper" and explanation.gathered_bytes == 0
+    assert explanation.implementation == "hopper" and explanation.copied_bytes == 0
     assert "64 keys x 32 columns, for 4 queries of 2 heads" in explanation.forward
     assert "read the pages in the pool" in explanation.forward
 
@@ -211,7 +211,7 @@ def test_explain_the_kernel_of_ampere() -> None:
     problem = on_the_kernel("packed_paged")
     options = {"queries": problem.queries, "device": A100}
     explanation = fa.explain(problem.query, problem.cache, **options)
-    assert explanation.implementation == "ampere" and explanation.gathered_bytes == 0
+    assert explanation.implementation == "ampere" and explanation.copied_bytes == 0
     assert "64 keys x 32 columns, for 4 queries of 2 heads" in explanation.forward
     assert "read the pages in the pool" in explanation.forward
 
@@ -343,7 +343,7 @@ def test_explain_eight_bits() -> None:
     assert "keys and values of int8 with scales" in str(explanation)
     # 38 keys of 2 heads with 24 bytes and two scales, 4 queries of 4 heads in float32.
     assert explanation.bytes == 38 * 2 * (24 + 4) + 4 * 4 * 24 * 4 + 16 * 4
-    assert explanation.gathered_bytes == 4 * 24 * 2 * 24 * 4
+    assert explanation.copied_bytes == 4 * 24 * 2 * 24 * 4
     assert "MB of keys and values in float32" in str(explanation)
 
 
@@ -356,7 +356,7 @@ def test_explain(monkeypatch: Any) -> None:
     assert "pages of 4 tokens, packed queries" in text and "equivalent call" in text
     # Float32 of 38 keys of 2 heads and 16 queries of 4 heads with dims 8 + 16, and lse.
     assert explanation.bytes == (38 * 2 + 16 * 4) * 24 * 4 + 16 * 4 * 4
-    assert explanation.gathered_bytes == 4 * 24 * 2 * 24 * 4
+    assert explanation.copied_bytes == 4 * 24 * 2 * 24 * 4
 
     shapes = jax.eval_shape(lambda: problem.cache)
     query = jax.ShapeDtypeStruct(problem.query.shape, problem.query.dtype)
@@ -367,7 +367,7 @@ def test_explain(monkeypatch: Any) -> None:
     _with_cached_forward(monkeypatch, supports=True)
     monkeypatch.setattr("pallas_fa2.cached_explanation.BACKENDS", cached_autodiff.BACKENDS)
     explanation = fa.explain(problem.query, problem.cache, **options)
-    assert explanation.implementation == "hopper" and explanation.gathered_bytes == 0
+    assert explanation.implementation == "hopper" and explanation.copied_bytes == 0
     assert "a kernel, configuration" in str(explanation)
     with pytest.raises(TypeError, match="is_causal"):
         fa.explain(problem.query, problem.cache, is_causal=True)

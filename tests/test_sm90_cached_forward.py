@@ -128,12 +128,17 @@ def test_features(feature: str, layout: str) -> None:
     check_tiles(feature, layout)
 
 
-def check_tiles(feature: str, layout: str, page: int = 16, **options: Any) -> None:
+LENGTHS = np.array([150, 0, 140, 20])
+
+
+def check_tiles(
+    feature: str, layout: str, page: int = 16, lengths: np.ndarray = LENGTHS, **options: Any
+) -> None:
     """Compare a call with the dense definition, of which some requests, or all, are tiles."""
-    lengths, counts = np.array([150, 0, 140, 20]), np.array([1, 0, 137, 5])
+    counts = np.array([1, 0, 137, 5])
     options = {"capacity": 160, "page": page, "dtype": jnp.bfloat16, "dims": (64, 64)} | options
     problem = cached.make(
-        20 if layout == "several" else None, "paged" in layout, lengths, counts, **options
+        None if "packed" in layout else 20, "paged" in layout, lengths, counts, **options
     )
     spec, _ = parse_cached(
         problem.query,
@@ -142,32 +147,33 @@ def check_tiles(feature: str, layout: str, page: int = 16, **options: Any) -> No
         **TILE_FEATURES[feature].options(problem),
     )
     config = CACHED_FORWARD.configure(spec, hopper.H200._replace(num_sms=2))
-    assert isinstance(config, TileConfigs) and (config.decode is None) == (layout == "several")
+    assert isinstance(config, TileConfigs) and (config.decode is not None) == ("packed" in layout)
     check_on_the_kernel(problem, TILE_FEATURES[feature])
 
 
 @pytest.fixture
-def free_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small caches are copied as well, in several chunks."""
+def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small caches are copied as well, in several chunks, into NaN."""
     monkeypatch.setattr(copied_keys, "CHUNK", 64)
-    costs = dataclasses.replace(cached_forward.COSTS, copy=0)
-    monkeypatch.setattr(cached_forward, "COSTS", costs)
+    monkeypatch.setattr(copied_keys, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    monkeypatch.setattr(cached_forward, "_prefers_tiles", lambda spec, num_sms: True)
 
 
-# The feature, the layout, the dtype, the tokens of a page
+# The feature, the layout, the dtype, the tokens of a page. The slots behind the longest sequence's chunk are never written.
 OF_8_BITS: Any = [
-    ("alibi", "packed_paged", "int8", 8),
+    ("alibi", "paged", "int8", 8),
     ("window", "several", "float8_e4m3fn", 16),
-    slow("window", "packed_paged", "float8_e4m3fn", 16),
+    slow("window", "paged", "float8_e4m3fn", 16),
     slow("score_of_sequences", "several", "int8", 16),
 ]
 
 
 @pytest.mark.parametrize("feature, layout, quantized, page", OF_8_BITS)
 def test_tiles_read_a_copy_of_8_bits(
-    feature: str, layout: str, quantized: str, page: int, free_copies: None
+    feature: str, layout: str, quantized: str, page: int, small_copies: None
 ) -> None:
-    check_tiles(feature, layout, page, quantized=quantized)
+    lengths = np.array([40, 0, 60, 20]) if layout == "paged" else LENGTHS
+    check_tiles(feature, layout, page, lengths, quantized=quantized)
 
 
 # A copy in chunks of 48 slots: the longest sequence ends in the last one, which overlaps another, or in none of the last ones;
@@ -191,7 +197,7 @@ def test_copies_end_with_the_longest_sequence(name: str, monkeypatch: pytest.Mon
     """What is behind it is not written in whole chunks."""
     paged, page, lengths, chunk, count, *given = CHUNKS[name]
     monkeypatch.setattr(copied_keys, "CHUNK", chunk)
-    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, 1e30, dtype))
+    monkeypatch.setattr(copied_keys, "empty", lambda shape, dtype: jnp.full(shape, 1e30, dtype))
     options: Any = {"capacity": 160, "dtype": jnp.bfloat16, "dims": (64, 64), "quantized": "int8"}
     cache: Any = cached.make(1, paged, np.array(lengths), page=page, **options).cache
     table, scales = cache.table if paged else None, Scales(cache.k_scale, cache.v_scale)
@@ -213,54 +219,54 @@ def test_copies_end_with_the_longest_sequence(name: str, monkeypatch: pytest.Mon
         assert behind.size == 0 or (behind == np.float32(jnp.bfloat16(1e30))).all()
 
 
+def of_8_bits(
+    tokens: int, requests: int = 1, packed: bool = False, capacity: int = 4096, **options: Any
+) -> Any:
+    spec = spec_of(tokens, requests, packed, **options)
+    call = dataclasses.replace(spec.call, kv_len=capacity)
+    return dataclasses.replace(spec, call=call, quantized="int8")
+
+
+def has_copy(spec: Any) -> bool:
+    """Whether a call's tiles read a copy; else they would take less time, or its description says why there are none."""
+    config = CACHED_FORWARD.configure(spec, hopper.H200)
+    is_copied = isinstance(config, TileConfigs)
+    assert CACHED_FORWARD.copies_keys(spec, config) == is_copied
+    text = CACHED_FORWARD.describe(spec, config)
+    assert ("that read a copy of the keys in bfloat16" in text) == is_copied
+    return is_copied
+
+
 def test_a_copy_of_8_bits_has_to_be_worth_it() -> None:
-    """It costs as much as some tokens of each request do, and is no larger than `MAX_COPY_BYTES`."""
+    """It costs as much as some tokens of each request do, and more under a window, where others read few keys."""
+    assert not has_copy(of_8_bits(64)) and has_copy(of_8_bits(128))
+    assert not has_copy(of_8_bits(64, packed=True)) and has_copy(of_8_bits(128, packed=True))
+    assert not has_copy(of_8_bits(16, 16)) and has_copy(of_8_bits(64, 16))
+    window = {"mask": fa.SlidingWindow(128)}
+    assert has_copy(of_8_bits(128, capacity=256, **window))
+    assert not has_copy(of_8_bits(128, **window))
+    assert not has_copy(of_8_bits(2048, packed=True, capacity=32_768, **window))
+    assert has_copy(of_8_bits(2048, capacity=32_768, mask=fa.SlidingWindow(20_000)))
 
-    def config(tokens: int, requests: int, packed: bool, capacity: int = 4096) -> Any:
-        spec = spec_of(tokens, requests, packed)
-        call = dataclasses.replace(spec.call, kv_len=capacity)
-        spec = dataclasses.replace(spec, call=call, quantized="int8")
-        return CACHED_FORWARD.configure(spec, hopper.H200), spec
 
-    for tokens, requests, packed in (
-        (64, 1, False),
-        (64, 1, True),
-        (16, 16, False),
-        (500, 16, True),
-    ):
-        assert isinstance(config(tokens, requests, packed)[0], DecodeConfig)
-    spec = dataclasses.replace(
-        config(128, 1, False)[1], call=spec_of(128, 1, False, mask=fa.SlidingWindow(128)).call
+def test_calls_without_a_copy_of_8_bits() -> None:
+    def reason(spec: Any, **changes: Any) -> str | None:
+        call = dataclasses.replace(spec.call, **changes)
+        return unsupported_tiles(dataclasses.replace(spec, call=call))
+
+    assert reason(of_8_bits(2048, 2)) is None
+    assert "may have no prompt" in str(reason(of_8_bits(2048, 2, packed=True)))
+    float16 = {"dtype": jnp.dtype("float16")}
+    assert "in float16, where numbers times large scales" in str(reason(of_8_bits(9), **float16))
+    assert reason(of_8_bits(9, capacity=131_072)) is None
+    spec = of_8_bits(2048, capacity=131_072 + 16)
+    assert "has 512 MiB at most, and here 512.1" in str(reason(spec))
+    assert not has_copy(spec) and "has 512 MiB" in CACHED_FORWARD.describe(
+        spec, CACHED_FORWARD.configure(spec, hopper.H200)
     )
-    assert isinstance(CACHED_FORWARD.configure(spec, hopper.H200), TileConfigs)  # of 256 slots
-    spec = dataclasses.replace(spec, call=dataclasses.replace(spec.call, kv_len=4096))
-    assert isinstance(CACHED_FORWARD.configure(spec, hopper.H200), DecodeConfig)
-    for tokens, requests, packed in ((128, 1, False), (128, 1, True), (64, 16, False)):
-        found, spec = config(tokens, requests, packed)
-        assert isinstance(found, TileConfigs) and CACHED_FORWARD.copies_keys(spec, found)
-        assert "a copy of the keys in bfloat16" in CACHED_FORWARD.describe(spec, found)
-    both, spec = config(8192, 16, True)
-    assert isinstance(both, TileConfigs) and both.decode is not None
-    assert unsupported_tiles(config(2048, 1, False, 131_072)[1]) is None
-    in_float16 = dataclasses.replace(spec.call, dtype=jnp.dtype("float16"))
-    assert "float16 has not the range" in str(
-        unsupported_tiles(dataclasses.replace(spec, call=in_float16))
-    )
-    found, spec = config(2048, 1, False, 131_072 + 16)
-    # The equivalent call would copy more: no kernel for few tokens reads a number of slots that is no multiple of 8.
-    assert (
-        unsupported_tiles(
-            dataclasses.replace(
-                spec, page_size=None, call=dataclasses.replace(spec.call, kv_len=131_073)
-            )
-        )
-        is None
-    )
-    assert isinstance(found, DecodeConfig) and not CACHED_FORWARD.copies_keys(spec, found)
-    assert (
-        "they read a copy in 16 bits of a cache of 8, which has 512 MiB at most, and here 512.1"
-        in (CACHED_FORWARD.describe(spec, found))
-    )
+    # The equivalent call would copy as much: the decode kernel reads no pages of 4 tokens.
+    assert reason(dataclasses.replace(spec, page_size=4)) is None
+    assert reason(dataclasses.replace(spec, page_size=4), **float16) is None
 
 
 def test_explain_counts_a_copy_of_8_bits() -> None:
@@ -271,18 +277,8 @@ def test_explain_counts_a_copy_of_8_bits() -> None:
     for tokens, copied in ((1, 0), (512, 4 * 4096 * 8 * 256 * 2)):
         q = jax.ShapeDtypeStruct((4, tokens, 32, 128), jnp.bfloat16)
         explanation: Any = fa.explain(q, cache, device=hopper.H200)
-        assert explanation.implementation == "hopper" and explanation.gathered_bytes == copied
+        assert explanation.implementation == "hopper" and explanation.copied_bytes == copied
         assert ("67.11 MB of keys and values in bfloat16" in str(explanation)) == (copied > 0)
-
-
-@pytest.mark.parametrize("dim", [128, 256])
-def test_entries_beside_a_copy_have_the_columns_of_8_bits(dim: int) -> None:
-    spec = spec_of(8192, 16)
-    call = dataclasses.replace(spec.call, head_dim=dim, value_dim=dim, kv_len=1024)
-    spec = dataclasses.replace(spec, call=call, quantized="int8")
-    both = CACHED_FORWARD.configure(spec, hopper.H200)
-    assert isinstance(both, TileConfigs) and both.decode is not None
-    assert f"{32 if dim == 128 else 16} columns" in CACHED_FORWARD.describe(spec, both)
 
 
 def test_scores_under_a_window() -> None:
@@ -567,7 +563,7 @@ def test_both_kernels_write_the_same_arrays() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "pages"])
 def test_a_copy_of_8_bits_is_written_in_place(paged: bool) -> None:
-    """No pool and no copy is copied, and a loop ends with the longest sequence."""
+    """No pool and no copy is copied, and there is one loop."""
 
     def run(q: Any, cache: Any) -> Any:
         return fa.cached_attention(q, cache)

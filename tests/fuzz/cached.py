@@ -23,7 +23,7 @@ from tests.fuzz.check import SMALLEST, deviation, in_shard_map
 from tests.fuzz.dense import Inputs
 from tests.fuzz.shapes import Pick, Shape, shown
 
-CHUNK = 128  # slots that prompts on caches of 8 bits copy at a time: a sequence has several
+CHUNK = 128  # slots that prompts on caches of 8 bits copy at a time: most of their sequences have several
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -113,7 +113,7 @@ def _draw_for_kernels(pick: Pick) -> Cached:
     window = masks.SlidingWindow(pick((20, 200)))
     if sum(new) + unused == 0:
         return _draw_for_kernels(pick)
-    return Cached(
+    case = Cached(
         seed=pick(range(1000)),
         lengths=lengths,
         new=new,
@@ -134,6 +134,12 @@ def _draw_for_kernels(pick: Pick) -> Cached:
         quantized=pick(("", "", "", "float8_e4m3fn", "int8")),
         in_shard_map=pick((False, False, True)),
     )
+    if not case.quantized or max(lengths) < 2 or pick((False, True)):
+        return case
+    # Prompts, of which Hopper's tiles read a copy
+    prompts = {"new": tuple(min(n, 300) for n in lengths), "packed": False, "unused": 0}
+    alike = {"head_dim": 64, "value_dim": 64, "dtype": "bfloat16", "scores": ()}
+    return dataclasses.replace(case, mask=pick((masks.Causal(), None, window)), **prompts, **alike)
 
 
 def simpler(case: Cached) -> list[Cached]:

@@ -130,7 +130,7 @@ def _scanned(case: Case, call: Callable, args: Arguments) -> Any:
 
 
 def in_shard_map(call: Callable, *args: Any) -> Any:
-    """Call inside `shard_map`, where all arrays vary over the axis of a mesh, which has one device."""
+    """Call inside `shard_map` on one device, where arrays vary over the mesh's axis: a check of types, not of sums over devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     specs = jax.tree.map(lambda x: P("x") if jnp.ndim(x) else P(), args)
     return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("x"))(*args)
@@ -300,14 +300,20 @@ def _surroundings(case: Case) -> Iterator[None]:
         yield
 
 
-def trace(case: Case, device: fa.Device) -> None:
-    """Trace the call and its gradients for a device, of which none need be there; raises `Wrong`."""
+def trace(case: Case, device: fa.Device) -> set[str]:
+    """Trace the call and its gradients for a device, of which none need be there, and return what would run; raises `Wrong`."""
     args, cotangents = _stacked(case, case.entries())
+    chosen = mock.Mock(wraps=plan.make_plan)
     try:
-        with _surroundings(case), planned_for(device):
+        with (
+            _surroundings(case),
+            planned_for(device),
+            mock.patch.object(api, "make_plan", chosen),
+        ):
             jax.eval_shape(gradients(case, None), args, cotangents)
     except Exception as e:
         raise Wrong(case, f"not traced for {device.kind}: {type(e).__name__}: {e}") from e
+    return {plan.make_plan(*x.args, **x.kwargs).implementation for x in chosen.call_args_list}
 
 
 def _check(case: Case, name: str, run: Callable) -> float:

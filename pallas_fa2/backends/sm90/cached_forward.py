@@ -18,7 +18,7 @@ from pallas_fa2.backends.common.decode.cached_forward import LaunchArrays, forwa
 from pallas_fa2.backends.common.decode.cached_forward import describe as describe_decode
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.mods import DecodeMods, needs_mask_code
-from pallas_fa2.backends.common.decode.spec import MAX_COLUMNS, DecodeSpec, max_columns
+from pallas_fa2.backends.common.decode.spec import MAX_COLUMNS, DecodeSpec
 from pallas_fa2.backends.common.decode.support import MAX_INDEX
 from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.backends.sm90 import configs
@@ -91,11 +91,15 @@ def unsupported_tiles(cached: CachedSpec) -> str | None:
 
 def _unsupported_copy(cached: CachedSpec) -> str | None:
     """Return why tiles have no copy in 16 bits of a cache of 8, or None."""
+    if _has_both(cached):
+        return "they read a copy in 16 bits of a cache of 8, which a step that may have no prompt does not make"
+    if decode_support.unsupported_call(cached) is not None:
+        return None  # the equivalent call would copy all keys, too
     if cached.call.dtype == jnp.float16:
-        return "they read a copy of 8 bits in the dtype of queries, of which float16 has not the range of scales"
-    # Where the decode kernel reads no such cache, the equivalent call copies all of it.
-    is_read_in_place = decode_support.unsupported_8_bits(cached) is None
-    if is_read_in_place and cached.contiguous_bytes > MAX_COPY_BYTES:
+        return (
+            "they read a copy of 8 bits in float16, where numbers times large scales are infinite"
+        )
+    if cached.contiguous_bytes > MAX_COPY_BYTES:
         return (
             f"they read a copy in 16 bits of a cache of 8, which has {MAX_COPY_BYTES >> 20} MiB at most, and here "
             f"{cached.contiguous_bytes / (1 << 20):.4g}"
@@ -121,7 +125,7 @@ def _few_spec(
 ) -> DecodeSpec:
     """Return the launch of the decode kernel beside tiles: of requests with up to `decoded` new tokens."""
     launch = DecodeSpec.of_call(spec, requests, kv_heads)
-    q_len = max(1, min(FEW_COLUMNS, max_columns(spec)) // launch.padded_group)
+    q_len = max(1, FEW_COLUMNS // launch.padded_group)
     requests = spec.call.batch if requests is None else requests
     # the rows before all requests and after them are of two more
     entries = min(launch.num_tokens, (requests + 2) * -(-decoded // q_len))
@@ -154,7 +158,8 @@ def _may_gain(spec: CachedSpec, num_sms: int) -> bool:
         return False
     entries = COSTS.entries(-(-queries // launch.q_len) * launch.kv_heads, launch.columns)
     tiles = COSTS.tiles(1, queries, (call.q_heads, call.kv_heads), num_sms)
-    return entries > (tiles + COSTS.copies(spec)) * (LEAST_GAIN if call.batch > 1 else 1)
+    tiles = COSTS.with_copies(spec, tiles, launch.q_len)
+    return entries > tiles * (LEAST_GAIN if call.batch > 1 else 1)
 
 
 def _prefers_tiles(spec: CachedSpec, num_sms: int) -> bool:
@@ -224,8 +229,7 @@ def launch(
         others = launch_decode(decode, spec, config.decode, q, k, v, arrays, few)
     table = arrays.table
     if arrays.scales is not None:
-        read = jnp.where(jnp.diff(starts) >= max(least, 1), arrays.lengths, 0)
-        k, v = copy_keys(k, v, table, arrays.scales, read, q.dtype)
+        k, v = copy_keys(k, v, table, arrays.scales, arrays.lengths, q.dtype)
         table = None
     tiles = tiles_spec(spec, config.tiles, tokens, requests, kv_heads, least)
     plan = plan_tiles(tiles, config.tiles, arrays.lengths, starts)

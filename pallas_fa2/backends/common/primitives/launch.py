@@ -104,9 +104,10 @@ def run_in_place(
                     ref[...] = x
             kernel(*read, *refs)
 
-        # Inside `shard_map` JAX has no kernel that writes to what varies over mesh axes. Such arrays are stored first, in references that do
-        # not, of which XLA makes nothing. A caller has the results vary as inputs do (`match_varying_axes`).
-        empty_or_given = (lax.empty(x.shape, x.dtype) if varying_axes(x) else x for x in written)
-        return pl.run_state(launch)(tuple(empty_or_given))
+        # Inside `shard_map` JAX refuses kernels that write to references of arrays that vary over mesh axes. References
+        # of empty arrays do not vary, and the arrays are stored into them; XLA removes the stores. A caller has
+        # the results vary as inputs do (`match_varying_axes`).
+        initial = tuple(lax.empty(x.shape, x.dtype) if varying_axes(x) else x for x in written)
+        return pl.run_state(launch)(initial)
 
     return jax.tree.unflatten(written_tree, after(read, tuple(written)))

@@ -18,14 +18,18 @@ def unsupported_reason(
     """Return why the kernel does not support a call on a cache, or a launch of it, on this device, or None."""
     if not device.is_sm90:
         return f"it needs a Hopper GPU (compute capability 9.0), and this is {device.kind}"
+    return unsupported_call(cached, launch)
+
+
+def unsupported_call(cached: CachedSpec, launch: DecodeSpec | None = None) -> str | None:
+    """Return why the kernel does not support a call, or a launch of it, on any device, or None."""
     reason = support.unsupported_reason(cached)
     if reason is None and cached.quantized is not None:
-        reason = unsupported_8_bits(cached)
+        reason = _unsupported_8_bits(cached)
     return reason or _unsupported_launch(launch or DecodeSpec.of_call(cached))
 
 
-def unsupported_8_bits(cached: CachedSpec) -> str | None:
-    """Return why the kernel does not read a cache of 8 bits, or None."""
+def _unsupported_8_bits(cached: CachedSpec) -> str | None:
     call = cached.call
     for name, dim in (("H", call.head_dim), ("Hv", call.value_dim)):
         if dim % 64:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import empty
 from jax.typing import DTypeLike
 
 from pallas_fa2.arithmetic import I32
@@ -53,6 +54,6 @@ def copy_keys(
         )
 
     used = jnp.clip(jnp.max(lengths).astype(I32), 0, capacity)
-    empty = tuple(lax.empty((lengths.size, capacity, *x.shape[2:]), dtype) for x in (k, v))
-    copies = match_varying_axes(empty, (k, v, table, scales))
+    unwritten = [empty((lengths.size, capacity, *x.shape[2:]), dtype) for x in (k, v)]
+    copies = match_varying_axes(tuple(unwritten), (k, v, table, scales))
     return lax.fori_loop(I32(0), lax.div(used + (size - 1), I32(size)), copy_chunk, copies)
