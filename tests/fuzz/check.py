@@ -260,19 +260,11 @@ def check(case: Case, *names: str | None, draws: int = 1) -> Checked:
 
     Compilation is most of a case's time: `draws` are so many draws of data for one program.
     """
-    ran = set()
-
-    def planned(spec: Any, device: Any, name: Any) -> plan.Plan:
-        if name is not None and BACKENDS[name].unsupported_reason(spec, device) is not None:
-            name = None
-        built = plan.make_plan(spec, device, name)
-        ran.add(built.implementation)
-        return built
-
+    ran: set[str] = set()
     seeds = range(case.seed, case.seed + draws)
     cases = [dataclasses.replace(case, seed=seed) for seed in seeds]
     shares = []
-    with _surroundings(case), mock.patch.object(api, "make_plan", planned):
+    with _surroundings(case, ran):
         for name in names:
             run = jax.jit(gradients(case, name))
             for drawn in cases:
@@ -287,9 +279,19 @@ def check(case: Case, *names: str | None, draws: int = 1) -> Checked:
 
 
 @contextlib.contextmanager
-def _surroundings(case: Case) -> Iterator[None]:
-    """Plan a call as the case says, without warnings."""
+def _surroundings(case: Case, ran: set[str]) -> Iterator[None]:
+    """Plan a call as the case says, without warnings, and add what runs it: an implementation where it takes the call, and otherwise
+    what is chosen."""
+
+    def planned(spec: Any, device: Any, name: Any) -> plan.Plan:
+        if name is not None and BACKENDS[name].unsupported_reason(spec, device) is not None:
+            name = None
+        built = plan.make_plan(spec, device, name)
+        ran.add(built.implementation)
+        return built
+
     with (
+        mock.patch.object(api, "make_plan", planned),
         warnings.catch_warnings(action="ignore", category=fa.FallbackWarning),
         mock.patch.object(blockwise, "block_sizes", lambda spec: case.blocks),
         jax.enable_x64(case.dtype == "float64"),
@@ -303,17 +305,13 @@ def _surroundings(case: Case) -> Iterator[None]:
 def trace(case: Case, device: fa.Device) -> set[str]:
     """Trace the call and its gradients for a device, of which none need be there, and return what would run; raises `Wrong`."""
     args, cotangents = _stacked(case, case.entries())
-    chosen = mock.Mock(wraps=plan.make_plan)
+    ran: set[str] = set()
     try:
-        with (
-            _surroundings(case),
-            planned_for(device),
-            mock.patch.object(api, "make_plan", chosen),
-        ):
+        with _surroundings(case, ran), planned_for(device):
             jax.eval_shape(gradients(case, None), args, cotangents)
     except Exception as e:
         raise Wrong(case, f"not traced for {device.kind}: {type(e).__name__}: {e}") from e
-    return {plan.make_plan(*x.args, **x.kwargs).implementation for x in chosen.call_args_list}
+    return ran
 
 
 def _check(case: Case, name: str, run: Callable) -> float:

@@ -39,15 +39,15 @@ def copy_keys(
         # JAX moves a slice that would end behind the array: the last two may overlap.
         first = i * size
 
-        def part(x: jax.Array, axis: int) -> jax.Array:
+        def load(x: jax.Array, axis: int) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, first, size, axis)
 
         if table is None:
-            parts = part(k, 1), part(v, 1), None, Scales(*(part(x, 2) for x in scales))
+            inputs = load(k, 1), load(v, 1), None, Scales(*(load(x, 2) for x in scales))
         else:
             pages = lax.dynamic_slice_in_dim(table, lax.div(first, I32(page)), size // page, 1)
-            parts = k, v, pages, scales
-        chunk = contiguous_keys(*parts, dtype)
+            inputs = k, v, pages, scales
+        chunk = contiguous_keys(*inputs, dtype)
         return tuple(
             lax.dynamic_update_slice_in_dim(x, y, first, 1)
             for x, y in zip(copies, chunk, strict=True)
