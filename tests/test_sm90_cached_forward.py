@@ -9,25 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_fa2 as fa
-from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.spec import DecodeSpec, max_packed_entries
 from pallas_fa2.backends.sm90 import cached_forward
 from pallas_fa2.backends.sm90.cached_forward import (
     CACHED_FORWARD,
     TileConfigs,
-    max_decoded,
     unsupported_tiles,
 )
 from pallas_fa2.backends.sm90.configs import cached_forward_config
-from pallas_fa2.backends.sm90.forward import cached_tiles, copied_keys
+from pallas_fa2.backends.sm90.forward import cached_tiles
 from pallas_fa2.backends.sm90.forward.cached_tiles import CachedTiles, plan_tiles
 from pallas_fa2.backends.sm90.forward.kernel import attention_on_cache
 from pallas_fa2.ir.affine import DistanceRange
-from pallas_fa2.ir.quantized import Scales
 from pallas_fa2.parse_cached import parse_cached
 from tests.contract import cases as contract
 from tests.contract import suite
@@ -149,136 +145,6 @@ def check_tiles(
     config = CACHED_FORWARD.configure(spec, hopper.H200._replace(num_sms=2))
     assert isinstance(config, TileConfigs) and (config.decode is not None) == ("packed" in layout)
     check_on_the_kernel(problem, TILE_FEATURES[feature])
-
-
-@pytest.fixture
-def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small caches are copied as well, in several chunks, into NaN."""
-    monkeypatch.setattr(copied_keys, "CHUNK", 64)
-    monkeypatch.setattr(copied_keys, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    monkeypatch.setattr(cached_forward, "_prefers_tiles", lambda spec, num_sms: True)
-
-
-# The feature, the layout, the dtype, the tokens of a page. The slots behind the longest sequence's chunk are never written.
-OF_8_BITS: Any = [
-    ("alibi", "paged", "int8", 8),
-    ("window", "several", "float8_e4m3fn", 16),
-    slow("window", "paged", "float8_e4m3fn", 16),
-    slow("score_of_sequences", "several", "int8", 16),
-]
-
-
-@pytest.mark.parametrize("feature, layout, quantized, page", OF_8_BITS)
-def test_tiles_read_a_copy_of_8_bits(
-    feature: str, layout: str, quantized: str, page: int, small_copies: None
-) -> None:
-    lengths = np.array([40, 0, 60, 20]) if layout == "paged" else LENGTHS
-    check_tiles(feature, layout, page, lengths, quantized=quantized)
-
-
-# A copy in chunks of 48 slots: the longest sequence ends in the last one, which overlaps another, or in none of the last ones;
-# the slots of one page at least are a chunk.
-CHUNKS: Any = {
-    "contiguous": (False, 16, (150, 0, 140, 20), 48, 4),
-    "pages": (True, 16, (150, 0, 140, 20), 48, 4),
-    "few": (True, 16, (90, 0, 40, 20), 48, 2),
-    "none": (True, 8, (0, 0, 0, 0), 48, 0),
-    "out_of_range": (True, 16, (160, 0, 1, 7), 48, 4, (1 << 30, -(1 << 30), 1, 7)),
-    "large_pages": (True, 80, (81, 7, 0, 3), 48, 2),
-    "whole": (True, 16, (150, 0, 140, 20), 160, 1),
-}
-
-
-fori_loop = lax.fori_loop
-
-
-@pytest.mark.parametrize("name", CHUNKS)
-def test_copies_end_with_the_longest_sequence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is behind it is not written in whole chunks."""
-    paged, page, lengths, chunk, count, *given = CHUNKS[name]
-    monkeypatch.setattr(copied_keys, "CHUNK", chunk)
-    monkeypatch.setattr(copied_keys, "empty", lambda shape, dtype: jnp.full(shape, 1e30, dtype))
-    options: Any = {"capacity": 160, "dtype": jnp.bfloat16, "dims": (64, 64), "quantized": "int8"}
-    cache: Any = cached.make(1, paged, np.array(lengths), page=page, **options).cache
-    table, scales = cache.table if paged else None, Scales(cache.k_scale, cache.v_scale)
-    of_call = jnp.array(given[0] if given else lengths)
-    turns = []
-    loop = lambda first, end, *rest: turns.append(int(end)) or fori_loop(first, end, *rest)
-    monkeypatch.setattr(lax, "fori_loop", loop)
-    copies = copied_keys.copy_keys(cache.key, cache.value, table, scales, of_call, jnp.bfloat16)
-    assert turns == ([] if chunk >= 160 else [count])
-    if paged:
-        table = np.clip(table, 0, cache.key.shape[0] - 1)
-    for copy, x, scale in zip(copies, (cache.key, cache.value), scales, strict=True):
-        whole = np.asarray(x, np.float32) * np.swapaxes(scale, 1, 2).astype(np.float32)[..., None]
-        whole = whole[table].reshape(4, 160, *x.shape[2:]) if paged else whole
-        written = min(160, count * max(page * (chunk // page), page))
-        for b, length in enumerate(lengths):
-            np.testing.assert_array_equal(copy[b, :length], whole[b, :length].astype(jnp.bfloat16))
-        behind = np.asarray(copy[:, written:], np.float32)
-        assert behind.size == 0 or (behind == np.float32(jnp.bfloat16(1e30))).all()
-
-
-def of_8_bits(
-    tokens: int, requests: int = 1, packed: bool = False, capacity: int = 4096, **options: Any
-) -> Any:
-    spec = spec_of(tokens, requests, packed, **options)
-    call = dataclasses.replace(spec.call, kv_len=capacity)
-    return dataclasses.replace(spec, call=call, quantized="int8")
-
-
-def has_copy(spec: Any) -> bool:
-    """Whether a call's tiles read a copy; else they would take less time, or its description says why there are none."""
-    config = CACHED_FORWARD.configure(spec, hopper.H200)
-    is_copied = isinstance(config, TileConfigs)
-    assert CACHED_FORWARD.copies_keys(spec, config) == is_copied
-    text = CACHED_FORWARD.describe(spec, config)
-    assert ("that read a copy of the keys in bfloat16" in text) == is_copied
-    return is_copied
-
-
-def test_a_copy_of_8_bits_has_to_be_worth_it() -> None:
-    """It costs as much as some tokens of each request do, and more under a window, where others read few keys."""
-    assert not has_copy(of_8_bits(64)) and has_copy(of_8_bits(128))
-    assert not has_copy(of_8_bits(64, packed=True)) and has_copy(of_8_bits(128, packed=True))
-    assert not has_copy(of_8_bits(16, 16)) and has_copy(of_8_bits(64, 16))
-    window = {"mask": fa.SlidingWindow(128)}
-    assert has_copy(of_8_bits(128, capacity=256, **window))
-    assert not has_copy(of_8_bits(128, **window))
-    assert not has_copy(of_8_bits(2048, packed=True, capacity=32_768, **window))
-    assert has_copy(of_8_bits(2048, capacity=32_768, mask=fa.SlidingWindow(20_000)))
-
-
-def test_calls_without_a_copy_of_8_bits() -> None:
-    def reason(spec: Any, **changes: Any) -> str | None:
-        call = dataclasses.replace(spec.call, **changes)
-        return unsupported_tiles(dataclasses.replace(spec, call=call))
-
-    assert reason(of_8_bits(2048, 2)) is None
-    assert "may have no prompt" in str(reason(of_8_bits(2048, 2, packed=True)))
-    float16 = {"dtype": jnp.dtype("float16")}
-    assert "in float16, where numbers times large scales" in str(reason(of_8_bits(9), **float16))
-    assert reason(of_8_bits(9, capacity=131_072)) is None
-    spec = of_8_bits(2048, capacity=131_072 + 16)
-    assert "has 512 MiB at most, and here 512.1" in str(reason(spec))
-    assert not has_copy(spec) and "has 512 MiB" in CACHED_FORWARD.describe(
-        spec, CACHED_FORWARD.configure(spec, hopper.H200)
-    )
-    # The equivalent call would copy as much: the decode kernel reads no pages of 4 tokens.
-    assert reason(dataclasses.replace(spec, page_size=4)) is None
-    assert reason(dataclasses.replace(spec, page_size=4), **float16) is None
-
-
-def test_explain_counts_a_copy_of_8_bits() -> None:
-    """Of 4 sequences of 4096 slots with 8 heads and 2 times 128 numbers of 2 bytes; the decode kernel has none."""
-    cache = jax.eval_shape(
-        lambda: fa.Cache.zeros(4, 4096, kv_heads=8, head_dim=128, dtype=jnp.int8)
-    )
-    for tokens, copied in ((1, 0), (512, 4 * 4096 * 8 * 256 * 2)):
-        q = jax.ShapeDtypeStruct((4, tokens, 32, 128), jnp.bfloat16)
-        explanation: Any = fa.explain(q, cache, device=hopper.H200)
-        assert explanation.implementation == "hopper" and explanation.copied_bytes == copied
-        assert ("67.11 MB of keys and values in bfloat16" in str(explanation)) == (copied > 0)
 
 
 def test_scores_under_a_window() -> None:
@@ -434,111 +300,6 @@ def test_requests_of_a_call_take_either_kernel(name: str) -> None:
     np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
 
 
-def spec_of(
-    tokens: int, requests: int, packed: bool = True, heads: Any = (32, 8), **options: Any
-) -> Any:
-    """A call on pages of 16 tokens: so many tokens packed, or of each request."""
-    shape: Any = jax.ShapeDtypeStruct((64, 16, heads[1], 128), jnp.bfloat16)
-    integers = [jax.ShapeDtypeStruct(x, jnp.int32) for x in ((requests, 16), (requests,))]
-    starts = jax.ShapeDtypeStruct((requests + 1,), jnp.int32)
-    rows = (tokens,) if packed else (requests, tokens)
-    q = jax.ShapeDtypeStruct((*rows, heads[0], 128), jnp.bfloat16)
-    found: list = []
-
-    def parse(q: Any, shape: Any, table: Any, lengths: Any, starts: Any) -> None:
-        queries = fa.Packed(starts) if packed else None
-        pages = fa.Pages(shape, shape, table, lengths)
-        found.append(parse_cached(q, pages, queries=queries, **{"mask": fa.Causal(), **options})[0])
-
-    jax.eval_shape(parse, q, shape, *integers, starts)
-    return found[0]
-
-
-def config_of(*args: Any, **options: Any) -> Any:
-    return CACHED_FORWARD.configure(spec_of(*args, **options), hopper.H200)
-
-
-# Heads, requests: the tokens of each on an H200 with which entries of the decode kernel take longest, and tiles least.
-# Measured (docs/decisions/0087-prompts-on-a-cache.md) at 8 and 16 tokens, at 32, and at 1 and 8; the rest is an estimate.
-BREAK_EVENS = {((32, 8), 16): (12, 13), ((32, 8), 1): (48, 64), ((32, 32), 16): (5, 6)}
-
-
-@pytest.mark.parametrize("heads, requests", BREAK_EVENS)
-def test_requests_of_many_tokens_are_tiles(heads: Any, requests: int) -> None:
-    most, least = BREAK_EVENS[heads, requests]
-    for tokens in (1, most):
-        assert isinstance(config_of(tokens, requests, False, heads), DecodeConfig)
-    for tokens in (least, 128, 3000):
-        assert isinstance(config_of(tokens, requests, False, heads), TileConfigs)
-
-
-def test_of_packed_requests_those_with_many_tokens_are_tiles() -> None:
-    """More of them stay with the decode kernel where the tiles of all requests are fewer than multiprocessors."""
-
-    def decoded(*heads: int) -> list[int]:
-        return [max_decoded(spec_of(2048, n, heads=heads), 132) for n in (2, 60)]
-
-    assert decoded(32, 8) == [20, 8] and decoded(32, 32) == [8, 4] and decoded(16, 1) == [90, 24]
-
-
-CODE = fa.Causal() & fa.Prefix(4)
-
-
-def test_tiles_count_their_blocks_in_15_bits() -> None:
-    def reason(capacity: int) -> str | None:
-        spec = spec_of(132, 4, mask=None)
-        call = dataclasses.replace(spec.call, kv_len=capacity)
-        return unsupported_tiles(dataclasses.replace(spec, call=call))
-
-    assert reason(1 << 20) is None and "2097088 slots at most" in str(reason(1 << 21))
-
-
-@pytest.mark.parametrize("heads", [(32, 8), (1, 1)])
-def test_requests_may_be_more_than_packed_tokens(heads: Any) -> None:
-    """Those without a token have none in this step."""
-    for tokens in range(1, 7):
-        spec = spec_of(tokens, 5, heads=heads)
-        config = CACHED_FORWARD.configure(spec, hopper.H200)
-        assert isinstance(config, DecodeConfig) and CACHED_FORWARD.describe(spec, config)
-
-
-def test_shapes_and_masks_say_whether_there_are_tiles() -> None:
-    # A token of each request, and so many that tiles of one request would save half of the time.
-    assert isinstance(config_of(105, 4), DecodeConfig)
-    both = config_of(132, 4)
-    assert isinstance(both, TileConfigs) and both.decode is not None
-    alone = config_of(132, 1)
-    assert isinstance(alone, TileConfigs) and alone.decode is None
-    no_tiles: list[Any] = [
-        {"mask": CODE},
-        {"score": fa.bias(jnp.zeros((1, 1, 1, 256)))},
-        {"split_size": 64},
-        {"scale": -0.1},  # the largest product would be the least score
-    ]
-    for options in no_tiles:
-        spec = spec_of(132, 4, **options)
-        config = CACHED_FORWARD.configure(spec, hopper.H200)
-        assert isinstance(config, DecodeConfig)
-        assert "would take less time, but" in CACHED_FORWARD.describe(spec, config)
-
-
-def test_explain_says_which_kernels_run() -> None:
-    shape, table = (
-        jax.ShapeDtypeStruct((64, 16, 8, 128), jnp.bfloat16),
-        jnp.zeros((4, 16), jnp.int32),
-    )
-    pages: Any = fa.Pages(shape, shape, table, jnp.zeros(4, jnp.int32))  # pyright: ignore
-    rows, packed = (jax.ShapeDtypeStruct((*n, 32, 128), jnp.bfloat16) for n in ((4, 9), (2000,)))
-    options: Any = {"queries": fa.Packed(jnp.zeros(5, jnp.int32)), "device": hopper.H200}
-    explained = [fa.explain(packed, pages, mask=mask, **options).forward for mask in (None, CODE)]
-    explained.append(fa.explain(rows, pages, device=hopper.H200).forward)
-    few = "requests of up to 8 tokens: 64 keys x 32 columns, for 4 queries of 4 heads"
-    tiles = "others: 128 queries x 128 keys, 2 stages"
-    assert few in explained[0] and tiles in explained[0]
-    assert "tiles would take less time, but its mask is causal, a window" in explained[1]
-    assert "for 5 queries" in explained[2] and "128 keys" not in explained[2]
-
-
 @pytest.mark.slow
 def test_both_kernels_write_the_same_arrays() -> None:
     """No cache is copied, nor is what the first of two kernels stores for the second; two layers have the same tables, of
@@ -558,29 +319,6 @@ def test_both_kernels_write_the_same_arrays() -> None:
     entry = program[program.index("ENTRY") :]
     assert entry.count("custom-call(") == 4 and "transpose(" not in entry
     assert entry.count(" copy(") == 1 and len(re.findall(r" fusion\(", entry)) <= 16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "pages"])
-def test_a_copy_of_8_bits_is_written_in_place(paged: bool) -> None:
-    """No pool and no copy is copied, and there is one loop."""
-
-    def run(q: Any, cache: Any) -> Any:
-        return fa.cached_attention(q, cache)
-
-    def make() -> Any:
-        options: Any = {"kv_heads": 8, "head_dim": 128, "dtype": jnp.int8}
-        if paged:
-            return fa.Pages.zeros(4096, 64, table=jnp.zeros((1, 512), jnp.int32), **options)
-        return fa.Cache.zeros(1, 32_768, **options)
-
-    q = jax.ShapeDtypeStruct((1, 2048, 32, 128), jnp.bfloat16)
-    with hopper.planned_for_h200():
-        program = compile_gate.hlo_for_h200(run, q, jax.eval_shape(make))
-    large = r"(s8|bf16)\[(1,32768|4096,64),8,128\]\S* "
-    assert program.count(" while(") == 1
-    assert not re.search(large + r"(copy|transpose|pad|concatenate)\(", program)
-    assert len(re.findall(large + r"dynamic-update-slice\(", program)) == 2
 
 
 WINDOW = {"mask": fa.SlidingWindow(1000)}
