@@ -26,15 +26,23 @@ ORDERS = [
 
 
 def random_counts(shape):
-    """Return counts with many tiles of equal length; shorter ones have more full blocks."""
+    """Return counts with many tiles of equal length; shorter ones have more full blocks.
+
+    In every other row of tiles the last ones are longer than the first.
+    """
     visited = np.random.default_rng(0).integers(1, 6, shape).astype(np.int32)
-    return visited + ((6 - visited) << block_mask_kernel.FULL_BIT)
+    row = np.arange(shape[0] * shape[1]).reshape(*shape[:2], 1)
+    visited += (row % 2 == 1) & (np.arange(shape[2]) > shape[2] // 2)
+    return visited + ((7 - visited) << block_mask_kernel.FULL_BIT)
 
 
+@pytest.mark.parametrize("rising", [False, True])
 @pytest.mark.parametrize("shape, where", ORDERS)
-def test_tiles_are_ordered_as_on_the_host(shape, where):
+def test_tiles_are_ordered_as_on_the_host(shape, where, rising):
     *dims, header_rows = where
     counts = random_counts(shape)
+    if rising:
+        counts = np.sort(counts, -1)
     got = interpreter.run(lambda x: tile_order_kernel.order_tiles(x, *where), counts)
     entries = block_mask.order_tiles_host(counts, *dims)
     rows = [np.full((header_rows, 2), -1), entries, [(len(entries), 0)]]
@@ -77,17 +85,28 @@ def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
     "counts, tile_ids",
     [
         # A CTA visits 15 of 30 blocks: no tile is hoisted but those of the last head, the longest first.
-        ([[1, 2, 3, 4]], [0, 1, 2, 3, 4, 5, 6, 7, 11, 10, 9, 8]),
+        ([[4, 3, 2, 1]], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
+        # The second half of a head visits more than 5/4 of the blocks of the first: the last tiles come first.
+        ([[1, 2, 3, 4]], [3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8]),
+        ([[4, 4, 5, 5]], [0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 8, 9]),
         # A tile of 8 of a CTA's 18 blocks starts 12 blocks before the end: after the first of three equal heads.
         ([[1, 8, 1, 2]], [0, 1, 2, 3, 5, 9, 4, 6, 7, 11, 8, 10]),
         # Where each head has its own mask, tiles of more than a quarter of a CTA's 9 blocks come first.
-        ([[1, 2], [1, 5], [4, 5]], [3, 5, 4, 0, 1, 2]),
+        ([[1, 2], [1, 5], [4, 5]], [3, 5, 4, 1, 0, 2]),
     ],
 )
 def test_tiles_come_with_their_heads_or_are_hoisted(counts, tile_ids):
     counts = np.array([counts], np.int32)
     table = interpreter.run(lambda x: tile_order_kernel.order_tiles(x, 1, 3, 2, 0), counts)
     assert table[:, 0].tolist() == [*tile_ids, len(tile_ids)]
+
+
+def test_more_tiles_than_are_ordered_go_from_the_longer_half_too(monkeypatch):
+    monkeypatch.setattr(tile_order_kernel, "MAX_TILES", 0)
+    counts = jnp.array([[[1, 2, 4], [4, 2, 1]]], jnp.int32)
+    table = np.asarray(BlockMask(counts, None).order_tiles(2, 2, 2, header_rows=0))
+    assert table[:-1, 0].tolist() == [2, 1, 0, 3, 4, 5, 8, 7, 6, 9, 10, 11]
+    assert table[:-1, 1].tolist() == [4, 2, 1, 4, 2, 1] * 2
 
 
 # A few documents, 131072 tokens, the heads of a group as one row, and the longest there can be.

@@ -74,8 +74,8 @@ class BlockMask(NamedTuple):
         many CTAs take them.
 
         Heads follow each other, and their tiles, as neighbors share data; but long tiles and those of the last
-        heads come sooner, so that all CTAs end together: see `tile_order_kernel.TileOrder`. (On the device, more
-        than `MAX_TILES` tiles stay in the order of their ids.)
+        heads come sooner, so that all CTAs end together: see `tile_order_kernel.TileOrder`. (On the device, none of
+        more than `MAX_TILES` tiles come sooner.)
         """
         if isinstance(self.num_blocks, np.ndarray):
             entries = order_tiles_host(self.num_blocks, batch, heads, num_workers)
@@ -83,9 +83,13 @@ class BlockMask(NamedTuple):
         counts = tile_order_kernel.counts_per_row(self.num_blocks, batch)
         if counts.size > tile_order_kernel.MAX_TILES:
             shape = batch, heads, self.num_blocks.shape[-1]
-            tile_ids = np.arange(math.prod(shape), dtype=np.int32)
-            counts = jnp.broadcast_to(self.num_blocks, shape)
-            return tile_table(tile_ids, counts.reshape(-1), header_rows)
+            tile_ids = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+            reverse = last_tile_first(self.num_blocks)
+            columns = (
+                jnp.broadcast_to(jnp.where(reverse, jnp.flip(x, -1), x), shape).reshape(-1)
+                for x in (tile_ids, self.num_blocks)
+            )
+            return tile_table(*columns, header_rows)
         return tile_order_kernel.order_tiles(
             self.num_blocks, batch, heads, num_workers, header_rows
         )
@@ -130,19 +134,29 @@ class BlockMask(NamedTuple):
         return np.stack([x.swapaxes(1, 2).reshape(-1) for x in grouped], -1)
 
 
+def last_tile_first(counts: Any) -> Any:
+    """Return whether the tiles of each head go from the last to the first, `[..., 1]` for counts `[..., tiles]`."""
+    visited, _ = block_mask_kernel.unpack_word(counts)
+    middle = tile_order_kernel.middle_tile(counts.shape[-1])
+    halves = visited[..., :middle], visited[..., middle:]
+    return tile_order_kernel.is_last_first(*(x.sum(-1, keepdims=True) for x in halves))
+
+
 def order_tiles_host(counts: np.ndarray, batch: int, heads: int, num_workers: int) -> np.ndarray:
     """Return the entries of `tile_order_kernel.order_tiles`, computed on the host."""
     counts = tile_order_kernel.counts_per_row(counts, batch)
     order = tile_order_kernel.TileOrder.build(counts, batch, heads, num_workers)
     shape = batch, heads, order.tiles
     row = np.broadcast_to(np.arange(counts.size).reshape(counts.shape), shape).reshape(-1)
+    is_reversed = np.broadcast_to(last_tile_first(counts), shape).reshape(-1)
     tile_ids, counts = np.arange(row.size), counts.reshape(-1)
     visited, _ = block_mask_kernel.unpack_word(counts)
     hoist_head = order.hoist_head(visited, np.float32(visited.sum()))[row]
     head = tile_ids // order.tiles
     hoisted = hoist_head <= head
+    in_order = np.where(is_reversed & ~hoisted, -tile_ids, tile_ids)
     by_length = np.where(hoisted, row, 0), np.where(hoisted, -visited[row], 0)
-    sorted_ids = np.lexsort((tile_ids, *by_length, ~hoisted, np.minimum(hoist_head, head)))
+    sorted_ids = np.lexsort((in_order, *by_length, ~hoisted, np.minimum(hoist_head, head)))
     return np.stack([sorted_ids, counts[row[sorted_ids]]], -1).astype(np.int32)
 
 

@@ -28,6 +28,9 @@ TAIL_TILES_SHARED_MASK, TAIL_TILES = 1, 2
 # many times the blocks that a CTA visits of the sorted heads (docs/decisions/0057-long-tiles-first.md).
 LONG = 0.25
 LONG_IN_TAIL = 1.5
+# The tiles of a head go from the last to the first if its second half visits more than 5/4 of the blocks of the first. CTAs
+# that end shorter tiles sooner then begin longer ones, and stay at the same keys, which L2 has (docs/decisions/0092-last-tiles-first.md).
+LONGER_HALF = 5, 4
 # The most tiles with counts of their own that the kernel orders. Of more, each CTA has 30 at least, whose order
 # matters little.
 MAX_TILES = 4096
@@ -43,10 +46,21 @@ def counts_per_row(counts: Any, batch: int) -> Any:
     return array_namespace(counts).broadcast_to(counts, (batch, *counts.shape[1:]))
 
 
+def middle_tile(tiles: int) -> int:
+    """Return the first tile of the second half of a head's."""
+    return -(-tiles // 2)
+
+
+def is_last_first(first_half: Any, second_half: Any) -> Any:
+    """Return whether a head's tiles go from the last to the first, given how many blocks those of each half visit."""
+    longer, shorter = map(np.int32, LONGER_HALF)
+    return second_half * shorter > first_half * longer
+
+
 class TileOrder(NamedTuple):
     """The order of tiles: head by head, but some are hoisted, so that CTAs end together.
 
-    A hoisted tile comes before the tiles of an earlier head (`hoist_head`). Those that come before the same head go
+    The tiles of a head go from the first to the last, or the other way (`is_last_first`). A hoisted tile comes before the tiles of an earlier head (`hoist_head`). Those that come before the same head go
     from the longest to the shortest, equally long ones by row and tile, and then by head.
     """
 
@@ -108,8 +122,9 @@ def order_tiles(
         counts, table = refs
         cta, thread = lax.axis_index("cta"), thread_ops.thread_indices()
         lane, warp = rem(thread, LANES), cta * WARPS + div(thread, LANES)
-        ranking = _Ranking.build(order, counts, lane)
-        tiles = [ranking.load(warp * tiles_per_warp + i) for i in range(tiles_per_warp)]
+        first_tile = warp * tiles_per_warp
+        ranking = _Ranking.build(order, counts, lane, div(first_tile, order.tiles))
+        tiles = [ranking.load(first_tile + i) for i in range(tiles_per_warp)]
         for tile, rank in zip(tiles, ranking.compute_ranks(tiles), strict=True):
             stored = (lane == 0) & (tile.id < num_tiles)
             row = jnp.where(stored, header_rows + rank, size)
@@ -146,19 +161,34 @@ class _Tile(NamedTuple):
 
 
 class _Ranking(NamedTuple):
-    """How a warp counts the tiles that come before its own."""
+    """How a warp counts the tiles that come before its own, which are of one head."""
 
     order: TileOrder
     counts: Any  # int32 [rows tiles], in device memory
     lane: Any
     total: Any  # of all blocks that tiles visit, in float32
+    flip: Any  # `index ^ flip` is in the order in which the tiles of the warp's head come
 
     @classmethod
-    def build(cls, order: TileOrder, counts: Any, lane: Any) -> "_Ranking":
-        """Add up what all tiles visit."""
-        ranking = cls(order, counts, lane, None)
-        (total,) = ranking.sum_over_tiles(lambda index, visited: [visited], 1)
-        return ranking._replace(total=total.astype(jnp.float32))
+    def build(cls, order: TileOrder, counts: Any, lane: Any, head: Any) -> "_Ranking":
+        """Add up what all tiles visit, and those in the halves of a warp's head."""
+        ranking = cls(order, counts, lane, None, None)
+        first = div(head, order.heads_per_mask) * order.tiles
+        middle, end = first + middle_tile(order.tiles), first + order.tiles
+
+        def terms(index: Any, visited: Any) -> list[Any]:
+            in_first_half = (first <= index) & (index < middle)
+            in_second_half = (middle <= index) & (index < end)
+            return [visited, *(jnp.where(x, visited, 0) for x in (in_first_half, in_second_half))]
+
+        total, *halves = ranking.sum_over_tiles(terms, 3)
+        flip = jnp.where(is_last_first(*halves), I32(ranking.index_bits), I32(0))
+        return ranking._replace(total=total.astype(jnp.float32), flip=flip)
+
+    @property
+    def index_bits(self) -> int:
+        """Return a number of ones in binary that is no less than any index."""
+        return (1 << self.counts.shape[0].bit_length()) - 1
 
     def load(self, tile_id: Any) -> _Tile:
         """Load the count of a tile and locate the tile in the order."""
@@ -174,7 +204,7 @@ class _Ranking(NamedTuple):
     def priority(self, index: Any, visited: Any) -> Any:
         """Return one number that is larger for longer tiles, then for those of lower indices."""
         assert (MAX_BLOCKS + 1) * 2 * MAX_TILES <= 1 << 30
-        bits = (1 << self.counts.shape[0].bit_length()) - 1
+        bits = self.index_bits
         return visited * (bits + 1) | (index & I32(bits) ^ I32(bits))
 
     def compute_ranks(self, tiles: list[_Tile]) -> list[Any]:
@@ -189,15 +219,16 @@ class _Ranking(NamedTuple):
         def count_before(index: Any, visited: Any) -> list[Any]:
             first_head = 0 if shared_by_all else div(index, order.tiles) * order.heads_per_mask
             slot = 2 * order.hoist_head(visited, self.total)
-            priority = self.priority(index, visited)
+            priority, position = self.priority(index, visited), index ^ self.flip
 
             def before(tile: _Tile) -> Any:
                 hoisted_before = (slot < tile.slot) | (
                     (slot == tile.slot) & (priority > tile.priority)
                 )
-                # Heads below that of the slot; a tile in order also comes after lower tiles of its own head, a hoisted
-                # one after the lower heads of its own count.
-                limit = div(tile.slot, 2) + jnp.where(index < tile.index, rem(tile.slot, 2), 0)
+                # Heads below that of the slot; a tile in order also comes after some of its own head, a hoisted one
+                # after the lower heads of its own count.
+                earlier = position < tile.index ^ self.flip
+                limit = div(tile.slot, 2) + jnp.where(earlier, rem(tile.slot, 2), 0)
                 same = (slot == tile.slot) & (priority == tile.priority)
                 limit = jnp.where(same, tile.head, limit)
                 if not shared_by_all:
