@@ -25,24 +25,24 @@ ORDERS = [
 ]
 
 
-def random_counts(shape):
-    """Return counts with many tiles of equal length; shorter ones have more full blocks.
-
-    In every other row of tiles the last ones are longer than the first.
-    """
+def random_counts(shape, order):
+    """Return counts with many tiles of equal length; shorter ones have more full blocks. Lengths are in no order, or rise or fall
+    along the first row, and rows take turns."""
     visited = np.random.default_rng(0).integers(1, 6, shape).astype(np.int32)
-    row = np.arange(shape[0] * shape[1]).reshape(*shape[:2], 1)
-    visited += (row % 2 == 1) & (np.arange(shape[2]) > shape[2] // 2)
+    if order != "none":
+        odd = (np.arange(shape[0] * shape[1]) % 2 == 1).reshape(*shape[:2], 1)
+        visited = np.sort(visited, -1)
+        visited = np.where(odd == (order == "rising"), visited[..., ::-1], visited)
     return visited + ((7 - visited) << block_mask_kernel.FULL_BIT)
 
 
-@pytest.mark.parametrize("rising", [False, True])
+@pytest.mark.parametrize("order", ["rising", "falling", "none"])
 @pytest.mark.parametrize("shape, where", ORDERS)
-def test_tiles_are_ordered_as_on_the_host(shape, where, rising):
+def test_tiles_are_ordered_as_on_the_host(shape, where, order):
     *dims, header_rows = where
-    counts = random_counts(shape)
-    if rising:
-        counts = np.sort(counts, -1)
+    counts = random_counts(shape, order)
+    if order == "rising" and shape[2] > 5:
+        assert block_mask.last_tile_first(counts).flat[0]
     got = interpreter.run(lambda x: tile_order_kernel.order_tiles(x, *where), counts)
     entries = block_mask.order_tiles_host(counts, *dims)
     rows = [np.full((header_rows, 2), -1), entries, [(len(entries), 0)]]
@@ -73,6 +73,8 @@ def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
         monkeypatch.setitem(arithmetic.FUNCTIONS, name, unsigned(name))
     counts = np.random.default_rng(1).integers(1, 60, shape).astype(np.int32)
     counts[..., 3] = 500
+    counts[..., -2] = 600
+    assert block_mask.last_tile_first(counts).any()
     got = interpreter.run(lambda x: tile_order_kernel.order_tiles(x, *where), counts)
     np.testing.assert_array_equal(
         got[where[-1] : -1], block_mask.order_tiles_host(counts, *where[:-1])
@@ -86,9 +88,11 @@ def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
     [
         # A CTA visits 15 of 30 blocks: no tile is hoisted but those of the last head, the longest first.
         ([[4, 3, 2, 1]], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
-        # The second half of a head visits more than 5/4 of the blocks of the first: the last tiles come first.
+        # The second half of a head visits more blocks than the first: the last tiles come first.
         ([[1, 2, 3, 4]], [3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8]),
-        ([[4, 4, 5, 5]], [0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 8, 9]),
+        ([[4, 3, 4, 3]], [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 9, 11]),
+        # Of an odd number the middle one is in the first half.
+        ([[2, 3, 4]], [0, 1, 2, 3, 4, 5, 8, 7, 6]),
         # A tile of 8 of a CTA's 18 blocks starts 12 blocks before the end: after the first of three equal heads.
         ([[1, 8, 1, 2]], [0, 1, 2, 3, 5, 9, 4, 6, 7, 11, 8, 10]),
         # Where each head has its own mask, tiles of more than a quarter of a CTA's 9 blocks come first.
@@ -101,7 +105,7 @@ def test_tiles_come_with_their_heads_or_are_hoisted(counts, tile_ids):
     assert table[:, 0].tolist() == [*tile_ids, len(tile_ids)]
 
 
-def test_more_tiles_than_are_ordered_go_from_the_longer_half_too(monkeypatch):
+def test_more_tiles_than_are_ordered_begin_with_the_longer_half_too(monkeypatch):
     monkeypatch.setattr(tile_order_kernel, "MAX_TILES", 0)
     counts = jnp.array([[[1, 2, 4], [4, 2, 1]]], jnp.int32)
     table = np.asarray(BlockMask(counts, None).order_tiles(2, 2, 2, header_rows=0))

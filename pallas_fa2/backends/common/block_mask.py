@@ -138,8 +138,8 @@ def last_tile_first(counts: Any) -> Any:
     """Return whether the tiles of each head go from the last to the first, `[..., 1]` for counts `[..., tiles]`."""
     visited, _ = block_mask_kernel.unpack_word(counts)
     middle = tile_order_kernel.middle_tile(counts.shape[-1])
-    halves = visited[..., :middle], visited[..., middle:]
-    return tile_order_kernel.is_last_first(*(x.sum(-1, keepdims=True) for x in halves))
+    first_half, second_half = visited[..., :middle], visited[..., middle:]
+    return second_half.sum(-1, keepdims=True) > first_half.sum(-1, keepdims=True)
 
 
 def order_tiles_host(counts: np.ndarray, batch: int, heads: int, num_workers: int) -> np.ndarray:

@@ -28,11 +28,8 @@ TAIL_TILES_SHARED_MASK, TAIL_TILES = 1, 2
 # many times the blocks that a CTA visits of the sorted heads (docs/decisions/0057-long-tiles-first.md).
 LONG = 0.25
 LONG_IN_TAIL = 1.5
-# The tiles of a head go from the last to the first if its second half visits more than 5/4 of the blocks of the first. CTAs
-# that end shorter tiles sooner then begin longer ones, and stay at the same keys, which L2 has (docs/decisions/0092-last-tiles-first.md).
-LONGER_HALF = 5, 4
-# The most tiles with counts of their own that the kernel orders. Of more, each CTA has 30 at least, whose order
-# matters little.
+# The most tiles with counts of their own that the kernel orders. Of more, each CTA has 30 at least, and none need be
+# hoisted.
 MAX_TILES = 4096
 # Consecutive tiles that a warp ranks together, which share what is computed of each count: two take up to 1.2 times as
 # long (docs/decisions/0058-tile-hoisting.md).
@@ -51,17 +48,16 @@ def middle_tile(tiles: int) -> int:
     return -(-tiles // 2)
 
 
-def is_last_first(first_half: Any, second_half: Any) -> Any:
-    """Return whether a head's tiles go from the last to the first, given how many blocks those of each half visit."""
-    longer, shorter = map(np.int32, LONGER_HALF)
-    return second_half * shorter > first_half * longer
-
-
 class TileOrder(NamedTuple):
     """The order of tiles: head by head, but some are hoisted, so that CTAs end together.
 
-    The tiles of a head go from the first to the last, or the other way (`is_last_first`). A hoisted tile comes before the tiles of an earlier head (`hoist_head`). Those that come before the same head go
-    from the longest to the shortest, equally long ones by row and tile, and then by head.
+    The tiles of a head go from the first to the last, or from the last to the first if its second half visits more blocks.
+    Where lengths fall or rise with the tile's number, as under a causal mask, the longest come first: a CTA that ends the shortest of
+    the tiles under way then begins the longest one that is left, and all stay at the same keys, which L2 has
+    (docs/decisions/0092-last-tiles-first.md).
+
+    A hoisted tile comes before the tiles of an earlier head (`hoist_head`). Those that come before the same head go from the longest to
+    the shortest, equally long ones by row and tile, and then by head.
     """
 
     heads: int  # of all batch entries
@@ -182,7 +178,7 @@ class _Ranking(NamedTuple):
             return [visited, *(jnp.where(x, visited, 0) for x in (in_first_half, in_second_half))]
 
         total, *halves = ranking.sum_over_tiles(terms, 3)
-        flip = jnp.where(is_last_first(*halves), I32(ranking.index_bits), I32(0))
+        flip = jnp.where(halves[1] > halves[0], I32(ranking.index_bits), I32(0))
         return ranking._replace(total=total.astype(jnp.float32), flip=flip)
 
     @property

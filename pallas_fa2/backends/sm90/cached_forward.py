@@ -35,7 +35,7 @@ from pallas_fa2.ir.cached_spec import CachedSpec
 
 DECODE = decode_forward.CACHED_FORWARD
 # Microseconds on an H200 with H = 128 (docs/decisions/0087-prompts-on-a-cache.md); other head dims are taken to be alike.
-# That of a copy is 4, and 1 for the host, which waits for the count of a loop (docs/decisions/0091-prompts-on-8-bits.md).
+# A copy takes 4, and 1 is for the host, which waits for the count of its loop (docs/decisions/0091-prompts-on-8-bits.md).
 COSTS = break_even.BlockCosts(tile=0.69, full_entry=1.64, load=1.0, copy=5.0)
 # The copy in 16 bits that tiles read of a cache of 8, which a call needs beside all else: that of 131,072 slots with K 8 and H 128.
 MAX_COPY_BYTES = 512 << 20
