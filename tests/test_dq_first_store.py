@@ -141,9 +141,12 @@ def test_who_adds_waits_for_who_stores(
 ) -> None:
     """With CTAs at the same time; rows that nobody visits are 0."""
     args = packed_inputs(1, (450, 450), heads, head_dim)[:4]
-    with planned_for_h200(cores=cores), storing_first(), all_at_once():
-        got = interpreter.run(attend_and_differentiate(mask), *args)
-    waited, told_rows = shared.current.added, shared.current.told
+    for _ in range(4):  # on a busy machine a CTA may be done before another one begins
+        with planned_for_h200(cores=cores), storing_first(), all_at_once():
+            got = interpreter.run(attend_and_differentiate(mask), *args)
+        waited, told_rows = shared.current.added, shared.current.told
+        if waited or mask is not WIDE:
+            break
     assert_as_dense(got, attend_and_differentiate(mask, "reference"), args, run=interpreter.run)
     visited = np.ones(450, bool) if mask is not UNSEEN else mask.dense(450)[0].any(1)
     blocks = {row // BackwardConfig(head_dim, head_dim).block_q for row in np.flatnonzero(visited)}
