@@ -85,11 +85,11 @@ class BlockMask(NamedTuple):
             shape = batch, heads, self.num_blocks.shape[-1]
             tile_ids = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
             reverse = last_tile_first(self.num_blocks)
-            columns = (
+            ids, counts = (
                 jnp.broadcast_to(jnp.where(reverse, jnp.flip(x, -1), x), shape).reshape(-1)
                 for x in (tile_ids, self.num_blocks)
             )
-            return tile_table(*columns, header_rows)
+            return tile_table(ids, counts, header_rows)
         return tile_order_kernel.order_tiles(
             self.num_blocks, batch, heads, num_workers, header_rows
         )
