@@ -12,7 +12,7 @@ from pallas_fa2.ir.mesh import match_varying_axes
 from pallas_fa2.ir.quantized import Scales
 
 # The slots of a sequence that are copied at a time, so that the time follows lengths: those of K 8 and H 128 are 50 MB to read and to
-# write, 30 us by XLA, and in 40 to 65 the host learns how many turns there are (docs/decisions/0091-prompts-on-8-bits.md).
+# write, 28 to 41 us by XLA, and in 36 to 77 the host learns how many turns there are (docs/decisions/0091-prompts-on-8-bits.md).
 CHUNK = 8192
 
 
