@@ -5,9 +5,9 @@
 
 The tokens of a prompt, or of packed requests, are the last ones of their sequences; bfloat16, random, causal. Microseconds are those of
 all kernels of a call by CUPTI, the median of bursts that alternate, and in parentheses those of the longest kernel; behind a stroke those
-of a call as the host sees calls that follow each other, in which it may wait for the count of a loop. `forward` is
+of a call as the host sees calls that follow each other. `forward` is
 `flash_attention` on contiguous keys of just this length. `pages16` and `pages64` are pages in random order, `int8` has caches of 8 bits,
-and `int8_entries` is what these would take without a copy in 16 bits (docs/decisions/0091-prompts-on-8-bits.md). A layout whose
+and `int8_entries` is what these take by the decode kernel (docs/decisions/0093-tiles-of-8-bits.md). A layout whose
 error against `blockwise` in float32 is above twice that of `blockwise` in bfloat16 gets no time.
 """
 
@@ -103,13 +103,6 @@ def of_this_length(case: Case, q: Any, k: Any, v: Any, lengths: Any) -> tuple:
     return q, k[:, :length], v[:, :length], lengths
 
 
-def entries(case: Case, *args: Any, **options: Any) -> Any:
-    """Attend on a cache of 8 bits by the decode kernel, which has packed calls in any case."""
-    if case.is_packed:
-        raise NotImplementedError("it is int8 itself")
-    return on_cache(case, *args, **options)
-
-
 _of_8_bits = functools.partial(decode.quantized, jnp.int8)
 # The call, and what makes its arguments of a case's inputs.
 LAYOUTS: dict[str, tuple[Any, Any]] = {
@@ -119,7 +112,7 @@ LAYOUTS: dict[str, tuple[Any, Any]] = {
     "pages16": (on_pages, functools.partial(decode.paged, 16)),
     "int8": (on_cache, _of_8_bits),
     "int8_pages64": (on_pages, in_pages_of_8_bits),
-    "int8_entries": (entries, _of_8_bits),
+    "int8_entries": (on_cache, _of_8_bits),
 }
 
 
@@ -144,7 +137,7 @@ def measure_case(name: str, layouts: list[str], iterations: int) -> dict[str, di
     compiled: dict[str, list] = {}
     for layout in layouts:
         kinds = [(jnp.bfloat16, None), (jnp.float32, "blockwise"), (jnp.bfloat16, "blockwise")]
-        without = mock.patch.object(cached_forward, "MAX_COPY_BYTES", 0)
+        without = mock.patch.object(cached_forward, "_prefers_tiles", lambda *_: False)
         try:
             args = jax.eval_shape(functools.partial(stored, case, layout), *types)
             calls = [functools.partial(attend, case, layout, *kind) for kind in kinds]

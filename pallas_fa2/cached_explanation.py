@@ -29,7 +29,7 @@ class CachedExplanation:
       spec, device, plan: the parsed call, where it runs, and by which backend and configurations.
       bytes: the size of queries, results and the keys and values of all sequences, each moved once; None where the
         lengths are not known.
-      copied_bytes: the size of the copy of the pages, or of what 8 bits stand for; 0 where there is none.
+      copied_bytes: the size of the copy of the pages, or of what 8 bits stand for; 0 where the backend reads the cache.
       forward: a description of the kernels.
     """
 
@@ -91,17 +91,15 @@ def explain_cached(
         if plan.reads_cache:
             assert backend.cached is not None
             forward = backend.cached.describe(spec, plan.config)
-            is_copied = backend.cached.copies_keys(spec, plan.config)
         else:
-            is_copied = spec.page_size is not None or spec.quantized is not None
             kernels = describe_kernels(
                 backend, spec.call, plan.call.forward, plan.call.backward, operands.call
             )
             forward = f"the equivalent call of flash_attention: {kernels.forward}"
-        described.extend((spec, plan, forward, is_copied))
+        described.extend((spec, plan, forward))
 
     jax.eval_shape(describe, arrays)
-    spec, plan, forward, is_copied = described
+    spec, plan, forward = described
     call, item = spec.call, spec.call.dtype.itemsize
     per_row = (call.head_dim + call.value_dim) * item
     per_key = per_row
@@ -112,5 +110,7 @@ def explain_cached(
         keys = int(np.sum(np.asarray(cache.lengths, np.int64))) * call.kv_heads
         rows = math.prod(np.shape(query)[:-1])
         moved = keys * per_key + rows * (per_row + call.accumulator.itemsize)
-    gathered = spec.contiguous_bytes if is_copied else 0
-    return CachedExplanation(spec, device, plan, moved, gathered, forward)
+    # What 8 bits stand for is a copy in the dtype of queries, of pages and of contiguous keys.
+    is_copied = spec.page_size is not None or spec.quantized is not None
+    copied = spec.contiguous_bytes * (is_copied and not plan.reads_cache)
+    return CachedExplanation(spec, device, plan, moved, copied, forward)

@@ -277,8 +277,8 @@ def test_the_kernel_of_hopper_on_two_gpus(placed: str, quantized: str, kind: Axi
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)], ids=str)
 @pytest.mark.parametrize("placed", ["heads", slow("sequences"), slow("packed")])
-def test_a_copy_of_8_bits_on_two_gpus(placed: str, kind: AxisType) -> None:
-    """Each copies the keys of its sequences, or of its heads, and moves nothing."""
+def test_prompts_on_8_bits_on_two_gpus(placed: str, kind: AxisType) -> None:
+    """Each reads the keys of its sequences, or of its heads, where they lie, and moves nothing."""
     mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",), axis_types=(kind,))
     sequences, heads = ("x", None) if placed == "sequences" else (None, "x")
 
@@ -303,8 +303,9 @@ def test_a_copy_of_8_bits_on_two_gpus(placed: str, kind: AxisType) -> None:
     with planned_for_h200(), jax.set_mesh(mesh):
         hlo = compile_gate.hlo_for_h200s(run, q, cache, starts)
     assert not re.search("all-gather|all-to-all|all-reduce|collective-permute", hlo)
-    part = {"sequences": "1,16384,8", "heads": "2,16384,4", "packed": "1,16384,4"}[placed]
-    assert f"bf16[{part},128]" in hlo and " while(" in hlo
+    part = {"sequences": "1,16384,8", "heads": "2,16384,4", "packed": "999,64,4"}[placed]
+    assert f"s8[{part},128]" in hlo and " while(" not in hlo
+    assert not re.search(r"bf16\[(\d,16384|999,64),\d,128\]", hlo)
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,8 @@ def test_fragments_are_those_of_wgmma(name: str, dim: int, monkeypatch: pytest.M
 
     monkeypatch.setattr(eight_bits, "_load_operand", load)
     monkeypatch.setattr(eight_bits, "_ldmatrix", lambda at, kind: ldmatrix(memory, at, kind))
-    widen = {"uint8": lambda word, order: [word[:, order[:2]], word[:, order[2:]]]}
-    monkeypatch.setattr(eight_bits, "_WIDEN", widen)
+    to_pairs = lambda word, order=(0, 1, 2, 3): [word[:, order[:2]], word[:, order[2:]]]
+    monkeypatch.setattr(eight_bits, "widen", lambda dtype: to_pairs)
     buffer: Any = types.SimpleNamespace(shape=tile.shape, dtype=tile.dtype)
     found = getattr(eight_bits, name)(buffer)
     np.testing.assert_array_equal(found, inline.LOADED[name](tile))

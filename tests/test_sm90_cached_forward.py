@@ -1,6 +1,7 @@
 """The forward of Hopper on a cache, interpreted with race detection and compiled for an H200."""
 
 import dataclasses
+import functools
 import itertools
 import re
 from typing import Any
@@ -39,7 +40,7 @@ class Tiles(Case):
 
     @property
     def config(self) -> Any:
-        config = cached_forward_config(*self.dims)
+        config = cached_forward_config(*self.dims, eight_bits=self.quantized is not None)
         assert config is not None
         return dataclasses.replace(config, num_ctas=self.num_ctas)
 
@@ -51,6 +52,11 @@ class Tiles(Case):
 
     def plan(self, lengths: Any, starts: Any) -> Any:
         return plan_tiles(self.spec, self.config, lengths, starts)
+
+    def in_8_bits(self, x: np.ndarray, rise: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What 8 bits stand for is rounded to 16 in tiles."""
+        numbers, scale, whole = super().in_8_bits(x, rise)
+        return numbers, scale, whole.astype(self.dtype).astype(np.float64)
 
 
 H128: Any = {"dims": (128, 128)}
@@ -89,6 +95,22 @@ CASES = {
     "pages_128": Tiles((200, 129), queries=(129, 1), page_size=128),
     "pages_256": Tiles((200, 512), queries=(129, 130), capacity=512, page_size=256),
 }
+OF_8_BITS = {
+    "prompts": Tiles((200, 77, 120, 70), queries=(150, 0, 130, 1), quantized="int8"),
+    "float8": Tiles((150, 131), queries=70, capacity=150, quantized="float8_e4m3fn"),
+    "pages_8": Tiles((250, 64), queries=(130, 9), page_size=8, quantized="int8"),
+    "pages_24": Tiles(
+        (120, 50), queries=(20, 50), capacity=120, page_size=24, quantized="float8_e4m3fn"
+    ),
+    "h128": Tiles((256, 140), queries=(131, 7), page_size=64, quantized="int8", **H128),
+    "h96": Tiles((200,), queries=(20,), dims=(96, 96), page_size=16, quantized="int8"),
+    "h192_hv128": Tiles((200,), queries=(20,), dims=(192, 128), quantized="float8_e4m3fn"),
+    "h192": Tiles(
+        (150,), queries=(20,), dims=(192, 192), distances=DistanceRange(-99, 0), quantized="int8"
+    ),
+    "h256": Tiles((150,), queries=(20,), dims=(256, 256), page_size=16, quantized="int8"),
+}
+CASES |= {f"{name}_of_8_bits": case for name, case in OF_8_BITS.items()}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -97,6 +119,30 @@ def test_interpreted(case: Tiles) -> None:
 
 
 PER_SEQUENCE = np.random.default_rng(3).uniform(0.1, 2, 4).astype(np.float32)
+
+
+class Rising(Tiles):
+    """Requests whose scores rise by more than 2^120 from one block of keys to the next: all tiles are computed again."""
+
+    def in_8_bits(self, x: np.ndarray, rise: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return super().in_8_bits(x, rise or 2)
+
+
+RISING: Any = {
+    "h64": Rising((256,), queries=(140,), quantized="int8"),
+    "h128_pages": Rising(
+        (256,), queries=(20,), page_size=24, capacity=264, quantized="float8_e4m3fn", **H128
+    ),
+    "h192": Rising((256,), queries=(20,), dims=(192, 192), quantized="int8"),
+    "h192_hv128": Rising((256,), queries=(20,), dims=(192, 128), quantized="int8"),
+}
+
+
+@pytest.mark.parametrize("case", RISING.values(), ids=RISING)
+def test_retries_of_8_bits(case: Tiles) -> None:
+    check(case, attention_on_cache, rtol=1e-6)
+
+
 TILE_FEATURES = {
     name: FEATURES[name] for name in ("causal", "window", "soft_cap", "alibi", "sinks")
 }
@@ -125,6 +171,23 @@ def test_features(feature: str, layout: str) -> None:
 
 
 LENGTHS = np.array([150, 0, 140, 20])
+
+
+# The feature, the layout, the dtype, the tokens of a page: tiles alone, and beside the decode kernel.
+FEATURES_OF_8_BITS = [
+    ("alibi", "packed_paged", "int8", 8),
+    ("window", "several", "float8_e4m3fn", 16),
+    slow("window", "packed_paged", "float8_e4m3fn", 16),
+    slow("score_of_sequences", "several", "int8", 16),
+]
+
+
+@pytest.mark.parametrize("feature, layout, quantized, page", FEATURES_OF_8_BITS)
+def test_features_on_8_bits(
+    feature: str, layout: str, quantized: str, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached_forward, "_prefers_tiles", lambda spec, num_sms: True)
+    check_tiles(feature, layout, page, quantized=quantized)
 
 
 def check_tiles(
@@ -352,35 +415,71 @@ COMPILED: dict[str, tuple[tuple[int, int], int | None, Any]] = {
 COMPILED_QUICKLY = {"h128", "h128_pages_16", "h64_pages_16"}
 
 
-@pytest.mark.parametrize("name", slow_but(COMPILED_QUICKLY.__contains__, COMPILED))
-def test_compiles_clean(name: str) -> None:
-    (dim, value_dim), page_size, options = COMPILED[name]
-    tokens, requests, capacity = 4096, 16, 8192
-    tiles = cached_forward_config(dim, value_dim)
+def compile_tiles(
+    dims: tuple[int, int], page_size: int | None, options: Any, quantized: str | None = None
+) -> compile_gate.KernelReport:
+    """Compile a launch that has tiles alone, of packed queries."""
+    tokens, requests, capacity, dtype = 4096, 16, 8192, quantized or jnp.bfloat16
+    capacity -= capacity % (page_size or 1)
+    tiles = cached_forward_config(*dims, eight_bits=quantized is not None)
     assert tiles is not None
 
-    def run(q: Any, k: Any, v: Any, lengths: Any, starts: Any, table: Any) -> Any:
-        cache = fa.Cache(k, v, lengths) if table is None else fa.Pages(k, v, table, lengths)
+    def run(q: Any, keys: Any, lengths: Any, starts: Any, table: Any, scales: Any) -> Any:
+        make: Any = fa.Cache if table is None else functools.partial(fa.Pages, table=table)
+        cache = make(*keys, lengths=lengths, **scales)
         spec, operands = parse_cached(
             q, cache, queries=fa.Packed(starts), **{"mask": fa.Causal(), **options}
         )
         assert unsupported_tiles(spec) is None
-        return CACHED_FORWARD.forward(spec, TileConfigs(None, 0, tiles), q, k, v, operands)
+        return CACHED_FORWARD.forward(spec, TileConfigs(None, 0, tiles), q, *keys, operands)
 
-    def integers(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+    def array(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
 
-    keys, table = (requests, capacity), None
+    rows, table = (requests, capacity), None
     if page_size is not None:
-        keys = requests * capacity // page_size, page_size
-        table = integers(requests, capacity // page_size)
-    q = jax.ShapeDtypeStruct((tokens, 32, dim), jnp.bfloat16)
-    k, v = (jax.ShapeDtypeStruct((*keys, 8, n), jnp.bfloat16) for n in (dim, value_dim))
-    starts = integers(requests + 1)
-    (report,) = compile_gate.compile_for_h200(run, q, k, v, integers(requests), starts, table)
+        rows = requests * capacity // page_size, page_size
+        table = array(requests, capacity // page_size)
+    q = array(tokens, 32, dims[0], dtype=jnp.bfloat16)
+    keys = [array(*rows, 8, n, dtype=dtype) for n in dims]
+    scale = array(rows[0], 8, rows[1], dtype=jnp.bfloat16)
+    scales = {"k_scale": scale, "v_scale": scale} if quantized else {}
+    lengths, starts = array(requests), array(requests + 1)
+    (report,) = compile_gate.compile_for_h200(run, q, keys, lengths, starts, table, scales)
+    return report
+
+
+@pytest.mark.parametrize("name", slow_but(COMPILED_QUICKLY.__contains__, COMPILED))
+def test_compiles_clean(name: str) -> None:
+    dims, page_size, options = COMPILED[name]
+    report = compile_tiles(dims, page_size, options)
     if "score" in options:
         # What is known of a tile is stored before its blocks, and loaded where they begin and after them.
         assert compile_gate.spills_while_multiplying(report) == 0
         assert report.spill_stores <= 56 and report.spill_loads <= 96
         report = dataclasses.replace(report, spill_stores=0, spill_loads=0)
     compile_gate.assert_clean(report)
+
+
+# H and Hv, size of pages, options, dtype: the bytes that threads of the producer spill, and consumers none while they multiply.
+COMPILED_OF_8_BITS: Any = {
+    "h128": ((128, 128), 64, {}, "int8", 48),
+    "h128_float8": ((128, 128), 16, {}, "float8_e4m3fn", 104),
+    "h128_contiguous": ((128, 128), None, {}, "int8", 56),
+    "h128_soft_cap_window": ((128, 128), 64, SOFT_CAP | WINDOW, "int8", 48),
+    "h128_pages_24": ((128, 128), 24, {}, "int8", 104),  # threads find the pages of their rows
+    "h64": ((64, 64), 64, {}, "int8", 0),
+    "h96": ((96, 96), 64, {}, "int8", 0),
+    "h192": ((192, 192), 64, {}, "int8", 8),
+    "h192_hv128": ((192, 128), 64, {}, "int8", 0),
+    "h256": ((256, 256), 64, {}, "int8", 16),
+}
+
+
+@pytest.mark.parametrize("name", slow_but("h128".__eq__, COMPILED_OF_8_BITS))
+def test_8_bits_compile_with_few_spills(name: str) -> None:
+    *call, spilled = COMPILED_OF_8_BITS[name]
+    report = compile_tiles(*call)
+    assert compile_gate.spills_while_multiplying(report) == 0
+    assert report.spill_stores <= spilled
+    compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))

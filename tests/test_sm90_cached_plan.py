@@ -107,6 +107,31 @@ def test_shapes_and_masks_say_whether_there_are_tiles() -> None:
         assert "would take less time, but" in CACHED_FORWARD.describe(spec, config)
 
 
+def of_8_bits(*args: Any, quantized: str = "int8", **options: Any) -> Any:
+    return dataclasses.replace(spec_of(*args, **options), quantized=quantized)
+
+
+def test_tiles_read_8_bits() -> None:
+    """They cost more beside entries that cost less, and their pages have any number of tokens."""
+    for tokens, requests, packed in ((4, 16, False), (9, 4, True)):
+        spec = of_8_bits(tokens, requests, packed)
+        assert isinstance(CACHED_FORWARD.configure(spec, hopper.H200), DecodeConfig)
+    for tokens, requests, packed in ((128, 16, False), (2048, 1, True), (2048, 60, True)):
+        spec = of_8_bits(tokens, requests, packed)
+        config: Any = CACHED_FORWARD.configure(spec, hopper.H200)
+        assert isinstance(config, TileConfigs) and config.tiles.registers == (216, 72)
+        assert (config.decode is not None) == (requests == 60)
+        assert "that read the pages in the pool" in CACHED_FORWARD.describe(spec, config)
+        assert unsupported_tiles(dataclasses.replace(spec, page_size=5)) is None
+
+
+def test_tiles_of_8_bits_are_for_queries_in_bfloat16() -> None:
+    spec = of_8_bits(2048, 2)
+    call = dataclasses.replace(spec.call, dtype=jnp.dtype("float16"))
+    reason = unsupported_tiles(dataclasses.replace(spec, call=call))
+    assert "numbers times large scales are infinite" in str(reason)
+
+
 def test_explain_says_which_kernels_run() -> None:
     shape, table = (
         jax.ShapeDtypeStruct((64, 16, 8, 128), jnp.bfloat16),

@@ -53,8 +53,6 @@ class CachedForward:
       describe: `(cached spec, config)` -> the kernels in words, for `explain`.
       slower_reason: `(cached spec, device)` -> why the same backend's `Backend.forward` takes less time for a call that this one
         supports, and copies no keys, or None.
-      copies_keys: `(cached spec, config)` -> whether it makes contiguous keys and values in the queries' dtype of all that
-        the cache holds (`CachedSpec.contiguous_bytes`).
     """
 
     unsupported_reason: Callable[[CachedSpec, Device], str | None]
@@ -62,7 +60,6 @@ class CachedForward:
     forward: Callable[..., Any]
     describe: Callable[[CachedSpec, Any], str]
     slower_reason: Callable[[CachedSpec, Device], str | None] = lambda spec, device: None
-    copies_keys: Callable[[CachedSpec, Any], bool] = lambda spec, config: False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ rows, of which its own count.
 import dataclasses
 import functools
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +14,12 @@ import numpy as np
 
 import pallas_fa2 as fa
 from pallas_fa2.backends.registry import FUSED
-from pallas_fa2.backends.sm90.forward import copied_keys
 from tests.contract.rule import FACTOR, FLOOR
 from tests.fuzz import dense, masks
 from tests.fuzz import scores as score_functions
 from tests.fuzz.check import SMALLEST, deviation, in_shard_map
 from tests.fuzz.dense import Inputs
 from tests.fuzz.shapes import Pick, Shape, shown
-
-CHUNK = 128  # slots that prompts on caches of 8 bits copy at a time: most of their sequences have several
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -338,8 +334,7 @@ def check(case: Cached, implementation: str | None) -> str:
         return *fa.cached_attention(query, cache, return_lse=True, **options), cache
 
     step_on_device = functools.partial(in_shard_map, run) if case.in_shard_map else run
-    with mock.patch.object(copied_keys, "CHUNK", CHUNK):
-        out, lse, after = jax.jit(step_on_device)(step.query, step.new, cache, step.data)
+    out, lse, after = jax.jit(step_on_device)(step.query, step.new, cache, step.data)
     names = ("k_scale", "v_scale") if case.quantized else ()
     for name, expected in zip(names, step.expected_scales, strict=True):
         _assert_same(f"cache.{name}", getattr(after, name), expected)

@@ -14,6 +14,7 @@ from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_fa2.backends.common.primitives import swizzle
+from pallas_fa2.backends.sm90.forward import eight_bit_rows
 from tests.support import bulk, inline, meetings, shared
 from tests.support.shared import row_of, the_memory
 
@@ -335,6 +336,49 @@ def _zero_byte_rows(thread, place, kept, *, source_info):
         gpu_callbacks.get_races().check_write(thread, generic, *place, source_info)
 
 
+def _read_array(thread, source, source_info):
+    """Return an array in device memory that a thread reads somewhere."""
+    memory, (key, place) = the_memory(), source
+    found, _, _ = memory.get_buffer_content(key, place, thread)
+    if memory.detect_races:
+        clock = memory.incr_clock(thread).async_smem_clock
+        gpu_callbacks.get_races().check_read(thread, clock, key, place, source_info)
+    return np.ascontiguousarray(found)
+
+
+def _load_piece(thread, array, scales, piece, scale, row, end, *, source_info):
+    """Return 16 bytes as four int32, and 16 bits in both halves of one, of each thread whose row is before the end."""
+    exists = row < end
+    rows = _read_array(thread, array, source_info).view(np.uint8).reshape(-1, 16)
+    halves = _read_array(thread, scales, source_info).reshape(-1).view(np.uint16)
+    found = np.where(exists[:, None], rows[np.where(exists, piece, 0)], np.uint8(0))
+    half = np.where(exists, halves[np.where(exists, scale, 0)], 0).astype(np.uint32)
+    words = np.ascontiguousarray(found).view(np.int32).T
+    return [*words, (half << 16 | half).view(np.int32)]
+
+
+def _store_pieces(thread, place, *values, dtype, panel, source_info):
+    """Store the numbers of all threads times their scales."""
+    memory = the_memory()
+    found, _, _ = memory.get_buffer_content(*place, thread)
+    value, pieces = np.empty(found.shape, np.float32), iter(zip(*[iter(values)] * 5, strict=True))
+    for band in eight_bit_rows.bands(found.shape[1], panel):
+        own_row, own_piece = band.own_row_and_piece(np.arange(128))
+        columns = band.start + 16 * own_piece[:, None] + np.arange(16)
+        for row in range(0, len(found), band.rows):
+            *words, scale = next(pieces)
+            numbers = np.stack(words, -1).view(dtype).astype(np.float32)
+            scales = (scale.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+            with np.errstate(invalid="ignore", over="ignore"):
+                value[row + own_row[:, None], columns] = numbers * scales[:, None]
+    with np.errstate(invalid="ignore", over="ignore"):
+        value = value.astype(found.dtype)
+    _, _, clock = memory.store_buffer_content(*place, value, thread)
+    if clock is not None:
+        generic = memory.clock_of_access(thread, place[0], clock).generic_clock
+        gpu_callbacks.get_races().check_write(thread, generic, *place, source_info)
+
+
 # By the names of inline operations.
 OPERATIONS = {
     **bulk.OPERATIONS,
@@ -342,10 +386,12 @@ OPERATIONS = {
     "gather": _gather,
     "gather_elements": _gather_elements,
     "largest_exponent": _largest_exponent,
+    "load_piece": _load_piece,
     "order_queries": _order_queries,
     "scatter": _scatter,
     "scatter_columns": _scatter_columns,
     "store_columns": _store_columns,
+    "store_pieces": _store_pieces,
     "scatter_outer": _scatter_outer,
     "put_fragments": _put_fragments,
     "store_row_values": _store_row_values,

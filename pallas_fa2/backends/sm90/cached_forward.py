@@ -18,7 +18,7 @@ from pallas_fa2.backends.common.decode.cached_forward import LaunchArrays, forwa
 from pallas_fa2.backends.common.decode.cached_forward import describe as describe_decode
 from pallas_fa2.backends.common.decode.config import DecodeConfig
 from pallas_fa2.backends.common.decode.mods import DecodeMods, needs_mask_code
-from pallas_fa2.backends.common.decode.spec import MAX_COLUMNS, DecodeSpec
+from pallas_fa2.backends.common.decode.spec import MAX_COLUMNS, DecodeSpec, max_columns
 from pallas_fa2.backends.common.decode.support import MAX_INDEX
 from pallas_fa2.backends.protocol import CachedForward
 from pallas_fa2.backends.sm90 import configs
@@ -28,17 +28,15 @@ from pallas_fa2.backends.sm90.decode.config import choose
 from pallas_fa2.backends.sm90.decode.kernel import decode
 from pallas_fa2.backends.sm90.forward.cached_tiles import plan_tiles, reads_tokens, tiles_spec
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
-from pallas_fa2.backends.sm90.forward.copied_keys import copy_keys
 from pallas_fa2.backends.sm90.forward.kernel import attention_on_cache
 from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
 
 DECODE = decode_forward.CACHED_FORWARD
 # Microseconds on an H200 with H = 128 (docs/decisions/0087-prompts-on-a-cache.md); other head dims are taken to be alike.
-# A copy takes 4, and 1 is for the host, which waits for the count of its loop (docs/decisions/0091-prompts-on-8-bits.md).
-COSTS = break_even.BlockCosts(tile=0.69, full_entry=1.64, load=1.0, copy=5.0)
-# The copy in 16 bits that tiles read of a cache of 8, which a call needs beside all else: that of 131,072 slots with K 8 and H 128.
-MAX_COPY_BYTES = 512 << 20
+COSTS = break_even.BlockCosts(tile=0.69, full_entry=1.64, load=1.0)
+# Of 8 bits an entry of 32 columns took 1.4; that of a tile is an estimate (docs/decisions/0093-tiles-of-8-bits.md).
+COSTS_OF_8_BITS = break_even.BlockCosts(tile=0.9, full_entry=2.8, load=1.0)
 # The columns of an entry beside tiles: one of half as many as there may be takes no longer than its loads, so that a
 # decode step loses nothing by them.
 FEW_COLUMNS = MAX_COLUMNS // 2
@@ -73,6 +71,8 @@ def unsupported_tiles(cached: CachedSpec) -> str | None:
         return "its mask is causal, a window of distances, or None, without given positions"
     if call.scores and (reason := _unsupported_scores(cached)):
         return reason
+    if cached.quantized is not None and call.dtype == jnp.float16:
+        return "queries beside 8 bits are in bfloat16: in float16 numbers times large scales are infinite"
     if configs.cached_forward_config(call.head_dim, call.value_dim) is None:
         return f"H and Hv are {DIMS}, and here {call.head_dim} and {call.value_dim}"
     if cached.quantized is None and (cached.page_size or 0) % PAGE_MULTIPLE:
@@ -81,29 +81,9 @@ def unsupported_tiles(cached: CachedSpec) -> str | None:
         return "it has no fixed splits"
     if call.kv_len > MAX_BLOCKS * 64:
         return f"a sequence has {MAX_BLOCKS * 64} slots at most, and here {call.kv_len}"
-    if cached.quantized is not None and (reason := _unsupported_copy(cached)):
-        return reason
     rows = call.q_len if cached.is_packed else call.batch * call.q_len
     if rows * call.q_heads > MAX_TILES:
         return f"there are {MAX_TILES} rows of all heads at most, and here {rows * call.q_heads}"
-    return None
-
-
-def _unsupported_copy(cached: CachedSpec) -> str | None:
-    """Return why tiles have no copy in 16 bits of a cache of 8, or None."""
-    if _has_both(cached):
-        return "they read a copy in 16 bits of a cache of 8, which a step that may have no prompt does not make"
-    if decode_support.unsupported_call(cached) is not None:
-        return None  # the equivalent call would copy all keys, too
-    if cached.call.dtype == jnp.float16:
-        return (
-            "they read a copy of 8 bits in float16, where numbers times large scales are infinite"
-        )
-    if cached.contiguous_bytes > MAX_COPY_BYTES:
-        return (
-            f"they read a copy in 16 bits of a cache of 8, which has {MAX_COPY_BYTES >> 20} MiB at most, and here "
-            f"{cached.contiguous_bytes / (1 << 20):.4g}"
-        )
     return None
 
 
@@ -125,23 +105,27 @@ def _few_spec(
 ) -> DecodeSpec:
     """Return the launch of the decode kernel beside tiles: of requests with up to `decoded` new tokens."""
     launch = DecodeSpec.of_call(spec, requests, kv_heads)
-    q_len = max(1, FEW_COLUMNS // launch.padded_group)
+    q_len = max(1, min(FEW_COLUMNS, max_columns(spec)) // launch.padded_group)
     requests = spec.call.batch if requests is None else requests
     # the rows before all requests and after them are of two more
     entries = min(launch.num_tokens, (requests + 2) * -(-decoded // q_len))
     return dataclasses.replace(launch, q_len=q_len, max_entries=entries, taken_queries=(0, decoded))
 
 
+def _costs(spec: CachedSpec) -> break_even.BlockCosts:
+    return COSTS if spec.quantized is None else COSTS_OF_8_BITS
+
+
 def max_decoded(spec: CachedSpec, num_sms: int) -> int:
     """Return the new tokens of a request, at most, that the decode kernel takes beside tiles: those with which it would take
     no longer if all requests had as many."""
-    call, launch = spec.call, _few_spec(spec, 1)
+    call, launch, costs = spec.call, _few_spec(spec, 1), _costs(spec)
     heads = call.q_heads, call.kv_heads
 
     def takes_longer(entries: int) -> bool:
         count = call.batch * entries * launch.kv_heads
-        tiles = COSTS.tiles(call.batch, entries * launch.q_len, heads, num_sms)
-        return COSTS.entries(count, launch.columns) > tiles
+        tiles = costs.tiles(call.batch, entries * launch.q_len, heads, num_sms)
+        return costs.entries(count, launch.columns) > tiles
 
     entries = 1
     while not takes_longer(entries + 1):
@@ -152,20 +136,19 @@ def max_decoded(spec: CachedSpec, num_sms: int) -> int:
 def _may_gain(spec: CachedSpec, num_sms: int) -> bool:
     """Return whether tiles beside entries would save time, if one request of packed queries had all but a token of each other
     one."""
-    call, launch = spec.call, DecodeSpec.of_call(spec)
+    call, launch, costs = spec.call, DecodeSpec.of_call(spec), _costs(spec)
     queries = call.q_len - (call.batch - 1)
     if queries < 1:
         return False
-    entries = COSTS.entries(-(-queries // launch.q_len) * launch.kv_heads, launch.columns)
-    tiles = COSTS.tiles(1, queries, (call.q_heads, call.kv_heads), num_sms)
-    tiles = COSTS.with_copies(spec, tiles, launch.q_len)
+    entries = costs.entries(-(-queries // launch.q_len) * launch.kv_heads, launch.columns)
+    tiles = costs.tiles(1, queries, (call.q_heads, call.kv_heads), num_sms)
     return entries > tiles * (LEAST_GAIN if call.batch > 1 else 1)
 
 
 def _prefers_tiles(spec: CachedSpec, num_sms: int) -> bool:
     if spec.is_packed:
         return _may_gain(spec, num_sms)
-    return break_even.prefers_tiles(spec, COSTS, num_sms)
+    return break_even.prefers_tiles(spec, _costs(spec), num_sms)
 
 
 def _has_both(spec: CachedSpec) -> bool:
@@ -190,14 +173,15 @@ def slower_reason(cached: CachedSpec, device: Device) -> str | None:
     """Return why the kernels of `flash_attention` take less time for a call that has no tiles here, or None."""
     if unsupported_tiles(cached) is None:
         return None
-    return break_even.slower_reason(cached, device, COSTS)
+    return break_even.slower_reason(cached, device, _costs(cached))
 
 
 def configure(cached: CachedSpec, device: Device) -> DecodeConfig | TileConfigs:
     """Return the configuration of a call, or those of its two launches."""
     if unsupported_tiles(cached) is not None or not _prefers_tiles(cached, device.num_sms):
         return DECODE.configure(cached, device)
-    tiles = configs.cached_forward_config(cached.call.head_dim, cached.call.value_dim)
+    dims = cached.call.head_dim, cached.call.value_dim
+    tiles = configs.cached_forward_config(*dims, eight_bits=cached.quantized is not None)
     assert tiles is not None, "`unsupported_tiles` says so"
     tiles = dataclasses.replace(tiles, num_ctas=device.num_sms)
     if not _has_both(cached):
@@ -227,18 +211,12 @@ def launch(
         least = config.decoded + 1
         few = _few_spec(spec, config.decoded, requests, kv_heads)
         others = launch_decode(decode, spec, config.decode, q, k, v, arrays, few)
-    table = arrays.table
-    if arrays.scales is not None:
-        k, v = copy_keys(k, v, table, arrays.scales, arrays.lengths, q.dtype)
-        table = None
     tiles = tiles_spec(spec, config.tiles, tokens, requests, kv_heads, least)
     plan = plan_tiles(tiles, config.tiles, arrays.lengths, starts)
-    return attention_on_cache(tiles, config.tiles, q, k, v, plan, table, arrays.mods, others)
-
-
-def copies_keys(spec: CachedSpec, config: DecodeConfig | TileConfigs) -> bool:
-    """Return whether a call copies the keys and values of a cache of 8 bits in 16."""
-    return spec.quantized is not None and isinstance(config, TileConfigs)
+    table, mods, scales = arrays.table, arrays.mods, arrays.scales
+    return attention_on_cache(
+        tiles, config.tiles, q, k, v, plan, table, mods, scales=scales, others=others
+    )
 
 
 def describe(spec: CachedSpec, config: DecodeConfig | TileConfigs) -> str:
@@ -249,8 +227,6 @@ def describe(spec: CachedSpec, config: DecodeConfig | TileConfigs) -> str:
         return DECODE.describe(spec, config) + text
     tiles = config.tiles
     keys = "the pages in the pool" if spec.page_size else "keys in the cache"
-    if copies_keys(spec, config):
-        keys = f"a copy of the keys in {spec.call.dtype.name}"
     text = (
         f"{tiles.block_q} queries x {tiles.block_kv} keys, {tiles.stages} stages, {tiles.warpgroups} warpgroups multiply, "
         f"{tiles.num_ctas} persistent CTAs that read {keys}, tiles by lengths"
@@ -267,5 +243,4 @@ CACHED_FORWARD = CachedForward(
     functools.partial(forward, launch, f"{__name__}.launch"),
     describe,
     slower_reason,
-    copies_keys,
 )

@@ -118,6 +118,8 @@ FORWARD_CONFIGS = (
 # On a cache the producer holds the pages of a block, eight of 16 tokens, beside the claim of a tile: with 40 registers it
 # spills. 128 * (2 * 224 + 56) are 64,512 registers.
 IN_CACHE = (224, 56)
+# Of 8 bits, a thread of the producer holds pieces of two halves of a block, 40 registers at H = 128. By what ptxas spills.
+OF_8_BITS, OF_8_BITS_AT_128 = (208, 88), (216, 72)
 CACHED_FORWARD_CONFIGS = (
     ForwardConfig(64, 64, 2, 128, stages=3, registers=IN_CACHE, q_stages=2, pv_chunk=64),
     ForwardConfig(96, 96, 2, 128, stages=2, registers=IN_CACHE, q_stages=2),
@@ -128,10 +130,16 @@ CACHED_FORWARD_CONFIGS = (
 )
 
 
-def cached_forward_config(head_dim: int, value_dim: int) -> ForwardConfig | None:
-    """Return the configuration of the forward on a cache, if there is one for these head dims."""
-    configs = CACHED_FORWARD_CONFIGS
-    return next((x for x in configs if (x.head_dim, x.value_dim) == (head_dim, value_dim)), None)
+def cached_forward_config(
+    head_dim: int, value_dim: int, eight_bits: bool = False
+) -> ForwardConfig | None:
+    """Return the configuration of the forward on a cache of 16 bits or of 8, if there is one for these head dims."""
+    dims = head_dim, value_dim
+    found = (x for x in CACHED_FORWARD_CONFIGS if (x.head_dim, x.value_dim) == dims)
+    config = next(found, None)
+    if config is None or not eight_bits:
+        return config
+    return dataclasses.replace(config, registers=OF_8_BITS_AT_128 if head_dim == 128 else OF_8_BITS)
 
 
 def forward_configs(head_dim: int, value_dim: int) -> list[ConfigRule]:

@@ -18,7 +18,6 @@ class BlockCosts:
     tile: float  # against the rows of a tile, however many are queries
     full_entry: float  # against `MAX_COLUMNS` columns of an entry; fewer cost less in proportion
     load: float  # at least, where they come from device memory
-    copy: float = 0  # to make 16 bits of 8 for tiles
 
     def tiles(self, requests: int, queries: int, heads: tuple[int, int], num_sms: int) -> float:
         """Return the cost of the tiles of requests of so many queries, in whole waves, as no tile is split."""
@@ -33,22 +32,6 @@ class BlockCosts:
         """Return the cost of so many entries of a key head each; they are split, so that all multiprocessors have a share."""
         return count * max(self.load, self.full_entry * columns / MAX_COLUMNS)
 
-    def with_copies(self, cached: CachedSpec, tiles: float, q_len: int) -> float:
-        """Return the cost of tiles beside that of entries of `q_len` queries, with the copy in 16 bits that they read of a cache of 8.
-
-        All else is in proportion to the keys that a tile or an entry reads, under a window few, but all keys are copied.
-        """
-        if cached.quantized is None:
-            return tiles
-        call, distances = cached.call, cached.distances
-        oldest = None if distances is None else distances.least
-        by_tile, by_entry = (
-            call.kv_len if oldest is None else min(call.kv_len, max(1, n - oldest))
-            for n in (ROWS, q_len)
-        )
-        copies = call.batch * call.kv_heads * self.copy
-        return (tiles * by_tile + copies * call.kv_len) / by_entry
-
 
 # Not measured: a tile's products with 64 keys and H = 128 are 4.2 MFLOP, and their loads 32 KiB, each 0.9 us at a share of
 # an H200's 600 TFLOP/s and 4.8 TB/s.
@@ -61,7 +44,7 @@ def prefers_tiles(cached: CachedSpec, costs: BlockCosts, num_sms: int) -> bool:
     entries = costs.entries(launch.max_entries * launch.kv_heads, launch.columns)
     heads = call.q_heads, call.kv_heads
     tiles = costs.tiles(call.batch, call.q_len, heads, num_sms)
-    return entries > costs.with_copies(cached, tiles, launch.q_len)
+    return entries > tiles
 
 
 def slower_reason(cached: CachedSpec, device: Device, costs: BlockCosts = BY_COUNT) -> str | None:

@@ -34,6 +34,7 @@ from pallas_fa2.backends.common.primitives.thread_values import (
     vector,
 )
 from pallas_fa2.backends.common.primitives.types import MlirValue, Ref, Registers
+from pallas_fa2.backends.sm90.primitives.widen import widen
 
 OPERAND_DTYPE = jnp.float16
 
@@ -46,7 +47,7 @@ def panel_width(dim: int) -> int:
 def load_keys(buffer: Ref) -> jax.Array:
     """Load K `[64, H]` of 8 bits from shared memory as a left operand, float16 in registers."""
     rows, dim = buffer.shape
-    widen = _WIDEN[jnp.dtype(buffer.dtype).name]
+    to_pairs = widen(buffer.dtype)
 
     def load(lines: "_Lines", result: np.ndarray) -> None:
         # Matrices of 8 rows and 16 bytes: rows r and r + 8 of a warp's 16, and the same of the next 16 bytes.
@@ -55,7 +56,7 @@ def load_keys(buffer: Ref) -> jax.Array:
         for n in range(dim // 32):
             words = _ldmatrix(lines.at(start, 0, 2 * n), "")
             for i, word in enumerate(words):
-                low, high = widen(word, (0, 1, 2, 3))
+                low, high = to_pairs(word)
                 eight = 2 * (2 * n + i // 2)
                 result[0, eight, i % 2], result[0, eight + 1, i % 2] = low, high
 
@@ -65,7 +66,7 @@ def load_keys(buffer: Ref) -> jax.Array:
 def load_values(buffer: Ref) -> jax.Array:
     """Load V `[64, Hv]` of 8 bits from shared memory as a left operand V^T, float16 `[Hv, 64]` in registers."""
     rows, dim = buffer.shape
-    widen = _WIDEN[jnp.dtype(buffer.dtype).name]
+    to_pairs = widen(buffer.dtype)
 
     def load(lines: "_Lines", result: np.ndarray) -> None:
         # Matrices of 8 keys each; a warp has 16 bytes of each 64 of V, its rows of V^T.
@@ -74,7 +75,7 @@ def load_values(buffer: Ref) -> jax.Array:
             for half in range(2):
                 words = _ldmatrix(lines.at(start, 4 * half, 4 * tile), ".trans")
                 for i, word in enumerate(words):
-                    pairs = widen(word, (0, 2, 1, 3))
+                    pairs = to_pairs(word, (0, 2, 1, 3))
                     for h in range(2):
                         result[tile, 4 * half + i, h] = pairs[h]
 
@@ -131,32 +132,6 @@ class _Lines:
 def _ldmatrix(at: MlirValue, transposed: str) -> list[MlirValue]:
     code = f"ldmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
     return asm_words(4, code, "r", at, side_effects=True)
-
-
-def _widen_float8(word: MlirValue, order: tuple[int, ...]) -> list[MlirValue]:
-    """Emit the pairs of float16 of four e4m3 numbers in this order."""
-    selector = "".join(map(str, reversed(order)))
-    permute = "" if order == (0, 1, 2, 3) else f"prmt.b32 w, w, 0, 0x{selector};"
-    code = (
-        f"{{ .reg .b32 w; .reg .b16 a, b; mov.b32 w, $2; {permute} mov.b32 {{a, b}}, w; "
-        "cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }"
-    )
-    return asm_words(2, code, "r", word)
-
-
-def _widen_int8(word: MlirValue, order: tuple[int, ...]) -> list[MlirValue]:
-    """Emit the pairs of float16 of four integers in this order: with 0x64 before a byte u, it is 1024 + u, and u is the
-    integer plus 128."""
-    a, b, c, d = order
-    code = (
-        "{ .reg .b32 w, k; xor.b32 w, $2, 0x80808080; "
-        f"prmt.b32 $0, w, 0x64646464, 0x4{b}4{a}; prmt.b32 $1, w, 0x64646464, 0x4{d}4{c}; "
-        "mov.b32 k, 0x64806480; sub.rn.f16x2 $0, $0, k; sub.rn.f16x2 $1, $1, k; }"
-    )
-    return asm_words(2, code, "r", word)
-
-
-_WIDEN = {"float8_e4m3fn": _widen_float8, "int8": _widen_int8}
 
 
 def order_output(acc: jax.Array) -> jax.Array:

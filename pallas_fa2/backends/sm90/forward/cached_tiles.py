@@ -24,8 +24,10 @@ from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
 from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, tile_table
 from pallas_fa2.backends.common.tile_mods import TileScore
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
+from pallas_fa2.backends.sm90.forward.eight_bit_rows import EightBitRows
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows, RowPieces
 from pallas_fa2.ir.cached_spec import CachedSpec
+from pallas_fa2.ir.quantized import Scales
 from pallas_fa2.ir.tile_functions import ArgSource
 from pallas_fa2.schedule import raster
 
@@ -38,15 +40,34 @@ class CachedTiles(NamedTuple):
 
     entries: Any  # int32 [E, 8]: `FIELDS`
     table: Any = None  # int32 [B, pages of a request], if the cache is paged
+    scales: Scales | None = None  # if keys and values have 8 bits
 
     def load(self, entry: Scalar, field: str) -> Scalar:
         """Load a field of an entry."""
         return self.entries[entry, FIELDS.index(field)]
 
+    def eight_bit_rows(
+        self,
+        source: Ref,
+        scales: Ref,
+        entry: Scalar,
+        request: Scalar,
+        keys: Slice,
+        head: Scalar,
+        columns: Slice | None,
+    ) -> EightBitRows:
+        """Return where keys of 8 bits lie, those that exist for queries of an entry."""
+        pages, end = (
+            None if self.table is None else self.table.at[request],
+            self.load(entry, "kv_len"),
+        )
+        return EightBitRows(source, scales, pages, request, keys, end, head, columns)
+
     def kv_rows(
-        self, source: Ref, request: Scalar, keys: Slice, head: Scalar, columns: Slice | None = None
+        self, source: Ref, request: Scalar, keys: Slice, head: Scalar, columns: Slice | None
     ) -> HeadRows | RowPieces:
-        """Return where keys of a request lie, of which pages have each an equal part or all. Page numbers are loaded here.
+        """Return where keys of 16 bits of a request lie, of which pages have each an equal part or all. Page numbers are loaded
+        here.
 
         Whatever the table has, they are pages that exist.
         """

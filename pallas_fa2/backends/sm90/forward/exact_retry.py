@@ -18,8 +18,11 @@ from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.primitives import layouts
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
+from pallas_fa2.backends.common.primitives.swizzle import swizzle_columns
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
 from pallas_fa2.backends.sm90 import nonfinite
+from pallas_fa2.backends.sm90.forward.eight_bit_rows import EightBitRows
+from pallas_fa2.backends.sm90.forward.memory import KeysOrValues
 from pallas_fa2.backends.sm90.forward.rows import WarpgroupRows
 from pallas_fa2.backends.sm90.forward.score_mask import ScoreMask, load_mask_bits
 from pallas_fa2.backends.sm90.forward.softmax import exponentials, no_key_threshold
@@ -63,7 +66,7 @@ def recompute_exact(rows: WarpgroupRows, columns: Slice) -> tuple[jax.Array, jax
         factor, p = jnp.exp2(reference - maximum), exponentials(s, scale, maximum)
         p_sum = p.sum(axis=1)
         p = score_mask.apply_dropout(p, pl.ds(0, config.retry_block_kv))
-        v = _load_sanitized(rows, rows.arrays.inputs.v, first_key, columns, nonfinite_keys, 0.0)
+        v = _load_sanitized(rows, "v", first_key, columns, nonfinite_keys, 0.0)
 
         def update(o_acc: Ref) -> jax.Array:
             o_acc[...] = acc * layouts.broadcast_rows(factor, acc.shape)
@@ -89,7 +92,7 @@ def _scores(rows: WarpgroupRows, s_acc: Ref, first_key: Scalar, nonfinite_keys: 
     """Return S of some keys (line 8); NaN for those of which values are not finite."""
     k, config = rows.arrays.inputs.k, rows.config
     for columns in HeadRows.existing_columns(k, config.retry_k_tiles):
-        tile = _load_sanitized(rows, k, first_key, columns, nonfinite_keys, math.nan)
+        tile = _load_sanitized(rows, "k", first_key, columns, nonfinite_keys, math.nan)
         q = rows.compute_q()
         q = q if columns.size == config.head_dim else q.at[:, columns]
         plgpu.wgmma(s_acc, q, tile.transpose((1, 0)))
@@ -97,7 +100,7 @@ def _scores(rows: WarpgroupRows, s_acc: Ref, first_key: Scalar, nonfinite_keys: 
     return s_acc[...]
 
 
-def _load(rows: WarpgroupRows, source: Ref, first_key: Scalar, columns: Slice) -> Ref:
+def _load(rows: WarpgroupRows, name: KeysOrValues, first_key: Scalar, columns: Slice) -> Ref:
     """Load 64 rows of K or V into the buffer of the output, once all of the warpgroup have left it."""
     memory = rows.memory
     batch, kv_head = rows.arrays.load_batch(rows.tile), rows.tile.compute_kv_head()
@@ -105,22 +108,26 @@ def _load(rows: WarpgroupRows, source: Ref, first_key: Scalar, columns: Slice) -
     loaded = memory.full.offset("retry_loaded") + rows.compute_warpgroup()
     pipeline.arrive_and_wait(memory.full.at("retry_sync", rows.compute_warpgroup()))
     keys = pl.ds(first_key, buffer.shape[0])
-    source_rows = rows.arrays.kv_rows(source, batch, keys, kv_head, columns)
-    source_rows.load(buffer, memory.full.array, loaded)
+    source = rows.arrays.kv_rows(name, rows.tile, batch, keys, kv_head, columns)
+    if isinstance(source, EightBitRows):
+        source.fetch(swizzle_columns(buffer)).store(buffer)
+        plgpu.commit_smem()  # all warps of the warpgroup meet here
+        return buffer
+    source.load(buffer, memory.full.array, loaded)
     plgpu.barrier_wait(memory.full.array.at[loaded])
     return buffer
 
 
 def _load_sanitized(
     rows: WarpgroupRows,
-    source: Ref,
+    name: KeysOrValues,
     first_key: Scalar,
     columns: Slice,
     nonfinite_keys: jax.Array | None,
     value: float,
 ) -> Ref:
     """Load the keys of one step, with another value in the rows of `nonfinite_keys`."""
-    buffer = _load(rows, source, first_key, columns)
+    buffer = _load(rows, name, first_key, columns)
     if nonfinite_keys is not None:
         nonfinite.overwrite_rows(buffer, nonfinite_keys, value)
         plgpu.commit_smem()
@@ -131,7 +138,6 @@ def _find_nonfinite_keys(rows: WarpgroupRows, first_key: Scalar) -> jax.Array | 
     """Return NaN for those of 64 keys of which values are not finite and 0 for the rest, or None if no guard is needed."""
     if not rows.spec.guards_nonfinite:
         return None
-    v = rows.arrays.inputs.v
-    tiles = HeadRows.existing_columns(v, rows.config.epilogue_tiles)
-    flags = (nonfinite.row_nonfiniteness(_load(rows, v, first_key, columns)) for columns in tiles)
+    tiles = HeadRows.existing_columns(rows.arrays.inputs.v, rows.config.epilogue_tiles)
+    flags = (nonfinite.row_nonfiniteness(_load(rows, "v", first_key, columns)) for columns in tiles)
     return functools.reduce(jnp.add, flags)

@@ -1,7 +1,7 @@
 """The forward on Hopper: FlashAttention-2, Algorithm 1, in persistent CTAs (docs/design/forward.md).
 
-One warpgroup, the producer, streams K and V through ring buffers by TMA, and the next tile's Q; the consumers own
-64 query rows each.
+One warpgroup, the producer, streams K and V through ring buffers by TMA (of 8 bits by its threads), and the next tile's Q; the
+consumers own 64 query rows each.
 """
 
 import functools
@@ -32,6 +32,7 @@ from pallas_fa2.backends.sm90.forward.memory import Arrays, Inputs, Outputs, Sha
 from pallas_fa2.backends.sm90.forward.producer import produce
 from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule
 from pallas_fa2.backends.sm90.primitives import roles
+from pallas_fa2.ir.quantized import Scales
 
 
 def attention(
@@ -45,6 +46,7 @@ def attention(
     mask_bits: jax.Array | None = None,
     cached: CachedPlan | None = None,
     table: jax.Array | None = None,
+    scales: Scales | None = None,
     outputs: Outputs | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [B, T, N, Hv]` and natural `lse [B, N, T']`; T' is T rounded up to whole tiles.
@@ -54,7 +56,7 @@ def attention(
     and `mask_bits` the bits of a mask that is precomputed.
 
     `cached` plans the tiles of a cache: k and v are `[requests, S, K, H]` and `[requests, S, K, Hv]`, or pages that `table`
-    lists for each request, B is 1, T the rows of all requests, and lse is `[B, T, N]`. Rows that have no tile stay as they are in
+    lists for each request, of 8 bits with `scales` or of 16, B is 1, T the rows of all requests, and lse is `[B, T, N]`. Rows that have no tile stay as they are in
     `outputs`, if these are given.
     """
     key_rows = aux.k.shape[1] + 1 if aux is not None and spec.loads_key_aux() else 0
@@ -69,7 +71,7 @@ def attention(
         inputs = inputs._replace(aux=aux.with_index_row(config.block_q, config.block_kv))
     lse_shape = spec.batch, spec.q_heads, schedule.q_tiles * config.block_q
     if cached is not None:
-        inputs = inputs._replace(cached=CachedTiles(cached.entries, table))
+        inputs = inputs._replace(cached=CachedTiles(cached.entries, table, scales))
         lse_shape = spec.batch, q.shape[1], spec.q_heads
     if outputs is None:
         outputs = Outputs(
@@ -103,16 +105,27 @@ def attention_on_cache(
     plan: CachedPlan,
     table: jax.Array | None = None,
     mods: ModArrays = NO_MODS,
+    scales: Scales | None = None,
     others: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [tokens, N, Hv]` and natural `lse [tokens, N]`, float32, as the decode kernel does.
 
     q is `[tokens, N, H]`; k and v are `[B, S, K, H]` and `[B, S, K, Hv]`, or pages `[P, page size, K, H]` and `[P, page
-    size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request. `mods` are what scores read of heads, `others` out and lse of the rows that have no
+    size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request; of 8 bits with `scales`, or of 16. `mods` are what scores read of heads, `others` out and lse of the rows that have no
     tile, which otherwise are anything.
     """
     launch, aux = kernel_spec(spec, config), pack_head_inputs(spec, config, mods)
     outputs = None if others is None else Outputs(*(x[None] for x in others))
-    cached = {"cached": plan, "table": table, "outputs": outputs}
-    out, lse = attention(launch, config, q[None], k, v, aux=aux, **cached)
+    out, lse = attention(
+        launch,
+        config,
+        q[None],
+        k,
+        v,
+        aux=aux,
+        cached=plan,
+        table=table,
+        scales=scales,
+        outputs=outputs,
+    )
     return out[0], lse[0]

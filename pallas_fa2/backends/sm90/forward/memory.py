@@ -1,6 +1,6 @@
 """Shared memory, barriers and arrays of the forward."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,13 @@ from pallas_fa2.backends.common.primitives.types import Barrier, Ref, Scalar, Sl
 from pallas_fa2.backends.common.scheduler import DynamicTileScheduler, StaticTileScheduler
 from pallas_fa2.backends.sm90.forward.cached_tiles import CachedTiles
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
+from pallas_fa2.backends.sm90.forward.eight_bit_rows import EightBitRows
 from pallas_fa2.backends.sm90.forward.schedule import QueryTile
 from pallas_fa2.backends.sm90.primitives import pipeline
 from pallas_fa2.backends.sm90.primitives.pipeline import Barriers, Pipeline
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows, RowPieces
+
+type KeysOrValues = Literal["k", "v"]
 
 
 class SharedStorage(NamedTuple):
@@ -147,6 +150,12 @@ class Arrays(NamedTuple):
     inputs: Inputs
     outputs: Outputs
 
+    @property
+    def has_eight_bits(self) -> bool:
+        """Whether keys and values are those of a cache of 8 bits."""
+        cached = self.inputs.cached
+        return cached is not None and cached.scales is not None
+
     def load_kv_block_index(self, tile: QueryTile, t: Scalar) -> Scalar:
         """Load the index of the key block that the tile visits as its t-th."""
         index = tile.compute_list_index(t)
@@ -180,9 +189,21 @@ class Arrays(NamedTuple):
         return batch if self.inputs.cached is None else self.inputs.cached.load(entry, "request")
 
     def kv_rows(
-        self, source: Ref, batch: Scalar, keys: Slice, head: Scalar, columns: Slice | None = None
-    ) -> HeadRows | RowPieces:
-        """Return where keys of a batch entry and a head lie."""
-        if self.inputs.cached is None:
+        self,
+        name: KeysOrValues,
+        tile: QueryTile,
+        batch: Scalar,
+        keys: Slice,
+        head: Scalar,
+        columns: Slice | None = None,
+    ) -> HeadRows | RowPieces | EightBitRows:
+        """Return where keys of a tile, or their values, lie, given its batch entry and head."""
+        inputs = self.inputs
+        source = {"k": inputs.k, "v": inputs.v}[name]
+        if inputs.cached is None:
             return HeadRows(source, batch, keys, head, columns)
-        return self.inputs.cached.kv_rows(source, batch, keys, head, columns)
+        if inputs.cached.scales is None:
+            return inputs.cached.kv_rows(source, batch, keys, head, columns)
+        scales = dict(zip("kv", inputs.cached.scales, strict=True))[name]
+        entry = tile.compute_coordinates()[2]
+        return inputs.cached.eight_bit_rows(source, scales, entry, batch, keys, head, columns)

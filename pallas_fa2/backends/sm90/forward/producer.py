@@ -1,4 +1,4 @@
-"""The producer warpgroup of the forward: it loads Q, K, V and aux inputs by TMA."""
+"""The producer warpgroup of the forward: it loads Q, K, V and aux inputs by TMA, and K and V of 8 bits itself."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,12 +10,14 @@ from jax.experimental import pallas as pl
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.primitives import layouts
-from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Slice
+from pallas_fa2.backends.common.primitives.swizzle import swizzle_columns
+from pallas_fa2.backends.common.primitives.types import Scalar, Slice
 from pallas_fa2.backends.common.scheduler import for_each_tile
-from pallas_fa2.backends.sm90.forward.memory import Arrays, SharedStorage
+from pallas_fa2.backends.sm90.forward.eight_bit_rows import EightBitRows, Pieces
+from pallas_fa2.backends.sm90.forward.memory import Arrays, KeysOrValues, SharedStorage
 from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule, PipelinePosition, QueryTile
 from pallas_fa2.backends.sm90.primitives import roles
-from pallas_fa2.backends.sm90.primitives.tma import HeadRows, RowPieces
+from pallas_fa2.backends.sm90.primitives.tma import HeadRows
 from pallas_fa2.control_flow import when
 
 # Key blocks before a tile's end at which the next tile is claimed: a claim is answered in about as many (2500
@@ -46,12 +48,34 @@ class TileLoads:
 
     def k(self, t: Scalar) -> None:
         """Load K of the t-th block."""
-        rows = self._kv_rows(self.arrays.inputs.k, t)
+        rows = self._kv_rows("k", self._key_range(t))
         self.memory.k_pipeline.tma_load(self.position.kv_step + t, rows)
 
     def v(self, t: Scalar) -> None:
-        rows = self._kv_rows(self.arrays.inputs.v, t)
+        rows = self._kv_rows("v", self._key_range(t))
         self.memory.v_pipeline.tma_load(self.position.kv_step + t, rows)
+
+    def fetch(self, name: KeysOrValues, t: Scalar, half: int = 0) -> Pieces:
+        """Begin to load half of K or V of the t-th block, of 8 bits."""
+        keys = self._key_range(t)
+        size = keys.size // 2
+        rows = self._kv_rows(name, pl.ds(keys.start + half * size, size))
+        assert isinstance(rows, EightBitRows)
+        buffer = self.memory.k if name == "k" else self.memory.v
+        return rows.fetch(swizzle_columns(buffer))
+
+    def store(self, fetched: Pieces, *blocks: tuple[KeysOrValues, Scalar]) -> None:
+        """Store K or V of some blocks, of which the first half is fetched. The next half is under way while one is stored."""
+        pipelines = {"k": self.memory.k_pipeline, "v": self.memory.v_pipeline}
+        for (name, t), following in zip(blocks, (*blocks[1:], None), strict=True):
+            pipeline, step = pipelines[name], self.position.kv_step + t
+            second = self.fetch(name, t, 1)
+            (buffer,) = pipeline.producer_acquire(step)
+            size = buffer.shape[0] // 2
+            fetched.store(buffer.at[pl.ds(0, size)])
+            fetched = second if following is None else self.fetch(*following)
+            second.store(buffer.at[pl.ds(size, size)])
+            pipeline.producer_commit(step)
 
     def key_aux(self, t: Scalar) -> None:
         """Load the keys' aux inputs of the t-th block, if some come with it."""
@@ -88,9 +112,9 @@ class TileLoads:
         block_kv = self.tile.schedule.config.block_kv
         return pl.ds(self.arrays.load_kv_block_index(self.tile, t) * block_kv, block_kv)
 
-    def _kv_rows(self, source: Ref, t: Scalar) -> HeadRows | RowPieces:
-        keys, head = self._key_range(t), self.tile.compute_kv_head()
-        return self.arrays.kv_rows(source, self.kv_batch, keys, head)
+    def _kv_rows(self, name: KeysOrValues, keys: Slice) -> Any:
+        head = self.tile.compute_kv_head()
+        return self.arrays.kv_rows(name, self.tile, self.kv_batch, keys, head)
 
 
 def produce(schedule: ForwardSchedule, arrays: Arrays, memory: SharedStorage) -> None:
@@ -114,6 +138,12 @@ def produce(schedule: ForwardSchedule, arrays: Arrays, memory: SharedStorage) ->
             arrays.scheduler.request_next(n + 1, in_time)
 
         def load_block(t: Scalar, _: Any) -> None:
+            if arrays.has_eight_bits:
+                fetched = load.fetch("k", t)  # under way while a claim is waited for
+                claim_next(t)
+                load.store(fetched, ("k", t), ("v", t - 1))
+                load.key_aux(t)
+                return
             claim_next(t)
             load.k(t)
             load.key_aux(t)
@@ -121,13 +151,21 @@ def produce(schedule: ForwardSchedule, arrays: Arrays, memory: SharedStorage) ->
             load.pairwise(t)  # of which there are fewer buffers: V does not wait for them
 
         claim_next(I32(0))
-        load.k(I32(0))
-        load.q(n)
+        if arrays.has_eight_bits:
+            load.q(n)
+            load.store(load.fetch("k", I32(0)), ("k", I32(0)))
+        else:
+            load.k(I32(0))
+            load.q(n)
         load.key_aux(I32(0))
         load.pairwise(I32(0))
         lax.fori_loop(I32(1), tile.compute_num_kv_blocks(), load_block, None)
         next_work = prefetch()  # the next tile's first keys wait for it
-        load.v(tile.compute_num_kv_blocks() - 1)
+        last = tile.compute_num_kv_blocks() - 1
+        if arrays.has_eight_bits:
+            load.store(load.fetch("v", last), ("v", last))
+        else:
+            load.v(last)
         return tile.advance(position), next_work
 
     for_each_tile(arrays.scheduler, produce_tile, PipelinePosition(I32(0), I32(0)), early=True)

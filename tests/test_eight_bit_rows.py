@@ -1,0 +1,165 @@
+"""Pieces of 8 bits that become operands in 16: where threads store them, and the arithmetic of their instructions."""
+
+import re
+import types
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_fa2.backends.sm90.forward import eight_bit_rows
+from pallas_fa2.backends.sm90.primitives import widen
+from tests.support.device_arith import ARITH
+
+THREAD = np.arange(128)
+BASE = 1 << 12  # the address of the buffer
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize(
+    "dim, width", [(64, 64), (96, 32), (128, 64), (192, 32), (256, 64), (64, 32)]
+)
+def test_pieces_are_stored_as_tma_stores_rows(
+    dim: int, width: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In groups of 8 rows, panels and swizzled lines; and eight neighbors, which hardware serves at a time, use all banks."""
+    groups = rows // 8
+    kind = types.SimpleNamespace(shape=(groups, dim // width, 8, width))
+    memory = np.zeros(2 * rows * dim, np.uint8)
+
+    def store(code: str, _: str, at: np.ndarray, *words: np.ndarray) -> None:
+        offset = int(re.fullmatch(r"st\.shared\.v4\.b32 \[\$0 \+ (\d+)\], .*", code)[1])  # type: ignore
+        places = at - BASE + offset
+        banks = (places // 16 % 8).reshape(-1, 8)
+        assert (np.sort(banks, 1) == np.arange(8)).all()
+        memory[places[:, None] + np.arange(16)] = np.stack(words, -1).view(np.uint8)
+
+    def decorate(*_: Any, **__: Any) -> Any:
+        return lambda code: lambda buffer, *values: code(None, buffer, *values)
+
+    fakes = {
+        "arith": ARITH,
+        "i32": lambda value: value,
+        "sum_i32": lambda *terms: sum(terms),
+        "address": lambda buffer, bits: BASE,
+        "thread_field": lambda first, n, by: ((THREAD >> first) & ((1 << n) - 1)) * by,
+        "thread_value": lambda x: x,
+        "ir": types.SimpleNamespace(MemRefType=lambda _: kind),
+        "asm": store,
+        "inline_op": decorate,
+        "as_operand": lambda buffer: None,
+        "swizzle_columns": lambda buffer: width,
+        "_unknown_prefix": lambda: None,
+        "_MULTIPLY": {"pairs": lambda word, scale, prefix: [word[:, 0], word[:, 1]]},
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(eight_bit_rows, name, fake)
+    tile = np.arange(rows * dim, dtype=np.uint16).reshape(rows, dim)
+    values = []
+    for band in eight_bit_rows.bands(dim, width):
+        row, piece = band.own_row_and_piece(THREAD)
+        for first in range(0, rows, band.rows):
+            columns = band.start + 16 * piece[:, None] + np.arange(16)
+            own = tile[first + row[:, None], columns].reshape(128, 4, 4)  # [thread, word, number]
+            values += [np.ascontiguousarray(own[:, i]).view(np.uint32) for i in range(4)] + [None]
+    buffer: Any = types.SimpleNamespace(shape=tile.shape, type=None)
+    eight_bit_rows.Pieces("pairs", values).store(buffer)
+    lines = tile.reshape(groups, 8, -1, width).swapaxes(1, 2).reshape(-1).view(np.uint8)
+    index = np.arange(lines.size)
+    np.testing.assert_array_equal(memory[index ^ ((index >> 7) % (width // 8) << 4)], lines)
+
+
+def halves_as(word: np.ndarray, dtype: Any) -> np.ndarray:
+    return word.view(np.uint16).view(dtype).reshape(-1, 2)
+
+
+def as_word(halves: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(halves).view(np.uint16).view(np.uint32).reshape(-1)
+
+
+def permute(a: np.ndarray, b: np.ndarray, selector: int) -> np.ndarray:
+    pool = np.concatenate([x.view(np.uint8).reshape(-1, 4) for x in (a, b)], 1)
+    chosen = pool[:, [selector >> 4 * i & 0xF for i in range(4)]]
+    return np.ascontiguousarray(chosen).view(np.uint32).reshape(-1)
+
+
+def on_bfloat16(operation: Any) -> Any:
+    def run(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        x, y = (halves_as(z, ml_dtypes.bfloat16).astype(np.float32) for z in (a, b))
+        return as_word(operation(x, y).astype(ml_dtypes.bfloat16))
+
+    return run
+
+
+# Instructions of the PTX ISA on words of all threads; registers of 16 bits are words whose upper half is 0.
+INSTRUCTIONS: dict[str, Any] = {
+    "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
+    "prmt.b32": lambda a, b, selector: permute(a, b, int(selector[0])),
+    "sub.rn.bf16x2": on_bfloat16(np.subtract),
+    "mul.rn.bf16x2": on_bfloat16(np.multiply),
+    "mul.rn.f32": lambda a, b: (a.view(np.float32) * b.view(np.float32)).view(np.uint32),
+    "cvt.f32.f16": lambda a: halves_as(a, np.float16)[:, 0].astype(np.float32).view(np.uint32),
+    "cvt.rn.f16x2.e4m3x2": lambda a: as_word(
+        a.view(np.uint8).reshape(-1, 4)[:, :2].view(ml_dtypes.float8_e4m3fn).astype(np.float16)
+    ),
+    "cvt.rn.bf16x2.f32": lambda high, low: as_word(
+        np.stack([low, high], -1).view(np.float32).astype(ml_dtypes.bfloat16)
+    ),
+}
+
+
+def run_ptx(code: str, results: int, *operands: np.ndarray) -> list[np.ndarray]:
+    """Return the results $0, $1, ... of code on words of all threads."""
+    registers = {f"${results + i}": x for i, x in enumerate(operands)}
+
+    def value(name: str) -> np.ndarray:
+        known = registers.get(name)
+        return np.full_like(operands[0], int(name, 0)) if known is None else known
+
+    for line in code.strip("{} ").split(";"):
+        line = line.strip()
+        if not line or line.startswith(".reg"):
+            continue
+        opcode, _, names = line.partition(" ")
+        if found := re.fullmatch(r"\{(\w+), (\w+)\}, (\S+)", names):  # mov.b32 {a, b}, w
+            low, high, word = found.groups()
+            registers |= {low: value(word) & 0xFFFF, high: value(word) >> 16}
+            continue
+        target, *sources = names.split(", ")
+        words = [value(x) for x in sources]
+        registers[target] = words[0] if opcode == "mov.b32" else INSTRUCTIONS[opcode](*words)
+    return [registers[f"${i}"] for i in range(results)]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_numbers_times_scales(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All numbers of 8 bits, with scales from the least to beyond the largest one."""
+
+    def asm_words(count: int, code: str, _: str, *operands: Any, **options: Any) -> list:
+        return run_ptx(code, count, *operands)
+
+    def asm(code: str, _: str, *operands: Any, **options: Any) -> Any:
+        return run_ptx(code, 1, *operands)[0]
+
+    for module in (eight_bit_rows, widen):
+        monkeypatch.setattr(module, "asm_words", asm_words)
+    monkeypatch.setattr(eight_bit_rows, "asm", asm)
+    kind = types.SimpleNamespace(get_signless=lambda bits: None)
+    monkeypatch.setattr(eight_bit_rows, "ir", types.SimpleNamespace(IntegerType=kind))
+    scales = np.array([2.0**-126, 0.0071, 1, 3e34, 2.6e36, np.nan, np.inf]).astype(
+        ml_dtypes.bfloat16
+    )
+    numbers = np.tile(np.arange(256, dtype=np.uint8), len(scales))
+    of_word = np.repeat(scales, 64)
+    twice = of_word.view(np.uint16).astype(np.uint32)
+    twice = twice << 16 | twice
+    prefix = np.full_like(twice, 0x43434343)
+    multiply = eight_bit_rows._MULTIPLY[dtype]
+    with np.errstate(invalid="ignore", over="ignore"):
+        pairs = multiply(numbers.view(np.uint32), twice, prefix)
+        found = np.concatenate([halves_as(x, ml_dtypes.bfloat16) for x in pairs], 1).reshape(-1)
+        wide = numbers.view(dtype).astype(np.float32) * np.repeat(of_word, 4).astype(np.float32)
+        expected = wide.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
