@@ -69,6 +69,10 @@ class Run:
     races: list[str] = dataclasses.field(default_factory=list)
     # of loads by inline code, until their thread arrives at the barrier that says they are there
     landing: dict[Thread, Clock] = dataclasses.field(default_factory=dict)
+    # groups of a thread's copies by cp.async, until it waits for them; the last one grows
+    staged: dict[Thread, collections.deque[list]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(lambda: collections.deque([[]]))
+    )
     # (row, how many additions come before, how many there were) of each that has its turn
     added: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     # the cluster that has told that the first dQ of a row is stored

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pallas_fa2.backends.common import aux_inputs, compile_mods, limits
 from pallas_fa2.backends.protocol import Configuration
@@ -118,8 +118,6 @@ FORWARD_CONFIGS = (
 # On a cache the producer holds the pages of a block, eight of 16 tokens, beside the claim of a tile: with 40 registers it
 # spills. 128 * (2 * 224 + 56) are 64,512 registers.
 IN_CACHE = (224, 56)
-# Of 8 bits, a thread of the producer holds pieces of two halves of a block, 40 registers at H = 128. By what ptxas spills.
-OF_8_BITS, OF_8_BITS_AT_128 = (208, 88), (216, 72)
 CACHED_FORWARD_CONFIGS = (
     ForwardConfig(64, 64, 2, 128, stages=3, registers=IN_CACHE, q_stages=2, pv_chunk=64),
     ForwardConfig(96, 96, 2, 128, stages=2, registers=IN_CACHE, q_stages=2),
@@ -130,16 +128,31 @@ CACHED_FORWARD_CONFIGS = (
 )
 
 
+def _of_8_bits(config: ForwardConfig, **changes: Any) -> ForwardConfig:
+    """Return the configuration for a cache of 8 bits, of which blocks come in halves. 128 * (2 * 208 + 2 * 48) are 65,536 registers."""
+    config = dataclasses.replace(config, registers=(208, 48, 48), **changes)
+    return dataclasses.replace(config, part_keys=config.block_kv // 2)
+
+
+_64, _96, _128, _192_128, _192, _256 = CACHED_FORWARD_CONFIGS
+FORWARD_CONFIGS_OF_8_BITS = (
+    *map(_of_8_bits, (_64, _96, _128)),
+    _of_8_bits(_192_128, block_kv=64),  # of 128 keys there is no room for the halves
+    _of_8_bits(_192),
+    # In CTAs of four warpgroups ptxas has 128 registers for an instruction, and a product of H = 256 takes more.
+    dataclasses.replace(_256, part_keys=16),
+)
+
+
 def cached_forward_config(
     head_dim: int, value_dim: int, eight_bits: bool = False
 ) -> ForwardConfig | None:
     """Return the configuration of the forward on a cache of 16 bits or of 8, if there is one for these head dims."""
-    dims = head_dim, value_dim
-    found = (x for x in CACHED_FORWARD_CONFIGS if (x.head_dim, x.value_dim) == dims)
-    config = next(found, None)
-    if config is None or not eight_bits:
-        return config
-    return dataclasses.replace(config, registers=OF_8_BITS_AT_128 if head_dim == 128 else OF_8_BITS)
+    rules, dims = (
+        FORWARD_CONFIGS_OF_8_BITS if eight_bits else CACHED_FORWARD_CONFIGS,
+        (head_dim, value_dim),
+    )
+    return next((x for x in rules if (x.head_dim, x.value_dim) == dims), None)
 
 
 def forward_configs(head_dim: int, value_dim: int) -> list[ConfigRule]:

@@ -18,7 +18,8 @@ class ForwardConfig:
     warpgroups: int  # consumers; each owns 64 query rows
     block_kv: int
     stages: int
-    registers: tuple[int, int]  # of a thread in a consumer and in the producer warpgroup
+    # Of a thread in a consumer and in the producer warpgroup, or in the producers of V and of K of 8 bits.
+    registers: tuple[int, ...]
     # Whether Q is read into registers once a tile: less shared memory traffic (16 of 80 KB a block at
     # H = 128) where there are 32 registers for it.
     q_in_registers: bool = False
@@ -30,6 +31,8 @@ class ForwardConfig:
     pv_chunk: int | None = None
     # Columns, at most, of the buffer through which the output leaves, and K and V of a retried tile come.
     epilogue_columns: int = 128
+    # Keys of 8 bits that come at once, part of a block: of K and of V two parts each are under way.
+    part_keys: int = 0
     num_ctas: int = 132  # persistent, one for each SM
     # Bytes of K and V of the heads that run at the same time: about half of the 60 MB of L2.
     l2_budget: int = 32 << 20
@@ -38,9 +41,13 @@ class ForwardConfig:
 
     @property
     def registers_per_warpgroup(self) -> tuple[int, ...]:
-        """Registers of a thread in each warpgroup, the producer last."""
-        consumer, producer = self.registers
-        return *[consumer] * self.warpgroups, producer
+        """Registers of a thread in each warpgroup, producers last."""
+        consumer, *producers = self.registers
+        return *[consumer] * self.warpgroups, *producers
+
+    @property
+    def producers(self) -> int:
+        return len(self.registers) - 1
 
     @property
     def block_q(self) -> int:
@@ -57,7 +64,8 @@ class ForwardConfig:
         q_bytes = self.q_stages * self.head_dim * 2
         rows_bytes = self.block_q * (q_bytes + self.out_columns * 2)
         aux_bytes = self.stages * key_rows * self.block_kv * 4
-        barriers = 512  # up to 60
+        kv_bytes += 2 * self.part_keys * (self.head_dim + self.value_dim)
+        barriers = 2048 if self.part_keys else 512  # up to 60, beside scales of 8 bits
         return pipeline.SHARED_MEMORY_BYTES - kv_bytes - rows_bytes - aux_bytes - barriers
 
     def with_double_buffered_q(self, key_rows: int) -> "ForwardConfig":

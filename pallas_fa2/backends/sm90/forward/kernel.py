@@ -28,6 +28,10 @@ from pallas_fa2.backends.sm90.forward.cached_tiles import (
 )
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.consumer import consume
+from pallas_fa2.backends.sm90.forward.eight_bit_producer import (
+    EIGHT_BIT_PRODUCERS,
+    produce_eight_bits,
+)
 from pallas_fa2.backends.sm90.forward.memory import Arrays, Inputs, Outputs, SharedStorage
 from pallas_fa2.backends.sm90.forward.producer import produce
 from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule
@@ -86,12 +90,23 @@ def attention(
     ) -> None:
         arrays, warpgroup = Arrays(tiles, inputs, outputs), lax.axis_index("warpgroup")
         consumer = functools.partial(consume, schedule, arrays, memory, warpgroup)
-        producer = functools.partial(produce, schedule, arrays, memory)
-        roles.dispatch_warpgroups(warpgroup, *[consumer] * config.warpgroups, producer)
+        producers = [functools.partial(produce, schedule, arrays, memory)]
+        if arrays.has_eight_bits:
+            producers = [
+                functools.partial(produce_eight_bits, names, schedule, arrays, memory)
+                for names in EIGHT_BIT_PRODUCERS[config.producers]
+            ]
+        roles.dispatch_warpgroups(warpgroup, *[consumer] * config.warpgroups, *producers)
 
     memory = SharedStorage.allocate(spec, config, q, v, key_rows)
     out, lse = launch_persistent(
-        "attention", run, memory, tiles, inputs, outputs, config.warpgroups + 1
+        "attention",
+        run,
+        memory,
+        tiles,
+        inputs,
+        outputs,
+        len(config.registers_per_warpgroup),
     )
     return out, lse
 

@@ -16,6 +16,7 @@ from pallas_fa2.backends.sm90.forward.cached_tiles import CachedTiles
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.eight_bit_rows import EightBitRows
 from pallas_fa2.backends.sm90.forward.schedule import QueryTile
+from pallas_fa2.backends.sm90.forward.staging import Staging
 from pallas_fa2.backends.sm90.primitives import pipeline
 from pallas_fa2.backends.sm90.primitives.pipeline import Barriers, Pipeline
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows, RowPieces
@@ -36,6 +37,7 @@ class SharedStorage(NamedTuple):
     kv_empty: Barriers
     exit_barriers: list[Barrier]
     pairwise: list[Ref]  # [warpgroups, stages, 64, block_kv] of each pairwise input
+    staging: dict[str, Staging]  # of "k" and "v", if they have 8 bits
 
     @classmethod
     def allocate(
@@ -67,8 +69,15 @@ class SharedStorage(NamedTuple):
             ),
             q_empty=Barriers.allocate(q=q_slots, pairwise=pairwise_slots),
             kv_empty=Barriers.allocate(arrivals=groups, **rings),
-            exit_barriers=[pipeline.barriers(1, groups + 1) for _ in range(2)],
+            exit_barriers=[
+                pipeline.barriers(1, groups + config.producers) for _ in range(1 + config.producers)
+            ],
             pairwise=pairwise,
+            staging={
+                name: Staging.allocate(config.part_keys, dim)
+                for name, dim in (("k", config.head_dim), ("v", config.value_dim))
+                if config.part_keys
+            },
         )
 
     def _pipeline(self, name: str, buffer: Ref, empty: Barriers, first: Scalar = 0) -> Pipeline:
@@ -81,13 +90,21 @@ class SharedStorage(NamedTuple):
         first = warpgroup * self.q.shape[1]
         return self._pipeline("q", self.q.at[warpgroup], self.q_empty, first)
 
+    def buffer(self, name: KeysOrValues) -> Ref:
+        """Return the buffers of K or V."""
+        return self.k if name == "k" else self.v
+
+    def kv_pipeline(self, name: KeysOrValues) -> Pipeline:
+        """Return the pipeline of K or V."""
+        return self._pipeline(name, self.buffer(name), self.kv_empty)
+
     @property
     def k_pipeline(self) -> Pipeline:
-        return self._pipeline("k", self.k, self.kv_empty)
+        return self.kv_pipeline("k")
 
     @property
     def v_pipeline(self) -> Pipeline:
-        return self._pipeline("v", self.v, self.kv_empty)
+        return self.kv_pipeline("v")
 
     @property
     def key_aux_pipeline(self) -> Pipeline:

@@ -1,4 +1,4 @@
-"""The producer warpgroup of the forward: it loads Q, K, V and aux inputs by TMA, and K and V of 8 bits itself."""
+"""The producer warpgroup of the forward: it loads Q, K, V and aux inputs by TMA."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,10 +10,8 @@ from jax.experimental import pallas as pl
 
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.primitives import layouts
-from pallas_fa2.backends.common.primitives.swizzle import swizzle_columns
 from pallas_fa2.backends.common.primitives.types import Scalar, Slice
 from pallas_fa2.backends.common.scheduler import for_each_tile
-from pallas_fa2.backends.sm90.forward.eight_bit_rows import EightBitRows, Pieces
 from pallas_fa2.backends.sm90.forward.memory import Arrays, KeysOrValues, SharedStorage
 from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule, PipelinePosition, QueryTile
 from pallas_fa2.backends.sm90.primitives import roles
@@ -37,6 +35,14 @@ class TileLoads:
     head: Scalar
     position: PipelinePosition
 
+    @classmethod
+    def of(
+        cls, tile: QueryTile, arrays: Arrays, memory: SharedStorage, position: PipelinePosition
+    ) -> "TileLoads":
+        batch, head, _ = tile.compute_coordinates()
+        kv_batch = arrays.load_batch(tile) if tile.schedule.spec.in_cache else batch
+        return cls(tile, arrays, memory, batch, kv_batch, head, position)
+
     def q(self, n: Scalar) -> None:
         """Load Q of the CTA's n-th tile."""
         spec, inputs = self.tile.schedule.spec, self.arrays.inputs
@@ -48,40 +54,18 @@ class TileLoads:
 
     def k(self, t: Scalar) -> None:
         """Load K of the t-th block."""
-        rows = self._kv_rows("k", self._key_range(t))
+        rows = self.kv_rows("k", self.key_range(t))
         self.memory.k_pipeline.tma_load(self.position.kv_step + t, rows)
 
     def v(self, t: Scalar) -> None:
-        rows = self._kv_rows("v", self._key_range(t))
+        rows = self.kv_rows("v", self.key_range(t))
         self.memory.v_pipeline.tma_load(self.position.kv_step + t, rows)
-
-    def fetch(self, name: KeysOrValues, t: Scalar, half: int = 0) -> Pieces:
-        """Begin to load half of K or V of the t-th block, of 8 bits."""
-        keys = self._key_range(t)
-        size = keys.size // 2
-        rows = self._kv_rows(name, pl.ds(keys.start + half * size, size))
-        assert isinstance(rows, EightBitRows)
-        buffer = self.memory.k if name == "k" else self.memory.v
-        return rows.fetch(swizzle_columns(buffer))
-
-    def store(self, fetched: Pieces, *blocks: tuple[KeysOrValues, Scalar]) -> None:
-        """Store K or V of some blocks, of which the first half is fetched. The next half is under way while one is stored."""
-        pipelines = {"k": self.memory.k_pipeline, "v": self.memory.v_pipeline}
-        for (name, t), following in zip(blocks, (*blocks[1:], None), strict=True):
-            pipeline, step = pipelines[name], self.position.kv_step + t
-            second = self.fetch(name, t, 1)
-            (buffer,) = pipeline.producer_acquire(step)
-            size = buffer.shape[0] // 2
-            fetched.store(buffer.at[pl.ds(0, size)])
-            fetched = second if following is None else self.fetch(*following)
-            second.store(buffer.at[pl.ds(size, size)])
-            pipeline.producer_commit(step)
 
     def key_aux(self, t: Scalar) -> None:
         """Load the keys' aux inputs of the t-th block, if some come with it."""
         if self.memory.key_aux is None:
             return
-        source = self.arrays.inputs.aux.k.at[self.batch, :, self._key_range(t)]
+        source = self.arrays.inputs.aux.k.at[self.batch, :, self.key_range(t)]
         step = self.position.aux_step + self.tile.compute_aux_index(t)
         when(self.tile.has_aux(t))(lambda: self.memory.key_aux_pipeline.tma_load(step, source))
 
@@ -97,22 +81,28 @@ class TileLoads:
                     self.memory.pairwise_pipelines(g), sources, strict=True
                 ):
                     array = self.arrays.inputs.aux.pairwise[source.position]
-                    ranges = self._row_range(g), self._key_range(t)
+                    ranges = self._row_range(g), self.key_range(t)
                     step = self.position.aux_step + self.tile.compute_aux_index(t)
                     rows = layouts.index_broadcast(array, self.batch, self.head, *ranges)
                     pipeline.tma_load(step, rows)
 
         when(self.tile.has_aux(t))(load)
 
+    def claim_next(self, n: Scalar, t: Scalar) -> None:
+        """Claim the tile after the CTA's n-th, if the t-th block is the one before which it is time."""
+        in_time = t == jnp.maximum(self.tile.compute_num_kv_blocks() - CLAIM_AHEAD, 0)
+        self.arrays.scheduler.request_next(n + 1, in_time)
+
     def _row_range(self, warpgroup: int) -> Slice:
         size = layouts.ROWS_PER_WARPGROUP
         return pl.ds(self.tile.compute_first_row() + warpgroup * size, size)
 
-    def _key_range(self, t: Scalar) -> Slice:
+    def key_range(self, t: Scalar) -> Slice:
         block_kv = self.tile.schedule.config.block_kv
         return pl.ds(self.arrays.load_kv_block_index(self.tile, t) * block_kv, block_kv)
 
-    def _kv_rows(self, name: KeysOrValues, keys: Slice) -> Any:
+    def kv_rows(self, name: KeysOrValues, keys: Slice) -> Any:
+        """Return where K or V of these keys lies: `HeadRows`, `RowPieces` or `EightBitRows`."""
         head = self.tile.compute_kv_head()
         return self.arrays.kv_rows(name, self.tile, self.kv_batch, keys, head)
 
@@ -129,43 +119,23 @@ def produce(schedule: ForwardSchedule, arrays: Arrays, memory: SharedStorage) ->
         """Load what the CTA's n-th tile needs; return the pipelines' position after it, and what is known of the
         next tile."""
         tile = QueryTile(schedule, *work)
-        batch, head, _ = tile.compute_coordinates()
-        kv_batch = arrays.load_batch(tile) if schedule.spec.in_cache else batch
-        load = TileLoads(tile, arrays, memory, batch, kv_batch, head, position)
-
-        def claim_next(t: Scalar) -> None:
-            in_time = t == jnp.maximum(tile.compute_num_kv_blocks() - CLAIM_AHEAD, 0)
-            arrays.scheduler.request_next(n + 1, in_time)
+        load = TileLoads.of(tile, arrays, memory, position)
 
         def load_block(t: Scalar, _: Any) -> None:
-            if arrays.has_eight_bits:
-                fetched = load.fetch("k", t)  # under way while a claim is waited for
-                claim_next(t)
-                load.store(fetched, ("k", t), ("v", t - 1))
-                load.key_aux(t)
-                return
-            claim_next(t)
+            load.claim_next(n, t)
             load.k(t)
             load.key_aux(t)
             load.v(t - 1)
             load.pairwise(t)  # of which there are fewer buffers: V does not wait for them
 
-        claim_next(I32(0))
-        if arrays.has_eight_bits:
-            load.q(n)
-            load.store(load.fetch("k", I32(0)), ("k", I32(0)))
-        else:
-            load.k(I32(0))
-            load.q(n)
+        load.claim_next(n, I32(0))
+        load.k(I32(0))
+        load.q(n)
         load.key_aux(I32(0))
         load.pairwise(I32(0))
         lax.fori_loop(I32(1), tile.compute_num_kv_blocks(), load_block, None)
         next_work = prefetch()  # the next tile's first keys wait for it
-        last = tile.compute_num_kv_blocks() - 1
-        if arrays.has_eight_bits:
-            load.store(load.fetch("v", last), ("v", last))
-        else:
-            load.v(last)
+        load.v(tile.compute_num_kv_blocks() - 1)
         return tile.advance(position), next_work
 
     for_each_tile(arrays.scheduler, produce_tile, PipelinePosition(I32(0), I32(0)), early=True)
