@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_fa2.backends.sm90.forward import eight_bit_rows
-from pallas_fa2.backends.sm90.primitives import widen
+from pallas_fa2.backends.sm90.primitives import pieces, widen
 from tests.support.device_arith import ARITH
 
 THREAD = np.arange(128)
@@ -35,39 +34,53 @@ def test_pieces_are_stored_as_tma_stores_rows(
         assert (np.sort(banks, 1) == np.arange(8)).all()
         memory[places[:, None] + np.arange(16)] = np.stack(words, -1).view(np.uint8)
 
-    def decorate(*_: Any, **__: Any) -> Any:
-        return lambda code: lambda buffer, *values: code(None, buffer, *values)
+    replace_emission(monkeypatch, width)
+    fakes = {
+        "ir": types.SimpleNamespace(MemRefType=lambda _: kind),
+        "asm": store,
+        "_MULTIPLY": {"pairs": lambda word, scale, prefix: [word[:, 0], word[:, 1]]},
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(pieces, name, fake)
+    tile = np.arange(rows * dim, dtype=np.uint16).reshape(rows, dim)
+    buffer: Any = types.SimpleNamespace(shape=tile.shape, type=None)
+    for place in pieces.places_in(buffer):
+        row, piece = place.band.own_row_and_piece(THREAD)
+        columns = place.band.start + 16 * piece[:, None] + np.arange(16)
+        own = tile[place.row + row[:, None], columns].reshape(128, 4, 4)  # [thread, word, number]
+        words: Any = [np.ascontiguousarray(own[:, i]).view(np.uint32) for i in range(4)]
+        pieces.store_piece(buffer, place, "pairs", words, None)  # type: ignore[arg-type]
+    lines = tile.reshape(groups, 8, -1, width).swapaxes(1, 2).reshape(-1).view(np.uint8)
+    index = np.arange(lines.size)
+    np.testing.assert_array_equal(memory[index ^ ((index >> 7) % (width // 8) << 4)], lines)
 
+
+@pytest.mark.parametrize(
+    "panel, size", [(32, 32), (32, 64), (32, 128), (64, 64), (64, 128), (64, 256)]
+)
+def test_a_threads_row_is_emitted_as_it_is_computed(
+    panel: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_emission(monkeypatch, panel)
+    band = pieces.Band(0, size, panel)
+    row, piece = band.own_row_and_piece(THREAD)
+    np.testing.assert_array_equal(pieces.own_row(band, 4), 4 * row)
+    assert len(set(zip(row.tolist(), piece.tolist(), strict=True))) == 128
+    assert row.max() == band.rows - 1
+
+
+def replace_emission(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Have functions of `pieces` compute in NumPy, for all threads, what they emit."""
     fakes = {
         "arith": ARITH,
         "i32": lambda value: value,
         "sum_i32": lambda *terms: sum(terms),
         "address": lambda buffer, bits: BASE,
         "thread_field": lambda first, n, by: ((THREAD >> first) & ((1 << n) - 1)) * by,
-        "thread_value": lambda x: x,
-        "ir": types.SimpleNamespace(MemRefType=lambda _: kind),
-        "asm": store,
-        "inline_op": decorate,
-        "as_operand": lambda buffer: None,
         "swizzle_columns": lambda buffer: width,
-        "_unknown_prefix": lambda: None,
-        "_MULTIPLY": {"pairs": lambda word, scale, prefix: [word[:, 0], word[:, 1]]},
     }
     for name, fake in fakes.items():
-        monkeypatch.setattr(eight_bit_rows, name, fake)
-    tile = np.arange(rows * dim, dtype=np.uint16).reshape(rows, dim)
-    values = []
-    for band in eight_bit_rows.bands(dim, width):
-        row, piece = band.own_row_and_piece(THREAD)
-        for first in range(0, rows, band.rows):
-            columns = band.start + 16 * piece[:, None] + np.arange(16)
-            own = tile[first + row[:, None], columns].reshape(128, 4, 4)  # [thread, word, number]
-            values += [np.ascontiguousarray(own[:, i]).view(np.uint32) for i in range(4)] + [None]
-    buffer: Any = types.SimpleNamespace(shape=tile.shape, type=None)
-    eight_bit_rows.Pieces("pairs", values).store(buffer)
-    lines = tile.reshape(groups, 8, -1, width).swapaxes(1, 2).reshape(-1).view(np.uint8)
-    index = np.arange(lines.size)
-    np.testing.assert_array_equal(memory[index ^ ((index >> 7) % (width // 8) << 4)], lines)
+        monkeypatch.setattr(pieces, name, fake)
 
 
 def halves_as(word: np.ndarray, dtype: Any) -> np.ndarray:
@@ -143,11 +156,11 @@ def test_numbers_times_scales(dtype: str, monkeypatch: pytest.MonkeyPatch) -> No
     def asm(code: str, _: str, *operands: Any, **options: Any) -> Any:
         return run_ptx(code, 1, *operands)[0]
 
-    for module in (eight_bit_rows, widen):
+    for module in (pieces, widen):
         monkeypatch.setattr(module, "asm_words", asm_words)
-    monkeypatch.setattr(eight_bit_rows, "asm", asm)
+    monkeypatch.setattr(pieces, "asm", asm)
     kind = types.SimpleNamespace(get_signless=lambda bits: None)
-    monkeypatch.setattr(eight_bit_rows, "ir", types.SimpleNamespace(IntegerType=kind))
+    monkeypatch.setattr(pieces, "ir", types.SimpleNamespace(IntegerType=kind))
     scales = np.array([2.0**-126, 0.0071, 1, 3e34, 2.6e36, np.nan, np.inf]).astype(
         ml_dtypes.bfloat16
     )
@@ -156,7 +169,7 @@ def test_numbers_times_scales(dtype: str, monkeypatch: pytest.MonkeyPatch) -> No
     twice = of_word.view(np.uint16).astype(np.uint32)
     twice = twice << 16 | twice
     prefix = np.full_like(twice, 0x43434343)
-    multiply = eight_bit_rows._MULTIPLY[dtype]
+    multiply = pieces._MULTIPLY[dtype]
     with np.errstate(invalid="ignore", over="ignore"):
         pairs = multiply(numbers.view(np.uint32), twice, prefix)
         found = np.concatenate([halves_as(x, ml_dtypes.bfloat16) for x in pairs], 1).reshape(-1)
