@@ -452,7 +452,10 @@ def compile_tiles(
 @pytest.mark.parametrize("name", slow_but(COMPILED_QUICKLY.__contains__, COMPILED))
 def test_compiles_clean(name: str) -> None:
     dims, page_size, options = COMPILED[name]
-    report = compile_tiles(dims, page_size, options)
+    assert_clean(compile_tiles(dims, page_size, options), options)
+
+
+def assert_clean(report: compile_gate.KernelReport, options: Any) -> None:
     if "score" in options:
         # What is known of a tile is stored before its blocks, and loaded where they begin and after them.
         assert compile_gate.spills_while_multiplying(report) == 0
@@ -461,25 +464,24 @@ def test_compiles_clean(name: str) -> None:
     compile_gate.assert_clean(report)
 
 
-# H and Hv, size of pages, options, dtype: the bytes that threads of the producer spill, and consumers none while they multiply.
+# H and Hv, size of pages, options, dtype
 COMPILED_OF_8_BITS: Any = {
-    "h128": ((128, 128), 64, {}, "int8", 48),
-    "h128_float8": ((128, 128), 16, {}, "float8_e4m3fn", 104),
-    "h128_contiguous": ((128, 128), None, {}, "int8", 56),
-    "h128_soft_cap_window": ((128, 128), 64, SOFT_CAP | WINDOW, "int8", 48),
-    "h128_pages_24": ((128, 128), 24, {}, "int8", 104),  # threads find the pages of their rows
-    "h64": ((64, 64), 64, {}, "int8", 0),
-    "h96": ((96, 96), 64, {}, "int8", 0),
-    "h192": ((192, 192), 64, {}, "int8", 8),
-    "h192_hv128": ((192, 128), 64, {}, "int8", 0),
-    "h256": ((256, 256), 64, {}, "int8", 16),
+    "h128": ((128, 128), 64, {}, "int8"),
+    "h128_float8": ((128, 128), 16, {}, "float8_e4m3fn"),
+    "h128_contiguous": ((128, 128), None, {}, "int8"),
+    "h128_soft_cap_window": ((128, 128), 64, SOFT_CAP | WINDOW, "int8"),
+    "h128_alibi": ((128, 128), None, {"score": fa.alibi(32)}, "float8_e4m3fn"),
+    "h128_pages_24": ((128, 128), 24, {}, "int8"),  # threads find the pages of their rows
+    "h64": ((64, 64), 64, {}, "int8"),
+    "h96": ((96, 96), 64, {}, "int8"),
+    "h192": ((192, 192), 64, {}, "int8"),
+    "h192_hv128": ((192, 128), 64, {}, "int8"),
+    "h256": ((256, 256), 64, {}, "int8"),
+    "h256_alibi_window": ((256, 256), 16, {"score": fa.alibi(32)} | WINDOW, "int8"),
 }
 
 
 @pytest.mark.parametrize("name", slow_but("h128".__eq__, COMPILED_OF_8_BITS))
-def test_8_bits_compile_with_few_spills(name: str) -> None:
-    *call, spilled = COMPILED_OF_8_BITS[name]
-    report = compile_tiles(*call)
-    assert compile_gate.spills_while_multiplying(report) == 0
-    assert report.spill_stores <= spilled
-    compile_gate.assert_clean(dataclasses.replace(report, spill_stores=0, spill_loads=0))
+def test_8_bits_compile_clean(name: str) -> None:
+    dims, page_size, options, quantized = COMPILED_OF_8_BITS[name]
+    assert_clean(compile_tiles(dims, page_size, options, quantized), options)

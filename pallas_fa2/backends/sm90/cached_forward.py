@@ -35,8 +35,8 @@ from pallas_fa2.ir.cached_spec import CachedSpec
 DECODE = decode_forward.CACHED_FORWARD
 # Microseconds on an H200 with H = 128 (docs/decisions/0087-prompts-on-a-cache.md); other head dims are taken to be alike.
 COSTS = break_even.BlockCosts(tile=0.69, full_entry=1.64, load=1.0)
-# Of 8 bits an entry of 32 columns took 1.4; that of a tile is an estimate (docs/decisions/0093-tiles-of-8-bits.md).
-COSTS_OF_8_BITS = break_even.BlockCosts(tile=0.9, full_entry=2.8, load=1.0)
+# Of 8 bits a tile took 0.95, an entry of 32 columns 1.4 (docs/decisions/0093-tiles-of-8-bits.md).
+COSTS_OF_8_BITS = break_even.BlockCosts(tile=0.95, full_entry=2.8, load=1.0)
 # The columns of an entry beside tiles: one of half as many as there may be takes no longer than its loads, so that a
 # decode step loses nothing by them.
 FEW_COLUMNS = MAX_COLUMNS // 2

@@ -129,8 +129,8 @@ CACHED_FORWARD_CONFIGS = (
 
 
 def _of_8_bits(config: ForwardConfig, **changes: Any) -> ForwardConfig:
-    """Return the configuration for a cache of 8 bits, of which blocks come in halves. 128 * (2 * 208 + 2 * 48) are 65,536 registers."""
-    config = dataclasses.replace(config, registers=(208, 48, 48), **changes)
+    """Return the configuration for a cache of 8 bits, of which blocks come in halves. 128 * (2 * 216 + 2 * 40) are 65,536 registers."""
+    config = dataclasses.replace(config, registers=(216, 40, 40), **changes)
     return dataclasses.replace(config, part_keys=config.block_kv // 2)
 
 
