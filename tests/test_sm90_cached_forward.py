@@ -102,7 +102,7 @@ OF_8_BITS = {
     "pages_24": Tiles(
         (120, 50), queries=(20, 50), capacity=120, page_size=24, quantized="float8_e4m3fn"
     ),
-    "h128": Tiles((256, 140), queries=(131, 7), page_size=64, quantized="int8", **H128),
+    "h128": Tiles((256, 140), queries=(131, 7), page_size=32, quantized="int8", **H128),
     "h96": Tiles((200,), queries=(20,), dims=(96, 96), page_size=16, quantized="int8"),
     "h192_hv128": Tiles((200,), queries=(20,), dims=(192, 128), quantized="float8_e4m3fn"),
     "h192": Tiles(
