@@ -348,6 +348,7 @@ def _read_array(thread, source, source_info):
 def _load_piece(thread, array, index, row, end, *, offset, source_info):
     """Return 16 bytes as four int32, so many bytes behind a piece of each thread, if its row is before the end; else zeros."""
     exists, whole = row < end, _read_array(thread, array, source_info).view(np.uint8)
+    assert np.all(index[exists] >= 0)
     found = whole.reshape(-1, 16)[np.where(exists, index + offset // 16, 0)]
     return list(np.where(exists[:, None], found, np.uint8(0)).view(np.int32).T)
 
@@ -355,6 +356,7 @@ def _load_piece(thread, array, index, row, end, *, offset, source_info):
 def _load_scale(thread, scales, index, row, end, *, source_info):
     """Return the bits of an element of each thread whose row is before the end; else zeros."""
     exists, whole = row < end, _read_array(thread, scales, source_info).view(np.uint16)
+    assert np.all(index[exists] >= 0)
     return [np.where(exists, whole.reshape(-1)[np.where(exists, index, 0)], 0).astype(np.int32)]
 
 
@@ -362,6 +364,7 @@ def _stage_piece(thread, room, array, *where, offset, is_last, source_info):
     """Leave 16 bytes of each thread to land when it waits for their group."""
     words = _load_piece(thread, array, *where, offset=offset, source_info=source_info)
     groups = shared.current.staged[thread]
+    _find_copies_to(room, groups)
     groups[-1].append((room, np.stack(words, -1).reshape(-1)))
     if is_last:
         groups.append([])
@@ -375,6 +378,14 @@ def _wait_staged(thread, *, pending, source_info):
             _write(thread, *copy, source_info)
 
 
+def _find_copies_to(place, groups):
+    """Report copies to a place that are under way."""
+    key, access = place
+    for other, _ in (copy for group in groups for copy in group):
+        if other[0] == key and all(map(shared.meet, access.range, other[1].range)):
+            raise shared.RaceDetected([f"{access.range} is used while cp.async copies to it"])
+
+
 def _share_scales(thread, room, scale, *, source_info):
     _write(thread, room, _twice(scale), source_info)
 
@@ -386,6 +397,7 @@ def _twice(halves):
 def _store_staged(thread, buffer, pieces, scales, *, dtype, places, first_row, source_info):
     """Store the numbers of all threads times their rows' scales."""
     memory = the_memory()
+    _find_copies_to(pieces, shared.current.staged[thread])
     value, pieces, scales = (
         memory.get_buffer_content(*place, thread)[0] for place in (buffer, pieces, scales)
     )

@@ -121,7 +121,7 @@ class Access:
 
     def overlaps(self, other: "Access") -> bool:
         if self.key == other.key:
-            return all(map(_meet, self.range, other.range))
+            return all(map(meet, self.range, other.range))
         return self.alias != other.alias  # one union; members of one group lie side by side
 
     def __str__(self) -> str:
@@ -133,8 +133,8 @@ class Access:
         return f"{self.kind} of {buffer} by {name(self.thread)}, {where_of(self.source_info)}"
 
 
-def _meet(one: slice | int, other: slice | int) -> bool:
-    """Along an axis, in steps of one."""
+def meet(one: slice | int, other: slice | int) -> bool:
+    """Return whether two ranges along an axis, in steps of one, have an element in common."""
     first, end = (one.start, one.stop) if isinstance(one, slice) else (one, one + 1)
     start, stop = (other.start, other.stop) if isinstance(other, slice) else (other, other + 1)
     return first <= start < end or start <= first < stop

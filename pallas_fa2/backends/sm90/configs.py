@@ -148,11 +148,9 @@ def cached_forward_config(
     head_dim: int, value_dim: int, eight_bits: bool = False
 ) -> ForwardConfig | None:
     """Return the configuration of the forward on a cache of 16 bits or of 8, if there is one for these head dims."""
-    rules, dims = (
-        FORWARD_CONFIGS_OF_8_BITS if eight_bits else CACHED_FORWARD_CONFIGS,
-        (head_dim, value_dim),
-    )
-    return next((x for x in rules if (x.head_dim, x.value_dim) == dims), None)
+    configs = FORWARD_CONFIGS_OF_8_BITS if eight_bits else CACHED_FORWARD_CONFIGS
+    dims = head_dim, value_dim
+    return next((x for x in configs if (x.head_dim, x.value_dim) == dims), None)
 
 
 def forward_configs(head_dim: int, value_dim: int) -> list[ConfigRule]:

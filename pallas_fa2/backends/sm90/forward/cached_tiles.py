@@ -57,10 +57,8 @@ class CachedTiles(NamedTuple):
         columns: Slice | None,
     ) -> EightBitRows:
         """Return where keys of 8 bits lie, those that exist for queries of an entry."""
-        pages, end = (
-            None if self.table is None else self.table.at[request],
-            self.load(entry, "kv_len"),
-        )
+        pages = None if self.table is None else self.table.at[request]
+        end = self.load(entry, "kv_len")
         return EightBitRows(source, scales, pages, request, keys, end, head, columns)
 
     def kv_rows(
@@ -140,7 +138,8 @@ def _find_full_blocks(
 
 
 def _heads_per_l2_group(spec: DecodeSpec, config: ForwardConfig) -> int:
-    kv_bytes = 2 * spec.kv_len * (config.head_dim + config.value_dim)
+    itemsize = 1 if config.part_keys else 2
+    kv_bytes = itemsize * spec.kv_len * (config.head_dim + config.value_dim)
     return raster.heads_per_l2_group(spec.kv_heads, kv_bytes, config.l2_budget) * spec.group
 
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from pallas_fa2.backends.common.primitives import layouts
 from pallas_fa2.backends.common.primitives.types import Slice
+from pallas_fa2.backends.sm90.forward.staging import ROOMS
 from pallas_fa2.backends.sm90.primitives import pipeline
 
 
@@ -64,8 +65,10 @@ class ForwardConfig:
         q_bytes = self.q_stages * self.head_dim * 2
         rows_bytes = self.block_q * (q_bytes + self.out_columns * 2)
         aux_bytes = self.stages * key_rows * self.block_kv * 4
-        kv_bytes += 2 * self.part_keys * (self.head_dim + self.value_dim)
-        barriers = 2048 if self.part_keys else 512  # up to 60, beside scales of 8 bits
+        kv_bytes += ROOMS * self.part_keys * (self.head_dim + self.value_dim)
+        barriers = 512  # up to 60
+        if self.part_keys:
+            barriers += 2048  # scales of K and of V, which Pallas aligns to 1024
         return pipeline.SHARED_MEMORY_BYTES - kv_bytes - rows_bytes - aux_bytes - barriers
 
     def with_double_buffered_q(self, key_rows: int) -> "ForwardConfig":

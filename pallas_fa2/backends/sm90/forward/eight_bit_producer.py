@@ -4,6 +4,7 @@ Numbers come to shared memory by cp.async, are multiplied by their scales, and a
 docs/decisions/0093-tiles-of-8-bits.md says why by these.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.primitives.swizzle import swizzle_columns
 from pallas_fa2.backends.common.primitives.types import Scalar
 from pallas_fa2.backends.common.scheduler import for_each_tile
+from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.eight_bit_rows import EightBitRows
 from pallas_fa2.backends.sm90.forward.memory import Arrays, KeysOrValues, SharedStorage
 from pallas_fa2.backends.sm90.forward.producer import TileLoads
@@ -23,11 +25,6 @@ from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule, PipelineP
 from pallas_fa2.backends.sm90.forward.staging import ROOMS
 from pallas_fa2.backends.sm90.primitives import roles
 
-# What producers load if there is one, or two; the last one has keys.
-EIGHT_BIT_PRODUCERS: dict[int, list[tuple[KeysOrValues, ...]]] = {
-    1: [("k", "v")],
-    2: [("v",), ("k",)],
-}
 type Scales = dict[KeysOrValues, jax.Array]  # of rows of a block, one of each thread
 
 
@@ -39,45 +36,57 @@ class _Blocks(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """In how many parts a block comes."""
+        """In how many parts a block comes, which take turns in the rooms."""
         config = self.loads.tile.schedule.config
+        assert config.block_kv % (config.part_keys * ROOMS) == 0
         return config.block_kv // config.part_keys
 
     def stage_first(self) -> Scales:
         """Begin to load the first parts of the first block; return its scales, which are under way as well."""
-        for part in range(ROOMS):
-            for name in self.names:
+        for name in self.names:
+            for part in range(ROOMS):
                 self._stage(name, I32(0), part)
+        if len(self.names) > 1:
+            self.wait()  # there are fewer groups of copies behind them than `_store_part` takes for granted
         return {name: self._rows(name, I32(0)).load_scales() for name in self.names}
 
-    def store(self, t: Scalar, scales: Scales, load_others: Callable[[], None]) -> Scales:
-        """Store the t-th block, of which the first parts are staged, and stage those of the next block; given the scales of both."""
+    def store(self, t: Scalar, scales: Scales, claim: Callable[[], None]) -> Scales:
+        """Store the t-th block, of which the first parts are staged, and stage those of the next block; given the scales of both.
+
+        `claim` has a branch, at which ptxas waits for loads to registers: it runs when scales are stored, and none is under way.
+        """
         memory, step = self.loads.memory, self.loads.position.kv_step + t
-        dtype = jnp.dtype(self.loads.arrays.inputs.k.dtype).name
         following = dict(scales)
-        for part in range(self.parts):
-            for name in self.names:
-                pipeline, staging = memory.kv_pipeline(name), memory.staging[name]
-                if part == 0:
-                    staging.share(scales[name])
-                    if name == self.names[0]:
-                        load_others()
-                    pipeline.producer_acquire(step)
-                staging.wait(ROOMS * len(self.names) - 1)
-                (buffer,) = pipeline.buffers_at(step)
-                size = buffer.shape[0] // self.parts
-                staging.store(part, buffer.at[pl.ds(part * size, size)], dtype)
+        for name in self.names:
+            pipeline = memory.kv_pipeline(name)
+            memory.staging[name].share(scales[name])
+            if name == self.names[0]:
+                claim()
+            pipeline.producer_acquire(step)
+            for part in range(self.parts):
+                self._store_part(name, step, part)
                 if part + 1 == self.parts:
+                    # a fence, which waits for all that is under way
                     pipeline.producer_commit(step)
                 later, next_part = divmod(part + ROOMS, self.parts)
                 self._stage(name, t + later, next_part)
-                if later and next_part == 0:
+                if next_part == 0:
                     following[name] = self._rows(name, t + 1).load_scales()
         return following
 
     def wait(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until no copy is under way."""
         self.loads.memory.staging[self.names[0]].wait(0)
+
+    def _store_part(self, name: KeysOrValues, step: Scalar, part: int) -> None:
+        memory, arrays = self.loads.memory, self.loads.arrays
+        # Groups of copies behind this part's: of the next part, and of a whole block of the other name if it came between.
+        others = (len(self.names) - 1) * self.parts if part < ROOMS else 0
+        memory.staging[name].wait(ROOMS - 1 + others)
+        (buffer,) = memory.kv_pipeline(name).buffers_at(step)
+        size = buffer.shape[0] // self.parts
+        rows = buffer.at[pl.ds(part * size, size)]
+        memory.staging[name].store(part, rows, jnp.dtype(arrays.inputs.k.dtype).name)
 
     def _stage(self, name: KeysOrValues, t: Scalar, part: int) -> None:
         """Begin to load part of the t-th block."""
@@ -96,14 +105,17 @@ class _Blocks(NamedTuple):
 
 def produce_eight_bits(
     names: tuple[KeysOrValues, ...],
+    exit_branch: int,
     schedule: ForwardSchedule,
     arrays: Arrays,
     memory: SharedStorage,
 ) -> None:
-    """Run a producer of K, of V, or of both. That of K loads Q and claims tiles as well."""
-    config, has_keys = schedule.config, "k" in names
+    """Run a producer of K, of V, or of both. That of K claims tiles, and that of V loads Q: a tile's first keys do not wait
+    until the last tile has left Q's buffer."""
+    config = schedule.config
     roles.set_max_registers(config.registers_per_warpgroup, -1)
-    if has_keys:
+    assert memory.key_aux is None, "`unsupported_tiles` says so"
+    if "k" in names:
         arrays.scheduler.prime()
 
     def produce_tile(
@@ -116,26 +128,30 @@ def produce_eight_bits(
         blocks = _Blocks(names, load)
 
         def store_block(t: Scalar, scales: Scales) -> Scales:
-            def load_others() -> None:
-                if has_keys:
-                    load.claim_next(n, t)
-                    load.key_aux(t)
-
-            return blocks.store(t, scales, load_others)
+            return blocks.store(t, scales, lambda: load.claim_next(n, t) if "k" in names else None)
 
         scales = blocks.stage_first()
-        if has_keys:
+        if "v" in names:
             load.q(n)
         lax.fori_loop(I32(0), tile.compute_num_kv_blocks(), store_block, scales)
-        blocks.wait()
+        blocks.wait()  # for zeros behind the last block
         return tile.advance(position), prefetch()
 
     for_each_tile(arrays.scheduler, produce_tile, PipelinePosition(I32(0), I32(0)), early=True)
-    for name in names:
-        memory.kv_pipeline(name).producer_tail()
-    if has_keys:
-        if memory.key_aux is not None:
-            memory.key_aux_pipeline.producer_tail()
-        for g in range(config.warpgroups):
-            memory.q_pipeline(g).producer_tail()
-    roles.sync_before_exit(memory.exit_barriers, 1 if has_keys else 2)
+    pipelines = [memory.kv_pipeline(name) for name in names]
+    if "v" in names:
+        pipelines += [memory.q_pipeline(g) for g in range(config.warpgroups)]
+    for pipeline in pipelines:
+        pipeline.producer_tail()
+    roles.sync_before_exit(memory.exit_barriers, exit_branch)
+
+
+def eight_bit_producers(config: ForwardConfig, *args: Any) -> list[Callable[[], None]]:
+    """Return the producers of a configuration, given the rest of what `produce_eight_bits` takes."""
+    of_each: list[tuple[KeysOrValues, ...]] = (
+        [("k", "v")] if config.producers == 1 else [("v",), ("k",)]
+    )
+    return [
+        functools.partial(produce_eight_bits, names, 1 + i, *args)
+        for i, names in enumerate(of_each)
+    ]

@@ -135,7 +135,10 @@ class EightBitRows(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where the rows of the threads lie: row `slot + own_row + offset` of a batch entry or page."""
+    """Where the rows of the threads lie: row `slot + own_row + offset` of a batch entry or page.
+
+    `own_row` is one of each thread; so are `entry` and `slot` where rows are in several pages, and `own_row` is 0.
+    """
 
     entry: Any
     slot: Any

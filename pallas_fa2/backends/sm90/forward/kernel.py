@@ -1,7 +1,7 @@
 """The forward on Hopper: FlashAttention-2, Algorithm 1, in persistent CTAs (docs/design/forward.md).
 
-One warpgroup, the producer, streams K and V through ring buffers by TMA (of 8 bits by its threads), and the next tile's Q; the
-consumers own 64 query rows each.
+One warpgroup, the producer, streams K and V through ring buffers by TMA, and the next tile's Q (of 8 bits, one or two do so by their
+threads); the consumers own 64 query rows each.
 """
 
 import functools
@@ -28,10 +28,7 @@ from pallas_fa2.backends.sm90.forward.cached_tiles import (
 )
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.consumer import consume
-from pallas_fa2.backends.sm90.forward.eight_bit_producer import (
-    EIGHT_BIT_PRODUCERS,
-    produce_eight_bits,
-)
+from pallas_fa2.backends.sm90.forward.eight_bit_producer import eight_bit_producers
 from pallas_fa2.backends.sm90.forward.memory import Arrays, Inputs, Outputs, SharedStorage
 from pallas_fa2.backends.sm90.forward.producer import produce
 from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule
@@ -92,10 +89,7 @@ def attention(
         consumer = functools.partial(consume, schedule, arrays, memory, warpgroup)
         producers = [functools.partial(produce, schedule, arrays, memory)]
         if arrays.has_eight_bits:
-            producers = [
-                functools.partial(produce_eight_bits, names, schedule, arrays, memory)
-                for names in EIGHT_BIT_PRODUCERS[config.producers]
-            ]
+            producers = eight_bit_producers(config, schedule, arrays, memory)
         roles.dispatch_warpgroups(warpgroup, *[consumer] * config.warpgroups, *producers)
 
     memory = SharedStorage.allocate(spec, config, q, v, key_rows)
