@@ -10,6 +10,7 @@ import pytest
 
 from pallas_fa2.backends.sm90.primitives import pieces, widen
 from tests.support.device_arith import ARITH
+from tests.support.ptx import Machine, halves_as
 
 THREAD = np.arange(128)
 BASE = 1 << 12  # the address of the buffer
@@ -83,78 +84,15 @@ def replace_emission(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
         monkeypatch.setattr(pieces, name, fake)
 
 
-def halves_as(word: np.ndarray, dtype: Any) -> np.ndarray:
-    return word.view(np.uint16).view(dtype).reshape(-1, 2)
-
-
-def as_word(halves: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(halves).view(np.uint16).view(np.uint32).reshape(-1)
-
-
-def permute(a: np.ndarray, b: np.ndarray, selector: int) -> np.ndarray:
-    pool = np.concatenate([x.view(np.uint8).reshape(-1, 4) for x in (a, b)], 1)
-    chosen = pool[:, [selector >> 4 * i & 0xF for i in range(4)]]
-    return np.ascontiguousarray(chosen).view(np.uint32).reshape(-1)
-
-
-def on_bfloat16(operation: Any) -> Any:
-    def run(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        x, y = (halves_as(z, ml_dtypes.bfloat16).astype(np.float32) for z in (a, b))
-        return as_word(operation(x, y).astype(ml_dtypes.bfloat16))
-
-    return run
-
-
-# Instructions of the PTX ISA on words of all threads; registers of 16 bits are words whose upper half is 0.
-INSTRUCTIONS: dict[str, Any] = {
-    "and.b32": lambda a, b: a & b,
-    "xor.b32": lambda a, b: a ^ b,
-    "prmt.b32": lambda a, b, selector: permute(a, b, int(selector[0])),
-    "sub.rn.bf16x2": on_bfloat16(np.subtract),
-    "mul.rn.bf16x2": on_bfloat16(np.multiply),
-    "mul.rn.f32": lambda a, b: (a.view(np.float32) * b.view(np.float32)).view(np.uint32),
-    "cvt.f32.f16": lambda a: halves_as(a, np.float16)[:, 0].astype(np.float32).view(np.uint32),
-    "cvt.rn.f16x2.e4m3x2": lambda a: as_word(
-        a.view(np.uint8).reshape(-1, 4)[:, :2].view(ml_dtypes.float8_e4m3fn).astype(np.float16)
-    ),
-    "cvt.rn.bf16x2.f32": lambda high, low: as_word(
-        np.stack([low, high], -1).view(np.float32).astype(ml_dtypes.bfloat16)
-    ),
-}
-
-
-def run_ptx(code: str, results: int, *operands: np.ndarray) -> list[np.ndarray]:
-    """Return the results $0, $1, ... of code on words of all threads."""
-    registers = {f"${results + i}": x for i, x in enumerate(operands)}
-
-    def value(name: str) -> np.ndarray:
-        known = registers.get(name)
-        return np.full_like(operands[0], int(name, 0)) if known is None else known
-
-    for line in code.strip("{} ").split(";"):
-        line = line.strip()
-        if not line or line.startswith(".reg"):
-            continue
-        opcode, _, names = line.partition(" ")
-        if found := re.fullmatch(r"\{(\w+), (\w+)\}, (\S+)", names):  # mov.b32 {a, b}, w
-            low, high, word = found.groups()
-            registers |= {low: value(word) & 0xFFFF, high: value(word) >> 16}
-            continue
-        target, *sources = names.split(", ")
-        words = [value(x) for x in sources]
-        registers[target] = words[0] if opcode == "mov.b32" else INSTRUCTIONS[opcode](*words)
-    return [registers[f"${i}"] for i in range(results)]
-
-
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_numbers_times_scales(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All numbers of 8 bits, with scales from the least to beyond the largest one."""
 
     def asm_words(count: int, code: str, _: str, *operands: Any, **options: Any) -> list:
-        return run_ptx(code, count, *operands)
+        return Machine().run(code, count, *operands)
 
     def asm(code: str, _: str, *operands: Any, **options: Any) -> Any:
-        return run_ptx(code, 1, *operands)[0]
+        return Machine().run(code, 1, *operands)[0]
 
     for module in (pieces, widen):
         monkeypatch.setattr(module, "asm_words", asm_words)
