@@ -9,7 +9,7 @@ import pytest
 
 from pallas_fa2.backends.sm90.decode import eight_bits, scales
 from tests.support import inline
-from tests.support.device_arith import ARITH
+from tests.support.device_arith import THREAD, emit_in_numpy
 
 
 def test_orders_are_permutations_within_sixteen() -> None:
@@ -31,20 +31,12 @@ def test_orders_are_permutations_within_sixteen() -> None:
 
 # The code that is emitted, with a number for each thread in the place of a value in registers.
 
-THREAD = np.arange(128)
 BASE = 1 << 12  # the address of the buffer
 
 
 @pytest.fixture
 def values_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (eight_bits, scales):
-        monkeypatch.setattr(module, "arith", ARITH)
-        monkeypatch.setattr(module, "i32", lambda value: value)
-        monkeypatch.setattr(module, "sum_i32", lambda *terms: sum(terms))
-        monkeypatch.setattr(module, "address", lambda buffer, bits: BASE)
-    monkeypatch.setattr(
-        eight_bits, "thread_field", lambda first, n, by: ((THREAD >> first) & ((1 << n) - 1)) * by
-    )
+    emit_in_numpy(monkeypatch, eight_bits, scales, address=lambda buffer, bits: BASE)
 
 
 def in_shared_memory(tile: np.ndarray) -> np.ndarray:

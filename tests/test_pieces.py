@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_fa2.backends.sm90.primitives import pieces, widen
-from tests.support.device_arith import ARITH
+from tests.support.device_arith import THREAD, emit_in_numpy
 from tests.support.ptx import Machine, halves_as
 
-THREAD = np.arange(128)
 BASE = 1 << 12  # the address of the buffer
 
 
@@ -45,12 +44,12 @@ def test_pieces_are_stored_as_tma_stores_rows(
         monkeypatch.setattr(pieces, name, fake)
     tile = np.arange(rows * dim, dtype=np.uint16).reshape(rows, dim)
     buffer: Any = types.SimpleNamespace(shape=tile.shape, type=None)
-    for place in pieces.places_in(buffer):
-        row, piece = place.band.own_row_and_piece(THREAD)
-        columns = place.band.start + 16 * piece[:, None] + np.arange(16)
-        own = tile[place.row + row[:, None], columns].reshape(128, 4, 4)  # [thread, word, number]
+    for target in pieces.destinations(buffer):
+        row, piece = target.band.own_row_and_piece(THREAD)
+        columns = target.band.start + 16 * piece[:, None] + np.arange(16)
+        own = tile[target.row + row[:, None], columns].reshape(128, 4, 4)  # [thread, word, number]
         words: Any = [np.ascontiguousarray(own[:, i]).view(np.uint32) for i in range(4)]
-        pieces.store_piece(buffer, place, "pairs", words, None)  # type: ignore[arg-type]
+        pieces.store_piece(buffer, target, "pairs", words, None)  # type: ignore[arg-type]
     lines = tile.reshape(groups, 8, -1, width).swapaxes(1, 2).reshape(-1).view(np.uint8)
     index = np.arange(lines.size)
     np.testing.assert_array_equal(memory[index ^ ((index >> 7) % (width // 8) << 4)], lines)
@@ -71,17 +70,8 @@ def test_a_threads_row_is_emitted_as_it_is_computed(
 
 
 def replace_emission(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """Have functions of `pieces` compute in NumPy, for all threads, what they emit."""
-    fakes = {
-        "arith": ARITH,
-        "i32": lambda value: value,
-        "sum_i32": lambda *terms: sum(terms),
-        "address": lambda buffer, bits: BASE,
-        "thread_field": lambda first, n, by: ((THREAD >> first) & ((1 << n) - 1)) * by,
-        "swizzle_columns": lambda buffer: width,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(pieces, name, fake)
+    swizzle_columns, address = (lambda buffer: width), (lambda buffer, bits: BASE)
+    emit_in_numpy(monkeypatch, pieces, swizzle_columns=swizzle_columns, address=address)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])

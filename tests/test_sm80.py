@@ -13,6 +13,7 @@ import pytest
 
 import pallas_fa2 as fa
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
+from pallas_fa2.backends.common.primitives import copy_groups
 from pallas_fa2.backends.common.split_float32 import split_for_gradients
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig, DqConfig
 from pallas_fa2.backends.sm80.backward.dq_kernel import query_gradients
@@ -317,8 +318,8 @@ def test_each_meeting_is_missed(kernel: str, case: str, meeting: int, monkeypatc
 )
 def test_each_wait_is_missed(kernel: str, case: str, wait: int, monkeypatch: Any) -> None:
     """With one wait for one group of copies less, what they bring is read before it is there."""
-    original, calls = async_copy.wait_groups, itertools.count()
-    monkeypatch.setattr(async_copy, "wait_groups", lambda n: original(n + (next(calls) == wait)))
+    original, calls = copy_groups.wait_groups, itertools.count()
+    monkeypatch.setattr(copy_groups, "wait_groups", lambda n: original(n + (next(calls) == wait)))
     with pytest.raises(RaceDetected):
         _run(kernel, case)
 

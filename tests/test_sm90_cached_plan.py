@@ -119,7 +119,7 @@ def test_tiles_read_8_bits() -> None:
     for tokens, requests, packed in ((128, 16, False), (2048, 1, True), (2048, 60, True)):
         spec = of_8_bits(tokens, requests, packed)
         config: Any = CACHED_FORWARD.configure(spec, hopper.H200)
-        assert isinstance(config, TileConfigs) and config.tiles.part_keys == 64
+        assert isinstance(config, TileConfigs) and config.tiles.subtile_kv == 64
         assert (config.decode is not None) == (requests == 60)
         assert "that read the pages in the pool" in CACHED_FORWARD.describe(spec, config)
         assert unsupported_tiles(dataclasses.replace(spec, page_size=5)) is None

@@ -150,13 +150,11 @@ def _store_rows(thread, buffer, array, limit, *, source_info):
 
 # By the names of inline operations.
 OPERATIONS = {
-    "commit_group": lambda thread, **_: the_memory().bulk.commit_group(thread),
     "load_rows": _load_rows,
     "load_vector": _load_vector,
     "store_smem_rows": _store_rows,
     "sync_cta": lambda thread, **_: the_memory().bulk.meet(thread),
     "zero_rows": _zero_rows,
-    "wait_groups": lambda thread, *, pending, **_: the_memory().bulk.wait_groups(thread, pending),
 }
 
 

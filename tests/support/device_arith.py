@@ -1,8 +1,12 @@
 """MLIR's `arith` for code that all threads of a warpgroup run together here: values are NumPy arrays of them."""
 
 import types
+from typing import Any
 
 import numpy as np
+import pytest
+
+THREAD = np.arange(128)
 
 _PREDICATES = {
     "eq": np.equal,
@@ -36,3 +40,19 @@ ARITH = types.SimpleNamespace(
     CmpIPredicate=types.SimpleNamespace(**_PREDICATES),
     constant=lambda _, value: value,
 )
+
+
+def emit_in_numpy(
+    monkeypatch: pytest.MonkeyPatch, *modules: types.ModuleType, **fakes: Any
+) -> None:
+    """Have functions of modules compute in NumPy, for all threads, what they emit; with `fakes` for more of their names."""
+    common = {
+        "arith": ARITH,
+        "i32": lambda value: value,
+        "sum_i32": lambda *terms: sum(terms),
+        "thread_field": lambda first, n, by: ((THREAD >> first) & ((1 << n) - 1)) * by,
+    }
+    for module in modules:
+        for name, fake in (common | fakes).items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, fake)

@@ -86,7 +86,7 @@ class _Traced:
         if shared.current.races:
             raise shared.RaceDetected(shared.current.races) from shared.current.failure
         assert not shared.current.counting, "words still count arrivals after the last one"
-        assert not any(map(any, shared.current.staged.values())), (
+        assert not any(map(any, shared.current.copies.values())), (
             "a warpgroup left copies under way"
         )
         return jax.tree.unflatten(self._out, found)

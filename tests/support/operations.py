@@ -14,7 +14,7 @@ from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_fa2.backends.common.primitives import swizzle
-from tests.support import bulk, inline, meetings, shared
+from tests.support import bulk, eight_bits, inline, meetings, shared
 from tests.support.shared import row_of, the_memory
 
 
@@ -215,11 +215,7 @@ def _store_row_values(thread, values, vector, limit, *, source_info):
 
 def _gather(thread, source, places, *, source_info):
     """Return for each thread the element at its index of a row; 0 where there is none."""
-    memory, (key, row) = the_memory(), source
-    found, _, _ = memory.get_buffer_content(key, row, thread)
-    if memory.detect_races:
-        clock = memory.incr_clock(thread).async_smem_clock
-        gpu_callbacks.get_races().check_read(thread, clock, key, row, source_info)
+    found = shared.read_from_device(thread, source, source_info)
     inside = places < len(found)
     return [np.where(inside, found[np.where(inside, places, 0)], 0).astype(found.dtype)]
 
@@ -286,11 +282,7 @@ def _scatter_outer(thread, target, tile, rows, columns, *, source_info):
 
 def _gather_elements(thread, source, index, *, source_info):
     """Return the elements at these indices of an array as it lies in memory, as the bits of 32."""
-    memory, (key, place) = the_memory(), source
-    found, _, _ = memory.get_buffer_content(key, place, thread)
-    if memory.detect_races:
-        clock = memory.incr_clock(thread).async_smem_clock
-        gpu_callbacks.get_races().check_read(thread, clock, key, place, source_info)
+    found = shared.read_from_device(thread, source, source_info)
     values = found.reshape(-1)[np.minimum(index.astype(np.uint32), found.size - 1)]
     if values.dtype.itemsize == 2:
         values = values.astype(np.float32)
@@ -318,10 +310,7 @@ def _order_queries(thread, queries, scale, *, dtype, source_info):
     with np.errstate(invalid="ignore"):
         results = inline.order_queries(found.view(dtype))
     for place, value in zip((queries, scale), results, strict=True):
-        _, _, clock = memory.store_buffer_content(*place, value, thread)
-        if clock is not None:
-            generic = memory.clock_of_access(thread, place[0], clock).generic_clock
-            gpu_callbacks.get_races().check_write(thread, generic, *place, source_info)
+        shared.write(thread, place, value, source_info)
 
 
 def _zero_byte_rows(thread, place, kept, *, source_info):
@@ -329,130 +318,22 @@ def _zero_byte_rows(thread, place, kept, *, source_info):
     memory = the_memory()
     found, _, _ = memory.get_buffer_content(*place, thread)
     value = np.where(kept[:, None] != 0, found, np.zeros((), found.dtype))
-    _, _, clock = memory.store_buffer_content(*place, value, thread)
-    if clock is not None:
-        generic = memory.clock_of_access(thread, place[0], clock).generic_clock
-        gpu_callbacks.get_races().check_write(thread, generic, *place, source_info)
-
-
-def _read_array(thread, source, source_info):
-    """Return an array in device memory that a thread reads somewhere."""
-    memory, (key, place) = the_memory(), source
-    found, _, _ = memory.get_buffer_content(key, place, thread)
-    if memory.detect_races:
-        clock = memory.incr_clock(thread).async_smem_clock
-        gpu_callbacks.get_races().check_read(thread, clock, key, place, source_info)
-    return np.ascontiguousarray(found)
-
-
-def _load_piece(thread, array, index, row, end, *, offset, source_info):
-    """Return 16 bytes as four int32, so many bytes behind a piece of each thread, if its row is before the end; else zeros."""
-    exists, whole = row < end, _read_array(thread, array, source_info).view(np.uint8)
-    assert np.all(index[exists] >= 0)
-    found = whole.reshape(-1, 16)[np.where(exists, index + offset // 16, 0)]
-    return list(np.where(exists[:, None], found, np.uint8(0)).view(np.int32).T)
-
-
-def _load_scale(thread, scales, index, row, end, *, source_info):
-    """Return the bits of an element of each thread whose row is before the end; else zeros."""
-    exists, whole = row < end, _read_array(thread, scales, source_info).view(np.uint16)
-    assert np.all(index[exists] >= 0)
-    return [np.where(exists, whole.reshape(-1)[np.where(exists, index, 0)], 0).astype(np.int32)]
-
-
-def _stage_piece(thread, room, array, *where, offset, is_last, source_info):
-    """Leave 16 bytes of each thread to land when it waits for their group."""
-    words = _load_piece(thread, array, *where, offset=offset, source_info=source_info)
-    groups = shared.current.staged[thread]
-    _find_copies_to(room, groups)
-    groups[-1].append((room, np.stack(words, -1).reshape(-1)))
-    if is_last:
-        groups.append([])
-
-
-def _wait_staged(thread, *, pending, source_info):
-    """Let all groups of copies land but the last ones."""
-    groups = shared.current.staged[thread]
-    while len(groups) - 1 > pending:
-        for copy in groups.popleft():
-            _write(thread, *copy, source_info)
-
-
-def _find_copies_to(place, groups):
-    """Report copies to a place that are under way."""
-    key, access = place
-    for other, _ in (copy for group in groups for copy in group):
-        if other[0] == key and all(map(shared.meet, access.range, other[1].range)):
-            raise shared.RaceDetected([f"{access.range} is used while cp.async copies to it"])
-
-
-def _share_scales(thread, room, scale, *, source_info):
-    _write(thread, room, _twice(scale), source_info)
-
-
-def _twice(halves):
-    return (halves.view(np.uint32) << 16 | halves.view(np.uint32)).view(np.int32)
-
-
-def _store_staged(thread, buffer, pieces, scales, *, dtype, places, first_row, source_info):
-    """Store the numbers of all threads times their rows' scales."""
-    memory = the_memory()
-    _find_copies_to(pieces, shared.current.staged[thread])
-    value, pieces, scales = (
-        memory.get_buffer_content(*place, thread)[0] for place in (buffer, pieces, scales)
-    )
-    scales = scales[first_row:]
-    for place, words in zip(places, pieces, strict=True):
-        own_row, _ = place.band.own_row_and_piece(np.arange(128))
-        _put_piece(value, place, dtype, words.reshape(-1, 4), scales[place.row + own_row])
-    _write(thread, buffer, value, source_info)
-
-
-def _store_pieces(thread, buffer, *values, dtype, places, source_info):
-    """Store the numbers of all threads times their scales."""
-    value, _, _ = the_memory().get_buffer_content(*buffer, thread)
-    for place, (*words, scale) in zip(places, zip(*[iter(values)] * 5, strict=True), strict=True):
-        _put_piece(value, place, dtype, np.stack(words, -1), _twice(scale))
-    _write(thread, buffer, value, source_info)
-
-
-def _put_piece(value, place, dtype, words, scale):
-    """Put pieces of all threads where they belong in a buffer."""
-    own_row, own_piece = place.band.own_row_and_piece(np.arange(128))
-    columns = place.band.start + 16 * own_piece[:, None] + np.arange(16)
-    scales = (scale.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-    with np.errstate(invalid="ignore", over="ignore"):
-        numbers = words.view(dtype).astype(np.float32) * scales[:, None]
-        value[place.row + own_row[:, None], columns] = numbers.astype(value.dtype)
-
-
-def _write(thread, place, value, source_info):
-    memory = the_memory()
-    _, _, clock = memory.store_buffer_content(*place, value, thread)
-    if clock is not None:
-        generic = memory.clock_of_access(thread, place[0], clock).generic_clock
-        gpu_callbacks.get_races().check_write(thread, generic, *place, source_info)
+    shared.write(thread, place, value, source_info)
 
 
 # By the names of inline operations.
 OPERATIONS = {
     **bulk.OPERATIONS,
     **meetings.OPERATIONS,
+    **eight_bits.OPERATIONS,
     "gather": _gather,
     "gather_elements": _gather_elements,
     "largest_exponent": _largest_exponent,
-    "load_piece": _load_piece,
-    "load_scale": _load_scale,
-    "share_scales": _share_scales,
-    "wait_staged": _wait_staged,
     "order_queries": _order_queries,
     "scatter": _scatter,
     "scatter_columns": _scatter_columns,
     "store_columns": _store_columns,
-    "store_pieces": _store_pieces,
     "scatter_outer": _scatter_outer,
-    "stage_piece": _stage_piece,
-    "store_staged": _store_staged,
     "put_fragments": _put_fragments,
     "store_row_values": _store_row_values,
     "store_rows": _store_rows,

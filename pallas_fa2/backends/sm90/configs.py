@@ -131,7 +131,7 @@ CACHED_FORWARD_CONFIGS = (
 def _of_8_bits(config: ForwardConfig, **changes: Any) -> ForwardConfig:
     """Return the configuration for a cache of 8 bits, of which blocks come in halves. 128 * (2 * 216 + 2 * 40) are 65,536 registers."""
     config = dataclasses.replace(config, registers=(216, 40, 40), **changes)
-    return dataclasses.replace(config, part_keys=config.block_kv // 2)
+    return dataclasses.replace(config, subtile_kv=config.block_kv // 2)
 
 
 _64, _96, _128, _192_128, _192, _256 = CACHED_FORWARD_CONFIGS
@@ -140,7 +140,7 @@ FORWARD_CONFIGS_OF_8_BITS = (
     _of_8_bits(_192_128, block_kv=64),  # of 128 keys there is no room for the halves
     _of_8_bits(_192),
     # In CTAs of four warpgroups ptxas has 128 registers for an instruction, and a product of H = 256 takes more.
-    dataclasses.replace(_256, part_keys=16),
+    dataclasses.replace(_256, subtile_kv=16),
 )
 
 

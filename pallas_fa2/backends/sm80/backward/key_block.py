@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
 from pallas_fa2.backends.common.key_mods import KeyMods
-from pallas_fa2.backends.common.primitives import accumulate, layouts, thread_values
+from pallas_fa2.backends.common.primitives import accumulate, copy_groups, layouts, thread_values
 from pallas_fa2.backends.sm80.backward import products
 from pallas_fa2.backends.sm80.backward.config import BackwardConfig
 from pallas_fa2.backends.sm80.backward.epilogue import KeyEpilogue
@@ -251,7 +251,7 @@ class KeyBlock:
         self.loads.load_keys()
         if not self.config.v_in_registers:
             return []
-        async_copy.commit_group()
+        copy_groups.commit_group()
         self.wait_for_copies()
         v = self.memory.dout.at[0]  # until dO is copied there
         fragments = list(self.load_left_panels(v))
@@ -259,5 +259,5 @@ class KeyBlock:
         return fragments
 
     def wait_for_copies(self) -> None:
-        async_copy.wait_groups(0)
+        copy_groups.wait_groups(0)
         async_copy.sync_cta(self.config.warpgroups)

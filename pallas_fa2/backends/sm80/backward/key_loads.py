@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_fa2 import arithmetic
-from pallas_fa2.backends.common.primitives import layouts
+from pallas_fa2.backends.common.primitives import copy_groups, layouts
 from pallas_fa2.backends.sm80.backward.key_tile import KeyTile
 from pallas_fa2.backends.sm80.backward.memory import Inputs, SharedStorage
 from pallas_fa2.backends.sm80.backward.schedule import BackwardSchedule
@@ -66,7 +66,7 @@ class KeyLoads:
                 async_copy.load_vector(values, buffer)
 
         when(t < self.tile.num_blocks)(load)
-        async_copy.commit_group()
+        copy_groups.commit_group()
 
     def load_keys(self) -> None:
         """Begin to copy K and V; a V that is kept in registers to where dO will be."""

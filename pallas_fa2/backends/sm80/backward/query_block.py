@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.common.primitives import layouts, register_io, thread_values
+from pallas_fa2.backends.common.primitives import copy_groups, layouts, register_io, thread_values
 from pallas_fa2.backends.common.row_mods import RowMods
 from pallas_fa2.backends.sm80.backward import products
 from pallas_fa2.backends.sm80.backward.config import DqConfig
@@ -190,7 +190,7 @@ class QueryBlock:
             async_copy.load_rows(rows, buffer, self.config.warpgroups, limit)
         if not self.config.dout_in_registers:
             return []
-        async_copy.commit_group()
+        copy_groups.commit_group()
         self.wait_for_copies()
         fragments = list(self.load_left_panels(dout))
         async_copy.sync_cta(self.config.warpgroups)  # everyone has its own rows of dO
@@ -212,10 +212,10 @@ class QueryBlock:
                     async_copy.load_vector(array.at[batch, kv_head, pl.ds(first, size)], buffer)
 
         when(t < self.tile.num_blocks)(load)
-        async_copy.commit_group()
+        copy_groups.commit_group()
 
     def wait_for_copies(self) -> None:
-        async_copy.wait_groups(0)
+        copy_groups.wait_groups(0)
         async_copy.sync_cta(self.config.warpgroups)
 
     def store(self, dq: list[jax.Array]) -> None:

@@ -10,6 +10,7 @@ from pallas_fa2.arithmetic import I32, rem
 from pallas_fa2.backends.common.decode.arrays import Cta, page_rows
 from pallas_fa2.backends.common.decode.cursor import BlockLine, KvCursor, Tile
 from pallas_fa2.backends.common.decode.share import Share
+from pallas_fa2.backends.common.primitives import copy_groups
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar
 from pallas_fa2.backends.sm80.decode.memory import SharedStorage
 from pallas_fa2.backends.sm80.primitives import async_copy
@@ -48,7 +49,7 @@ class KvLoader:
 
     def wait(self) -> None:
         """Wait until the next group has landed, and for all threads."""
-        async_copy.wait_groups(self.pending)
+        copy_groups.wait_groups(self.pending)
         async_copy.sync_cta(1)
 
     def fill_ring(self, cursor: KvCursor) -> Loads:
@@ -74,7 +75,7 @@ class KvLoader:
             self._load_q(rem(loads.num_tiles, stages), cursor.tile)
 
         when(exists)(lambda: self._load_block(self.cta.inputs.k, self.cta.memory.k.at[slot], block))
-        async_copy.commit_group()
+        copy_groups.commit_group()
         num_tiles = loads.num_tiles + jnp.where(begins_tile, 1, 0)
         return Loads(self.line.advance(cursor), block, num_tiles)
 
@@ -83,7 +84,7 @@ class KvLoader:
         buffer = self.cta.memory.v.at[rem(step, self.cta.config.stages)]
         load = functools.partial(self._load_block, self.cta.inputs.v, buffer, block)
         when(step < self.num_steps)(load)
-        async_copy.commit_group()
+        copy_groups.commit_group()
 
     def _load_q(self, slot: Scalar, tile: Tile) -> None:
         """Load Q of a tile. Rows that pad a group are zeros."""

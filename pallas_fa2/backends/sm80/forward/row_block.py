@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa2 import arithmetic
 from pallas_fa2.arithmetic import I32, LOG2E
 from pallas_fa2.backends.common.kernel_spec import KernelSpec
-from pallas_fa2.backends.common.primitives import layouts, register_io
+from pallas_fa2.backends.common.primitives import copy_groups, layouts, register_io
 from pallas_fa2.backends.common.primitives.layouts import ACC_LAYOUT, ROW_LAYOUT
 from pallas_fa2.backends.common.row_mods import RowMods
 from pallas_fa2.backends.sm80.forward import products
@@ -238,11 +238,11 @@ class RowBlock:
                 async_copy.load_vector(scales, self.memory.key_scales)
 
         when(t < self.tile.num_blocks)(load)
-        async_copy.commit_group()
+        copy_groups.commit_group()
 
     def wait_for_copies(self, pending: int) -> None:
         """Wait until all but the last `pending` groups have landed, and for all threads of the CTA."""
-        async_copy.wait_groups(pending)
+        copy_groups.wait_groups(pending)
         async_copy.sync_cta(self.config.warpgroups)
 
     def query_fragments(self) -> list | None:

@@ -2,7 +2,7 @@
 
 The instruction copies 16 bytes for each thread and fills what does not exist with zeros, so that any length and any head
 dim that is a multiple of 8 needs no padded copy in device memory. Copies are ordered by groups: a thread waits for its own
-(`wait_groups`), then all threads of the CTA meet (`sync_cta`), and then everyone's copies are there.
+(`copy_groups.wait_groups`), then all threads of the CTA meet (`sync_cta`), and then everyone's copies are there.
 """
 
 from collections.abc import Iterator
@@ -216,22 +216,6 @@ def load_vector(_, vector: Ref, buffer: Ref) -> None:
         "@p cp.async.cg.shared.global [$0], [$1], 16; }"
     )
     asm(code, "r,l,r", smem, gmem, thread)
-
-
-@inline_op("commit_group")
-def commit_group(_) -> None:
-    """Make a group of the thread's copies since the last one."""
-    asm("cp.async.commit_group;", "")
-
-
-def wait_groups(pending: int) -> None:
-    """Wait until all but the last `pending` of the thread's groups have landed."""
-
-    @inline_op("wait_groups", pending=pending)
-    def wait(_) -> None:
-        asm(f"cp.async.wait_group {pending};", "")
-
-    wait()
 
 
 def sync_cta(warpgroups: int) -> None:

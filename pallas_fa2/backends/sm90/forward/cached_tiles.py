@@ -138,7 +138,7 @@ def _find_full_blocks(
 
 
 def _heads_per_l2_group(spec: DecodeSpec, config: ForwardConfig) -> int:
-    itemsize = 1 if config.part_keys else 2
+    itemsize = 1 if config.subtile_kv else 2
     kv_bytes = itemsize * spec.kv_len * (config.head_dim + config.value_dim)
     return raster.heads_per_l2_group(spec.kv_heads, kv_bytes, config.l2_budget) * spec.group
 

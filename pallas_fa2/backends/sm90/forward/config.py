@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pallas_fa2.backends.common.primitives import layouts
 from pallas_fa2.backends.common.primitives.types import Slice
-from pallas_fa2.backends.sm90.forward.staging import ROOMS
+from pallas_fa2.backends.sm90.forward.staging import STAGES
 from pallas_fa2.backends.sm90.primitives import pipeline
 
 
@@ -32,8 +32,8 @@ class ForwardConfig:
     pv_chunk: int | None = None
     # Columns, at most, of the buffer through which the output leaves, and K and V of a retried tile come.
     epilogue_columns: int = 128
-    # Keys of 8 bits that come at once, part of a block: of K and of V two parts each are under way.
-    part_keys: int = 0
+    # Keys of 8 bits that are copied at once, a subtile of a block: of K and of V `staging.STAGES` each are under way.
+    subtile_kv: int = 0
     num_ctas: int = 132  # persistent, one for each SM
     # Bytes of K and V of the heads that run at the same time: about half of the 60 MB of L2.
     l2_budget: int = 32 << 20
@@ -65,9 +65,9 @@ class ForwardConfig:
         q_bytes = self.q_stages * self.head_dim * 2
         rows_bytes = self.block_q * (q_bytes + self.out_columns * 2)
         aux_bytes = self.stages * key_rows * self.block_kv * 4
-        kv_bytes += ROOMS * self.part_keys * (self.head_dim + self.value_dim)
+        kv_bytes += STAGES * self.subtile_kv * (self.head_dim + self.value_dim)
         barriers = 512  # up to 60
-        if self.part_keys:
+        if self.subtile_kv:
             barriers += 2048  # scales of K and of V, which Pallas aligns to 1024
         return pipeline.SHARED_MEMORY_BYTES - kv_bytes - rows_bytes - aux_bytes - barriers
 

@@ -5,7 +5,7 @@ docs/decisions/0093-tiles-of-8-bits.md says why by these.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,44 +14,45 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_fa2.arithmetic import I32
+from pallas_fa2.backends.common.primitives import copy_groups
 from pallas_fa2.backends.common.primitives.swizzle import swizzle_columns
 from pallas_fa2.backends.common.primitives.types import Scalar
-from pallas_fa2.backends.common.scheduler import for_each_tile
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.eight_bit_rows import EightBitRows
 from pallas_fa2.backends.sm90.forward.memory import Arrays, KeysOrValues, SharedStorage
-from pallas_fa2.backends.sm90.forward.producer import TileLoads
-from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule, PipelinePosition, QueryTile
-from pallas_fa2.backends.sm90.forward.staging import ROOMS
-from pallas_fa2.backends.sm90.primitives import roles
+from pallas_fa2.backends.sm90.forward.producer import TileLoads, run_producer
+from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule
+from pallas_fa2.backends.sm90.forward.staging import STAGES
 
 type Scales = dict[KeysOrValues, jax.Array]  # of rows of a block, one of each thread
 
 
 class _Blocks(NamedTuple):
-    """The blocks of K, of V, or of both of one query tile. `ROOMS` parts of each are under way."""
+    """The blocks of K, of V, or of both of one query tile. `STAGES` subtiles of each are under way."""
 
     names: tuple[KeysOrValues, ...]
     loads: TileLoads
 
     @property
-    def parts(self) -> int:
-        """In how many parts a block comes, which take turns in the rooms."""
+    def subtiles(self) -> int:
+        """How many subtiles a block has, which take turns in the stages."""
         config = self.loads.tile.schedule.config
-        assert config.block_kv % (config.part_keys * ROOMS) == 0
-        return config.block_kv // config.part_keys
+        assert config.block_kv % (config.subtile_kv * STAGES) == 0
+        return config.block_kv // config.subtile_kv
 
-    def stage_first(self) -> Scales:
-        """Begin to load the first parts of the first block; return its scales, which are under way as well."""
+    def begin(self) -> Scales:
+        """Begin to load the first subtiles of the first block; return its scales, which are under way as well."""
         for name in self.names:
-            for part in range(ROOMS):
-                self._stage(name, I32(0), part)
+            for subtile in range(STAGES):
+                self._copy_async(name, I32(0), subtile)
         if len(self.names) > 1:
-            self.wait()  # there are fewer groups of copies behind them than `_store_part` takes for granted
+            # there are fewer groups of copies behind them than `_store_subtile` takes for granted
+            copy_groups.wait_groups(0)
         return {name: self._rows(name, I32(0)).load_scales() for name in self.names}
 
     def store(self, t: Scalar, scales: Scales, claim: Callable[[], None]) -> Scales:
-        """Store the t-th block, of which the first parts are staged, and stage those of the next block; given the scales of both.
+        """Store the t-th block, of which the first subtiles are under way, and begin to load those of the next block; given the
+        scales of both.
 
         `claim` has a branch, at which ptxas waits for loads to registers: it runs when scales are stored, and none is under way.
         """
@@ -63,43 +64,41 @@ class _Blocks(NamedTuple):
             if name == self.names[0]:
                 claim()
             pipeline.producer_acquire(step)
-            for part in range(self.parts):
-                self._store_part(name, step, part)
-                if part + 1 == self.parts:
+            for subtile in range(self.subtiles):
+                self._store_subtile(name, step, subtile)
+                if subtile + 1 == self.subtiles:
                     # a fence, which waits for all that is under way
                     pipeline.producer_commit(step)
-                later, next_part = divmod(part + ROOMS, self.parts)
-                self._stage(name, t + later, next_part)
-                if next_part == 0:
+                later, next_subtile = divmod(subtile + STAGES, self.subtiles)
+                self._copy_async(name, t + later, next_subtile)
+                if next_subtile == 0:
                     following[name] = self._rows(name, t + 1).load_scales()
         return following
 
-    def wait(self) -> None:
-        """Wait until no copy is under way."""
-        self.loads.memory.staging[self.names[0]].wait(0)
-
-    def _store_part(self, name: KeysOrValues, step: Scalar, part: int) -> None:
+    def _store_subtile(self, name: KeysOrValues, step: Scalar, subtile: int) -> None:
         memory, arrays = self.loads.memory, self.loads.arrays
-        # Groups of copies behind this part's: of the next part, and of a whole block of the other name if it came between.
-        others = (len(self.names) - 1) * self.parts if part < ROOMS else 0
-        memory.staging[name].wait(ROOMS - 1 + others)
+        # Groups of copies behind this one: of the next subtile, and of a block of K or V that came between.
+        between = (len(self.names) - 1) * self.subtiles if subtile < STAGES else 0
+        copy_groups.wait_groups(STAGES - 1 + between)
         (buffer,) = memory.kv_pipeline(name).buffers_at(step)
-        size = buffer.shape[0] // self.parts
-        rows = buffer.at[pl.ds(part * size, size)]
-        memory.staging[name].store(part, rows, jnp.dtype(arrays.inputs.k.dtype).name)
+        size = buffer.shape[0] // self.subtiles
+        rows = buffer.at[pl.ds(subtile * size, size)]
+        memory.staging[name].store(subtile, rows, jnp.dtype(arrays.inputs.k.dtype).name)
 
-    def _stage(self, name: KeysOrValues, t: Scalar, part: int) -> None:
-        """Begin to load part of the t-th block."""
+    def _copy_async(self, name: KeysOrValues, t: Scalar, subtile: int) -> None:
+        """Begin to copy a subtile of the t-th block."""
         memory = self.loads.memory
-        rows = self._rows(name, t, part, self.parts)
-        rows.stage(memory.staging[name], part, swizzle_columns(memory.buffer(name)))
+        rows = self._rows(name, t, subtile, self.subtiles)
+        rows.copy_async(memory.staging[name], subtile, swizzle_columns(memory.buffer(name)))
 
-    def _rows(self, name: KeysOrValues, t: Scalar, part: int = 0, parts: int = 1) -> EightBitRows:
-        """Return where part of the t-th block lies; behind the tile's last block are no rows."""
+    def _rows(
+        self, name: KeysOrValues, t: Scalar, subtile: int = 0, subtiles: int = 1
+    ) -> EightBitRows:
+        """Return where the t-th block lies, or one of so many subtiles; behind the tile's last block are no rows."""
         loads, num_blocks = self.loads, self.loads.tile.compute_num_kv_blocks()
         keys = loads.key_range(jnp.minimum(t, num_blocks - 1))
-        size = keys.size // parts
-        rows = loads.kv_rows(name, pl.ds(keys.start + part * size, size))
+        size = keys.size // subtiles
+        rows = loads.kv_rows(name, pl.ds(keys.start + subtile * size, size))
         return rows._replace(end=jnp.where(t < num_blocks, rows.end, 0))
 
 
@@ -112,38 +111,26 @@ def produce_eight_bits(
 ) -> None:
     """Run a producer of K, of V, or of both. That of K claims tiles, and that of V loads Q: a tile's first keys do not wait
     until the last tile has left Q's buffer."""
-    config = schedule.config
-    roles.set_max_registers(config.registers_per_warpgroup, -1)
     assert memory.key_aux is None, "`unsupported_tiles` says so"
-    if "k" in names:
-        arrays.scheduler.prime()
+    claims = "k" in names
 
-    def produce_tile(
-        n: Scalar, work: Sequence[Scalar], position: PipelinePosition, prefetch: Callable
-    ) -> tuple[PipelinePosition, Any]:
-        """Load what the CTA's n-th tile needs; return the pipelines' position after it, and what is known of the
-        next tile."""
-        tile = QueryTile(schedule, *work)
-        load = TileLoads.of(tile, arrays, memory, position)
+    def load_tile(n: Scalar, load: TileLoads, prefetch: Callable) -> Any:
         blocks = _Blocks(names, load)
 
         def store_block(t: Scalar, scales: Scales) -> Scales:
-            return blocks.store(t, scales, lambda: load.claim_next(n, t) if "k" in names else None)
+            return blocks.store(t, scales, lambda: load.claim_next(n, t) if claims else None)
 
-        scales = blocks.stage_first()
+        scales = blocks.begin()
         if "v" in names:
             load.q(n)
-        lax.fori_loop(I32(0), tile.compute_num_kv_blocks(), store_block, scales)
-        blocks.wait()  # for zeros behind the last block
-        return tile.advance(position), prefetch()
+        lax.fori_loop(I32(0), load.tile.compute_num_kv_blocks(), store_block, scales)
+        copy_groups.wait_groups(0)  # for zeros behind the last block
+        return prefetch()
 
-    for_each_tile(arrays.scheduler, produce_tile, PipelinePosition(I32(0), I32(0)), early=True)
     pipelines = [memory.kv_pipeline(name) for name in names]
     if "v" in names:
-        pipelines += [memory.q_pipeline(g) for g in range(config.warpgroups)]
-    for pipeline in pipelines:
-        pipeline.producer_tail()
-    roles.sync_before_exit(memory.exit_barriers, exit_branch)
+        pipelines += [memory.q_pipeline(g) for g in range(schedule.config.warpgroups)]
+    run_producer(schedule, arrays, memory, load_tile, pipelines, exit_branch, claims)
 
 
 def eight_bit_producers(config: ForwardConfig, *args: Any) -> list[Callable[[], None]]:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa2.arithmetic import div, rem
 from pallas_fa2.backends.common.inline import asm, asm_words, inline_op
-from pallas_fa2.backends.common.primitives import thread_ops
+from pallas_fa2.backends.common.primitives import copy_groups, thread_ops
 from pallas_fa2.backends.common.primitives.swizzle import as_operand
 from pallas_fa2.backends.common.primitives.thread_values import (
     PER_THREAD,
@@ -25,7 +25,13 @@ from pallas_fa2.backends.common.primitives.thread_values import (
 )
 from pallas_fa2.backends.common.primitives.types import Ref, Registers, Scalar, Slice
 from pallas_fa2.backends.sm90.forward.staging import Staging, own_bytes
-from pallas_fa2.backends.sm90.primitives.pieces import COLUMNS, WORDS, bands, places_in, store_piece
+from pallas_fa2.backends.sm90.primitives.pieces import (
+    COLUMNS,
+    WORDS,
+    bands,
+    destinations,
+    store_piece,
+)
 
 
 class Pieces(NamedTuple):
@@ -37,15 +43,15 @@ class Pieces(NamedTuple):
 
     def store(self, buffer: Ref) -> None:
         """Store numbers times their scales in a buffer `[rows, columns]` of bfloat16 in shared memory."""
-        places, types = list(places_in(buffer)), [PER_THREAD] * len(self.values)
+        targets, types = list(destinations(buffer)), [PER_THREAD] * len(self.values)
 
-        @inline_op("store_pieces", as_operand(buffer), *types, dtype=self.dtype, places=places)
+        @inline_op("store_pieces", as_operand(buffer), *types, dtype=self.dtype, targets=targets)
         def store(_, buffer: Ref, *values: Registers) -> None:
             own = iter(map(thread_value, values))
-            for place in places:
+            for target in targets:
                 *words, half = (next(own) for _ in range(WORDS + 1))
                 scale = asm("prmt.b32 $0, $1, 0, 0x1010;", "=r,r", half, result=half.type)
-                store_piece(buffer, place, self.dtype, words, scale)
+                store_piece(buffer, target, self.dtype, words, scale)
 
         store(buffer, *self.values)
 
@@ -68,31 +74,30 @@ class EightBitRows(NamedTuple):
     def fetch(self, panel: int) -> Pieces:
         """Begin to load what each thread has of the rows, for a buffer with panels of so many columns."""
         values: list[jax.Array] = []
-        for piece, place in self._pieces(panel):
+        for piece, location in self._pieces(panel):
             values += _load_piece(self.array, piece)
-            values.append(self._load_scale(place, piece.row, piece.end))
+            values.append(self._load_scale(location, piece.row, piece.end))
         return Pieces(jnp.dtype(self.array.dtype).name, values)
 
-    def stage(self, staging: Staging, part: int, panel: int) -> None:
-        """Begin to copy the rows, which are this part of a block, to their room in shared memory."""
-        pieces = [piece for piece, _ in self._pieces(panel)]
-        for i, piece in enumerate(pieces):
-            room = staging.room(part).at[i]
-            _stage_piece(room, self.array, piece, i + 1 == len(pieces))
+    def copy_async(self, staging: Staging, subtile: int, panel: int) -> None:
+        """Begin to copy the rows, which are this subtile of a block, to their stage, as a group of copies."""
+        for i, (piece, _) in enumerate(self._pieces(panel)):
+            _copy_piece(staging.stage(subtile).at[i], self.array, piece)
+        copy_groups.commit_group()
 
     def load_scales(self) -> jax.Array:
         """Begin to load the scale of a row for each thread."""
         thread, count = thread_ops.thread_indices(), self.rows.size
         assert isinstance(count, int)
-        place = self._place(0, count, thread, {})
-        return self._load_scale(place, thread, jnp.minimum(self.end - self.rows.start, count))
+        location = self._location(0, count, thread, {})
+        return self._load_scale(location, thread, jnp.minimum(self.end - self.rows.start, count))
 
-    def _load_scale(self, place: "_Place", row: jax.Array, end: Scalar) -> jax.Array:
+    def _load_scale(self, location: "_Location", row: jax.Array, end: Scalar) -> jax.Array:
         length, heads = self.array.shape[1:3]
-        index = (place.entry * heads + self.head) * length + place.slot + place.own_row
-        return _load_scale(self.scales, index + place.offset, row, end)
+        index = (location.entry * heads + self.head) * length + location.slot + location.own_row
+        return _load_scale(self.scales, index + location.offset, row, end)
 
-    def _pieces(self, panel: int) -> Iterator[tuple["_Piece", "_Place"]]:
+    def _pieces(self, panel: int) -> Iterator[tuple["_Piece", "_Location"]]:
         """Yield where the pieces of the threads lie, for a buffer with panels of so many columns."""
         _, length, heads, dim = self.array.shape
         assert math.prod(self.array.shape) // COLUMNS <= 1 << 32, "indices of pieces have 32 bits"
@@ -103,27 +108,27 @@ class EightBitRows(NamedTuple):
         for band in bands(count, panel):
             own_row, own_piece = band.own_row_and_piece(thread)
             for row in range(0, self.rows.size, band.rows):
-                place = self._place(row, band.rows, own_row, located)
-                index = (place.entry * length + place.slot) * heads + self.head
+                location = self._location(row, band.rows, own_row, located)
+                index = (location.entry * length + location.slot) * heads + self.head
                 index = index * of_row + (first + band.start) // COLUMNS
-                index += place.own_row * (heads * of_row) + own_piece
+                index += location.own_row * (heads * of_row) + own_piece
                 end = self.end - self.rows.start - row
-                yield _Piece(index, place.offset * heads * dim, own_row, end), place
+                yield _Piece(index, location.offset * heads * dim, own_row, end), location
 
-    def _place(
+    def _location(
         self, row: int, count: int, own_row: jax.Array, located: dict[int, tuple[Any, Any]]
-    ) -> "_Place":
+    ) -> "_Location":
         """Return where so many rows lie, from this one of the rows on, or one of each thread if they are in several pages. `located` are
         rows that begin a page or all, and where they lie, as far as that is known."""
         key, page_size = self.rows.start, self.array.shape[1]
         if self.pages is None:
-            return _Place(self.batch, key, own_row, row)
+            return _Location(self.batch, key, own_row, row)
         if page_size % count:
-            return _Place(*self._locate(key + row + own_row), 0, 0)
+            return _Location(*self._locate(key + row + own_row), 0, 0)
         in_page = row % math.gcd(page_size, self.rows.size)
         if in_page == 0 and row not in located:
             located[row] = self._locate(key + row)
-        return _Place(*located[row - in_page], own_row, in_page)
+        return _Location(*located[row - in_page], own_row, in_page)
 
     def _locate(self, key: Any) -> tuple[Any, Any]:
         """Return the page of a key, or of one of each thread, and its row there. Whatever the table has, it is a page that exists."""
@@ -134,7 +139,7 @@ class EightBitRows(NamedTuple):
         return jnp.clip(page, 0, count - 1), rem(key, page_size)
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """Where the rows of the threads lie: row `slot + own_row + offset` of a batch entry or page.
 
     `own_row` is one of each thread; so are `entry` and `slot` where rows are in several pages, and `own_row` is 0.
@@ -176,22 +181,20 @@ def _load_piece(array: Ref, piece: _Piece) -> tuple[jax.Array, ...]:
     return load(array, piece.number, piece.row, piece.end)
 
 
-def _stage_piece(room: Ref, array: Ref, piece: _Piece, is_last: bool) -> None:
-    """Begin to copy what `_load_piece` loads to room in shared memory. Copies up to the last one of a part are a group."""
+def _copy_piece(target: Ref, array: Ref, piece: _Piece) -> None:
+    """Begin to copy what `_load_piece` loads to shared memory."""
     types = plgpu.RefType(), plgpu.RefType(), *OF_THREADS
 
-    @inline_op("stage_piece", *types, offset=piece.offset, is_last=is_last)
-    def stage(_, room: Ref, array: Ref, index: Registers, row: Registers, end: Registers) -> None:
+    @inline_op("copy_piece", *types, offset=piece.offset)
+    def copy(_, target: Ref, array: Ref, index: Registers, row: Registers, end: Registers) -> None:
         code = (
             "{ .reg .pred p; .reg .b64 a; .reg .b32 n; setp.lt.s32 p, $3, $4; selp.b32 n, 16, 0, p; "
             f"mad.wide.u32 a, $2, 16, $1; cp.async.cg.shared.global [$0], [a + {piece.offset}], 16, n; }}"
         )
         own = *map(thread_value, (index, row)), end.registers[()]
-        asm(code, "r,l,r,r,r", own_bytes(room), address(array), *own)
-        if is_last:
-            asm("cp.async.commit_group;", "")
+        asm(code, "r,l,r,r,r", own_bytes(target), address(array), *own)
 
-    stage(room, array, piece.number, piece.row, piece.end)
+    copy(target, array, piece.number, piece.row, piece.end)
 
 
 @inline_op("load_scale", plgpu.RefType(), *OF_THREADS, result=PER_THREAD_I32)

@@ -74,9 +74,9 @@ class SharedStorage(NamedTuple):
             ],
             pairwise=pairwise,
             staging={
-                name: Staging.allocate(config.part_keys, dim)
+                name: Staging.allocate(config.subtile_kv, dim)
                 for name, dim in (("k", config.head_dim), ("v", config.value_dim))
-                if config.part_keys
+                if config.subtile_kv
             },
         )
 

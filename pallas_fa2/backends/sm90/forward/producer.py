@@ -15,6 +15,7 @@ from pallas_fa2.backends.common.scheduler import for_each_tile
 from pallas_fa2.backends.sm90.forward.memory import Arrays, KeysOrValues, SharedStorage
 from pallas_fa2.backends.sm90.forward.schedule import ForwardSchedule, PipelinePosition, QueryTile
 from pallas_fa2.backends.sm90.primitives import roles
+from pallas_fa2.backends.sm90.primitives.pipeline import Pipeline
 from pallas_fa2.backends.sm90.primitives.tma import HeadRows
 from pallas_fa2.control_flow import when
 
@@ -107,20 +108,39 @@ class TileLoads:
         return self.arrays.kv_rows(name, self.tile, self.kv_batch, keys, head)
 
 
-def produce(schedule: ForwardSchedule, arrays: Arrays, memory: SharedStorage) -> None:
-    """Run the producer warpgroup: the loads of one tile after another."""
-    config = schedule.config
-    roles.set_max_registers(config.registers_per_warpgroup, -1)
-    arrays.scheduler.prime()
+def run_producer(
+    schedule: ForwardSchedule,
+    arrays: Arrays,
+    memory: SharedStorage,
+    load_tile: Callable[[Scalar, TileLoads, Callable], Any],
+    pipelines: Sequence[Pipeline],
+    exit_branch: int = 1,
+    claims: bool = True,
+) -> None:
+    """Run load_tile(n, loads, prefetch) -> prefetch() for each tile, the CTA's n-th, by a producer warpgroup; then wait until
+    consumers have read its pipelines. One of several producers claims tiles."""
+    roles.set_max_registers(schedule.config.registers_per_warpgroup, -1)
+    if claims:
+        arrays.scheduler.prime()
 
     def produce_tile(
         n: Scalar, work: Sequence[Scalar], position: PipelinePosition, prefetch: Callable
     ) -> tuple[PipelinePosition, Any]:
-        """Load what the CTA's n-th tile needs; return the pipelines' position after it, and what is known of the
-        next tile."""
-        tile = QueryTile(schedule, *work)
-        load = TileLoads.of(tile, arrays, memory, position)
+        """Return the pipelines' position after a tile, and what is known of the next one."""
+        loads = TileLoads.of(QueryTile(schedule, *work), arrays, memory, position)
+        next_work = load_tile(n, loads, prefetch)
+        return loads.tile.advance(position), next_work
 
+    for_each_tile(arrays.scheduler, produce_tile, PipelinePosition(I32(0), I32(0)), early=True)
+    for pipeline in pipelines:
+        pipeline.producer_tail()
+    roles.sync_before_exit(memory.exit_barriers, exit_branch)
+
+
+def produce(schedule: ForwardSchedule, arrays: Arrays, memory: SharedStorage) -> None:
+    """Run the producer warpgroup: the loads of one tile after another."""
+
+    def load_tile(n: Scalar, load: TileLoads, prefetch: Callable) -> Any:
         def load_block(t: Scalar, _: Any) -> None:
             load.claim_next(n, t)
             load.k(t)
@@ -133,15 +153,12 @@ def produce(schedule: ForwardSchedule, arrays: Arrays, memory: SharedStorage) ->
         load.q(n)
         load.key_aux(I32(0))
         load.pairwise(I32(0))
-        lax.fori_loop(I32(1), tile.compute_num_kv_blocks(), load_block, None)
+        lax.fori_loop(I32(1), load.tile.compute_num_kv_blocks(), load_block, None)
         next_work = prefetch()  # the next tile's first keys wait for it
-        load.v(tile.compute_num_kv_blocks() - 1)
-        return tile.advance(position), next_work
+        load.v(load.tile.compute_num_kv_blocks() - 1)
+        return next_work
 
-    for_each_tile(arrays.scheduler, produce_tile, PipelinePosition(I32(0), I32(0)), early=True)
-    for kv_pipeline in memory.kv_pipelines:
-        kv_pipeline.producer_tail()
-    for g in range(config.warpgroups):
-        for pipeline in (memory.q_pipeline(g), *memory.pairwise_pipelines(g)):
-            pipeline.producer_tail()
-    roles.sync_before_exit(memory.exit_barriers, 1)
+    pipelines = [*memory.kv_pipelines]
+    for g in range(schedule.config.warpgroups):
+        pipelines += [memory.q_pipeline(g), *memory.pairwise_pipelines(g)]
+    run_producer(schedule, arrays, memory, load_tile, pipelines)

@@ -23,70 +23,61 @@ from pallas_fa2.backends.sm90.primitives.pieces import (
     BYTES,
     COLUMNS,
     WORDS,
+    destinations,
     own_row,
-    places_in,
     store_piece,
 )
 
-ROOMS = 2  # parts of a block that are under way
+STAGES = 2  # of the staging buffer: subtiles that are under way
 
 
 class Staging(NamedTuple):
-    """Room for `ROOMS` parts of a block of K or of V, which come there while others are stored in 16 bits."""
+    """The staging buffer of K or of V: subtiles of a block are copied to its stages while another one is stored in 16 bits."""
 
-    pieces: Ref  # int32 [ROOMS, pieces, WORDS * THREADS], those that a thread copies and stores
+    pieces: Ref  # int32 [STAGES, pieces, WORDS * THREADS]; a thread reads those that it copies
     scales: Ref  # int32 [THREADS], of all rows of a block, a bfloat16 twice each
 
     @classmethod
-    def allocate(cls, part_keys: int, dim: int) -> "Staging":
-        """Lay out shared memory for parts of so many keys."""
-        shape = ROOMS, part_keys * dim // BYTES, WORDS * THREADS
+    def allocate(cls, subtile_kv: int, dim: int) -> "Staging":
+        """Lay out shared memory for subtiles of so many keys."""
+        shape = STAGES, subtile_kv * dim // BYTES, WORDS * THREADS
         return cls(plgpu.SMEM(shape, jnp.int32), plgpu.SMEM((THREADS,), jnp.int32))
 
-    def room(self, part: int) -> Ref:
-        """Return the room of a part of a block."""
-        return self.pieces.at[part % ROOMS]
-
-    def wait(self, pending: int) -> None:
-        """Wait until all that the thread copies is there, but the last so many parts that it has begun with."""
-
-        @inline_op("wait_staged", pending=pending)
-        def wait(_) -> None:
-            asm(f"cp.async.wait_group {pending};", "")
-
-        wait()
+    def stage(self, subtile: int) -> Ref:
+        """Return the stage of a subtile, which has this index in its block."""
+        return self.pieces.at[subtile % STAGES]
 
     def share(self, scale: jax.Array) -> None:
         """Let all threads read the scale of a row that each has loaded."""
         _share_scales(self.scales, scale)
 
-    def store(self, part: int, buffer: Ref, dtype: str) -> None:
-        """Store numbers of a part times their scales in its rows of a block, `[rows, columns]` of bfloat16 in shared memory."""
-        places = list(places_in(buffer))
+    def store(self, subtile: int, buffer: Ref, dtype: str) -> None:
+        """Store numbers of a subtile times their scales in its rows of a block, `[rows, columns]` of bfloat16 in shared memory."""
+        targets = list(destinations(buffer))
         types = as_operand(buffer), plgpu.RefType(), plgpu.RefType()
-        first_row = part * buffer.shape[0]
+        first_row = subtile * buffer.shape[0]
 
-        @inline_op("store_staged", *types, dtype=dtype, places=places, first_row=first_row)
-        def store(_, buffer: Ref, room: Ref, scales: Ref) -> None:
-            own_room, scales_at = own_bytes(room), address(scales, 32)
+        @inline_op("store_staged", *types, dtype=dtype, targets=targets, first_row=first_row)
+        def store(_, buffer: Ref, stage: Ref, scales: Ref) -> None:
+            own_stage, scales_at = own_bytes(stage), address(scales, 32)
 
             def load(i: int) -> list[MlirValue]:
-                band, row = places[i]
+                band, row = targets[i]
                 code = (
                     f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$5 + {i * BYTES}]; "
                     f"ld.shared.b32 $4, [$6 + {4 * (first_row + row)}];"
                 )
                 scale_at = arith.addi(scales_at, own_row(band, 4))
-                return asm_words(WORDS + 1, code, "r,r", own_room, scale_at, side_effects=True)
+                return asm_words(WORDS + 1, code, "r,r", own_stage, scale_at, side_effects=True)
 
             following = load(0)
-            for i, place in enumerate(places):
+            for i, target in enumerate(targets):
                 *words, scale = following
-                if i + 1 < len(places):
+                if i + 1 < len(targets):
                     following = load(i + 1)  # it is under way while this piece is multiplied
-                store_piece(buffer, place, dtype, words, scale)
+                store_piece(buffer, target, dtype, words, scale)
 
-        store(buffer, self.room(part), self.scales)
+        store(buffer, self.stage(subtile), self.scales)
 
 
 @inline_op("share_scales", plgpu.RefType(), PER_THREAD)
@@ -97,6 +88,6 @@ def _share_scales(_, scales: Ref, scale: Registers) -> None:
     mgpu.utils.warpgroup_barrier()
 
 
-def own_bytes(room: Ref) -> MlirValue:
-    """Emit the address of the thread's piece in room for one of each thread, or for several."""
-    return sum_i32(address(room, 32), thread_field(0, 7, COLUMNS))
+def own_bytes(pieces: Ref) -> MlirValue:
+    """Emit the address of the thread's piece among those of all threads, or of the first of several."""
+    return sum_i32(address(pieces, 32), thread_field(0, 7, COLUMNS))

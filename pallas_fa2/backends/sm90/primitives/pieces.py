@@ -21,10 +21,10 @@ EIGHT = 8  # threads, whose stores of 16 bytes use all banks of shared memory on
 
 
 class Band(NamedTuple):
-    """Columns of which a row has a power of two of pieces, whole panels of shared memory, and which threads have which.
+    """Columns whose rows have a power of two of pieces, and all columns of some panels of shared memory; and which threads have which.
 
-    The threads have `rows` whole rows at a time. Eight neighbors have pieces of one panel and of several rows, which lie in different
-    banks of shared memory; then come the panels of these rows, then other rows.
+    The threads have `rows` rows at a time. Eight neighbors have pieces of one panel and of several rows, which lie in different
+    banks of shared memory; then come the panels of these rows, then more rows.
     """
 
     start: int
@@ -59,7 +59,7 @@ class Band(NamedTuple):
 
 
 def bands(columns: int, panel: int) -> Iterator[Band]:
-    """Divide columns, which are whole panels, into bands, the widest first."""
+    """Divide the columns of panels into bands, the widest first."""
     assert columns % panel == 0 and panel in (32, 64), (columns, panel)
     start = 0
     while start < columns:
@@ -77,31 +77,31 @@ def own_row(band: Band, weight: int) -> MlirValue:
     )
 
 
-class Place(NamedTuple):
-    """Where the threads store a piece: in rows from this on, and columns of a band."""
+class Destination(NamedTuple):
+    """The rows of a buffer, from this one on, and the columns of a band in which the threads store a piece."""
 
     band: Band
     row: int
 
 
-def places_in(buffer: Ref) -> Iterator[Place]:
-    """Yield where the pieces of a buffer `[rows, columns]` are stored, in the order of `EightBitRows`."""
+def destinations(buffer: Ref) -> Iterator[Destination]:
+    """Yield the destinations of all pieces of a buffer `[rows, columns]`, in the order of `EightBitRows`."""
     rows, columns = buffer.shape
     for band in bands(columns, swizzle_columns(buffer)):
         for row in range(0, rows, band.rows):
-            yield Place(band, row)
+            yield Destination(band, row)
 
 
 def store_piece(
-    buffer: Ref, place: Place, dtype: str, words: list[MlirValue], scale: MlirValue
+    buffer: Ref, destination: Destination, dtype: str, words: list[MlirValue], scale: MlirValue
 ) -> None:
     """Emit the stores of a piece, times its scale, in a swizzled buffer `[rows, columns]` of bfloat16."""
     _, panels, _, width = ir.MemRefType(buffer.type).shape
-    first = _first_address(buffer, place.band)
+    first = _first_address(buffer, destination.band)
     # 0x43 four times, of which ptxas does not know it: a constant it would move to a register for each permutation.
     prefix = arith.ori(arith.shrui(first, i32(24)), i32(0x43434343))  # addresses have 18 bits
     pairs = [pair for word in words for pair in _MULTIPLY[dtype](word, scale, prefix)]
-    offset = 2 * place.row * panels * width
+    offset = 2 * destination.row * panels * width
     halves = first, arith.xori(first, i32(16))
     for half, own in zip(halves, (pairs[:4], pairs[4:]), strict=True):
         code = f"st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};"
@@ -110,7 +110,7 @@ def store_piece(
 
 def _first_address(buffer: Ref, band: Band) -> MlirValue:
     """Emit where the thread's first piece of a band begins in a swizzled buffer `[row groups, panels, 8, width]` of 16 bits. Its second
-    half is at the address whose bit 4 differs, and its next piece `Band.rows` rows, whole row groups, behind it."""
+    half is at the address whose bit 4 differs, and its next piece `Band.rows` rows, a multiple of 8, behind it."""
     _, panels, _, width = ir.MemRefType(buffer.type).shape
     line, bits, in_panel = 2 * width, band.piece_bits, band.panel_bits
     # The fields of `Band.own_row_and_piece`; a piece has two chunks of 16 bytes.

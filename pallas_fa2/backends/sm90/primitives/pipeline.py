@@ -103,10 +103,6 @@ class Pipeline:
     def producer_commit(self, step: Scalar) -> None:
         """Let consumers read what a warpgroup (not TMA) has written."""
         plgpu.commit_smem()
-        self.producer_arrive(step)
-
-    def producer_arrive(self, step: Scalar) -> None:
-        """Let consumers read what a warpgroup has written and committed."""
         plgpu.barrier_arrive(self.full_at(step))
 
     def tma_load(self, step: Scalar, *sources: tma.HeadRows | tma.RowPieces | Ref) -> None:
