@@ -5,12 +5,12 @@ Operations are called as those of `meetings`.
 
 import numpy as np
 
-from tests.support import shared
+from tests.support import accesses, shared
 from tests.support.shared import the_memory
 
 
 def _read(thread, array, source_info):
-    return np.ascontiguousarray(shared.read_from_device(thread, array, source_info))
+    return np.ascontiguousarray(accesses.read_from_device(thread, array, source_info))
 
 
 def _load_piece(thread, array, index, row, end, *, offset, source_info):
@@ -48,7 +48,7 @@ def _wait_groups(thread, *, pending, source_info):
     groups = shared.current.copies[thread]
     while len(groups) - 1 > pending:
         for copy in groups.popleft():
-            shared.write(thread, *copy, source_info)
+            accesses.write(thread, *copy, source_info)
 
 
 def _find_copies_to(target, thread):
@@ -60,7 +60,7 @@ def _find_copies_to(target, thread):
 
 
 def _share_scales(thread, scales, scale, *, source_info):
-    shared.write(thread, scales, _twice(scale), source_info)
+    accesses.write(thread, scales, _twice(scale), source_info)
 
 
 def _twice(halves):
@@ -78,7 +78,7 @@ def _store_staged(thread, buffer, pieces, scales, *, dtype, targets, first_row, 
     for target, words in zip(targets, pieces, strict=True):
         own_row, _ = target.band.own_row_and_piece(np.arange(128))
         _put_piece(value, target, dtype, words.reshape(-1, 4), scales[target.row + own_row])
-    shared.write(thread, buffer, value, source_info)
+    accesses.write(thread, buffer, value, source_info)
 
 
 def _store_pieces(thread, buffer, *values, dtype, targets, source_info):
@@ -86,7 +86,7 @@ def _store_pieces(thread, buffer, *values, dtype, targets, source_info):
     value, _, _ = the_memory().get_buffer_content(*buffer, thread)
     for target, (*words, scale) in zip(targets, zip(*[iter(values)] * 5, strict=True), strict=True):
         _put_piece(value, target, dtype, np.stack(words, -1), _twice(scale))
-    shared.write(thread, buffer, value, source_info)
+    accesses.write(thread, buffer, value, source_info)
 
 
 def _put_piece(value, target, dtype, words, scale):

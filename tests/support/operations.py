@@ -14,7 +14,7 @@ from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_fa2.backends.common.primitives import swizzle
-from tests.support import bulk, eight_bits, inline, meetings, shared
+from tests.support import accesses, bulk, eight_bits, inline, meetings, shared
 from tests.support.shared import row_of, the_memory
 
 
@@ -215,7 +215,7 @@ def _store_row_values(thread, values, vector, limit, *, source_info):
 
 def _gather(thread, source, places, *, source_info):
     """Return for each thread the element at its index of a row; 0 where there is none."""
-    found = shared.read_from_device(thread, source, source_info)
+    found = accesses.read_from_device(thread, source, source_info)
     inside = places < len(found)
     return [np.where(inside, found[np.where(inside, places, 0)], 0).astype(found.dtype)]
 
@@ -282,7 +282,7 @@ def _scatter_outer(thread, target, tile, rows, columns, *, source_info):
 
 def _gather_elements(thread, source, index, *, source_info):
     """Return the elements at these indices of an array as it lies in memory, as the bits of 32."""
-    found = shared.read_from_device(thread, source, source_info)
+    found = accesses.read_from_device(thread, source, source_info)
     values = found.reshape(-1)[np.minimum(index.astype(np.uint32), found.size - 1)]
     if values.dtype.itemsize == 2:
         values = values.astype(np.float32)
@@ -310,7 +310,7 @@ def _order_queries(thread, queries, scale, *, dtype, source_info):
     with np.errstate(invalid="ignore"):
         results = inline.order_queries(found.view(dtype))
     for place, value in zip((queries, scale), results, strict=True):
-        shared.write(thread, place, value, source_info)
+        accesses.write(thread, place, value, source_info)
 
 
 def _zero_byte_rows(thread, place, kept, *, source_info):
@@ -318,7 +318,7 @@ def _zero_byte_rows(thread, place, kept, *, source_info):
     memory = the_memory()
     found, _, _ = memory.get_buffer_content(*place, thread)
     value = np.where(kept[:, None] != 0, found, np.zeros((), found.dtype))
-    shared.write(thread, place, value, source_info)
+    accesses.write(thread, place, value, source_info)
 
 
 # By the names of inline operations.
