@@ -91,6 +91,9 @@ def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
         # The second half of a head visits more blocks than the first: the last tiles come first.
         ([[1, 2, 3, 4]], [3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8]),
         ([[4, 3, 4, 3]], [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 9, 11]),
+        # By a sixteenth at most, the first ones do.
+        ([[8, 8, 9, 8]], [0, 1, 2, 3, 4, 5, 6, 7, 10, 8, 9, 11]),
+        ([[8, 8, 9, 9]], [3, 2, 1, 0, 7, 6, 5, 4, 10, 11, 8, 9]),
         # Of an odd number the middle one is in the first half.
         ([[2, 3, 4]], [0, 1, 2, 3, 4, 5, 8, 7, 6]),
         # A tile of 8 of a CTA's 18 blocks starts 12 blocks before the end: after the first of three equal heads.
@@ -103,6 +106,19 @@ def test_tiles_come_with_their_heads_or_are_hoisted(counts, tile_ids):
     counts = np.array([counts], np.int32)
     table = interpreter.run(lambda x: tile_order_kernel.order_tiles(x, 1, 3, 2, 0), counts)
     assert table[:, 0].tolist() == [*tile_ids, len(tile_ids)]
+
+
+@pytest.mark.parametrize("devices, device", [(2, 0), (2, 1), (4, 1), (4, 3), (16, 15)])
+def test_what_tiles_of_a_device_come_first_in_zigzag_order(devices, device):
+    """Causal queries of two of 2 `devices` chunks, keys of all: rows of later queries visit more keys, and columns of the
+    keys of each device are seen by as many queries, but for those that a block on the diagonal counts in full."""
+    chunk = np.arange(16)  # blocks
+    of_device = [
+        np.concatenate([chunk + 16 * i for i in (d, 2 * devices - 1 - d)]) for d in range(devices)
+    ]
+    visible = of_device[device][:, None] >= np.concatenate(of_device)
+    rows, columns = (visible.sum(axis, dtype=np.int32) for axis in (1, 0))
+    assert block_mask.last_tile_first(rows) and not block_mask.last_tile_first(columns)
 
 
 def test_more_tiles_than_are_ordered_begin_with_the_longer_half_too(monkeypatch):

@@ -139,7 +139,8 @@ def last_tile_first(counts: Any) -> Any:
     visited, _ = block_mask_kernel.unpack_word(counts)
     middle = tile_order_kernel.middle_tile(counts.shape[-1])
     first_half, second_half = visited[..., :middle], visited[..., middle:]
-    return second_half.sum(-1, keepdims=True) > first_half.sum(-1, keepdims=True)
+    halves = (x.sum(-1, keepdims=True) for x in (first_half, second_half))
+    return tile_order_kernel.is_last_tile_first(*halves)
 
 
 def order_tiles_host(counts: np.ndarray, batch: int, heads: int, num_workers: int) -> np.ndarray:

@@ -28,6 +28,10 @@ TAIL_TILES_SHARED_MASK, TAIL_TILES = 1, 2
 # many times the blocks that a CTA visits of the sorted heads (docs/decisions/0057-long-tiles-first.md).
 LONG = 0.25
 LONG_IN_TAIL = 1.5
+# The second half of a head's tiles is longer if it visits more blocks than the first by one in so many. Of a device's keys
+# in zigzag order, both halves of the columns visit as many, and one adds what blocks on the diagonal count too much; of its
+# rows, the second half visits a fifteenth more on the last one of 16 devices (docs/decisions/0092-last-tiles-first.md).
+LONGER_BY_ONE_IN = 16
 # The most tiles with counts of their own that the kernel orders. Of more, each CTA has 30 at least, and none need be
 # hoisted.
 MAX_TILES = 4096
@@ -48,10 +52,16 @@ def middle_tile(tiles: int) -> int:
     return -(-tiles // 2)
 
 
+def is_last_tile_first(first_half: Any, second_half: Any) -> Any:
+    """Return whether a head's tiles go from the last to the first, by how many blocks its halves visit."""
+    return second_half > first_half + div(first_half, LONGER_BY_ONE_IN)
+
+
 class TileOrder(NamedTuple):
     """The order of tiles: head by head, but some are hoisted, so that CTAs end together.
 
-    The tiles of a head go from the first to the last, or from the last to the first if its second half visits more blocks.
+    The tiles of a head go from the first to the last, or from the last to the first if its second half visits more blocks, by
+    a sixteenth at least.
     Where lengths fall or rise with the tile's number, as under a causal mask, the longest come first: a CTA that ends the shortest of
     the tiles under way then begins the longest one that is left, and all stay at the same keys, which L2 has
     (docs/decisions/0092-last-tiles-first.md).
@@ -178,7 +188,7 @@ class _Ranking(NamedTuple):
             return [visited, *(jnp.where(x, visited, 0) for x in (in_first_half, in_second_half))]
 
         total, *halves = ranking.sum_over_tiles(terms, 3)
-        flip = jnp.where(halves[1] > halves[0], I32(ranking.index_bits), I32(0))
+        flip = jnp.where(is_last_tile_first(*halves), I32(ranking.index_bits), I32(0))
         return ranking._replace(total=total.astype(jnp.float32), flip=flip)
 
     @property
