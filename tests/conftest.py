@@ -9,11 +9,10 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-# For a product of small matrices NumPy has a thread for each core, which then spins until the next one: a fifth of all
-# CPU time where each core has a worker of its own. A plugin may have imported NumPy before this, but not in xdist's
-# workers, which start with this environment.
-for library in ("OPENBLAS", "MKL", "OMP"):
-    os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+from tests.support import numpy_threads
+
+# A plugin may have imported NumPy before this, but not in xdist's workers, which start with this environment.
+numpy_threads.use_one()
 # On a machine with a GPU the platform is JAX's own choice.
 if {"gpu", "-mgpu", "gpus", "-mgpus"} & set(sys.argv):
     os.environ["PALLAS_FA2_ON_GPU"] = "1"  # xdist's workers see the environment, not the arguments

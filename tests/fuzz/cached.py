@@ -132,7 +132,7 @@ def _draw_for_kernels(pick: Pick) -> Cached:
     )
     if not case.quantized or max(lengths) < 2 or pick((False, True)):
         return case
-    # Prompts, of which Hopper's tiles read a copy
+    # Prompts that are tiles on Hopper
     prompts = {"new": tuple(min(n, 300) for n in lengths), "packed": False, "unused": 0}
     alike = {"head_dim": 64, "value_dim": 64, "dtype": "bfloat16", "scores": ()}
     return dataclasses.replace(case, mask=pick((masks.Causal(), None, window)), **prompts, **alike)

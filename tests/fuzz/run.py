@@ -29,6 +29,7 @@ from tests.fuzz.case import Case
 from tests.fuzz.check import Checked, Wrong, implementations
 from tests.fuzz.check import check as check_call
 from tests.fuzz.decoding import Decoding
+from tests.support import numpy_threads
 
 ATTEMPTS = 60  # to shrink a case: each compiles a program or two
 
@@ -138,6 +139,7 @@ def fuzz(
     """Runs the cases in `jobs` processes; the number of failures."""
     failures, passed, begun, end = 0, Counter(), time.time(), start + count
     numbers = cases_of_caches(range(start, end)) if caches else range(start, end)
+    numpy_threads.use_one()
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, spawn, _prepare, (gpu,)) as pool:
         function = functools.partial(run, seed=seed, gpu=gpu, preferred=preferred)
