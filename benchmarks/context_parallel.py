@@ -2,22 +2,22 @@
 
     python -m benchmarks.context_parallel                                   # all cases that the GPUs take, prints only
     python -m benchmarks.context_parallel --cases causal_32k,full_32k --strategies ring
-    python -m benchmarks.context_parallel --devices 2,4 --jobs 24 --limit 400 --json benchmarks/results/nvidia-h200-x4.json
+    python -m benchmarks.context_parallel --devices 2,4 --jobs 24 --limit 400 --json x4.json
     python -m benchmarks.context_parallel --cases causal_128k --strategies ring --devices 4 --trace traces
 
 Inputs are random bfloat16, H = 128, N = 32 query heads and K = 8 key heads. A time is the median of the milliseconds
 between calls that follow each other, as the host sees them; `speedup` is one GPU's time over that of n GPUs, and
 `efficiency` is speedup / n. Out and gradients of 1024 tokens, spread over the sequence, are compared with those of one
-GPU: a difference of more than twice that of dense bfloat16 attention from float32 (1 %) gets no speed. Inputs lie in the
-order of the layout before and after, as in training, and are not moved for the call.
+GPU: a difference of more than twice that of dense bfloat16 attention from float32 (1 %) gets no speed. Inputs lie in
+the order of the layout before and after, as in training, and are not moved for the call.
 
 Strategies are those of `context_parallel_attention`, `jit` (flash_attention on arrays that are divided along the
 sequence, without shard_map) and `heads` (flash_attention on divided heads, for comparison). Where a number of GPUs has
 two factors, the sequence is also divided over one of them and heads over the other. `llama_256k` is a training step of
 `benchmarks.llama_step`.
 
-Each row, a case on some GPUs, has a process of its own, which compiles beside the others. With `--trace` one more call of
-each phase is traced, and the times of its kernels (`benchmarks.overlap`) are part of the row.
+Each row, a case on some GPUs, has a process of its own, which compiles beside the others. With `--trace` one more call
+of each phase is traced, and the times of its kernels (`benchmarks.overlap`) are part of the row.
 """
 
 import argparse
@@ -54,8 +54,8 @@ from benchmarks.run import names_among
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128  # Llama-8B's
 ALLOWED = 0.01  # of the norm: bfloat16 has 8 bits, and blocks are rounded once more
 SAMPLES = 1024  # tokens whose results are compared: all of 524,288 tokens would take longer to move than to compute
-# Of calls in a round: a second of them heats the GPU, and the host's part of one call is 0.1 ms. Calls of LONG seconds have
-# one round: they would take minutes, and differ less.
+# Of calls in a round: a second of them heats the GPU, and the host's part of one call is 0.1 ms. Calls of LONG seconds
+# have one round: they would take minutes, and differ less.
 SECONDS, ROUNDS, LONG = 0.15, 3, 2.0
 MOST_ELEMENTS = 2**31 - 1
 
@@ -91,7 +91,8 @@ def random_bits(seed: int, counters: Any) -> Any:
 
 
 def normal_from_bits(bits: jax.Array) -> jax.Array:
-    """Return a number of a normal distribution, bfloat16, for each uint32. All are finite: of 2^29 there is any word."""
+    """Return a number of a normal distribution, bfloat16, for each uint32. All are finite: of 2^29 there is any
+    word."""
     # 23 bits and a half, which float32 has exactly: with more, the largest word would become 1, and infinity.
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2**-22 - 1
     return (jax.lax.erf_inv(uniform) * 2**0.5).astype(jnp.bfloat16)
@@ -199,7 +200,8 @@ def sampled(length: int) -> np.ndarray:
 
 
 def milliseconds(run: Callable, args: tuple) -> tuple[float, tuple]:
-    """Return the median over the rounds of the milliseconds of a call among calls that follow each other, and its results."""
+    """Return the median over the rounds of the milliseconds of a call among calls that follow each other, and its
+    results."""
     results: tuple = ()
 
     def seconds(count: int) -> float:

@@ -4,11 +4,11 @@
     python -m benchmarks.decode --cases b16_s8k,b1_s128k --rivals cudnn
     python -m benchmarks.decode --jobs 8 --json benchmarks/results/nvidia-h200-decode.json
 
-Each sequence has one query, bfloat16, random. Gigabytes a second are those of the keys and values up to the sequences' lengths,
-over the time of all kernels of a call by CUPTI, the median of bursts that alternate between the implementations. An
-implementation whose error against dense float32 attention is above twice that of dense bfloat16 attention gets no speed.
-`pages16` and `pages64` are ours on pages in random order, `int8` and `fp8` ours on caches of 8 bits, whose error is against dense attention
-of the values that they stand for.
+Each sequence has one query, bfloat16, random. Gigabytes a second are those of the keys and values up to the sequences'
+lengths, over the time of all kernels of a call by CUPTI, the median of bursts that alternate between the
+implementations. An implementation whose error against dense float32 attention is above twice that of dense bfloat16
+attention gets no speed. `pages16` and `pages64` are ours on pages in random order, `int8` and `fp8` ours on caches of
+8 bits, whose error is against dense attention of the values that they stand for.
 """
 
 import argparse
@@ -34,7 +34,8 @@ from pallas_fa2.planning.autotune import kernel_times
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Caches of `batch` sequences of `kv_len` tokens, or of lengths from a log-normal distribution, the longest `kv_len`."""
+    """Caches of `batch` sequences of `kv_len` tokens, or of lengths from a log-normal distribution, the longest
+    `kv_len`."""
 
     batch: int
     kv_len: int
@@ -263,7 +264,8 @@ def alternate(programs: dict[str, Any], iterations: int) -> dict[str, list]:
 
 
 def speed(gigabytes: float, launches: list[list[tuple[str, float]]]) -> dict[str, float]:
-    """Return the median milliseconds of all kernels of a launch, and without the longest one, and gigabytes a second."""
+    """Return the median milliseconds of all kernels of a launch, and without the longest one, and gigabytes a
+    second."""
     ms = statistics.median(sum(ms for _, ms in kernels) for kernels in launches)
     longest = statistics.median(max(ms for _, ms in kernels) for kernels in launches)
     rounded = {"ms": ms, "others_ms": ms - longest, "gb_s": gigabytes / ms * 1e3}

@@ -1,13 +1,14 @@
 """Times a whole decode step of a model of Llama-8B's shape on one GPU: one token for each sequence, caches donated.
 
-    python -m benchmarks.decode_step                      # 32 layers, 16 sequences of 8192 tokens: 17 GB of caches, 14 of weights
+    python -m benchmarks.decode_step  # 32 layers, 16 sequences of 8192 tokens: 17 GB of caches, 14 of weights
     python -m benchmarks.decode_step --batch 4 --length 32768 --json step.json
 
-Prints the milliseconds of a step as the host sees them (steps that follow each other), and of its kernels by CUPTI in the
-groups attention, matrix products and others. `beyond` is the step over attention and matrix products together, minus 1;
-`attention_costs` is the step over the same step without attention (out is q) and the attention kernels, minus 1: what
-attention costs beside its kernels, such as the plan, and writing the new keys and values. The step is compiled once, for
-all lengths: its traces are counted. Nothing of a cache's size is copied: the compiled program's temporary memory says so.
+Prints the milliseconds of a step as the host sees them (steps that follow each other), and of its kernels by CUPTI in
+the groups attention, matrix products and others. `beyond` is the step over attention and matrix products together,
+minus 1; `attention_costs` is the step over the same step without attention (out is q) and the attention kernels, minus
+1: what attention costs beside its kernels, such as the plan, and writing the new keys and values. The step is compiled
+once, for all lengths: its traces are counted. Nothing of a cache's size is copied: the compiled program's temporary
+memory says so.
 """
 
 import argparse

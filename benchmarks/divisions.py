@@ -21,10 +21,11 @@ MEAN_DOCUMENT = 4096  # tokens
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A mask on a sequence of `length` tokens: none ("full"), causal, or causal within documents of 4096 tokens on average.
+    """A mask on a sequence of `length` tokens: none ("full"), causal, or causal within documents of 4096 tokens on
+    average.
 
-    The layout "balanced" is contiguous, of documents in an order by which devices compute equally much, whose greatest length
-    is known. With `layers`, it is a training step of a model (`llama_step`) and not attention alone.
+    The layout "balanced" is contiguous, of documents in an order by which devices compute equally much, whose greatest
+    length is known. With `layers`, it is a training step of a model (`llama_step`) and not attention alone.
     """
 
     mask: Literal["full", "causal", "documents"]

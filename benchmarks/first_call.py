@@ -4,18 +4,18 @@
     python -m benchmarks.first_call --cases forward,llama --limit 60
     python -m benchmarks.first_call --json benchmarks/results/nvidia-h200-first-call.json
 
-The cases are those of `benchmarks/first_call_cases.py`, and `command`, which is `python -m pallas_fa2`. Each has three processes,
-one after another: `cold` has no store, `store_cold` fills an empty one, and `store_warm` finds it. The model's step has a
-fourth, the same step with cuDNN's attention, because most of a step is not attention. JAX's own cache is off. A process
-that runs longer than `--limit` seconds is ended.
+The cases are those of `benchmarks/first_call_cases.py`, and `command`, which is `python -m pallas_fa2`. Each has three
+processes, one after another: `cold` has no store, `store_cold` fills an empty one, and `store_warm` finds it. The
+model's step has a fourth, the same step with cuDNN's attention, because most of a step is not attention. JAX's own
+cache is off. A process that runs longer than `--limit` seconds is ended.
 
-A first call takes the seconds to its results (tracing, lowering, XLA's compilation, running), of a program that is new to a process
-whose device is initialized and whose inputs are on it. What comes before, the imports of JAX and of this package and XLA's
-start with a program of one operation, is printed apart. `second` is another program of the same process with the same
-call. `command` takes all of its process.
+A first call takes the seconds to its results (tracing, lowering, XLA's compilation, running), of a program that is new
+to a process whose device is initialized and whose inputs are on it. What comes before, the imports of JAX and of this
+package and XLA's start with a program of one operation, is printed apart. `second` is another program of the same
+process with the same call. `command` takes all of its process.
 
-The first process only starts JAX, so that no case pays for files that the machine has not read. The norms of the results of a
-case's processes must agree within 1 %; the file also has a digest of their bits.
+The first process only starts JAX, so that no case pays for files that the machine has not read. The norms of the
+results of a case's processes must agree within 1 %; the file also has a digest of their bits.
 """
 
 import argparse
@@ -84,7 +84,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run(command: Sequence[str], limit: float, cache: str) -> dict[str, Any]:
-    """Run a module in a process with a store or "0"; return the JSON of its last line, `process` seconds, or why it `failed`."""
+    """Run a module in a process with a store or "0"; return the JSON of its last line, `process` seconds, or why it
+    `failed`."""
     without_caches = {k: v for k, v in os.environ.items() if "COMPILATION_CACHE" not in k}
     env = without_caches | {
         "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -129,7 +130,8 @@ def _process_of(case: str) -> list[str]:
 
 
 def disagreement(results: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the processes whose results have other norms than those of the first process, or a norm that is not finite."""
+    """Return the processes whose results have other norms than those of the first process, or a norm that is not
+    finite."""
     norms = {name: result["norms"] for name, result in results.items() if "norms" in result}
     expected = next(iter(norms.values()), ())
     wrong = [

@@ -3,8 +3,8 @@
     python -m benchmarks.first_call_cases forward        # prints a line of JSON
 
 q, k and v are bfloat16, `[1, 4096, 16, 128]`, and every mask is causal. The model's step is that of a small Llama: an
-embedding, 16 equal layers in a scan whose forward is computed again in the backward (`jax.checkpoint`), cross entropy and
-gradient descent. It has the same code with cuDNN's attention.
+embedding, 16 equal layers in a scan whose forward is computed again in the backward (`jax.checkpoint`), cross entropy
+and gradient descent. It has the same code with cuDNN's attention.
 """
 
 import argparse
@@ -208,7 +208,8 @@ def first_call(problem: Problem, arguments: tuple) -> tuple[dict[str, float], An
 
 
 def measure(name: str, sizes: Sizes) -> dict[str, Any]:
-    """Return the seconds of the first call of a case in this process, of a second program with it, and what it computed.
+    """Return the seconds of the first call of a case in this process, of a second program with it, and what it
+    computed.
 
     Before these, the device is initialized and a program of one operation runs: that is XLA's own start.
     """

@@ -1,4 +1,5 @@
-"""What `benchmarks.run --report` says of a GPU beside errors and times: the device, its software, and whether the kernels are right."""
+"""What `benchmarks.run --report` says of a GPU beside errors and times: the device, its software, and whether the
+kernels are right."""
 
 import platform
 from typing import Any
@@ -68,8 +69,8 @@ def describe(device: Device) -> dict[str, Any]:
 
 
 def first_use_by_family(device: Device) -> dict[str, str]:
-    """Compare families of the mma.sync kernels with the definition; return what is wrong with each, if one cannot be compiled or
-    launched too."""
+    """Compare families of the mma.sync kernels with the definition; return what is wrong with each, if one cannot be
+    compiled or launched too."""
     actual = jax.devices()[0]
     attention = backend.forward, backend.backward
     decoding = CACHED_FORWARD.configure, CACHED_FORWARD.forward

@@ -1,8 +1,8 @@
 """A training step of a model with Llama-8B's layers, on one device or on a device's tokens of a sequence.
 
 The step is gradient descent on bfloat16 parameters, gradients are summed over devices in float32. A layer is recomputed
-in the backward, but for its attention (`jax.checkpoint`). There are few layers and 8192 words, so that the head has the share
-of a step that 128,256 words have beside 32 layers.
+in the backward, but for its attention (`jax.checkpoint`). There are few layers and 8192 words, so that the head has the
+share of a step that 128,256 words have beside 32 layers.
 """
 
 from collections.abc import Callable

@@ -21,8 +21,8 @@ from pallas_fa2.planning.autotune import median_ms, total_times
 
 # FlashAttention's rule: at most twice the error of dense attention in the same dtype.
 FACTOR = 2.0
-# All implementations are timed one after the other in ROUNDS rounds, in bursts of BURST milliseconds, each followed by a
-# rest of RESTS times as long: after some 50 milliseconds near its power limit an H200 falls from 1.98 to 1.7 GHz, and
+# All implementations are timed one after the other in ROUNDS rounds, in bursts of BURST milliseconds, each followed by
+# a rest of RESTS times as long: after some 50 milliseconds near its power limit an H200 falls from 1.98 to 1.7 GHz, and
 # what runs then, or next, is slower.
 ROUNDS, BURST, RESTS = 3, 30.0, 3
 

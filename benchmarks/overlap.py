@@ -53,8 +53,8 @@ def summaries(profile: Any) -> list[dict[str, Any]]:
 def summary(events: list[tuple[str, float, float]]) -> dict[str, Any]:
     """Return milliseconds, given (name, start, end) of a GPU's kernels and copies in nanoseconds.
 
-    A group's time is that in which one of its kernels runs. `exposed` is the time in which only collectives run, in all and by
-    their names, and `idle` that in which nothing runs between the first kernel and the last.
+    A group's time is that in which one of its kernels runs. `exposed` is the time in which only collectives run, in all
+    and by their names, and `idle` that in which nothing runs between the first kernel and the last.
     """
     groups: dict[str, Intervals] = {"attention": [], "nccl": [], "others": []}
     by_name: dict[str, Intervals] = {}

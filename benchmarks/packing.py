@@ -6,7 +6,8 @@ LONGEST = 16_384  # tokens of a document that a packer lets through
 
 
 def pairs(lengths: np.ndarray, shards: int) -> np.ndarray:
-    """Return how many pairs of a query and a key before it each of the shards computes, given documents in their order."""
+    """Return how many pairs of a query and a key before it each of the shards computes, given documents in their
+    order."""
     ends = np.cumsum(lengths)
     borders = np.arange(1, shards + 1) * (ends[-1] // shards)
     # The pairs of the first `border` tokens: those of whole documents, and of the first part of one.

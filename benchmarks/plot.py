@@ -3,8 +3,8 @@
     python -m benchmarks.plot benchmarks/results/nvidia-h200.json       # docs/figures/nvidia-h200-*.svg
     python -m benchmarks.plot benchmarks/results/nvidia-h200-x4.json    # docs/figures/nvidia-h200-x4-speedup.svg
 
-There is one figure for the forward and one for forward + backward, and one for speed-ups. The same file always gives the
-same bytes.
+There is one figure for the forward and one for forward + backward, and one for speed-ups. The same file always gives
+the same bytes.
 """
 
 import argparse
@@ -163,7 +163,8 @@ def _tokens(length: float, _: Any) -> str:
 
 
 def save(record: dict[str, Any], stem: str, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Write `<stem>-forward.svg` and, with gradients, `<stem>-both.svg`, or `<stem>-speedup.svg`, without a background and a date."""
+    """Write `<stem>-forward.svg` and, with gradients, `<stem>-both.svg`, or `<stem>-speedup.svg`, without a background
+    and a date."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with matplotlib.rc_context(STYLE):

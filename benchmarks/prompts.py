@@ -3,12 +3,12 @@
     python -m benchmarks.prompts
     python -m benchmarks.prompts --cases new_2048,step_of_60 --layouts forward,pages64,int8 --jobs 8
 
-The tokens of a prompt, or of packed requests, are the last ones of their sequences; bfloat16, random, causal. Microseconds are those of
-all kernels of a call by CUPTI, the median of bursts that alternate, and in parentheses those of the longest kernel; behind a stroke those
-of a call as the host sees calls that follow each other. `forward` is
-`flash_attention` on contiguous keys of just this length. `pages16` and `pages64` are pages in random order, `int8` has caches of 8 bits,
-and `int8_entries` is what these take by the decode kernel (docs/decisions/0093-tiles-of-8-bits.md). A layout whose
-error against `blockwise` in float32 is above twice that of `blockwise` in bfloat16 gets no time.
+The tokens of a prompt, or of packed requests, are the last ones of their sequences; bfloat16, random, causal.
+Microseconds are those of all kernels of a call by CUPTI, the median of bursts that alternate, and in parentheses those
+of the longest kernel; behind a stroke those of a call as the host sees calls that follow each other. `forward` is
+`flash_attention` on contiguous keys of just this length. `pages16` and `pages64` are pages in random order, `int8` has
+caches of 8 bits, and `int8_entries` is what these take by the decode kernel (docs/decisions/0093-tiles-of-8-bits.md). A
+layout whose error against `blockwise` in float32 is above twice that of `blockwise` in bfloat16 gets no time.
 """
 
 import argparse

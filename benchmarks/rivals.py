@@ -19,8 +19,8 @@ from jax import Array
 import pallas_fa2 as fa
 from benchmarks.shapes import Shape
 
-# The limit on bytes of float32 scores, and the part of a GPU's memory: probabilities and the gradients of both must fit in
-# memory beside them.
+# The limit on bytes of float32 scores, and the part of a GPU's memory: probabilities and the gradients of both must fit
+# in memory beside them.
 XLA_SCORES, XLA_SCORES_PART = 20e9, 0.2
 # The limit on bytes of a dense mask, of which there are several copies as well.
 DENSE_MASK = 2e9
@@ -30,8 +30,9 @@ DENSE_MASK = 2e9
 class Implementation:
     """A function of (shape, q, k, v, data), its module, and the package whose version is recorded.
 
-    `data` is a shape's bias `[1, N, T, S]`, or the index at which each token's document begins, `[B, T]`, which can also
-    be used as segment id. A `worker` is a module of benchmarks that runs the implementation in a process without JAX.
+    `data` is a shape's bias `[1, N, T, S]`, or the index at which each token's document begins, `[B, T]`, which can
+    also be used as segment id. A `worker` is a module of benchmarks that runs the implementation in a process without
+    JAX.
     """
 
     attention: Callable[..., Array]

@@ -11,10 +11,10 @@
     python -m benchmarks.run --resume some.json                # the shapes that some.json lacks
 
 Inputs are random bfloat16; times are kernel times by CUPTI, the median of `--iterations` launches or more, in short
-bursts that alternate between the implementations. An implementation whose error against dense float32 attention is above
-twice that of dense bfloat16 attention gets no speed.
-The file is written after every shape. Rivals that cannot be imported are skipped. With `--jobs`, each shape has a process
-of its own, and one at a time uses the GPU; first calls then take longer.
+bursts that alternate between the implementations. An implementation whose error against dense float32 attention is
+above twice that of dense bfloat16 attention gets no speed.
+The file is written after every shape. Rivals that cannot be imported are skipped. With `--jobs`, each shape has a
+process of its own, and one at a time uses the GPU; first calls then take longer.
 A report has a dozen shapes, and what `benchmarks/gpu_report.py` says of the GPU; it takes less than five minutes.
 """
 

@@ -9,9 +9,9 @@ import numpy as np
 class Shape:
     """One attention problem: batch B, T queries, S keys, N and K heads, head dim H, and that of values if it differs.
 
-    With fewer queries than keys, a causal mask is aligned to the last key (prefill). A window is the number of keys before
-    a query's own, and causal. Documents are the lengths of those that are packed into the one row of a batch. A bias is an
-    array `[1, N, T, S]` with a gradient.
+    With fewer queries than keys, a causal mask is aligned to the last key (prefill). A window is the number of keys
+    before a query's own, and causal. Documents are the lengths of those that are packed into the one row of a batch. A
+    bias is an array `[1, N, T, S]` with a gradient.
     """
 
     batch: int
@@ -150,8 +150,8 @@ SHAPES = {
 # The shapes of `benchmarks.run --ampere`: what FlashAttention-2's CUDA kernels run as well, each head dim of a kernel.
 AMPERE = {name: SHAPES[name] for name in (*SWEEP, "phi3_4k", "llama8b_8k", "vit_b16", *DOCUMENTS)}
 
-# The shapes of `benchmarks.run --report`, the most telling first: each kernel, short and long, causal and full, grouped heads,
-# packed documents. Few enough for minutes, and small enough for a GPU of 8 GB.
+# The shapes of `benchmarks.run --report`, the most telling first: each kernel, short and long, causal and full, grouped
+# heads, packed documents. Few enough for minutes, and small enough for a GPU of 8 GB.
 REPORT = {
     name: SHAPES[name]
     for name in (

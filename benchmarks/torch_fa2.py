@@ -2,8 +2,8 @@
 
     python -m benchmarks.torch_fa2
 
-PyTorch and JAX have an allocator of GPU memory and CUDA libraries each, and would get into each other's way in one process.
-Requests and answers are pickles on stdin and stdout, in pairs; arrays are those of NumPy, bfloat16 as uint16.
+PyTorch and JAX have an allocator of GPU memory and CUDA libraries each, and would get into each other's way in one
+process. Requests and answers are pickles on stdin and stdout, in pairs; arrays are those of NumPy, bfloat16 as uint16.
 """
 
 import os
@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # type: ignore[import-no
 from torch.profiler import ProfilerActivity, profile  # type: ignore[import-not-found]
 
 RUNS = 4  # between two events
-# The GPU waits 10 ms at 1.8 GHz before the first event, in which all runs are launched: kernels of 0.3 ms take less than
-# their launches where other processes have the CPU.
+# The GPU waits 10 ms at 1.8 GHz before the first event, in which all runs are launched: kernels of 0.3 ms take less
+# than their launches where other processes have the CPU.
 LAUNCH_CLOCKS = 18_000_000
 
 

@@ -4,9 +4,9 @@
     python examples/generate.py --preset h200          # an H200
 
 The model of `examples/char_gpt.py` is trained first, briefly. Every step runs one program on a fixed number of rows: a
-decode step of each request that has its prompt behind it, and as much of other prompts as fits. Each request's page table
-begins with the pages of the prefix. Then Flax's dense attention decodes the same texts, and every character must be the
-same.
+decode step of each request that has its prompt behind it, and as much of other prompts as fits. Each request's page
+table begins with the pages of the prefix. Then Flax's dense attention decodes the same texts, and every character must
+be the same.
 """
 
 import argparse

@@ -3,9 +3,10 @@
     python -m examples.long_context                    # 32,768 characters over 8 virtual devices of a CPU
     python -m examples.long_context --preset gpus      # 262,144 characters over two GPUs
 
-Nothing is done but to place the characters: `P(None, "sequence")` divides each context over the devices. XLA divides all
-that is done for each character, and `flash_attention` sends keys and values around the devices; queries stay where they
-are. Which transfers a step has is printed, and what it takes of each device's memory. Two CPU cores take three minutes.
+Nothing is done but to place the characters: `P(None, "sequence")` divides each context over the devices. XLA divides
+all that is done for each character, and `flash_attention` sends keys and values around the devices; queries stay where
+they are. Which transfers a step has is printed, and what it takes of each device's memory. Two CPU cores take three
+minutes.
 """
 
 import argparse

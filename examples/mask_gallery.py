@@ -5,11 +5,11 @@
     python -m examples.mask_gallery --jobs 16                    # compiles 16 of them at a time
     python -m examples.mask_gallery packed_documents soft_cap    # some of them
 
-out/mask_gallery.png shows the tiles that are EMPTY (the kernels skip them), PARTIAL (they evaluate the mask) and FULL, by
-interval arithmetic on the mask's code: no [T, T] array is built. On a Hopper GPU the tables have milliseconds, ratios to
-full and causal attention, and for masks a bound: 1.10 times the time of full attention times the fraction of tiles that is
-computed, plus 10 microseconds. Full attention is timed alternately with each mask, as a warm GPU is slower. (2 seconds on
-a laptop, 2 minutes on an H200 with 16 jobs.)
+out/mask_gallery.png shows the tiles that are EMPTY (the kernels skip them), PARTIAL (they evaluate the mask) and FULL,
+by interval arithmetic on the mask's code: no [T, T] array is built. On a Hopper GPU the tables have milliseconds,
+ratios to full and causal attention, and for masks a bound: 1.10 times the time of full attention times the fraction of
+tiles that is computed, plus 10 microseconds. Full attention is timed alternately with each mask, as a warm GPU is
+slower. (2 seconds on a laptop, 2 minutes on an H200 with 16 jobs.)
 """
 
 import argparse

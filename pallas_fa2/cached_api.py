@@ -72,32 +72,32 @@ def cached_attention(
     """Compute exact softmax attention of the last tokens of each sequence on all that its cache holds.
 
     Their own keys and values are in the cache already (`cache.append`). Masks and scores are those of
-    `flash_attention`: `q.index` and `k.index` are positions in the sequence, never a slot or a page, `q.length` is T and
-    `k.length` the capacity of a sequence. Keys from a sequence's length on do not exist, whatever the mask says; slots
-    there may hold NaN. Lengths, tables and starts are run-time data: one program serves all of them.
+    `flash_attention`: `q.index` and `k.index` are positions in the sequence, never a slot or a page, `q.length` is T
+    and `k.length` the capacity of a sequence. Keys from a sequence's length on do not exist, whatever the mask says;
+    slots there may hold NaN. Lengths, tables and starts are run-time data: one program serves all of them.
 
     Args:
       query: `[B, T, N, H]` in the cache's dtype, the last T tokens of each sequence: query t is at position
         `length - T + t`. Where that is negative, the query is padding. On a cache of 8 bits it has any dtype that
         `flash_attention` takes.
-      cache: a `Cache`, or `Pages` of a pool, with K heads of which N is a multiple. One of 8 bits stands for its numbers
-        times their scales.
+      cache: a `Cache`, or `Pages` of a pool, with K heads of which N is a multiple. One of 8 bits stands for its
+        numbers times their scales.
       queries: `Packed(starts)` where query is `[tokens, N, H]`, rows of several requests, such as decode steps, prompts
-        and parts of prompts. Token data of queries are then `[tokens]`, of keys `[R, S]`, and `[*B]` is `[R]`. Rows of no
-        request have output 0 and lse -inf.
+        and parts of prompts. Token data of queries are then `[tokens]`, of keys `[R, S]`, and `[*B]` is `[R]`. Rows of
+        no request have output 0 and lse -inf.
       mask: as in `flash_attention`, causal by default; None for all keys of the sequence. Token data of keys are
         `[B, S]`, by position. `Tree` is the mask of drafted tokens.
       score, scale, sinks: as in `flash_attention`.
       q_positions: integers `[B, T]` (or `[tokens]`), any other positions of the queries, such as depths in a tree.
-      split_size: split each sequence at multiples of so many keys, itself a multiple of 64, and nowhere else, so that the bits
-        of a query's result do not depend on the other sequences of the batch, nor on which tokens are computed with it.
-        Smaller sizes fill a GPU with fewer sequences, and have more results to merge. By default sequences are split into equal
-        shares. Only kernels that read a cache have this.
-      return_lse: also return the natural logsumexp of the scores, by which `merge` combines this with attention on other
-        keys, such as a prefix that all sequences share.
+      split_size: split each sequence at multiples of so many keys, itself a multiple of 64, and nowhere else, so that
+        the bits of a query's result do not depend on the other sequences of the batch, nor on which tokens are computed
+        with it. Smaller sizes fill a GPU with fewer sequences, and have more results to merge. By default sequences are
+        split into equal shares. Only kernels that read a cache have this.
+      return_lse: also return the natural logsumexp of the scores, by which `merge` combines this with attention on
+        other keys, such as a prefix that all sequences share.
       implementation: as in `flash_attention`. Backends without kernels that read a cache run the equivalent call of
-        `flash_attention`, for which pages are gathered. On a GPU a `FallbackWarning` says once for each reason why no kernel
-        reads the cache, and `"fused"` makes it an error.
+        `flash_attention`, for which pages are gathered. On a GPU a `FallbackWarning` says once for each reason why no
+        kernel reads the cache, and `"fused"` makes it an error.
 
     Returns:
       `[B, T, N, Hv]` (or `[tokens, N, Hv]`) in query's dtype; with `return_lse` also `[B, N, T]` (or `[N, tokens]`) in
@@ -107,8 +107,8 @@ def cached_attention(
 
     Raises:
       ValueError, TypeError: before anything is compiled; the message names the argument, the rule, the value and the
-        remedy. Known lengths beyond the capacity, and known entries of a table out of range, are such errors. Traced ones
-        are clamped: nothing outside of the cache is read.
+        remedy. Known lengths beyond the capacity, and known entries of a table out of range, are such errors. Traced
+        ones are clamped: nothing outside of the cache is read.
 
     Example:
       >>> import jax.numpy as jnp, pallas_fa2 as fa

@@ -1,8 +1,8 @@
 """Caches of keys and values, contiguous (`Cache`) and paged (`Pages`), and queries that requests share (`Packed`).
 
-Slot i of a sequence holds the key at position i. Lengths, tables and starts are run-time data: a program that was compiled
-for some values runs for any others. Where they are known, wrong ones raise a ValueError; where they are traced, what is
-outside of the cache is neither read nor written.
+Slot i of a sequence holds the key at position i. Lengths, tables and starts are run-time data: a program that was
+compiled for some values runs for any others. Where they are known, wrong ones raise a ValueError; where they are
+traced, what is outside of the cache is neither read nor written.
 """
 
 import dataclasses
@@ -68,8 +68,8 @@ class _Appends:
         """Return the cache with new tokens behind each sequence, longer by their number.
 
         Under `jit` with the cache donated it is written in place. Traced lengths may exceed the capacity: tokens beyond
-        it are dropped, and `jnp.any(cache.lengths > cache.capacity)` tells. Those that a page out of range would hold are
-        dropped too.
+        it are dropped, and `jnp.any(cache.lengths > cache.capacity)` tells. Those that a page out of range would hold
+        are dropped too.
 
         Args:
           key, value: `[B, T, K, H]` and `[B, T, K, Hv]` in the cache's dtype, T tokens for each sequence; with
@@ -80,8 +80,8 @@ class _Appends:
           queries: the `Packed` rows of requests, one request for each sequence.
 
         Raises:
-          ValueError, TypeError: shapes and dtypes do not fit; known lengths would exceed the capacity; a known table has
-            no page for a new token, or one in which another sequence has a token in the same slot.
+          ValueError, TypeError: shapes and dtypes do not fit; known lengths would exceed the capacity; a known table
+            has no page for a new token, or one in which another sequence has a token in the same slot.
         """
         check_append(self, key, value, new, queries)
         key, value, lengths = jnp.asarray(key), jnp.asarray(value), jnp.asarray(self.lengths)
@@ -109,7 +109,8 @@ class _Appends:
         return dataclasses.replace(self, **arrays)  # pyright: ignore
 
     def dequantize(self, dtype: Any = jnp.bfloat16) -> Self:
-        """Return the cache of `key * k_scale` and `value * v_scale` in this dtype, which a cache of 8 bits stands for."""
+        """Return the cache of `key * k_scale` and `value * v_scale` in this dtype, which a cache of 8 bits stands
+        for."""
         check_cache(self)
         if not is_quantized(self.key.dtype):
             return self
@@ -218,8 +219,8 @@ def _scatter_scales(
 ) -> jax.Array:
     """Set scales `[..., K, slots]` to those of tokens `x [..., K]`, at an index of a token but for its heads.
 
-    Heads are a batching axis where they lie, which `vmap` would move: they stay divided over devices, and XLA transposes
-    nothing, as it would for a slice in the middle.
+    Heads are a batching axis where they lie, which `vmap` would move: they stay divided over devices, and XLA
+    transposes nothing, as it would for a slice in the middle.
     """
     heads = cached.ndim - 2
     indexed = (*range(heads), heads + 1)
@@ -244,8 +245,8 @@ def _scatter_scales(
 class Pages(_Appends):
     """Keys and values of B sequences in pages of a pool; page i of a sequence holds its tokens from `i * page` on.
 
-    Which sequence has which pages is the caller's decision. Several may share those that no tokens are appended to: where two
-    would write to one slot, one token is lost. A known table with such a page is an error.
+    Which sequence has which pages is the caller's decision. Several may share those that no tokens are appended to:
+    where two would write to one slot, one token is lost. A known table with such a page is an error.
 
     Attributes:
       key: `[P, page, K, H]`, P pages of `page` tokens; of 8 bits, as in a `Cache`.
@@ -283,7 +284,8 @@ class Pages(_Appends):
         value_dim: int | None = None,
         dtype: Any = jnp.bfloat16,
     ) -> "Pages":
-        """Make a pool of `num_pages` pages of `page_size` tokens, and empty sequences of which `table` `[B, W]` has the pages.
+        """Make a pool of `num_pages` pages of `page_size` tokens, and empty sequences of which `table` `[B, W]` has the
+        pages.
 
         A sequence that has no pages yet has a row of -1. All arrays are new ones, a copy of the table too, so that the
         result can be donated. `value_dim` and `dtype` are those of `Cache.zeros`.

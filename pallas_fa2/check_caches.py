@@ -24,7 +24,8 @@ SIZES = {
 
 
 def check_sizes(function: str, sizes: dict[str, tuple[Any, int]], dtype: Any) -> None:
-    """Raise a TypeError or ValueError unless `function` can make a cache of such `sizes`, with the least of each, and dtype."""
+    """Raise a TypeError or ValueError unless `function` can make a cache of such `sizes`, with the least of each, and
+    dtype."""
     for name, (size, least) in sizes.items():
         if export.is_symbolic_dim(size):
             continue
@@ -143,7 +144,8 @@ def check_table(cache: Any, begins: np.ndarray, ends: np.ndarray) -> None:
 
 
 def _check_written_pages(cache: Any, begins: np.ndarray, ends: np.ndarray) -> None:
-    """Raise a ValueError if tokens `begins` to `ends - 1`, `[B]`, go where a known table has tokens of another sequence."""
+    """Raise a ValueError if tokens `begins` to `ends - 1`, `[B]`, go where a known table has tokens of another
+    sequence."""
     if not is_known(cache.table):
         return
     table, page = np.asarray(cache.table), cache.page_size

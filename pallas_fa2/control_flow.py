@@ -37,7 +37,7 @@ def rematerialize[T](x: T) -> T:
 def as_carry[T](loaded: T) -> T:
     """Return integers that a kernel has loaded as a loop may carry them.
 
-    Inside `shard_map` arrays vary over mesh axes, and to JAX so does what is loaded of them, but nothing that is computed in a
-    kernel. Loops carry one kind: here all is computed, by an addition of which no machine code is left.
+    Inside `shard_map` arrays vary over mesh axes, and to JAX so does what is loaded of them, but nothing that is
+    computed in a kernel. Loops carry one kind: here all is computed, by an addition of which no machine code is left.
     """
     return jax.tree.map(lambda x: x + jnp.int32(0), loaded)

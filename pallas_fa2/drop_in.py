@@ -71,9 +71,10 @@ def dot_product_attention(
 ) -> Any:
     """Compute what `jax.nn.dot_product_attention` does, with its signature and our options after it.
 
-    There are four differences. A query that attends to no key, or by the bias to none above -2^26, gets 0 and a residual
-    of -inf (there, the mean of the values). The residual is differentiable. `implementation` takes our names (`"xla"`
-    stands for `"reference"`; for cuDNN call `jax.nn` itself). The head dim of value may differ from that of key.
+    There are four differences. A query that attends to no key, or by the bias to none above -2^26, gets 0 and a
+    residual of -inf (there, the mean of the values). The residual is differentiable. `implementation` takes our names
+    (`"xla"` stands for `"reference"`; for cuDNN call `jax.nn` itself). The head dim of value may differ from that of
+    key.
 
     Args:
       query: `[B, T, N, H]` or `[T, N, H]` (any number of batch axes works); dtypes are those of `flash_attention`.

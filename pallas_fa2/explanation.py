@@ -103,8 +103,9 @@ def explain(
     Args:
       query, key, value: arrays, or `jax.ShapeDtypeStruct`s, as `flash_attention` takes them; or query and a cache.
       implementation: as in `flash_attention`.
-      device: where the call would run, by default the device of query: a `jax.Device`, the compute capability of an NVIDIA
-        GPU ("8.0" for an A100, "9.0" for an H100), or a `Device`, such as `Device("gpu", "NVIDIA H200", "9.0", 132)`.
+      device: where the call would run, by default the device of query: a `jax.Device`, the compute capability of an
+        NVIDIA GPU ("8.0" for an A100, "9.0" for an H100), or a `Device`, such as `Device("gpu", "NVIDIA H200", "9.0",
+        132)`.
       options: any other argument of `flash_attention`; arrays may be `jax.ShapeDtypeStruct`s.
 
     Returns:

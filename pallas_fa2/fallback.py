@@ -24,8 +24,8 @@ NOT_THE_USERS = (
 
 
 class FallbackWarning(UserWarning):
-    """A call on a GPU, or its gradients, run on XLA's operations, because no fused kernel supports them, or a kernel was
-    found to be wrong on this GPU."""
+    """A call on a GPU, or its gradients, run on XLA's operations, because no fused kernel supports them, or a kernel
+    was found to be wrong on this GPU."""
 
 
 _warned: set[str] = set()
@@ -34,8 +34,8 @@ _warned: set[str] = set()
 def warn_of_fallback(
     spec: CallSpec, implementation: str, rejected: tuple[tuple[str, str], ...], device: Device
 ) -> None:
-    """Issue a `FallbackWarning` once for each reason that no fused kernel runs a call, or that one is not used because it is
-    wrong; where warnings are errors, each time."""
+    """Issue a `FallbackWarning` once for each reason that no fused kernel runs a call, or that one is not used because
+    it is wrong; where warnings are errors, each time."""
     if device.platform != "gpu" or not rejected:
         return
     defect = next((reason for _, reason in rejected if isinstance(reason, Defect)), None)
@@ -55,7 +55,8 @@ def warn_of_fallback(
 
 
 def warn_of_equivalent_call(spec: CachedSpec, plan: CachedPlan, device: Device) -> None:
-    """Issue a `FallbackWarning` once for each reason that no kernel reads a cache, where those of the equivalent call run."""
+    """Issue a `FallbackWarning` once for each reason that no kernel reads a cache, where those of the equivalent call
+    run."""
     if device.platform != "gpu" or plan.not_read is None or plan.implementation not in FUSED:
         return
     if any(isinstance(reason, Defect) for _, reason in plan.rejected):

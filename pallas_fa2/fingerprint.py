@@ -2,8 +2,8 @@
 
 A mask or score may read globals, closure cells, defaults and attributes. A notebook may change them between two calls,
 and the function must then be traced again. Keys include plain values and containers, functions, methods, modules, and
-objects of classes that are written in Python and have no metaclass. Anything else (arrays, properties, imports within the
-function) has no key, and such a function is traced at every call.
+objects of classes that are written in Python and have no metaclass. Anything else (arrays, properties, imports within
+the function) has no key, and such a function is traced at every call.
 """
 
 import builtins
@@ -112,8 +112,8 @@ class _Reader:
         return self._attributes(vars(value)), self._class(type(value))
 
     def _class(self, cls: type) -> Hashable:
-        """Return the key of a class and its bases: the attributes that code names, and operators, which it calls without
-        their names. Operators of a class that is written in C have no key."""
+        """Return the key of a class and its bases: the attributes that code names, and operators, which it calls
+        without their names. Operators of a class that is written in C have no key."""
         mro = cls.__mro__[:-1]
         for c in mro:
             own = {n: x for n, x in vars(c).items() if n not in PASSIVE}

@@ -33,8 +33,8 @@ def short_repr(value: Any) -> str:
 class StaticPytree:
     """A frozen dataclass as a pytree: numbers, strings and functions are static, other fields are leaves.
 
-    Two are equal if they have the same code and the same objects as leaves, so that `jit` does not trace an equal static
-    argument, or field of a Flax module, again.
+    Two are equal if they have the same code and the same objects as leaves, so that `jit` does not trace an equal
+    static argument, or field of a Flax module, again.
     """
 
     def __init_subclass__(cls) -> None:

@@ -179,8 +179,8 @@ def test_a_gpu_without_a_fused_kernel_warns_once_for_each_reason(monkeypatch):
             fa.flash_attention(x, x, x)
 
 
-# The gradients that blockwise computes of calls whose forward is a fused kernel's: the device, dtype and head dim, options,
-# the reason, and whether those of the slopes are needed for it.
+# The gradients that blockwise computes of calls whose forward is a fused kernel's: the device, dtype and head dim,
+# options, the reason, and whether those of the slopes are needed for it.
 SLOW_GRADIENTS = {
     "float32": (A100, jnp.float32, 192, {}, "no kernel of its backward for float32", False),
     "ordered": (

@@ -1,4 +1,5 @@
-"""What NumPy computes for interpreted kernels is what XLA computes: to the bit, but for functions that neither rounds."""
+"""What NumPy computes for interpreted kernels is what XLA computes: to the bit, but for functions that neither
+rounds."""
 
 from collections.abc import Callable
 from typing import Any

@@ -149,7 +149,8 @@ def cpu(monkeypatch):
 
 @pytest.mark.parametrize("name", slow_but(lambda name: name == "window", EACH))
 def test_all_compute_the_same(cpu, name):
-    """Ours ready-made, as a function, as segments and as an array, and XLA's, within the rule; nothing else is refused."""
+    """Ours ready-made, as a function, as segments and as an array, and XLA's, within the rule; nothing else is
+    refused."""
     measured = measure.measure(EACH[name], cpu, 1)
     assert Shape(**measured["shape"]) == EACH[name]
     assert len(measured["allowed"]) == (5 if name == "bias" else 4)

@@ -186,9 +186,9 @@ def test_splits_of_a_size_are_those_of_the_kernel() -> None:
 def test_bits_with_fixed_splits_do_not_depend_on_other_queries(
     mask: fa.Mask, device: Device
 ) -> None:
-    """A query alone, with those before it, and with another request's, in wider tiles: with 20 splits, of which as many are
-    merged at a time as the width leaves registers for. Sums of a score are exact in any order, and lse is near 0, where
-    it shows a rounding of its sum."""
+    """A query alone, with those before it, and with another request's, in wider tiles: with 20 splits, of which as many
+    are merged at a time as the width leaves registers for. Sums of a score are exact in any order, and lse is near 0,
+    where it shows a rounding of its sum."""
     lengths, dim = np.array([1500, 900]), 32
     rng = np.random.default_rng(0)
     k, v = rng.integers(-100, 101, (2, 2, 1536, 1, dim)) / 64
@@ -317,7 +317,8 @@ def test_prompts_on_8_bits_on_two_gpus(placed: str, kind: AxisType) -> None:
     ids=str,
 )
 def test_loops_of_the_kernels_are_traced_in_shard_map(layout: str, device: Any) -> None:
-    """What is loaded varies over its axes there, and what is computed does not: loops carry both. Results vary as inputs do."""
+    """What is loaded varies over its axes there, and what is computed does not: loops carry both. Results vary as
+    inputs do."""
     mesh = jax.sharding.Mesh(np.array(compile_gate.h200s(2)), ("x",))
     bf16, i32 = jnp.bfloat16, jnp.int32
     q, lengths = jax.ShapeDtypeStruct((4, 1, 32, 128), bf16), jax.ShapeDtypeStruct((4,), i32)

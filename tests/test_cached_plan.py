@@ -281,7 +281,8 @@ def test_many_queries_have_the_other_kernel_of_hopper_where_its_own_has_no_tiles
 
 
 def test_no_copy_is_made_in_silence() -> None:
-    """By any kernel of this package: an error. A named one makes it as it is told, and on a CPU there is nothing to warn of."""
+    """By any kernel of this package: an error. A named one makes it as it is told, and on a CPU there is nothing to
+    warn of."""
     for options, cost, cure in (
         ({"page": 4}, "copies all pages of all sequences", "Choose sizes"),
         ({"dtype": jnp.float32}, "splits no sequence", "Keep queries and caches in bfloat16"),

@@ -1,4 +1,5 @@
-"""Compiled programs for several devices: the collectives that they have, the bytes that these move, and their results."""
+"""Compiled programs for several devices: the collectives that they have, the bytes that these move, and their
+results."""
 
 import functools
 import re
@@ -96,8 +97,8 @@ def test_a_window_sends_one_block() -> None:
 
 
 def test_a_window_gathers_the_keys_that_it_reaches() -> None:
-    """Four tokens of the device before, of eight, and their ids; their dK and dV come back in float32, and those of own keys
-    do not move."""
+    """Four tokens of the device before, of eight, and their ids; their dK and dV come back in float32, and those of own
+    keys do not move."""
     options = {"mask": fa.SlidingWindow(5) & fa.Segments(jnp.zeros((1, 8), jnp.int32))}
     with mock.patch("pallas_fa2.distributed.reach.KEYS_OF_A_BLOCK", 4):
         sizes = lowered("all_gather", "contiguous", 4, True, **options)

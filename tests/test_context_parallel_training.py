@@ -1,4 +1,5 @@
-"""Sequences over devices in whole programs: a Llama-shaped model learns as on one device, a million tokens are right."""
+"""Sequences over devices in whole programs: a Llama-shaped model learns as on one device, a million tokens are
+right."""
 
 import functools
 import math

@@ -26,7 +26,8 @@ SHARE = Share(0, 0, 0, 0, 0, 0, Entry(*[0] * len(Entry._fields)), Deal(0, 0, 0, 
 
 
 def load_by_kernel(case: Case, count: int, like: Any, load: Callable[[Any, Any], Any]) -> Any:
-    """What `load` of a plan and an index gives in a kernel, for indices below `count`: arrays in the structure of `like`."""
+    """What `load` of a plan and an index gives in a kernel, for indices below `count`: arrays in the structure of
+    `like`."""
     leaves, structure = jax.tree.flatten(like)
 
     def run_all(lengths: Any, starts: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Documentation: links resolve, decisions have a status and are listed, named files exist, code of pages and docstrings runs."""
+"""Documentation: links resolve, decisions have a status and are listed, named files exist, code of pages and docstrings
+runs."""
 
 import doctest
 import importlib

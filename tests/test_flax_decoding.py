@@ -178,7 +178,8 @@ def test_tokens_beyond_the_greatest_length_overwrite_the_last_ones() -> None:
 
 @pytest.mark.parametrize("is_joined", [False, True])
 def test_nnx_attends_to_what_arrays_of_the_caller_show(is_joined: bool) -> None:
-    """A mask that is an array, which Flax joins to its own, and one that an attention function of the caller's joins."""
+    """A mask that is an array, which Flax joins to its own, and one that an attention function of the caller's
+    joins."""
     rows = (np.arange(8) % 3 != 1)[None, None, None]
 
     def joining(*args: Any, mask: Any, **options: Any) -> Any:

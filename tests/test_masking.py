@@ -123,8 +123,8 @@ def scores(columns: int) -> np.ndarray:
 
 
 def bounds(columns: int) -> list[np.ndarray]:
-    """Return for each row a column, or one that does not exist: each of them in both halves of a warp's rows; and as far as
-    positions go."""
+    """Return for each row a column, or one that does not exist: each of them in both halves of a warp's rows; and as
+    far as positions go."""
     near = np.arange(-2, columns + 2, dtype=np.int32)
     each = np.resize(near, (-(-near.size // FRAGMENT), FRAGMENT))
     far = np.random.default_rng(0).choice([-(2**30), -200, columns + 200, 2**30], FRAGMENT)

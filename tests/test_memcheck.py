@@ -1,5 +1,5 @@
-"""No garbage in a cache's lengths, tables and starts makes a kernel read or write outside of its arrays: compute-sanitizer
-watches `tests/support/bad_caches.py` on a GPU.
+"""No garbage in a cache's lengths, tables and starts makes a kernel read or write outside of its arrays:
+compute-sanitizer watches `tests/support/bad_caches.py` on a GPU.
 
 Each process has a few programs, because the sanitizer died after some 12 (CUDA 13.0).
 """

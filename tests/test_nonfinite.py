@@ -108,7 +108,8 @@ def test_sanitized_on_a_gpu(length: int, dims: Any, kernel_dims: Any, block: int
 
 @pytest.mark.parametrize("side", ["k", "q"])
 def test_the_preprocess_searches_where_tokens_may_attend_to_nothing(side: str) -> None:
-    """It does so by the mask's arrays, in batch entries of which its code says nothing; among queries, under a score."""
+    """It does so by the mask's arrays, in batch entries of which its code says nothing; among queries, under a
+    score."""
     x, _ = arrays(139, (64, 64))
     score = fa.soft_cap(2.0) if side == "q" else None
     spec, _ = parse_call(x, x, x, mask=fa.Lengths(jnp.array([5, 5])), score=score)

@@ -9,8 +9,8 @@ from pallas_fa2.backends.common.primitives import pairwise, thread_values
 
 
 def swizzled_offsets(queries: int, keys: int, size: int) -> np.ndarray:
-    """Return the offset of each element of `[queries, keys]` in shared memory, in bytes. Panels have 8 rows of 128 bytes,
-    in which bits 4 to 6 of an address are flipped where bits 7 to 9 are set (CUDA's 128-byte swizzle)."""
+    """Return the offset of each element of `[queries, keys]` in shared memory, in bytes. Panels have 8 rows of
+    128 bytes, in which bits 4 to 6 of an address are flipped where bits 7 to 9 are set (CUDA's 128-byte swizzle)."""
     q, k = np.mgrid[:queries, :keys]
     width = 128 // size
     panel = q // 8 * (keys // width) + k // width

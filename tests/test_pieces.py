@@ -22,7 +22,8 @@ BASE = 1 << 12  # the address of the buffer
 def test_pieces_are_stored_as_tma_stores_rows(
     dim: int, width: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In groups of 8 rows, panels and swizzled lines; and eight neighbors, which hardware serves at a time, use all banks."""
+    """In groups of 8 rows, panels and swizzled lines; and eight neighbors, which hardware serves at a time, use all
+    banks."""
     groups = rows // 8
     kind = types.SimpleNamespace(shape=(groups, dim // width, 8, width))
     memory = np.zeros(2 * rows * dim, np.uint8)

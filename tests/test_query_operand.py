@@ -21,7 +21,8 @@ def as_words(array: np.ndarray) -> np.ndarray:
 
 
 def swizzled(rows: int, dim: int) -> np.ndarray:
-    """The byte of each element of `[rows, dim]` of 16 bits as TMA stores them, in groups of 8 rows, panels and lines."""
+    """The byte of each element of `[rows, dim]` of 16 bits as TMA stores them, in groups of 8 rows, panels and
+    lines."""
     row, column = np.arange(rows)[:, None], np.arange(dim)[None]
     line = 8 * (row // 8 * (dim // 64) + column // 64) + row % 8
     return LINE * line + (2 * (column % 64) ^ row % 8 * 16)

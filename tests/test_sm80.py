@@ -226,7 +226,8 @@ BACKWARDS = {
 def _run_backward(
     config: BackwardConfig, spec: KernelSpec, arrays: tuple[np.ndarray, ...]
 ) -> tuple[tuple, tuple]:
-    """Return dq, dk and dv, interpreted; and those in float64, with the largest sum of absolute terms of each row, `[B, T, N]`."""
+    """Return dq, dk and dv, interpreted; and those in float64, with the largest sum of absolute terms of each row,
+    `[B, T, N]`."""
     with jax.enable_x64(True):
         q, k, v, dout = (jnp.asarray(x, jnp.float64) for x in arrays)
         (out, lse), pull = jax.vjp(functools.partial(_dense, spec), q, k, v)
@@ -378,7 +379,8 @@ def test_nan_of_queries_that_see_nothing(dtype: str) -> None:
 
 @pytest.mark.parametrize("name", ["float32", "float32_divides_columns", "float32_dq_apart"])
 def test_gradients_of_sizes_that_float16_does_not_have(name: str) -> None:
-    """Tokens of q, k, v and dO may differ by any power of two: each row of dQ, dK and dV is as exact as its own terms."""
+    """Tokens of q, k, v and dO may differ by any power of two: each row of dQ, dK and dV is as exact as its own
+    terms."""
     config, spec, dims = BACKWARDS[name]
     q, k, v, dout = (np.array(x) for x in _arrays(spec, dims, jnp.float32))
     rng = np.random.default_rng(3)

@@ -1,7 +1,7 @@
 """Where the inline PTX of the mma.sync kernels reads and writes, executed here by all threads of a CTA together.
 
-The interpreter knows these operations by what they mean (`tests/support/bulk.py`), so that no other test without a GPU sees
-an address.
+The interpreter knows these operations by what they mean (`tests/support/bulk.py`), so that no other test without a GPU
+sees an address.
 """
 
 import itertools
@@ -167,8 +167,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable:
 
 
 def swizzled(row: Any, column: Any, columns: int, width: int) -> Any:
-    """Return the byte of an element in tiles of 8 rows and `width` columns, after CUTLASS's Swizzle<3, 4, 3> for rows of
-    128 bytes, or <2, 4, 3> for those of 64: bits 4 to 6 (5) of the byte's address are changed by bits 7 to 9 (8)."""
+    """Return the byte of an element in tiles of 8 rows and `width` columns, after CUTLASS's Swizzle<3, 4, 3> for rows
+    of 128 bytes, or <2, 4, 3> for those of 64: bits 4 to 6 (5) of the byte's address are changed by bits 7 to 9 (8)."""
     tile = row // 8 * (columns // width) + column // width
     byte = 2 * (8 * width * tile + width * (row % 8) + column % width)
     return byte ^ ((byte >> 7 & (7 if width == 64 else 3)) << 4)

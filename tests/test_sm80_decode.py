@@ -80,7 +80,8 @@ def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("meeting", range(3))
 def test_each_meeting_of_a_block_is_needed(meeting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before S, before O, and after zeros in V: the calls are traced in this order, once each, after the ring is filled."""
+    """Before S, before O, and after zeros in V: the calls are traced in this order, once each, after the ring is
+    filled."""
     calls = iter(range(100))
 
     def all_but_one(warpgroups: int) -> None:

@@ -20,16 +20,18 @@ from tests.support.portable_gate import CACHED_CALLS, CALLS, CANDIDATES, ctas_pe
 from tests.support.tiers import slow
 
 # Bytes that a thread stores and loads: of constants of a loop most of all, a few times in a step of hundreds of
-# instructions. ptxas 13.0 needs more registers for Blackwell; in 100 KB the kernel of dQ alone at (256, 256) spills 496.
+# instructions. ptxas 13.0 needs more registers for Blackwell; in 100 KB the kernel of dQ alone at (256, 256)
+# spills 496.
 MAX_SPILL_BYTES = {"8.0": 450, "8.6": 500, "8.9": 500, "9.0": 450, "10.0": 900, "12.0": 900}
-# Of float32 inputs, whose fragments have twice the registers. In the backward: 1680 at H = 96 on 9.0, whose gradients of 64 keys
-# are in one warpgroup, 1648 of dQ alone at H = 128 under documents on 12.0; at H = 64 and 128 on 9.0 0 to 712.
+# Of float32 inputs, whose fragments have twice the registers. In the backward: 1680 at H = 96 on 9.0, whose gradients
+# of 64 keys are in one warpgroup, 1648 of dQ alone at H = 128 under documents on 12.0; at H = 64 and 128 on 9.0 0
+# to 712.
 MAX_SPILL_BYTES_FLOAT32 = 1800
-# Without a mask ptxas hoists more out of the loops at (256, 256) in 100 KB on Blackwell: the kernels of dK and dQ spill 2672
-# and 3096 bytes, which makes them slow, not wrong. Not mended yet.
+# Without a mask ptxas hoists more out of the loops at (256, 256) in 100 KB on Blackwell: the kernels of dK and dQ spill
+# 2672 and 3096 bytes, which makes them slow, not wrong. Not mended yet.
 KNOWN_SPILLS = {("12.0", "full_256"): 3200}
-# Of the decode kernel with 64 columns of queries, under a window, a tree, or where a group has parts: constants of the loop over
-# blocks, up to 512 bytes on 10.0. With fewer columns it spills nothing.
+# Of the decode kernel with 64 columns of queries, under a window, a tree, or where a group has parts: constants of the
+# loop over blocks, up to 512 bytes on 10.0. With fewer columns it spills nothing.
 MAX_SPILL_BYTES_DECODE = 520
 # Calls that one process compiles, in less than its time limit.
 CALLS_PER_PROCESS = 5

@@ -137,7 +137,8 @@ PER_SEQUENCE = np.random.default_rng(3).uniform(0.1, 2, 4).astype(np.float32)
 
 
 class Rising(Tiles):
-    """Requests whose scores rise by more than 2^120 from one block of keys to the next: all tiles are computed again."""
+    """Requests whose scores rise by more than 2^120 from one block of keys to the next: all tiles are computed
+    again."""
 
     def in_8_bits(self, x: np.ndarray, rise: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return super().in_8_bits(x, rise or 2)
@@ -343,7 +344,8 @@ def attend(q: Any, cache: Any, starts: Any, implementation: str) -> Any:
     return fa.cached_attention(q, cache, queries=queries, **options)
 
 
-# New tokens of three requests of 300, 40 and 150: a step, a prompt and a part of one; nothing for tiles; none for the other.
+# New tokens of three requests of 300, 40 and 150: a step, a prompt and a part of one; nothing for tiles; none for the
+# other.
 COUNTS = {
     "both": (1, 40, 145),
     "all_decoded": (1, 4, 3),
@@ -381,8 +383,8 @@ def test_requests_of_a_call_take_either_kernel(name: str) -> None:
 
 @pytest.mark.slow
 def test_both_kernels_write_the_same_arrays() -> None:
-    """No cache is copied, nor is what the first of two kernels stores for the second; two layers have the same tables, of
-    which a kernel writes to that of the order of tiles."""
+    """No cache is copied, nor is what the first of two kernels stores for the second; two layers have the same tables,
+    of which a kernel writes to that of the order of tiles."""
 
     def run(q: Any, k: Any, v: Any, table: Any, lengths: Any, starts: Any) -> Any:
         pages = fa.Pages(k, v, table, lengths)

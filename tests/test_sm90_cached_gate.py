@@ -1,4 +1,5 @@
-"""The forward of Hopper on a cache, compiled for an H200: spills and shared memory. tests/test_sm90_cached_forward.py interprets it."""
+"""The forward of Hopper on a cache, compiled for an H200: spills and shared memory. tests/test_sm90_cached_forward.py
+interprets it."""
 
 import dataclasses
 import functools

@@ -1,4 +1,5 @@
-"""Which requests of a call on a cache are tiles of Hopper's forward, and which the decode kernel's, by shapes and masks."""
+"""Which requests of a call on a cache are tiles of Hopper's forward, and which the decode kernel's, by shapes and
+masks."""
 
 import dataclasses
 from typing import Any
@@ -44,7 +45,8 @@ def config_of(*args: Any, **options: Any) -> Any:
 
 
 # Heads, requests: the tokens of each on an H200 with which entries of the decode kernel take longest, and tiles least.
-# Measured (docs/decisions/0087-prompts-on-a-cache.md) at 8 and 16 tokens, at 32, and at 1 and 8; the rest is an estimate.
+# Measured (docs/decisions/0087-prompts-on-a-cache.md) at 8 and 16 tokens, at 32, and at 1 and 8; the rest is an
+# estimate.
 BREAK_EVENS = {((32, 8), 16): (12, 13), ((32, 8), 1): (48, 64), ((32, 32), 16): (5, 6)}
 
 

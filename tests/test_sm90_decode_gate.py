@@ -1,4 +1,5 @@
-"""The decode kernel of Hopper, compiled for an H200: spills, shared memory, and what stands beside the kernel in a program.
+"""The decode kernel of Hopper, compiled for an H200: spills, shared memory, and what stands beside the kernel in a
+program.
 
 tests/test_sm90_decode.py interprets it.
 """
@@ -65,8 +66,8 @@ COMPILED_IN_PIECES: dict[str, tuple] = {
     "int8_entries": (16, 4, (32, 8), (128, 128), 16, CAUSAL, INT8, None, 2),
     "fp8_parts": (16, 1, (64, 2), (128, 128), 64, CAUSAL, FP8, None, 1, 2),
 }
-# With 64 columns all registers are in use. What the store of a tile and the merge need, a thread stores before the loop over
-# blocks, so many bytes, and loads after it; by jax 0.12's LLVM more.
+# With 64 columns all registers are in use. What the store of a tile and the merge need, a thread stores before the loop
+# over blocks, so many bytes, and loads after it; by jax 0.12's LLVM more.
 SPILLS_OF_COLUMNS: dict[str, int] = {}
 SPILLS_OF_PIECES = {"entries_pages_window": 64, "parts": 200, "parts_and_entries": 16}
 if jax.__version_info__ >= (0, 12):

@@ -44,9 +44,9 @@ def tiles_of_ctas(spec, classes, num_ctas):
     return launch.build_kernel("tiles", run, [], out, {"cta": count}, 1)(*tiles)
 
 
-# Two documents of 1 and one of 5 blocks, three heads: tiles visit 1, 1, 1, 2, 3, 4 and 5 blocks, each of 6 CTAs 8.5. The
-# longest two shall start 1.5 times as long before the end: before the second head. Those of the last head go by length, and
-# others from the last to the first, as the second half of a head visits 12 blocks and the first 5.
+# Two documents of 1 and one of 5 blocks, three heads: tiles visit 1, 1, 1, 2, 3, 4 and 5 blocks, each of 6 CTAs 8.5.
+# The longest two shall start 1.5 times as long before the end: before the second head. Those of the last head go by
+# length, and others from the last to the first, as the second half of a head visits 12 blocks and the first 5.
 SPEC = KernelSpec(1, 448, 448, 3, 3, 1.0, None)
 CLASSES = document_classes((64, 64, 320), 64, 64)
 TILE_IDS = *reversed(range(7)), 13, 20, 12, 19, *reversed(range(7, 12)), 18, 17, 14, 15, 16

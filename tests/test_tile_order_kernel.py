@@ -26,8 +26,8 @@ ORDERS = [
 
 
 def random_counts(shape, order):
-    """Return counts with many tiles of equal length; shorter ones have more full blocks. Lengths are in no order, or rise or fall
-    along the first row, and rows take turns."""
+    """Return counts with many tiles of equal length; shorter ones have more full blocks. Lengths are in no order, or
+    rise or fall along the first row, and rows take turns."""
     visited = np.random.default_rng(0).integers(1, 6, shape).astype(np.int32)
     if order != "none":
         odd = (np.arange(shape[0] * shape[1]) % 2 == 1).reshape(*shape[:2], 1)
@@ -82,7 +82,8 @@ def test_tiles_are_ordered_without_signs(shape, where, monkeypatch):
     assert compared
 
 
-# For three heads: the blocks that the tiles of each visit, and the ids of tiles in the order in which two CTAs claim them.
+# For three heads: the blocks that the tiles of each visit, and the ids of tiles in the order in which two CTAs claim
+# them.
 @pytest.mark.parametrize(
     "counts, tile_ids",
     [
@@ -110,8 +111,8 @@ def test_tiles_come_with_their_heads_or_are_hoisted(counts, tile_ids):
 
 @pytest.mark.parametrize("devices, device", [(2, 0), (2, 1), (4, 1), (4, 3), (16, 15)])
 def test_what_tiles_of_a_device_come_first_in_zigzag_order(devices, device):
-    """Causal queries of two of 2 `devices` chunks, keys of all: rows of later queries visit more keys, and columns of the
-    keys of each device are seen by as many queries, but for those that a block on the diagonal counts in full."""
+    """Causal queries of two of 2 `devices` chunks, keys of all: rows of later queries visit more keys, and columns of
+    the keys of each device are seen by as many queries, but for those that a block on the diagonal counts in full."""
     chunk = np.arange(16)  # blocks
     of_device = [
         np.concatenate([chunk + 16 * i for i in (d, 2 * devices - 1 - d)]) for d in range(devices)

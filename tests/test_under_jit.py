@@ -1,4 +1,5 @@
-"""Under `jit`, queries that are divided along their sequence stay where they lie: only keys, values and their gradients move.
+"""Under `jit`, queries that are divided along their sequence stay where they lie: only keys, values and their gradients
+move.
 
 Each case is compiled for some of eight CPU devices and compared with the reference on one device, run by NumPy.
 """
@@ -130,8 +131,8 @@ def qkv(dtype: Any = jnp.float32, **lengths: int) -> list[jax.Array]:
 
 
 def test_keys_go_around_in_the_inputs_dtype_and_their_gradients_in_float32() -> None:
-    """As inside `shard_map`: of n = 2 devices each sends (n - 1)/n of K and V in the forward and in the backward, and as
-    much of dK and dV in float32."""
+    """As inside `shard_map`: of n = 2 devices each sends (n - 1)/n of K and V in the forward and in the backward, and
+    as much of dK and dV in float32."""
     at = LAYOUTS["all"]
     spec = P(at.batch, at.tokens, at.heads)
     x = at.put(AxisType.Auto, qkv(jnp.bfloat16), [spec] * 4)

@@ -8,8 +8,8 @@ python tools/compare_sass.py --last-neutral       # the latest of these together
 
 A commit that only moves or renames code changes no kernel, and its message has a line `Neutral: yes`. CI compares the
 latest such commits, back to the first one that changes the package without that line, with the revision before them
-(`--last-neutral --small`). The calls are in tools/sass_matrix.py. The kernels of a revision are cached in .sass/ under the
-hash of its package. The exit code is 0 if all kernels are the same, otherwise 1.
+(`--last-neutral --small`). The calls are in tools/sass_matrix.py. The kernels of a revision are cached in .sass/ under
+the hash of its package. The exit code is 0 if all kernels are the same, otherwise 1.
 """
 
 import argparse
@@ -27,8 +27,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".sass"
 TRAILER = "Neutral: yes"
 
-# The kernels of each call in the order of compilation: name, registers, spilled bytes, bytes of shared memory, the number
-# of instructions, and a hash of the machine code.
+# The kernels of each call in the order of compilation: name, registers, spilled bytes, bytes of shared memory, the
+# number of instructions, and a hash of the machine code.
 Kernels = dict[str, list[list]]
 
 

@@ -1,4 +1,5 @@
-"""Counts the instructions of the mma.sync kernels as ptxas compiles them for an A100, and writes docs/design/portable-sass.md.
+"""Counts the instructions of the mma.sync kernels as ptxas compiles them for an A100, and writes
+docs/design/portable-sass.md.
 
     python tools/sm80_sass.py            # 12 kernels, about a minute; needs the compilers of the group `gate`
     python tools/sm80_sass.py --print    # the page on standard output
@@ -30,7 +31,8 @@ VARIANTS = {
 # A multiply-add of mma.sync.m16n8k16 and of ldmatrix.x4: products, and elements of 16 bits that it loads.
 HMMA_PRODUCTS, LDSM_ELEMENTS, WARP = 16 * 8 * 16, 4 * 8 * 8, 32
 
-# Clocks of an A100 (NVIDIA A100 whitepaper; CUDA C++ Programming Guide, "Arithmetic Instructions", compute capability 8.0).
+# Clocks of an A100 (NVIDIA A100 whitepaper; CUDA C++ Programming Guide, "Arithmetic Instructions", compute capability
+# 8.0).
 SUB_CORES = 4  # of a multiprocessor, each with a scheduler that issues one instruction a clock
 HMMA_CLOCKS = 8  # of a sub-core's tensor core: 256 multiply-adds a clock
 EX2_CLOCKS = 8  # of a sub-core: 4 exponentials a clock
@@ -90,8 +92,8 @@ class Step:
     def bounds(self) -> tuple[str, float, float]:
         """Return the unit that bounds the loop, its TFLOP/s on an A100, and those if nothing hid behind products.
 
-        The first holds if the warps of a multiprocessor hide everything but the busiest unit; the second if products and
-        all else took turns.
+        The first holds if the warps of a multiprocessor hide everything but the busiest unit; the second if products
+        and all else took turns.
         """
         clocks = self.clocks()
         unit = max(clocks, key=lambda name: clocks[name])

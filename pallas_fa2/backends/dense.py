@@ -20,8 +20,8 @@ def attention(
 ) -> dict[str, np.ndarray]:
     """Return `out [B, T, N, Hv]`, and with its cotangent `dq`, `dk`, `dv` and `dscore` (of the bias), in float64.
 
-    `q` is `[B, T, N, H]`, `k` and `v` are `[B, S, K, H | Hv]`. `keep` (which pairs are not masked), `bias` (of the scores,
-    which are scaled by 1 / sqrt(H)) and `factor` (of probabilities, by dropout) broadcast to `[B, N, T, S]`.
+    `q` is `[B, T, N, H]`, `k` and `v` are `[B, S, K, H | Hv]`. `keep` (which pairs are not masked), `bias` (of the
+    scores, which are scaled by 1 / sqrt(H)) and `factor` (of probabilities, by dropout) broadcast to `[B, N, T, S]`.
     """
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
@@ -64,8 +64,8 @@ def dropout_factor(
 ) -> np.ndarray:
     """Return 0 where a probability is dropped and 1 / (1 - rate) where it is kept, `[B, N, T, S]`.
 
-    `seed` is uint32 `[2]`, and the rate a multiple of 2^-16. 16 bits of a pair are half of a hashed word, that two keys share
-    whose positions differ by 8.
+    `seed` is uint32 `[2]`, and the rate a multiple of 2^-16. 16 bits of a pair are half of a hashed word, that two keys
+    share whose positions differ by 8.
     """
     head = np.arange(batch * heads, dtype=np.uint32).reshape(batch, heads, 1, 1)
     row = np.arange(q_len, dtype=np.uint32)[:, None]

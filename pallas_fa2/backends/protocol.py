@@ -10,8 +10,8 @@ from pallas_fa2.ir.call_spec import CallSpec
 
 
 class Defect(str):
-    """A reason why a backend must not run a call that is a mistake of its kernels: callers are warned of it whatever runs
-    instead."""
+    """A reason why a backend must not run a call that is a mistake of its kernels: callers are warned of it whatever
+    runs instead."""
 
 
 class Configuration(NamedTuple):
@@ -48,11 +48,11 @@ class CachedForward:
       unsupported_reason: `(cached spec, device)` -> why it cannot run this call there, or None.
       configure: `(cached spec, device)` -> its `config`, hashable.
       forward: `(cached spec, config, q, k, v, cached operands)` -> `out [B, T, N, Hv]` in q's dtype and the natural
-        `lse [B, N, T]` in float32; of packed queries `[tokens, N, H]` it is `[tokens, N, Hv]` and `[N, tokens]`. Keys and
-        values are `[B, S, K, H]`, or `[P, page, K, H]` for pages.
+        `lse [B, N, T]` in float32; of packed queries `[tokens, N, H]` it is `[tokens, N, Hv]` and `[N, tokens]`. Keys
+        and values are `[B, S, K, H]`, or `[P, page, K, H]` for pages.
       describe: `(cached spec, config)` -> the kernels in words, for `explain`.
-      slower_reason: `(cached spec, device)` -> why the same backend's `Backend.forward` takes less time for a call that this one
-        supports, and copies no keys, or None.
+      slower_reason: `(cached spec, device)` -> why the same backend's `Backend.forward` takes less time for a call that
+        this one supports, and copies no keys, or None.
     """
 
     unsupported_reason: Callable[[CachedSpec, Device], str | None]
@@ -79,8 +79,8 @@ class Backend:
       describe: `(spec, forward config, backward config, operands)` -> the `KernelDescription` of a call.
       candidates: `(spec, device)` -> the forward configs among which `autotune` chooses.
       config_type: the class of the forward configs, whose keyword arguments JSON can hold, if there are candidates.
-      cached: its forward of `cached_attention`, if it has one of its own. Without, the keys of a cache are gathered, and
-        `forward` runs the equivalent call.
+      cached: its forward of `cached_attention`, if it has one of its own. Without, the keys of a cache are gathered,
+        and `forward` runs the equivalent call.
       is_fused: whether it runs kernels of this package, not XLA's operations.
     """
 

@@ -58,8 +58,8 @@ def describe(device: Any) -> str | None:
 def _ptxas() -> list[tuple[str, str]]:
     """Return the path of every ptxas that may be run, and what it says of its version.
 
-    XLA runs the first that is new enough, in an order that differs among its versions. It looks in the directory of CUDA
-    that JAX or a flag names, on PATH, and in /usr/local/cuda.
+    XLA runs the first that is new enough, in an order that differs among its versions. It looks in the directory of
+    CUDA that JAX or a flag names, on PATH, and in /usr/local/cuda.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     cuda = [os.environ.get(name) for name in CUDA_VARIABLES]

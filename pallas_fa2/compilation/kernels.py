@@ -1,8 +1,8 @@
 """The Mosaic kernels of a lowered launch, each compiled by a small program of its own.
 
-XLA's CUDA plugin compiles a Mosaic kernel when XLA compiles a program that calls it, one kernel after another, and keeps
-it in the process under the hash of its module. So a program whose kernels other programs have compiled, in threads or
-by being loaded from disk, takes only what XLA itself needs.
+XLA's CUDA plugin compiles a Mosaic kernel when XLA compiles a program that calls it, one kernel after another, and
+keeps it in the process under the hash of its module. So a program whose kernels other programs have compiled, in
+threads or by being loaded from disk, takes only what XLA itself needs.
 """
 
 import concurrent.futures

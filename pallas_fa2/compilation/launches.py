@@ -1,8 +1,9 @@
 """Launches that are traced and lowered once in a process, and not at all if they are in the store.
 
-A launch is a function of arrays that calls kernels and what XLA computes around them. `jax.export` makes it a program, which
-takes the place of the launch in every trace: a second program of the process neither traces nor lowers the kernels. Their
-compilation begins as soon as they are lowered, in threads, and ends before XLA compiles the program that calls them.
+A launch is a function of arrays that calls kernels and what XLA computes around them. `jax.export` makes it a program,
+which takes the place of the launch in every trace: a second program of the process neither traces nor lowers the
+kernels. Their compilation begins as soon as they are lowered, in threads, and ends before XLA compiles the program that
+calls them.
 """
 
 import contextlib
@@ -37,8 +38,8 @@ _described: contextvars.ContextVar = contextvars.ContextVar("described", default
 class LaunchKey(NamedTuple):
     """All static arguments of a launch: two launches of equal keys run the same code.
 
-    `static` is hashable and compares by value; `text` differs wherever it does, in every process. If `text` has an address
-    in it (" at 0x", of a callback in a mask), the launch is not stored.
+    `static` is hashable and compares by value; `text` differs wherever it does, in every process. If `text` has an
+    address in it (" at 0x", of a callback in a mask), the launch is not stored.
     """
 
     name: str
@@ -134,7 +135,8 @@ def _remember(signature: _Signature, program: "_Program") -> "_Program":
 def _make(launch: Callable, signature: _Signature) -> "_Program | None":
     """Return the program of a launch, whose kernels are being loaded or compiled, or None if it has none."""
     try:
-        # Formed before the kernels are lowered: what is changed meanwhile is not taken for what they were lowered under.
+        # Formed before the kernels are lowered: what is changed meanwhile is not taken for what they were lowered
+        # under.
         text = None if store.directory() is None else signature.text
         return _load(signature, text) or _lower(launch, signature, text)
     except Exception:  # what is wrong with the launch itself is raised again when it is called

@@ -1,8 +1,8 @@
 """Files of compiled launches, checked when they are read; nothing that is wrong with a file or a disk is an error.
 
-The directory is that of the environment variable `PALLAS_FA2_CACHE`, or the user's cache directory if that is `1`. Without
-the variable, or if it is `0`, there is no store. Reading a file loads code, as with JAX's own cache, so only files of the user are read,
-from a directory into which nobody else can write.
+The directory is that of the environment variable `PALLAS_FA2_CACHE`, or the user's cache directory if that is `1`.
+Without the variable, or if it is `0`, there is no store. Reading a file loads code, as with JAX's own cache, so only
+files of the user are read, from a directory into which nobody else can write.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ log = logging.getLogger("pallas_fa2")
 class Entry(NamedTuple):
     """A compiled launch.
 
-    `program` is what `jax.export` serializes, `out_tree` the structure of its results, and `kernels` has for the hash of
-    each kernel what `serialize_executable.serialize` returns for the small program that calls it.
+    `program` is what `jax.export` serializes, `out_tree` the structure of its results, and `kernels` has for the hash
+    of each kernel what `serialize_executable.serialize` returns for the small program that calls it.
     """
 
     program: bytes
@@ -44,7 +44,8 @@ def directory() -> pathlib.Path | None:
 
 
 def cache_directory() -> pathlib.Path:
-    """Return the directory that the variable names; if it is `0`, `1` or unset, that of the package in the user's cache."""
+    """Return the directory that the variable names; if it is `0`, `1` or unset, that of the package in the user's
+    cache."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
         return pathlib.Path(value).expanduser()
@@ -58,7 +59,8 @@ def make_private(path: pathlib.Path) -> None:
 
 
 def obstacle(path: pathlib.Path) -> str | None:
-    """Return why a directory cannot be the store, or None if it can. If it does not exist, it must be possible to make it."""
+    """Return why a directory cannot be the store, or None if it can. If it does not exist, it must be possible to make
+    it."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -1,4 +1,5 @@
-"""What masks and scores read of tokens that other devices have: positions and token data, which are small and gathered."""
+"""What masks and scores read of tokens that other devices have: positions and token data, which are small and
+gathered."""
 
 import dataclasses
 from collections.abc import Callable

@@ -66,30 +66,30 @@ def context_parallel_attention(
 ) -> Any:
     """Compute exact attention inside `jax.shard_map`, where sequences are divided over the n devices of a mesh axis.
 
-    The result is that of `flash_attention` on the whole sequences, dropout included, for this device's queries. Call the
-    `shard_map` inside `jax.jit`, which `"ring"` requires.
+    The result is that of `flash_attention` on the whole sequences, dropout included, for this device's queries. Call
+    the `shard_map` inside `jax.jit`, which `"ring"` requires.
 
     Args:
       query: `[*B, T/n, N, H]`, the queries of this device; dtypes as in `flash_attention`.
       key: `[*B, S/n, K, H]`, the keys of this device.
       value: `[*B, S/n, K, Hv]`, their values.
       axis_name: the mesh axis over which the tokens of both sequences are divided, or a tuple of axes.
-      strategy: what moves between devices. `"ring"`: keys and values go around, and a device holds those that it computes with
-        and the next ones (Ring Attention, arXiv:2310.01889); the backward sends the sums of dK and dV around as well, in float32.
-        Keys that a static mask or window excludes on all devices are not sent. `"all_gather"`: keys and values of all devices,
-        or those that a window reaches, are gathered, in the backward again; one call computes all, and the sums of dK and dV are
-        scattered in float32. `"ulysses"`: tokens are exchanged for heads and back (arXiv:2309.14509); n must divide N, and
-        divide K or be a multiple of it.
+      strategy: what moves between devices. `"ring"`: keys and values go around, and a device holds those that it
+        computes with and the next ones (Ring Attention, arXiv:2310.01889); the backward sends the sums of dK and dV
+        around as well, in float32. Keys that a static mask or window excludes on all devices are not sent.
+        `"all_gather"`: keys and values of all devices, or those that a window reaches, are gathered, in the backward
+        again; one call computes all, and the sums of dK and dV are scattered in float32. `"ulysses"`: tokens are
+        exchanged for heads and back (arXiv:2309.14509); n must divide N, and divide K or be a multiple of it.
       layout: which tokens are this device's: `"contiguous"`, the next T/n of the sequence, or `"zigzag"`, chunks i and
         2n - 1 - i of 2n (see `zigzag`), by which devices compute equally much under a causal mask.
       return_lse: also return the natural logsumexp of the scores.
-      options: those of `flash_attention`. Positions and token data of masks and scores are those of this device's tokens
-        (positions by default those of the layout); pairwise arrays have this device's queries and the keys of all devices,
-        in the order of the layout, `[*B, N, T/n, S]`; data of heads and batch entries are whole.
+      options: those of `flash_attention`. Positions and token data of masks and scores are those of this device's
+        tokens (positions by default those of the layout); pairwise arrays have this device's queries and the keys of
+        all devices, in the order of the layout, `[*B, N, T/n, S]`; data of heads and batch entries are whole.
 
     Returns:
-      `[*B, T/n, N, Hv]` in query's dtype; with `return_lse` also `[*B, N, T/n]` in float32 (float64 for float64 inputs).
-      Both are differentiable in query, key, value, sinks and score data, as in `flash_attention`.
+      `[*B, T/n, N, Hv]` in query's dtype; with `return_lse` also `[*B, N, T/n]` in float32 (float64 for float64
+      inputs). Both are differentiable in query, key, value, sinks and score data, as in `flash_attention`.
 
     Raises:
       ValueError, TypeError: before anything is compiled, as in `flash_attention`; there is no such mesh axis, a zigzag
@@ -208,7 +208,8 @@ def _by_conjuncts(call: CheckedCall) -> Operands:
 def _no_entries(
     call: CheckedCall, arrays: tuple, axis_name: AxisName, layout: Layout, implementation: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `out [*B, T/n, N, Hv]` and `lse [*B, N, T/n]` where an axis of B has length 0, which backends cannot divide."""
+    """Return `out [*B, T/n, N, Hv]` and `lse [*B, N, T/n]` where an axis of B has length 0, which backends cannot
+    divide."""
     q, _, v = arrays
     out = jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
     lse = jnp.zeros((*q.shape[:-3], q.shape[HEADS], q.shape[TOKENS]), accumulator_dtype(q.dtype))
@@ -248,7 +249,8 @@ def _all_gather(
         ]
         return attention(spec, plan, q, *kv, operands)
 
-    # The backward gathers all keys and values again: to keep them would take n times the memory. Those in reach are kept.
+    # The backward gathers all keys and values again: to keep them would take n times the memory. Those in reach are
+    # kept.
     policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
     q, k, v = arrays
     if reach is not None:

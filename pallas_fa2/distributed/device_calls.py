@@ -24,8 +24,8 @@ def plan_ring(
 ) -> tuple[Ring, Operands]:
     """Return the ring of a call whose arrays are those of one device, and what its blocks read.
 
-    `operands` are what masks and scores read of this device's queries and of all keys, positions too; the mask's data are
-    a tuple, by conjuncts.
+    `operands` are what masks and scores read of this device's queries and of all keys, positions too; the mask's data
+    are a tuple, by conjuncts.
     """
     shards, has_default_positions = lax.axis_size(axis_name), not call.has_explicit_positions
     steps = RingSchedule(call, operands, shards, layout, has_default_positions, plan).steps()

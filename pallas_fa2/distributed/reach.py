@@ -42,9 +42,9 @@ class Reach(NamedTuple):
 def key_reach(call: CheckedCall, shards: int) -> Reach | None:
     """Return the reach of a mask in contiguous layout, or None where the keys of all devices are gathered.
 
-    That is where more than half of the other devices' keys are in reach: these come by a transfer for each device that has
-    some, which uses fewer links than a gather does. It is also where positions are not those of the layout, or a mask or score
-    has pairwise arrays, which would have to be copied.
+    That is where more than half of the other devices' keys are in reach: these come by a transfer for each device that
+    has some, which uses fewer links than a gather does. It is also where positions are not those of the layout, or a
+    mask or score has pairwise arrays, which would have to be copied.
     """
     length, operands = call.dims.kv_len, call.operands
     if call.dims.q_len != length or call.has_explicit_positions or call.first_position != 0:
@@ -55,7 +55,8 @@ def key_reach(call: CheckedCall, shards: int) -> Reach | None:
     if any(node.pairwise for node in nodes):
         return None
     size = min(KEYS_OF_A_BLOCK, length)
-    # The n-th blocks of keys before a device's first key, and behind its last one, and how far these lie before its first query.
+    # The n-th blocks of keys before a device's first key, and behind its last one, and how far these lie before its
+    # first query.
     n = np.arange(1, -(-length * shards // size) + 1)
     distances = n * size, -length - (n - 1) * size
     in_reach = [
@@ -75,8 +76,8 @@ def operands_in_reach(
 ) -> Operands:
     """Gather what masks and scores read of the keys in reach of a device, which has `length` queries and keys.
 
-    The ring of devices is closed: before the first key of all come the last ones, and behind the last one the first. The mask
-    excludes them by their positions, which are farther than its reach.
+    The ring of devices is closed: before the first key of all come the last ones, and behind the last one the first.
+    The mask excludes them by their positions, which are farther than its reach.
     """
 
     def gather(x: jax.Array) -> jax.Array:

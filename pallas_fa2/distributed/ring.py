@@ -34,7 +34,8 @@ def ring_attention(
 
 @contextlib.contextmanager
 def _naming_the_cure_outside_jit() -> Iterator[None]:
-    """Replace JAX's error about a `custom_vjp` in `shard_map` outside of `jit` by one that names `jit` as the remedy."""
+    """Replace JAX's error about a `custom_vjp` in `shard_map` outside of `jit` by one that names `jit` as the
+    remedy."""
     try:
         yield
     except NotImplementedError as error:

@@ -1,7 +1,8 @@
 """The two passes of ring attention (arXiv:2310.01889): keys and values go around the devices, queries stay.
 
-The forward merges the results of blocks by their logsumexps. The backward is that of FlashAttention-2 (arXiv:2307.08691,
-Algorithm 2) for each block, with the logsumexp of all keys; the sums dK and dV go around with their keys, in float32.
+The forward merges the results of blocks by their logsumexps. The backward is that of FlashAttention-2
+(arXiv:2307.08691, Algorithm 2) for each block, with the logsumexp of all keys; the sums dK and dV go around with their
+keys, in float32.
 """
 
 import itertools
@@ -170,7 +171,8 @@ def backward(
     floats = split_floats(operands.scores)[0]
     kv = shift((k, v), ring.axis_name, turns[0].step.shift if turns else 0)
     sums = match_varying_axes(Sums(_zeros(q), _zeros(floats)), q)
-    # dK and dV of a device's own keys are at home. Those of other devices' keys travel with these, and return at the end.
+    # dK and dV of a device's own keys are at home. Those of other devices' keys travel with these, and return at the
+    # end.
     home, traveling = [], None
     for turn, same in itertools.groupby(turns):
         kv, traveling, sums = repeat(list(same), visit, (kv, traveling, sums))

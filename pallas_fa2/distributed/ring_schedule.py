@@ -1,10 +1,10 @@
 """What each device computes in each step of ring attention, planned when a call is traced.
 
-In step s device i has the keys of device i - s, around the ring of n devices: those of a device before it in the sequence
-if i >= s, otherwise, where the step wraps around, those of one behind it. So there are two kinds of devices in each step,
-and the distance between queries and keys is the same on all devices of a kind (contiguous layout), or has bounds (zigzag).
-By these, a mask that reads differences of positions is decided here for many blocks, so that kernels do not evaluate it:
-a causal mask is FULL behind and EMPTY ahead, a window is EMPTY beyond its reach.
+In step s device i has the keys of device i - s, around the ring of n devices: those of a device before it in the
+sequence if i >= s, otherwise, where the step wraps around, those of one behind it. So there are two kinds of devices in
+each step, and the distance between queries and keys is the same on all devices of a kind (contiguous layout), or has
+bounds (zigzag). By these, a mask that reads differences of positions is decided here for many blocks, so that kernels
+do not evaluate it: a causal mask is FULL behind and EMPTY ahead, a window is EMPTY beyond its reach.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ UNWRAPPED, WRAPPED = 0, 1  # the kinds of devices in a step
 class BlockCall(NamedTuple):
     """One call of a backend in a step: of some of a device's queries, on some of the keys that it has.
 
-    `conjuncts` numbers the parts of the mask that are evaluated. `q_start` and `k_start` are the first query and the first
-    key, where the step does not wrap around and where it does; `runs` says on which devices it runs.
+    `conjuncts` numbers the parts of the mask that are evaluated. `q_start` and `k_start` are the first query and the
+    first key, where the step does not wrap around and where it does; `runs` says on which devices it runs.
     """
 
     spec: CallSpec
@@ -106,8 +106,8 @@ def select_operands(
 class RingSchedule:
     """Plans the steps of a call whose arrays are those of one of several devices.
 
-    `operands` are what masks and scores read of the queries of one device and the keys of all; the data of the mask are a
-    tuple with those of each conjunct.
+    `operands` are what masks and scores read of the queries of one device and the keys of all; the data of the mask are
+    a tuple with those of each conjunct.
     """
 
     call: CheckedCall
@@ -202,8 +202,8 @@ class RingSchedule:
     def _blocks(self, shift: int, kind: int) -> list[_Block]:
         """Return the blocks that one kind of devices computes in a step.
 
-        They are of a chunk of queries and a chunk of keys each, or one is of all tokens: where positions are data, and where
-        all chunks run the same code, which needs no positions or the order of the tokens alone.
+        They are of a chunk of queries and a chunk of keys each, or one is of all tokens: where positions are data, and
+        where all chunks run the same code, which needs no positions or the order of the tokens alone.
         """
         dims, chunks, classes = self.call.dims, self.chunks, self.classes[:, shift, kind]
         visible = np.argwhere(np.all(classes != EMPTY, 0)).tolist()
@@ -250,7 +250,8 @@ class RingSchedule:
         return "data"
 
     def _call(self, block: _Block, wrapped: _Block, runs: Runs) -> BlockCall:
-        """Return the call of a block, which on devices where the step wraps around is another one of the same program."""
+        """Return the call of a block, which on devices where the step wraps around is another one of the same
+        program."""
         explicit = block.positions == "data"
         inputs = jax.eval_shape(
             lambda operands: select_operands(

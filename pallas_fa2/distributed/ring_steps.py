@@ -19,8 +19,8 @@ from pallas_fa2.ir.mesh import match_varying_axes
 class Turn(NamedTuple):
     """A step and what is sent in it: equal for steps that one loop can run.
 
-    Keys are sent `stride` devices on, to where the next step reads them (0 in the last step). In the backward the sums dK
-    and dV of the steps before come from `arrival` devices before; it is None where there are none.
+    Keys are sent `stride` devices on, to where the next step reads them (0 in the last step). In the backward the sums
+    dK and dV of the steps before come from `arrival` devices before; it is None where there are none.
     """
 
     step: Step
@@ -62,8 +62,8 @@ def send_first(sent: Any, k: jax.Array, v: jax.Array) -> tuple[Any, jax.Array, j
     """Have what computes with a step's keys and values wait for all that is sent in it; return the three.
 
     A CTA of attention takes a whole SM, and so do those of a transfer, which wait for their peer. Started at the same
-    time, a transfer that is first takes SMs from a kernel whose CTAs expect one each, which then takes twice as long; one
-    that is second waits for the kernel, and its peer with it (docs/decisions/0079-ring-transfers.md).
+    time, a transfer that is first takes SMs from a kernel whose CTAs expect one each, which then takes twice as long;
+    one that is second waits for the kernel, and its peer with it (docs/decisions/0079-ring-transfers.md).
     """
     return lax.optimization_barrier((sent, k, v))
 
@@ -105,7 +105,8 @@ class Block(NamedTuple):
         return lax.dynamic_update_slice_in_dim(x, rows, self.k_start, axis % x.ndim)
 
     def run(self, compute: Callable[[], Any], otherwise: Callable[[Any], Any], like: Any) -> Any:
-        """Return `compute()`, or where the call does not run `otherwise` of its shapes; both vary over mesh axes as `like`."""
+        """Return `compute()`, or where the call does not run `otherwise` of its shapes; both vary over mesh axes as
+        `like`."""
         if self.condition is None:
             return compute()
         shapes = jax.eval_shape(compute)
@@ -151,7 +152,8 @@ def blocks_of(
 
 
 def _has_pairs(call: BlockCall, operands: Operands) -> list[jax.Array]:
-    """Return one condition, whether the mask's data let some query of a block attend to some key, or none where data cannot tell."""
+    """Return one condition, whether the mask's data let some query of a block attend to some key, or none where data
+    cannot tell."""
     nodes = jax.tree.leaves(operands.mask, is_leaf=lambda node: isinstance(node, AuxArrays))
     if call.spec.mask is None or any(node.pairwise for node in nodes):
         return []  # of pairwise arrays the kernels read each block, and no more than that

@@ -35,9 +35,9 @@ LOCATIONS = "jax_traceback_in_locations_limit"
 class Axes:
     """The axes of a function's arguments and results: trees with a string for each array, or for all of a subtree.
 
-    A letter stands for an axis: `b` for batch entries, `n` for query heads, `k` for key heads, `g` for the query heads of
-    each key head, `t` for queries, `s` for keys, and `.` for any other, which is never divided. An array that entries,
-    heads or queries share has an axis of length 1, or none.
+    A letter stands for an axis: `b` for batch entries, `n` for query heads, `k` for key heads, `g` for the query heads
+    of each key head, `t` for queries, `s` for keys, and `.` for any other, which is never divided. An array that
+    entries, heads or queries share has an axis of length 1, or none.
     """
 
     arguments: Any
@@ -45,7 +45,8 @@ class Axes:
 
 
 class Division(NamedTuple):
-    """The mesh axes over which a call is divided. Those of keys are those of queries, or none: each device has all keys."""
+    """The mesh axes over which a call is divided. Those of keys are those of queries, or none: each device has all
+    keys."""
 
     entries: tuple[str, ...]
     heads: tuple[str, ...]
@@ -121,9 +122,9 @@ def partitioned(function: Callable, axes: Axes, on_shard: Callable) -> Callable:
 def _lower_without_locations(function: Callable) -> None:
     """Have JAX lower a function, which it does before it lets go of it, without the source lines of its operations.
 
-    The table of lines is not part of the module that a partitioner returns, and XLA takes the numbers of lines for those of
-    the whole program: it prints "Invalid stack_frame_id", or follows a cycle of frames and does not end (XLA of jaxlib 0.11,
-    where it inlines a call or a loop of one iteration).
+    The table of lines is not part of the module that a partitioner returns, and XLA takes the numbers of lines for
+    those of the whole program: it prints "Invalid stack_frame_id", or follows a cycle of frames and does not end (XLA
+    of jaxlib 0.11, where it inlines a call or a loop of one iteration).
     """
     limit = getattr(jax.config, LOCATIONS)
     if limit != 0:
@@ -173,7 +174,8 @@ class _ShardedArgs:
         ]
 
     def rule(self, num_args: int) -> tuple[str, dict[str, Any]]:
-        """Return the sharding rule and its options for `custom_partitioning`; the first `num_args` arrays are arguments."""
+        """Return the sharding rule and its options for `custom_partitioning`; the first `num_args` arrays are
+        arguments."""
         undivided = (f"whole{i}" for i in itertools.count())
         named = [[x or (next(undivided),) for x in array] for array in self.factors]
         arrays = [" ".join(f"({' '.join(x)})" if x[1:] else x[0] for x in array) for array in named]
@@ -227,8 +229,8 @@ def _divided_over(
 ) -> tuple[str, ...]:
     """Return the mesh axes over which an axis of an array is divided, in the order of a `PartitionSpec`.
 
-    There are none where it is divided over a fraction of a mesh axis, as such a sharding has no `PartitionSpec`, nor where
-    the devices do not divide its length.
+    There are none where it is divided over a fraction of a mesh axis, as such a sharding has no `PartitionSpec`, nor
+    where the devices do not divide its length.
     """
     if mesh.empty:
         return ()

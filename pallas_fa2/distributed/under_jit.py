@@ -2,8 +2,8 @@
 
 Queries stay where they lie. Where keys are divided over the same mesh axes, they go around these devices in a ring, as
 inside `shard_map` by `context_parallel_attention`, and so do dK and dV; where each device has all keys, it computes one
-call, and dK and dV are summed over the devices. What masks and scores read of queries is divided with them; of keys each
-device has all.
+call, and dK and dV are summed over the devices. What masks and scores read of queries is divided with them; of keys
+each device has all.
 """
 
 import dataclasses
@@ -135,7 +135,8 @@ def _with_vmap(unpartitioned: Callable, axes: Axes, on_shard: Callable) -> Calla
 
 
 def _differentiable(call: Callable, unpartitioned: Callable) -> Callable:
-    """Return `call` with the derivative of `unpartitioned`: the partitioner has none, and second derivatives need one."""
+    """Return `call` with the derivative of `unpartitioned`: the partitioner has none, and second derivatives need
+    one."""
     call = jax.custom_jvp(call)
 
     @call.defjvp
@@ -194,7 +195,8 @@ class _Shard:
         return spec, plan_shard(self.plan, spec), operands
 
     def _call(self, q: Any, k: Any, operands: Operands) -> tuple[CheckedCall, Operands]:
-        """Return the call, and what it reads of its queries and of all keys; the mask's data are a tuple, by conjuncts."""
+        """Return the call, and what it reads of its queries and of all keys; the mask's data are a tuple, by
+        conjuncts."""
         source: CheckedCall = self.spec.source
         # Queries and keys are no longer the same tokens.
         operands = map_aux(lambda node: dataclasses.replace(node, shared=()), operands)

@@ -22,8 +22,8 @@ class Zigzag(NamedTuple):
 def zigzag(length: int, shards: int) -> Zigzag:
     """Order `length` tokens so that device i of `shards` has chunks i and 2 shards - 1 - i of 2 shards equal chunks.
 
-    Under a causal mask chunk c attends to c + 1 chunks, and both chunks of each device to 2 shards + 1 together. Permute
-    tokens, labels and whatever belongs to them once, before they are divided over devices::
+    Under a causal mask chunk c attends to c + 1 chunks, and both chunks of each device to 2 shards + 1 together.
+    Permute tokens, labels and whatever belongs to them once, before they are divided over devices::
 
         order = fa.zigzag(T, n)
         tokens, labels = tokens[:, order.permutation], labels[:, order.permutation]

@@ -49,8 +49,8 @@ class MultiHeadAttention(nn.Module):
     If `num_kv_heads` is None, its parameters and cache are those of
     `flax.linen.MultiHeadDotProductAttention` in name, shape, dtype and initial value, so that
     checkpoints of named layers load unchanged (in a parent that leaves its layers unnamed the name of this one is
-    `MultiHeadAttention_0`; give it `name="MultiHeadDotProductAttention_0"` to load such a checkpoint). With fewer key heads than
-    query heads, the kernels of `key` and `value` are `[features, num_kv_heads, head_dim]`.
+    `MultiHeadAttention_0`; give it `name="MultiHeadDotProductAttention_0"` to load such a checkpoint). With fewer key
+    heads than query heads, the kernels of `key` and `value` are `[features, num_kv_heads, head_dim]`.
 
     With `decode=True`, `init` on inputs of the greatest length makes the cache (`cached_key`,
     `cached_value`, `cache_index`). Each further call appends its tokens, one as in Flax or a whole
@@ -148,12 +148,13 @@ class MultiHeadAttention(nn.Module):
           mask: a mask object, a function of two tokens, or an array that broadcasts to
             `[*B, N, T, S]` and is not 0 where a query attends to a key.
           score: score functions, as in `pallas_fa2.flash_attention`.
-          deterministic: whether there is no dropout; either the attribute of this name or this argument must be given if
-            `dropout_rate` is not 0.
+          deterministic: whether there is no dropout; either the attribute of this name or this argument must be given
+            if `dropout_rate` is not 0.
           dropout_rng: the key for dropout; the stream "dropout" by default.
           sow_weights: must be False, as the attention weights are never formed.
-          cache: a cache to which the tokens' keys and values are appended, and to whose tokens they then attend: `inputs_q`
-            is `[B, T, F]`, causal without a mask. The attribute `decode` is of Flax's own cache and must be False.
+          cache: a cache to which the tokens' keys and values are appended, and to whose tokens they then attend:
+            `inputs_q` is `[B, T, F]`, causal without a mask. The attribute `decode` is of Flax's own cache and must be
+            False.
           queries: the `Packed` rows of requests, where `inputs_q` is `[tokens, F]`.
 
         Returns:
@@ -162,8 +163,8 @@ class MultiHeadAttention(nn.Module):
 
         Raises:
           ValueError, TypeError: as `flash_attention`; a ValueError for heads that do not divide each other, in decoding
-            for inputs that do not fit the cache, for `queries` without `cache`, and for `cache` with decoding, dropout or
-            other inputs.
+            for inputs that do not fit the cache, for `queries` without `cache`, and for `cache` with decoding, dropout
+            or other inputs.
         """
         forbid_weights("sow_weights (= True)" if sow_weights else None)
         check_inputs(inputs_k, inputs_v)

@@ -98,15 +98,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     ) -> Any:
         """Project the inputs, attend, and project the result to `[*B, T, out_features]`; `options` are Flax's.
 
-        With a `cache`, the keys and values of `inputs_q` `[B, T, F]`, or `[tokens, F]` of packed `queries`, are appended
-        to it, and the result is a pair of the output and the cache. Attention is causal then unless a mask is given, and
-        `options` are Flax's or `score`, `sinks` and others of `cached_attention`, which take the place of those that a
-        partial `attention_fn` sets.
+        With a `cache`, the keys and values of `inputs_q` `[B, T, F]`, or `[tokens, F]` of packed `queries`, are
+        appended to it, and the result is a pair of the output and the cache. Attention is causal then unless a mask is
+        given, and `options` are Flax's or `score`, `sinks` and others of `cached_attention`, which take the place of
+        those that a partial `attention_fn` sets.
 
         Raises:
-          ValueError, TypeError: as Flax's layer and `flash_attention`; a ValueError where a mask object or function would
-            not reach `attention_fn` in decoding, for `queries` without a cache, and for a cache with decoding, dropout, other
-            inputs, or an `attention_fn` that is not ours.
+          ValueError, TypeError: as Flax's layer and `flash_attention`; a ValueError where a mask object or function
+            would not reach `attention_fn` in decoding, for `queries` without a cache, and for a cache with decoding,
+            dropout, other inputs, or an `attention_fn` that is not ours.
         """
         check_inputs(inputs_k, inputs_v)
         check_cache_options(

@@ -12,8 +12,8 @@ def as_cache(
     """Return the cache whose first `length` tokens of each sequence are written, the last ones by this call.
 
     `cached_attention` on it is what a layer wants: positions follow from the length, and masks and scores are the same
-    objects. None where that has not all that a layer has, which are dropout and batch axes other than one: `flash_attention`
-    then takes the positions as data.
+    objects. None where that has not all that a layer has, which are dropout and batch axes other than one:
+    `flash_attention` then takes the positions as data.
     """
     if key.ndim != 4 or dropout_rate:
         return None

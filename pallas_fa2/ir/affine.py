@@ -1,5 +1,5 @@
-"""Affine forms of positions, by which the code of a causal mask or a window is recognized: kernels then need not evaluate
-it."""
+"""Affine forms of positions, by which the code of a causal mask or a window is recognized: kernels then need not
+evaluate it."""
 
 import functools
 import operator

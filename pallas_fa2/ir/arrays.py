@@ -23,8 +23,8 @@ Q_AXIS, K_AXIS = 3, 4
 class CallShape(NamedTuple):
     """The sizes of one call: `batch` is the user's batch shape, `group` query heads share a key head.
 
-    Where sequences are divided over devices, `q_len` and `kv_len` are the tokens on each, `sequence_lengths` those of the
-    sequences (T, S), and pairwise arrays hold the queries of one device and the keys of all.
+    Where sequences are divided over devices, `q_len` and `kv_len` are the tokens on each, `sequence_lengths` those of
+    the sequences (T, S), and pairwise arrays hold the queries of one device and the keys of all.
     """
 
     batch: tuple[int, ...]
@@ -64,9 +64,9 @@ class AuxArrays:
 
     The user's shapes are `[*B, T]` in `q_tokens` and `[*B, S]` in `k_tokens` (a last axis of 1 is shared by all
     tokens), `[N, ...]` in `per_head`, any shape in `params`, what broadcasts to `[*B, N, T, S]` in `pairwise`, and
-    `[*B]` in `per_batch`. With the five leading axes, a pairwise array that varies over the tokens of one side alone, and
-    not over heads, is in `pairwise_q` or `pairwise_k`, and one that varies over no tokens is in `per_head`, as those of
-    `per_batch` are. `shared` names the token arrays that were one array for queries and keys.
+    `[*B]` in `per_batch`. With the five leading axes, a pairwise array that varies over the tokens of one side alone,
+    and not over heads, is in `pairwise_q` or `pairwise_k`, and one that varies over no tokens is in `per_head`, as
+    those of `per_batch` are. `shared` names the token arrays that were one array for queries and keys.
     """
 
     q_tokens: Arrays = dataclasses.field(default_factory=dict)

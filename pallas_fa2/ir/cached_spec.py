@@ -16,8 +16,9 @@ class CachedSpec:
     """One call against a cache: the equivalent call on contiguous keys, and how queries and keys lie in memory.
 
     Attributes:
-      call: the call of B sequences on keys `[B, S, K, H]`, where S is the capacity of a sequence. Positions are explicit,
-        and `call.mask` does not say which keys exist: those before a sequence's length do. `call.causal` is None.
+      call: the call of B sequences on keys `[B, S, K, H]`, where S is the capacity of a sequence. Positions are
+        explicit, and `call.mask` does not say which keys exist: those before a sequence's length do. `call.causal` is
+        None.
       page_size: tokens of a page, where keys are `[P, page, K, H]` and S is a multiple of it; None for contiguous keys.
       is_packed: whether queries are `[tokens, N, H]`; then `call.q_len` is the number of tokens. Without, they are
         `[B, T, N, H]`, the last T tokens of each sequence.
@@ -80,13 +81,14 @@ class CachedSpec:
 class CachedOperands(NamedTuple):
     """The arrays of a call beside query, key and value.
 
-    Query i of a packed call belongs to request r where `starts[r] <= i < starts[r + 1]`; where there is none, its output is
-    0 and its lse -inf.
+    Query i of a packed call belongs to request r where `starts[r] <= i < starts[r + 1]`; where there is none, its
+    output is 0 and its lse -inf.
     """
 
     lengths: jax.Array  # int32 [B], any: below 0 means 0, and beyond S means S
-    # Mask and score data with the leading axes [B, K, G, T, S]. `q_index` is [B, 1, 1, T, 1], or [1, 1, 1, tokens, 1] for
-    # packed queries, whose other per-query data have no batch axis either. `k_index` is [1, 1, 1, 1, S]: 0, 1, 2, ...
+    # Mask and score data with the leading axes [B, K, G, T, S]. `q_index` is [B, 1, 1, T, 1], or [1, 1, 1, tokens, 1]
+    # for packed queries, whose other per-query data have no batch axis either. `k_index` is [1, 1, 1, 1, S]: 0, 1, 2,
+    # ...
     call: Operands
     # int32 [B, S / page], any: a page out of range is the first or the last one
     table: jax.Array | None = None

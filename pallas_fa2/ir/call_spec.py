@@ -24,8 +24,8 @@ def split_floats(data: tuple) -> tuple[list, Any]:
     return [x for x, f in zip(leaves, is_float, strict=True) if f], rebuild
 
 
-# A row whose scores are all at or below this, by score functions, attends to no key, as if they were -inf. Additive masks
-# use -1e9 or -1e10 for this, where adjacent values of float32 are 64 or 1024 apart.
+# A row whose scores are all at or below this, by score functions, attends to no key, as if they were -inf. Additive
+# masks use -1e9 or -1e10 for this, where adjacent values of float32 are 64 or 1024 apart.
 MASKED_SCORE_THRESHOLD = -(2.0**26)
 
 
@@ -51,7 +51,8 @@ class Operands(NamedTuple):
 class CallSpec:
     """One call, with its batch axes merged.
 
-    `causal` is set if the mask is exactly causal over the positions 0, 1, 2, ...: a kernel then need not evaluate `mask`.
+    `causal` is set if the mask is exactly causal over the positions 0, 1, 2, ...: a kernel then need not evaluate
+    `mask`.
     """
 
     batch: int

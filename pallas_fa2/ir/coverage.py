@@ -1,10 +1,10 @@
 """Proves from a mask's code that every query attends to a key and every key is attended to.
 
-If so, no token is masked in all its pairs, whose values (NaN, perhaps) a kernel must keep out of the result. With as many
-queries as keys it is enough that every token attends to itself: the code is interpreted with one token as query and as
-key, by value numbering (what is computed twice from the same values has the same name, and is equal) and by `intervals`.
-Otherwise, where a mask reads positions alone, some pairs of tokens are tried. Where the code proves nothing, the data may,
-on the device (`batch_entries_without_self_attention`).
+If so, no token is masked in all its pairs, whose values (NaN, perhaps) a kernel must keep out of the result. With as
+many queries as keys it is enough that every token attends to itself: the code is interpreted with one token as query
+and as key, by value numbering (what is computed twice from the same values has the same name, and is equal) and by
+`intervals`. Otherwise, where a mask reads positions alone, some pairs of tokens are tried. Where the code proves
+nothing, the data may, on the device (`batch_entries_without_self_attention`).
 """
 
 import dataclasses
@@ -111,7 +111,8 @@ def _every_token_attends_to_itself(spec: CallSpec) -> bool:
 
 
 def _argument_names(spec: CallSpec) -> list[int]:
-    """Number the arguments of the mask's code; the key has the number of the query, and so have data that they share."""
+    """Number the arguments of the mask's code; the key has the number of the query, and so have data that they
+    share."""
     assert spec.mask is not None
     _, structure = spec.mask.key
     q_index, k_index, data = jax.tree.unflatten(structure, range(structure.num_leaves))

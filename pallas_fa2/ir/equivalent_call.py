@@ -1,10 +1,10 @@
 """The equivalent call of `flash_attention` for a call on a cache: the definition of that call, on any backend.
 
 Contiguous keys are those of a call with explicit positions, under a mask of lengths; pages are gathered first. Packed
-queries `[tokens, N, H]` become one batch entry against the slots of all sequences in a row, under a mask of requests, like
-packed documents. That is linear in the size of the cache, where a batch entry for each request would have R times the
-queries, and for each query its own copy of the keys; blocks of other requests are EMPTY. Keys and values of 8 bits are
-multiplied by their scales, in the dtype of the queries.
+queries `[tokens, N, H]` become one batch entry against the slots of all sequences in a row, under a mask of requests,
+like packed documents. That is linear in the size of the cache, where a batch entry for each request would have R times
+the queries, and for each query its own copy of the keys; blocks of other requests are EMPTY. Keys and values of 8 bits
+are multiplied by their scales, in the dtype of the queries.
 """
 
 import dataclasses
@@ -95,8 +95,8 @@ def equivalent_arrays(
 def contiguous_keys(
     k: jax.Array, v: jax.Array, table: jax.Array | None, scales: Scales | None, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the keys and values of a cache or of pages as `[B, S, K, H]` and `[B, S, K, Hv]`: with scales, what 8 bits stand
-    for in `dtype`."""
+    """Return the keys and values of a cache or of pages as `[B, S, K, H]` and `[B, S, K, Hv]`: with scales, what 8 bits
+    stand for in `dtype`."""
     if table is not None:
         k, v = (_gather_pages(x, table) for x in (k, v))
         scales = scales and Scales(*(_gather_scales(x, table) for x in scales))

@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 # The largest number of each dtype that caches may hold; int8 has no -128, so that both signs round alike.
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}
 
-# Scales have the range of float32 in half of its bytes: 1/64 of a token's at a head dim of 128, where float32 takes 1/32.
-# Their 8 bits of precision cost none, because tokens are divided by the scale that is stored.
+# Scales have the range of float32 in half of its bytes: 1/64 of a token's at a head dim of 128, where float32 takes
+# 1/32. Their 8 bits of precision cost none, because tokens are divided by the scale that is stored.
 SCALE_DTYPE = jnp.bfloat16
 
 # Of tokens whose largest element is 0 or nearly so. A smaller one would be subnormal, which XLA may flush to 0: 0 / 0.

@@ -23,7 +23,8 @@ type Side = Literal["q", "k"]
 # Columns of scores that pass through a function together, of 64 rows.
 PIECE_COLUMNS = 16
 PIECE_SHAPE = 64, PIECE_COLUMNS
-# Instructions of a division by a constant: the upper half of a product, a shift, a sign, and for the rest another product.
+# Instructions of a division by a constant: the upper half of a product, a shift, a sign, and for the rest another
+# product.
 DIV_COST = 4
 
 

@@ -49,8 +49,8 @@ class ColumnBound(NamedTuple):
 
 
 class TargetOps(NamedTuple):
-    """A target's operations on tiles in registers, by which code is evaluated. (Masks, scores and dropout are applied by
-    those of `backends.common.tile_mods.TileOps`.)"""
+    """A target's operations on tiles in registers, by which code is evaluated. (Masks, scores and dropout are applied
+    by those of `backends.common.tile_mods.TileOps`.)"""
 
     reciprocal: Callable = jnp.reciprocal  # of a whole tile
     # A value of each row or column (axis 0 or 1) as a tile of that shape.

@@ -16,7 +16,8 @@ from pallas_fa2.ir.ptxas_safe import eval_mask_ptxas_safe
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedFn:
-    """A traced scalar function, equal to another if their jaxprs are: a new lambda of the same code does not recompile."""
+    """A traced scalar function, equal to another if their jaxprs are: a new lambda of the same code does not
+    recompile."""
 
     name: str
     jaxpr: ClosedJaxpr

@@ -1,7 +1,7 @@
 """How a mask's or score's value changes where all positions move by one distance.
 
-A shard of a sequence can then count its own tokens from 0: causal masks, windows and ALiBi read differences of positions
-alone, and their code is that of one device with an offset between queries and keys.
+A shard of a sequence can then count its own tokens from 0: causal masks, windows and ALiBi read differences of
+positions alone, and their code is that of one device with an offset between queries and keys.
 """
 
 import functools
@@ -29,7 +29,8 @@ def reads_positions(code: TracedFn) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def is_translation_invariant(code: TracedFn) -> bool:
-    """Return whether the code proves that a mask or score is the same where all positions are greater by any one number.
+    """Return whether the code proves that a mask or score is the same where all positions are greater by any one
+    number.
 
     Each value v has a degree d: where positions grow by t, v grows by d t. It is None where there is none.
     """
@@ -43,7 +44,8 @@ def is_translation_invariant(code: TracedFn) -> bool:
 
 
 def _first_position_argument(code: TracedFn) -> int:
-    """Return 0 for a mask, whose arguments are (q.index, k.index, data), and 1 for a score, whose first is the score."""
+    """Return 0 for a mask, whose arguments are (q.index, k.index, data), and 1 for a score, whose first is the
+    score."""
     return 0 if code.jaxpr.out_avals[0].dtype == jnp.bool_ else 1  # pyright: ignore
 
 

@@ -30,8 +30,8 @@ class Segments(Mask):
     decoding, `ids` are those of the new tokens and `kv_ids` those of the cache). `padding`, a static integer, is the id
     of tokens that attend to nothing and to which nothing attends; without one, padding attends to padding.
 
-    Ids that increase along the sequence are fastest: blocks are skipped by the least and the greatest id in them, so that
-    documents whose ids are in random order take 1.3 to 1.4 times as long.
+    Ids that increase along the sequence are fastest: blocks are skipped by the least and the greatest id in them, so
+    that documents whose ids are in random order take 1.3 to 1.4 times as long.
     """
 
     ids: Int[Array, "*B T"]

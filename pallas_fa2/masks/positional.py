@@ -148,7 +148,8 @@ class Lengths(Mask):
 
     `q` and `kv` are integers or integer arrays `[*B]`, in tokens; without one, all tokens of that side exist. For
     self-attention on padded sequences `Lengths(kv=n)` is enough; the rows of padding queries are then meaningless, and
-    `Lengths(n, n)` makes them 0. Python integers are run-time data as arrays are: no program is compiled for another one.
+    `Lengths(n, n)` makes them 0. Python integers are run-time data as arrays are: no program is compiled for another
+    one.
     """
 
     q: int | Int[Array, "*B"] | None = None

@@ -23,7 +23,8 @@ class Tree(Mask):
 
     Bit j of `ancestors[..., t]` says whether new token t attends to new token j, and so its own bit t is set. There are
     at most 32 new tokens. Their keys are behind the context in the order of the bits: new token j is at position
-    `context + j` as a key. As a query it has the same position unless `q_positions`, such as depths in the tree, are given.
+    `context + j` as a key. As a query it has the same position unless `q_positions`, such as depths in the tree, are
+    given.
 
     Attributes:
       ancestors: uint32 `[*B, T]`, or `[tokens]` for packed queries.

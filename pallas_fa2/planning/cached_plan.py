@@ -35,8 +35,8 @@ class CachedPlan:
         return "; ".join([f"{self.implementation} runs {spec}", *self.reasons()])
 
     def reasons(self) -> list[str]:
-        """Say of each faster backend why it cannot run the call; or why its kernel that reads caches cannot, where the backend
-        runs the equivalent call."""
+        """Say of each faster backend why it cannot run the call; or why its kernel that reads caches cannot, where the
+        backend runs the equivalent call."""
         return [
             f"not {name}{"'s kernel that reads caches" * (name == self.implementation)}: {reason}"
             for name, reason in self.rejected
@@ -49,7 +49,8 @@ def make_cached_plan(
     """Choose the fastest backend that reads the cache itself, or else the one of the equivalent call.
 
     Raises:
-      ValueError: the requested one supports neither, or any kernel of this package is requested and none reads the cache.
+      ValueError: the requested one supports neither, or any kernel of this package is requested and none reads the
+        cache.
     """
     names = FUSED if implementation == "fused" else (implementation,)
     names = tuple(BACKENDS) if implementation is None else names

@@ -16,8 +16,8 @@ class Plan:
 
     `implementation` is the name of the backend. `rejected` has the names of the faster backends and why they cannot run
     the call. `score_grad_fallback` is the name and the configuration of another backend that computes all gradients
-    where those of score data are needed, and everywhere if `backward` is None; `gradient_reason` says why. `requested` is
-    the caller's `implementation`. `device` is the one that it was made for.
+    where those of score data are needed, and everywhere if `backward` is None; `gradient_reason` says why. `requested`
+    is the caller's `implementation`. `device` is the one that it was made for.
     """
 
     implementation: str
@@ -77,7 +77,8 @@ def make_plan(
 
 
 def plan_shard(plan: Plan, spec: CallSpec) -> Plan:
-    """Return the plan of what a device computes of a call: by the same backend if it supports that, otherwise by the fastest."""
+    """Return the plan of what a device computes of a call: by the same backend if it supports that, otherwise by the
+    fastest."""
     assert plan.device is not None
     supports = BACKENDS[plan.implementation].unsupported_reason(spec, plan.device) is None
     return make_plan(spec, plan.device, plan.implementation if supports else None)

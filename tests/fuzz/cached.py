@@ -1,7 +1,7 @@
 """Random steps on caches: new tokens are appended, contiguous, paged or packed, and attend.
 
-The truth is the dense definition of the call on contiguous keys: of packed queries the one in which each request has all
-rows, of which its own count.
+The truth is the dense definition of the call on contiguous keys: of packed queries the one in which each request has
+all rows, of which its own count.
 """
 
 import dataclasses

@@ -130,7 +130,8 @@ def _scanned(case: Case, call: Callable, args: Arguments) -> Any:
 
 
 def in_shard_map(call: Callable, *args: Any) -> Any:
-    """Call inside `shard_map` on one device, where arrays vary over the mesh's axis: a check of types, not of sums over devices."""
+    """Call inside `shard_map` on one device, where arrays vary over the mesh's axis: a check of types, not of sums over
+    devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     specs = jax.tree.map(lambda x: P("x") if jnp.ndim(x) else P(), args)
     return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("x"))(*args)
@@ -280,8 +281,8 @@ def check(case: Case, *names: str | None, draws: int = 1) -> Checked:
 
 @contextlib.contextmanager
 def _surroundings(case: Case, ran: set[str]) -> Iterator[None]:
-    """Plan a call as the case says, without warnings, and add what runs it: an implementation where it takes the call, and otherwise
-    what is chosen."""
+    """Plan a call as the case says, without warnings, and add what runs it: an implementation where it takes the call,
+    and otherwise what is chosen."""
 
     def planned(spec: Any, device: Any, name: Any) -> plan.Plan:
         if name is not None and BACKENDS[name].unsupported_reason(spec, device) is not None:
@@ -303,7 +304,8 @@ def _surroundings(case: Case, ran: set[str]) -> Iterator[None]:
 
 
 def trace(case: Case, device: fa.Device) -> set[str]:
-    """Trace the call and its gradients for a device, of which none need be there, and return what would run; raises `Wrong`."""
+    """Trace the call and its gradients for a device, of which none need be there, and return what would run; raises
+    `Wrong`."""
     args, cotangents = _stacked(case, case.entries())
     ran: set[str] = set()
     try:

@@ -1,10 +1,10 @@
 """Kernels by mma.sync: copies by cp.async, and warps that nothing orders but a meeting of their whole CTA.
 
-Elsewhere the four warps of a warpgroup are one thread here, as mbarriers and WGMMA order them together. In a kernel that
-calls `sync_cta` nothing does: what one warp has stored, copied or read in shared memory is ordered with what another does
-only by a meeting in between, within a warpgroup as well. So each access gets a position of its own in the vector clocks,
-like an asynchronous operation, and joins the clock of its warpgroup at the next meeting; a copy, at the next meeting after
-the wait for its group.
+Elsewhere the four warps of a warpgroup are one thread here, as mbarriers and WGMMA order them together. In a kernel
+that calls `sync_cta` nothing does: what one warp has stored, copied or read in shared memory is ordered with what
+another does only by a meeting in between, within a warpgroup as well. So each access gets a position of its own in the
+vector clocks, like an asynchronous operation, and joins the clock of its warpgroup at the next meeting; a copy, at the
+next meeting after the wait for its group.
 """
 
 import collections
@@ -159,7 +159,8 @@ OPERATIONS = {
 
 
 def only_meetings_order(jaxpr: Any) -> bool:
-    """Return whether a kernel's warps are ordered by meetings of their CTA alone: whether it has operations of these."""
+    """Return whether a kernel's warps are ordered by meetings of their CTA alone: whether it has operations of
+    these."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is gpu.inline_mgpu_p and eqn.params["mgpu_fn"].op.name in OPERATIONS:
             return True

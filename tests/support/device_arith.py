@@ -45,7 +45,8 @@ ARITH = types.SimpleNamespace(
 def emit_in_numpy(
     monkeypatch: pytest.MonkeyPatch, *modules: types.ModuleType, **fakes: Any
 ) -> None:
-    """Have functions of modules compute in NumPy, for all threads, what they emit; with `fakes` for more of their names."""
+    """Have functions of modules compute in NumPy, for all threads, what they emit; with `fakes` for more of their
+    names."""
     common = {
         "arith": ARITH,
         "i32": lambda value: value,

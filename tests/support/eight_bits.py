@@ -14,7 +14,8 @@ def _read(thread, array, source_info):
 
 
 def _load_piece(thread, array, index, row, end, *, offset, source_info):
-    """Return 16 bytes as four int32, so many bytes behind a piece of each thread, if its row is before the end; else zeros."""
+    """Return 16 bytes as four int32, so many bytes behind a piece of each thread, if its row is before the end; else
+    zeros."""
     exists, whole = row < end, _read(thread, array, source_info).view(np.uint8)
     assert np.all(index[exists] >= 0)
     found = whole.reshape(-1, 16)[np.where(exists, index + offset // 16, 0)]

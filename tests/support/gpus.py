@@ -1,8 +1,8 @@
 """NVIDIA GPUs as XLA's compiler sees them, so that one can compile for them without having one.
 
-The figures are public limits of a compute capability (CUDA C++ Programming Guide) and of a board. The real thing prints its
-own with `xla_client.get_topology_for_devices(jax.devices()).target_config`. Mosaic keeps the first architecture that it
-compiles for in a process, so a process has one: what `PALLAS_FA2_GATE` says, or an H200.
+The figures are public limits of a compute capability (CUDA C++ Programming Guide) and of a board. The real thing prints
+its own with `xla_client.get_topology_for_devices(jax.devices()).target_config`. Mosaic keeps the first architecture
+that it compiles for in a process, so a process has one: what `PALLAS_FA2_GATE` says, or an H200.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Run Mosaic GPU kernels on a CPU, with the parts of JAX's interpret mode that attention needs.
 
-A function is traced once, and what was traced is run with NumPy (`programs`): nothing is compiled. JAX's interpreter has
-what a kernel's operations do to memory, and orders accesses to it by vector clocks; it executes the warpgroups of a block
-as host threads. This module adds, without touching JAX's files:
+A function is traced once, and what was traced is run with NumPy (`programs`): nothing is compiled. JAX's interpreter
+has what a kernel's operations do to memory, and orders accesses to it by vector clocks; it executes the warpgroups of a
+block as host threads. This module adds, without touching JAX's files:
 
 * `pl.run_state` over accumulators, `acc[...] = value`, wgmma with its left operand in registers;
 * `copy_smem_to_gmem` with a predicate, a reduction, or a commit of its own;

@@ -1,4 +1,5 @@
-"""What is outside of kernels, and how one is launched: its blocks one after another, a block's warpgroups as threads."""
+"""What is outside of kernels, and how one is launched: its blocks one after another, a block's warpgroups as
+threads."""
 
 import dataclasses
 import functools

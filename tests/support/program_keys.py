@@ -1,4 +1,5 @@
-"""Prints the kernels' hashes and the cache keys of calls, by this process: `python -m tests.support.program_keys NAME ...`.
+"""Prints the kernels' hashes and the cache keys of calls, by this process: `python -m tests.support.program_keys NAME
+...`.
 
 The calls are lowered for an H200 in the order of the names, and printed as JSON.
 """

@@ -68,7 +68,8 @@ class BarrierView(View):
 
 
 def located(*views: View | None) -> Callable[[Sequence], list]:
-    """values -> where each of the first lies that has a view, the others as they are; numbers of all transforms follow."""
+    """values -> where each of the first lies that has a view, the others as they are; numbers of all transforms
+    follow."""
     leaves = (0 if view is None else view.leaves for view in views)
     ends = np.cumsum([len(views), *leaves]).tolist()
 

@@ -72,15 +72,16 @@ class AuxGrads(NamedTuple):
 def pairwise_from_fragments(pieces: jax.Array, entries: int, dtype: Any) -> jax.Array:
     """Return the gradient of a pairwise array, `[entries, N | 1, T', S']`, from the pieces of `AuxGrads`, by XLA.
 
-    A piece is a tile of 64 keys and 16 queries as it lies in registers: of 16 bits as `register_io.store_fragments` stores
-    it, of 32 as `accumulate.add_tile` adds it without vectors. Batch entries that share the array are summed in float32.
+    A piece is a tile of 64 keys and 16 queries as it lies in registers: of 16 bits as `register_io.store_fragments`
+    stores it, of 32 as `accumulate.add_tile` adds it without vectors. Batch entries that share the array are summed in
+    float32.
     """
     batch, heads, q_pieces, k_pieces, _ = pieces.shape
     was_added = pieces.dtype == jnp.float32
     if batch > entries:
         pieces = pieces.astype(jnp.float32).sum(0, keepdims=True)
-    # From (eight, warp, group, thread, half, element), or where values were added one by one (eight, half, element, warp,
-    # group, thread). Queries are eight, thread, element; keys are warp, half, group.
+    # From (eight, warp, group, thread, half, element), or where values were added one by one (eight, half, element,
+    # warp, group, thread). Queries are eight, thread, element; keys are warp, half, group.
     sizes, order = (2, 4, 8, 4, 2, 2), (0, 3, 5, 1, 4, 2)
     if was_added:
         sizes, order = (2, 2, 2, 4, 8, 4), (0, 5, 2, 3, 1, 4)

@@ -19,8 +19,8 @@ def batched(
     """Return the kernel for any batch, which is the first axis of every array; vmap adds to it.
 
     A launch takes up to `limit` batch entries. An array that they share has a first axis of 1, and so may its
-    gradient have. With `axes`, each device runs its batch entries and heads (`sharding.sharded`). With `key`, a launch is
-    lowered once in a process (`launches.reusable`), unless XLA is to partition it: of a call on several devices, the
+    gradient have. With `axes`, each device runs its batch entries and heads (`sharding.sharded`). With `key`, a launch
+    is lowered once in a process (`launches.reusable`), unless XLA is to partition it: of a call on several devices, the
     launch with all batch entries and heads is traced and never compiled.
     """
 

@@ -70,8 +70,8 @@ class BlockMask(NamedTuple):
         return cls(visited + full * np.int32(1 << FULL_BIT), lists)
 
     def order_tiles(self, batch: int, heads: int, num_workers: int, header_rows: int) -> Any:
-        """Return the table of `tile_order_kernel.order_tiles`: the ids and counts of all tiles, in the order in which so
-        many CTAs take them.
+        """Return the table of `tile_order_kernel.order_tiles`: the ids and counts of all tiles, in the order in which
+        so many CTAs take them.
 
         Heads follow each other, and their tiles, as neighbors share data; but long tiles and those of the last
         heads come sooner, so that all CTAs end together: see `tile_order_kernel.TileOrder`. (On the device, none of

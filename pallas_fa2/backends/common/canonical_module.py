@@ -1,7 +1,8 @@
-"""A kernel's module, made small, and independent of where the library is installed and of what the process has lowered before.
+"""A kernel's module, made small, and independent of where the library is installed and of what the process has lowered
+before.
 
-Mosaic compiles a kernel once for each hash of its module in a process, and JAX's persistent cache hashes the whole module
-as well. Two things in it do not change the machine code:
+Mosaic compiles a kernel once for each hash of its module in a process, and JAX's persistent cache hashes the whole
+module as well. Two things in it do not change the machine code:
 
 - Source locations: paths of this package's files, and names of the transformations that a call was traced under. So a
   forward alone and the same forward beside its backward differed, and so did two installations.
@@ -32,8 +33,8 @@ def canonicalize_module(context: Any) -> None:
     """Strip the locations of all operations so far, fold these, and name the module after its kernel without a number.
 
     It must be the last operation of a kernel's body: values from before it may be gone. The operations that Mosaic adds
-    behind it have no paths. The dump (MOSAIC_GPU_DUMP_TO) of a second kernel of that name replaces the first's, and dumps
-    of SASS have no line numbers.
+    behind it have no paths. The dump (MOSAIC_GPU_DUMP_TO) of a second kernel of that name replaces the first's, and
+    dumps of SASS have no line numbers.
     """
     module = context.module.operation
     module.attributes["mosaic_gpu.dump_basename"] = module.attributes["sym_name"]
@@ -57,7 +58,8 @@ def _arrays_in_use(module: Any) -> Iterator[None]:
     block = main.regions[0].blocks[0]
     values = [result for op in block for result in op.results]
     arrays = [x for x in values if isinstance(x.type, ir.MemRefType)]
-    # A call may do anything, so it is not dropped. No such function exists, nor does the call when the module is verified.
+    # A call may do anything, so it is not dropped. No such function exists, nor does the call when the module is
+    # verified.
     callee: ir.Attribute = ir.FlatSymbolRefAttr.get("arrays_in_use")
     with ir.InsertionPoint(block), ir.Location.unknown():
         call = ir.Operation.create("func.call", operands=arrays, attributes={"callee": callee})

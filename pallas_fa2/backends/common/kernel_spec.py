@@ -41,7 +41,8 @@ class KernelSpec:
 
     @property
     def has_no_mods(self) -> bool:
-        """Whether there is no mask but a causal one, and no score function: every row sees the first key of its tile."""
+        """Whether there is no mask but a causal one, and no score function: every row sees the first key of its
+        tile."""
         return self.mask is None and self.score is None and not self.in_cache
 
     @property

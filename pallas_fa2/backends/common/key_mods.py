@@ -88,8 +88,8 @@ class KeyMods:
         masked: bool,
         kv_tail_visible: bool,
     ) -> "KeyMods":
-        """Load what scores and dropout, and the mask if `masked`, read of 64 keys; what they read of queries and pairs stays
-        in device memory."""
+        """Load what scores and dropout, and the mask if `masked`, read of 64 keys; what they read of queries and pairs
+        stays in device memory."""
         inputs = KeyAxisInputs(AxisInputs(0), {})
         if aux is not None:
             inputs = KeyAxisInputs.load(spec, aux, head, first_key, masked)

@@ -180,7 +180,8 @@ class DynamicTileScheduler:
 
 
 def tile_table(tile_ids: Any, counts: Any, header_rows: int) -> Any:
-    """Return int32 `[header_rows + n + 1, 2]`: rows of -1, the ids and counts of n tiles, and (n, 0), which is no tile's."""
+    """Return int32 `[header_rows + n + 1, 2]`: rows of -1, the ids and counts of n tiles, and (n, 0), which is no
+    tile's."""
     header = np.full((header_rows, 2), -1, np.int32)
     end = np.array([[len(tile_ids), 0]], np.int32)
     xp = array_namespace(counts)

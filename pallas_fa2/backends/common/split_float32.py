@@ -1,16 +1,16 @@
 """float32 queries, keys and values as sums of two float16 arrays, whose products tensor cores form.
 
-The numbers x of a token's head are 2^(e - 14) (high + low), where 2^e is the power of two at or below their largest: `high`
-is 2^(14 - e) x rounded to float16, `low` what is missing of it, rounded. Together they have 23 bits of a number down to
-2^-17 of that largest, and an error of 2^-39 of the largest below. A product of two such numbers is high high' + high low' +
-low high', with an error of 2^-22 (H. Ootomo and R. Yokota, "Recovering single precision accuracy from Tensor Cores while
-surpassing the FP32 theoretical peak performance", arXiv:2203.03341). bfloat16 would take six products for as much: JAX's
-`DotAlgorithmPreset.BF16_BF16_F32_X6`; `X3` of three leaves an error of 2^-17.
+The numbers x of a token's head are 2^(e - 14) (high + low), where 2^e is the power of two at or below their largest:
+`high` is 2^(14 - e) x rounded to float16, `low` what is missing of it, rounded. Together they have 23 bits of a number
+down to 2^-17 of that largest, and an error of 2^-39 of the largest below. A product of two such numbers is high high' +
+high low' + low high', with an error of 2^-22 (H. Ootomo and R. Yokota, "Recovering single precision accuracy from
+Tensor Cores while surpassing the FP32 theoretical peak performance", arXiv:2203.03341). bfloat16 would take six
+products for as much: JAX's `DotAlgorithmPreset.BF16_BF16_F32_X6`; `X3` of three leaves an error of 2^-17.
 
-S = Q K^T gets its powers of two back by rows and columns. In O = P V, those of V are one for each term of the sum, and go
-into P: a softmax of scores + log2 of the size of their values, whose weights 2^-size the row sum takes back. So what P has
-in float16 is exact in relation to the largest *contribution* to a row of O, and a value that the mask hides, however large,
-changes nothing.
+S = Q K^T gets its powers of two back by rows and columns. In O = P V, those of V are one for each term of the sum, and
+go into P: a softmax of scores + log2 of the size of their values, whose weights 2^-size the row sum takes back. So what
+P has in float16 is exact in relation to the largest *contribution* to a row of O, and a value that the mask hides,
+however large, changes nothing.
 """
 
 from typing import NamedTuple
@@ -26,8 +26,9 @@ TOP_EXPONENT = 14
 MIN_EXPONENT = -98
 # Of a row of P or dS, for which 2^(e - 14) is the smallest normal float32.
 LEAST_LARGEST = 2.0**-112
-# Values are scaled as if they were at most 2^105 smaller than the largest of their head. P is a float32 from 2^-126 to 2^14:
-# of the probabilities of a query that sees both, those down to 2^-35 remain; and row sums of up to 2^22 keys are finite.
+# Values are scaled as if they were at most 2^105 smaller than the largest of their head. P is a float32 from 2^-126 to
+# 2^14: of the probabilities of a query that sees both, those down to 2^-35 remain; and row sums of up to 2^22 keys are
+# finite.
 MAX_SIZE_DIFFERENCE = 105
 
 
@@ -36,8 +37,8 @@ class Scales(NamedTuple):
 
     # [B, N, T'], T' a multiple of block_q; NaN where a number of the query is not finite
     queries: jax.Array
-    # [B, K, blocks, 3 block_kv]: of each key its power, NaN where a number of the key or its value is not finite; the log2
-    # of its value's size in relation to the head's largest, at most 0; and the weight that undoes it and P's 2^14.
+    # [B, K, blocks, 3 block_kv]: of each key its power, NaN where a number of the key or its value is not finite; the
+    # log2 of its value's size in relation to the head's largest, at most 0; and the weight that undoes it and P's 2^14.
     keys: jax.Array
     heads: jax.Array  # [B, K], of O
 
@@ -72,8 +73,8 @@ def split_operands(
 
 
 class GradientScales(NamedTuple):
-    """The powers of two of tokens in the backward: a number is that of its token times the sum of its terms. float32, finite, 0
-    for tokens past the end."""
+    """The powers of two of tokens in the backward: a number is that of its token times the sum of its terms. float32,
+    finite, 0 for tokens past the end."""
 
     q: jax.Array  # [B, N, T']
     dout: jax.Array
@@ -91,8 +92,8 @@ def split_for_gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, GradientScales]:
     """Return q, k, v and dout as float16 `[B, T, N, 2 H']`, high terms before low ones, and the powers of their tokens.
 
-    `dims` are H' of the kernels, for q and k, and for v and dout; `multiples` are those to which the scales of queries and
-    keys are padded. Tokens with a number that is not finite are zeros: a query that sees one has an lse of NaN.
+    `dims` are H' of the kernels, for q and k, and for v and dout; `multiples` are those to which the scales of queries
+    and keys are padded. Tokens with a number that is not finite are zeros: a query that sees one has an lse of NaN.
     """
     exponents = [_row_exponents(x) for x in (q, k, v, dout)]
     q_power, k_power, v_power, dout_power = (_power_of_two(e - TOP_EXPONENT) for e in exponents)
@@ -105,8 +106,8 @@ def split_for_gradients(
 
 
 def row_powers(highest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return 2^(e - 14) and 2^(14 - e) for each row of a tile in registers, where 2^e is the power of two at or below its
-    largest absolute value, `highest`."""
+    """Return 2^(e - 14) and 2^(14 - e) for each row of a tile in registers, where 2^e is the power of two at or below
+    its largest absolute value, `highest`."""
     bits = lax.bitcast_convert_type(jnp.maximum(highest, LEAST_LARGEST), jnp.int32)
     power = (bits & (0xFF << 23)) - (TOP_EXPONENT << 23)
     power = lax.bitcast_convert_type(power, jnp.float32)
@@ -125,8 +126,8 @@ def _finite_rows(x: jax.Array) -> jax.Array:
 
 
 def _row_exponents(x: jax.Array) -> jax.Array:
-    """Return floor(log2(max |x|)) of each token's head, int32 `[B, T, N]`, at least `MIN_EXPONENT`, which it is where some x
-    is not finite."""
+    """Return floor(log2(max |x|)) of each token's head, int32 `[B, T, N]`, at least `MIN_EXPONENT`, which it is where
+    some x is not finite."""
     largest = jnp.where(_finite_rows(x), jnp.abs(x).max(-1), 0.0)
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     return jnp.clip((bits >> 23) - 127, MIN_EXPONENT, 127)

@@ -25,6 +25,7 @@ def softmax_gradient(
 
 
 def times_derivative(ds: jax.Array, p: jax.Array, derivative: TileValue) -> jax.Array:
-    """Return dS times a derivative of the score functions: 0 where P is 0, as derivatives of hidden pairs may be infinite."""
+    """Return dS times a derivative of the score functions: 0 where P is 0, as derivatives of hidden pairs may be
+    infinite."""
     tile = broadcast_to_tile(derivative, (0, 1), ds.shape, TARGET_OPS)
     return jnp.where(p != 0, ds * tile, 0.0)

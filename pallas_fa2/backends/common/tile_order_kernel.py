@@ -21,16 +21,17 @@ from pallas_fa2.backends.common.primitives.layouts import LANES, THREADS, WARPS
 # heads share a mask. With less, CTAs end apart; with more, more heads run side by side, of which L2 holds few
 # (docs/decisions/0058-tile-hoisting.md).
 SLACK = 1.5
-# How many tiles for each CTA are sorted by length at the end: where heads share a mask, and where each has its own. With
-# more, L2 misses cost more than the balance gains (docs/decisions/0057-long-tiles-first.md).
+# How many tiles for each CTA are sorted by length at the end: where heads share a mask, and where each has its own.
+# With more, L2 misses cost more than the balance gains (docs/decisions/0057-long-tiles-first.md).
 TAIL_TILES_SHARED_MASK, TAIL_TILES = 1, 2
 # A tile is long, and comes before all heads, from this fraction of the blocks that a CTA visits on average; or from so
 # many times the blocks that a CTA visits of the sorted heads (docs/decisions/0057-long-tiles-first.md).
 LONG = 0.25
 LONG_IN_TAIL = 1.5
-# The second half of a head's tiles is longer if it visits more blocks than the first by one in so many. Of a device's keys
-# in zigzag order, both halves of the columns visit as many, and one adds what blocks on the diagonal count too much; of its
-# rows, the second half visits a fifteenth more on the last one of 16 devices (docs/decisions/0092-last-tiles-first.md).
+# The second half of a head's tiles is longer if it visits more blocks than the first by one in so many. Of a device's
+# keys in zigzag order, both halves of the columns visit as many, and one adds what blocks on the diagonal count too
+# much; of its rows, the second half visits a fifteenth more on the last one of 16 devices
+# (docs/decisions/0092-last-tiles-first.md).
 LONGER_BY_ONE_IN = 16
 # The most tiles with counts of their own that the kernel orders. Of more, each CTA has 30 at least, and none need be
 # hoisted.
@@ -60,14 +61,14 @@ def is_last_tile_first(first_half: Any, second_half: Any) -> Any:
 class TileOrder(NamedTuple):
     """The order of tiles: head by head, but some are hoisted, so that CTAs end together.
 
-    The tiles of a head go from the first to the last, or from the last to the first if its second half visits more blocks, by
-    a sixteenth at least.
-    Where lengths fall or rise with the tile's number, as under a causal mask, the longest come first: a CTA that ends the shortest of
-    the tiles under way then begins the longest one that is left, and all stay at the same keys, which L2 has
-    (docs/decisions/0092-last-tiles-first.md).
+    The tiles of a head go from the first to the last, or from the last to the first if its second half visits more
+    blocks, by a sixteenth at least.
+    Where lengths fall or rise with the tile's number, as under a causal mask, the longest come first: a CTA that ends
+    the shortest of the tiles under way then begins the longest one that is left, and all stay at the same keys, which
+    L2 has (docs/decisions/0092-last-tiles-first.md).
 
-    A hoisted tile comes before the tiles of an earlier head (`hoist_head`). Those that come before the same head go from the longest to
-    the shortest, equally long ones by row and tile, and then by head.
+    A hoisted tile comes before the tiles of an earlier head (`hoist_head`). Those that come before the same head go
+    from the longest to the shortest, equally long ones by row and tile, and then by head.
     """
 
     heads: int  # of all batch entries
@@ -113,8 +114,8 @@ def order_tiles(
 ) -> jax.Array:
     """Return the table of a `DynamicTileScheduler`, or that of CTAs of one tile each: int32 `[header_rows + n + 1, 2]`.
 
-    Its rows are `header_rows` times -1, the ids and counts of n tiles in their `TileOrder`, and (n, 0). Tile t of head h
-    of batch entry b has the id (b heads + h) tiles + t; `counts` is `BlockMask.num_blocks`.
+    Its rows are `header_rows` times -1, the ids and counts of n tiles in their `TileOrder`, and (n, 0). Tile t of head
+    h of batch entry b has the id (b heads + h) tiles + t; `counts` is `BlockMask.num_blocks`.
     """
     counts = counts_per_row(counts, batch)
     assert counts.size <= MAX_TILES

@@ -160,8 +160,8 @@ def _sanitize_for_backward(
 ) -> tuple[jax.Array, ...]:
     """Return q, k and dout that are finite, and an lse that is NaN in rows where q or dout was not.
 
-    P and dS are 0 where a mask hides a pair, and multiply these. Elsewhere, lse or delta is NaN where one of them was not
-    finite, and with it P or dS.
+    P and dS are 0 where a mask hides a pair, and multiply these. Elsewhere, lse or delta is NaN where one of them was
+    not finite, and with it P or dS.
     """
     lse = _mark_nonfinite_queries(q, dout, lse)
     q, k, dout = (jnp.where(jnp.isfinite(x).all(-1, keepdims=True), x, 0) for x in (q, k, dout))
@@ -169,8 +169,8 @@ def _sanitize_for_backward(
 
 
 def _mark_nonfinite_queries(q: jax.Array, dout: jax.Array, lse: jax.Array) -> jax.Array:
-    """Return an lse that is NaN where a query's q or dO is not finite, unless the query sees no key: then it stays -inf, so that
-    its P is 0 for keys past the end as well, which no mask hides."""
+    """Return an lse that is NaN where a query's q or dO is not finite, unless the query sees no key: then it stays
+    -inf, so that its P is 0 for keys past the end as well, which no mask hides."""
     finite = (jnp.isfinite(q).all(-1) & jnp.isfinite(dout).all(-1)).swapaxes(1, 2)
     return jnp.where(finite | (lse == -jnp.inf), lse, jnp.nan)
 
@@ -246,8 +246,8 @@ def configure(spec: CallSpec, device: Device) -> Configuration:
 
 
 def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:
-    """Return the forward configs that `autotune` tries, without those that must not be used on a device; the decode kernel
-    has one."""
+    """Return the forward configs that `autotune` tries, without those that must not be used on a device; the decode
+    kernel has one."""
     right = []
     if FLASH_FORWARD.configure(spec, device) is not None:
         return right

@@ -20,8 +20,8 @@ class Rule[C: (ForwardConfig, DqConfig)](NamedTuple):
     config: C
     # Whether it serves only causal calls and those of up to `SHORT` queries.
     only_short: bool = False
-    # How many CTAs must fit into the most shared memory that one may have: so many then run on a multiprocessor, and hide each
-    # other's softmax.
+    # How many CTAs must fit into the most shared memory that one may have: so many then run on a multiprocessor, and
+    # hide each other's softmax.
     ctas: int = 1
     # Whether ptxas compiles it for Blackwell with no more spills than the gate allows.
     on_blackwell: bool = True
@@ -67,9 +67,10 @@ BACKWARD_CONFIGS = (
     BackwardConfig(128, 128, divides_columns=True),
     *(BackwardConfig(*dims, divides_columns=True) for dims in LARGE_DIMS),
 )
-# The same where dQ has a kernel of its own: a second buffer of Q and dO takes the room of dS. The last ones serve all calls
-# where 100 KB of shared memory have no room for blocks of K, V, Q and dO. They form scores of 16 queries at a time: of 32 they
-# spill up to 1408 bytes where ptxas compiles for Blackwell, and with 32 keys a warp up to 1840. (Not measured.)
+# The same where dQ has a kernel of its own: a second buffer of Q and dO takes the room of dS. The last ones serve all
+# calls where 100 KB of shared memory have no room for blocks of K, V, Q and dO. They form scores of 16 queries at a
+# time: of 32 they spill up to 1408 bytes where ptxas compiles for Blackwell, and with 32 keys a warp up to 1840. (Not
+# measured.)
 KEY_CONFIGS = (
     *(replace(config, stages=2) for config in BACKWARD_CONFIGS),
     *BACKWARD_CONFIGS,
@@ -86,8 +87,8 @@ DQ_RULES: tuple[Rule[DqConfig], ...] = (
     *(Rule(DqConfig(*dims, score_keys=16, dout_in_registers=True)) for dims in LARGE_DIMS),
 )
 
-# Of float32 inputs, whose operands take twice the shared memory. From H = 128 on, the gradients of 64 keys in one warpgroup
-# spill 3000 to 5000 bytes. Beyond (192, 192) no operands of 64 rows fit, and `blockwise` forms the gradients.
+# Of float32 inputs, whose operands take twice the shared memory. From H = 128 on, the gradients of 64 keys in one
+# warpgroup spill 3000 to 5000 bytes. Beyond (192, 192) no operands of 64 rows fit, and `blockwise` forms the gradients.
 SPLIT_DIMS = (128, 128), (192, 128), (192, 192)  # beyond (96, 96)
 SPLIT_BACKWARD_CONFIGS = (
     BackwardConfig(64, 64, warpgroups=1, terms=split_float32.TERMS),
@@ -140,10 +141,11 @@ def forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
 
 
 def _split_forward_config(spec: CallSpec, device: Device) -> ForwardConfig:
-    """Return the forward's configuration for float32 inputs; no other was measured (docs/decisions/0075-split-float32.md).
+    """Return the forward's configuration for float32 inputs; no other was measured
+    (docs/decisions/0075-split-float32.md).
 
-    A warp has 16 rows: S, P and P V_j take twice the registers of 16-bit inputs, and 32 rows spill 1100 bytes a thread. So
-    do 64 keys at a time at H = 256; but bits of masks are of 64 keys.
+    A warp has 16 rows: S, P and P V_j take twice the registers of 16-bit inputs, and 32 rows spill 1100 bytes a thread.
+    So do 64 keys at a time at H = 256; but bits of masks are of 64 keys.
     """
     dims = kernel_dims(spec.head_dim, spec.value_dim)
     block_kv = 32 if dims[0] > 192 and spec.is_plain else 64

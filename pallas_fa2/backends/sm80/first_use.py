@@ -1,7 +1,7 @@
 """Checks the kernels on a GPU of a kind on which nobody has run them, before a call first uses them there.
 
-A small call of each family of kernels that a call runs is compared with the definition. The verdict is kept in a file, for that
-GPU, the version of its driver, the sources of this package and what compiles them.
+A small call of each family of kernels that a call runs is compared with the definition. The verdict is kept in a file,
+for that GPU, the version of its driver, the sources of this package and what compiles them.
 """
 
 import functools
@@ -27,8 +27,8 @@ from pallas_fa2.ir.call_spec import CallSpec
 
 # Compute capabilities on which the tests of the kernels have run.
 RUN_ON = ("9.0",)
-# Relative error, in the 2-norm: what is computed from bfloat16 has 0.001 to 0.003 interpreted, from float16 0.0003 and from
-# float32 4e-7. (Beside a definition in the same dtype, an H200 had 0.002 to 0.003.)
+# Relative error, in the 2-norm: what is computed from bfloat16 has 0.001 to 0.003 interpreted, from float16 0.0003 and
+# from float32 4e-7. (Beside a definition in the same dtype, an H200 had 0.002 to 0.003.)
 MAX_ERROR = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-5}
 # An error of a compiler may print a module.
 MAX_MESSAGE = 300
@@ -38,8 +38,9 @@ type Kernels = tuple[Callable, Callable]
 
 
 class Verdict(NamedTuple):
-    """What is wrong with a family, or nothing, and whether another process would find the same: what results, a compiler and the
-    driver say lasts, lack of memory and what Python raises, perhaps because of an option of JAX, may not."""
+    """What is wrong with a family, or nothing, and whether another process would find the same: what results, a
+    compiler and the driver say lasts, lack of memory and what Python raises, perhaps because of an option of JAX, may
+    not."""
 
     error: str = ""
     lasts: bool = True
@@ -61,8 +62,8 @@ def failure(
     kernels: Kernels,
     forward: ForwardConfig | None = None,
 ) -> Defect | None:
-    """Return why the kernels of a call, with this forward or the one that it takes, must not be used on a device, or None: they
-    are right, were run on such a GPU by others, or this process has none."""
+    """Return why the kernels of a call, with this forward or the one that it takes, must not be used on a device, or
+    None: they are right, were run on such a GPU by others, or this process has none."""
     if device.capability in RUN_ON:
         return None
     gpus = [d for d in jax.local_devices() if d.platform == "gpu" and d.device_kind == device.kind]

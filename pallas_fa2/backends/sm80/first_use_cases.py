@@ -27,8 +27,8 @@ from pallas_fa2.parse_cached import parse_cached
 from pallas_fa2.parse_call import parse_call
 from pallas_fa2.scores import alibi, bias
 
-# What the kernels of a family apply to scores. Under "segments" blocks come from lists that are made on the device, the mask is
-# evaluated by the attention, and a score reads data of pairs; with "dropout" the mask is precomputed as bits.
+# What the kernels of a family apply to scores. Under "segments" blocks come from lists that are made on the device, the
+# mask is evaluated by the attention, and a score reads data of pairs; with "dropout" the mask is precomputed as bits.
 PLAIN, SEGMENTS, DROPOUT = "no mods", "segments and a bias", "mask bits and dropout"
 RATE = 0.25  # of dropout
 WINDOW = 1400  # of a step of decoding, which the longest sequence exceeds
@@ -131,8 +131,8 @@ class AttentionFamily(NamedTuple):
 
 
 class DecodeFamily(NamedTuple):
-    """The decode kernels of these head dims, as blocks of K and V have them, of so many columns of queries, and with so many
-    keys of a page that one copy brings."""
+    """The decode kernels of these head dims, as blocks of K and V have them, of so many columns of queries, and with so
+    many keys of a page that one copy brings."""
 
     head_dim: int
     value_dim: int

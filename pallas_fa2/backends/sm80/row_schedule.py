@@ -75,7 +75,8 @@ class RowSchedule[C: RowConfig]:
         whole, offset = self.spec.kv_len // block_kv, self.spec.causal_offset
         if offset is None:
             return I32(self.kv_blocks), I32(whole)
-        # Row i sees the first i + offset + 1 keys. The last row's, rounded up to blocks, are visited, the first row's are full.
+        # Row i sees the first i + offset + 1 keys. The last row's, rounded up to blocks, are visited, the first row's
+        # are full.
         first_row = q_tile * block_q
         end = first_row + (block_q + offset + block_kv - 1)
         visited = jnp.minimum(arithmetic.div(end, block_kv), self.kv_blocks)

@@ -15,8 +15,8 @@ from pallas_fa2.backends.common.primitives import layouts
 class TileList(NamedTuple):
     """The tiles of all heads, of which CTA i takes the i-th, and the blocks that each of them visits.
 
-    A GPU starts CTAs in the order of their index, and the next one where one ends: CTAs take tiles from this list as those of
-    a dynamic tile scheduler do, without atomic additions. Results do not depend on which CTA starts when.
+    A GPU starts CTAs in the order of their index, and the next one where one ends: CTAs take tiles from this list as
+    those of a dynamic tile scheduler do, without atomic additions. Results do not depend on which CTA starts when.
     """
 
     entries: Any  # int32 [n + 1, 2]: the ids and counts of n tiles (`BlockMask.order_tiles`)
@@ -26,7 +26,8 @@ class TileList(NamedTuple):
     def build(
         cls, block_mask: BlockMask | None, spec: KernelSpec, num_ctas: int
     ) -> "TileList | None":
-        """List the tiles in an order for `num_ctas` CTAs that run at the same time; return None where there is no mask."""
+        """List the tiles in an order for `num_ctas` CTAs that run at the same time; return None where there is no
+        mask."""
         if block_mask is None:
             return None
         tiles = spec.batch * spec.q_heads * block_mask.num_blocks.shape[-1]
@@ -36,11 +37,12 @@ class TileList(NamedTuple):
         return cls(jnp.asarray(entries), jnp.asarray(block_mask.block_indices))
 
     def load_coordinates(self, spec: KernelSpec) -> tuple[Any, Any, Any]:
-        """Load the batch entry, the head and the index of this CTA's tile. Here and below the arrays are a kernel's references."""
+        """Load the batch entry, the head and the index of this CTA's tile. Here and below the arrays are a kernel's
+        references."""
         tile_id, tiles = self.entries[lax.axis_index("cta"), 0], self.block_indices.shape[-2]
-        # The id is not negative, which this tells LLVM; of a CTA's index, which takes its place without a mask, it knows. Else
-        # the forward under documents spills 544 bytes instead of 512 on 9.0, and the backward of float32 488 instead of 360 on
-        # 10.0 (H = 128).
+        # The id is not negative, which this tells LLVM; of a CTA's index, which takes its place without a mask, it
+        # knows. Else the forward under documents spills 544 bytes instead of 512 on 9.0, and the backward of float32
+        # 488 instead of 360 on 10.0 (H = 128).
         tile_id &= I32(0x7FFFFFFF)
         head, tile = div(tile_id, tiles), rem(tile_id, tiles)
         return div(head, spec.q_heads), rem(head, spec.q_heads), tile

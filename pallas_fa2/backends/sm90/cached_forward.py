@@ -33,14 +33,16 @@ from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
 
 DECODE = decode_forward.CACHED_FORWARD
-# Microseconds on an H200 with H = 128 (docs/decisions/0087-prompts-on-a-cache.md); other head dims are taken to be alike.
+# Microseconds on an H200 with H = 128 (docs/decisions/0087-prompts-on-a-cache.md); other head dims are taken to be
+# alike.
 COSTS = break_even.BlockCosts(tile=0.69, full_entry=1.64, load=1.0)
 # Of 8 bits a tile took 0.95, an entry of 32 columns 1.4 (docs/decisions/0093-tiles-of-8-bits.md).
 COSTS_OF_8_BITS = break_even.BlockCosts(tile=0.95, full_entry=2.8, load=1.0)
 # The columns of an entry beside tiles: one of half as many as there may be takes no longer than its loads, so that a
 # decode step loses nothing by them.
 FEW_COLUMNS = MAX_COLUMNS // 2
-# By estimate a second launch and its tables take 10 to 20 us, so that tiles beside entries have to save half of the time.
+# By estimate a second launch and its tables take 10 to 20 us, so that tiles beside entries have to save half of the
+# time.
 LEAST_GAIN = 2
 # Eight copies bring a block of 128 keys from pages of 16 tokens.
 PAGE_MULTIPLE = 16
@@ -117,8 +119,8 @@ def _costs(spec: CachedSpec) -> break_even.BlockCosts:
 
 
 def max_decoded(spec: CachedSpec, num_sms: int) -> int:
-    """Return the new tokens of a request, at most, that the decode kernel takes beside tiles: those with which it would take
-    no longer if all requests had as many."""
+    """Return the new tokens of a request, at most, that the decode kernel takes beside tiles: those with which it would
+    take no longer if all requests had as many."""
     call, launch, costs = spec.call, _few_spec(spec, 1), _costs(spec)
     heads = call.q_heads, call.kv_heads
 
@@ -134,8 +136,8 @@ def max_decoded(spec: CachedSpec, num_sms: int) -> int:
 
 
 def _may_gain(spec: CachedSpec, num_sms: int) -> bool:
-    """Return whether tiles beside entries would save time, if one request of packed queries had all but a token of each other
-    one."""
+    """Return whether tiles beside entries would save time, if one request of packed queries had all but a token of each
+    other one."""
     call, launch, costs = spec.call, DecodeSpec.of_call(spec), _costs(spec)
     queries = call.q_len - (call.batch - 1)
     if queries < 1:

@@ -115,8 +115,8 @@ FORWARD_CONFIGS = (
 )
 
 
-# On a cache the producer holds the pages of a block, eight of 16 tokens, beside the claim of a tile: with 40 registers it
-# spills. 128 * (2 * 224 + 56) are 64,512 registers.
+# On a cache the producer holds the pages of a block, eight of 16 tokens, beside the claim of a tile: with 40 registers
+# it spills. 128 * (2 * 224 + 56) are 64,512 registers.
 IN_CACHE = (224, 56)
 CACHED_FORWARD_CONFIGS = (
     ForwardConfig(64, 64, 2, 128, stages=3, registers=IN_CACHE, q_stages=2, pv_chunk=64),
@@ -129,7 +129,8 @@ CACHED_FORWARD_CONFIGS = (
 
 
 def _of_8_bits(config: ForwardConfig, **changes: Any) -> ForwardConfig:
-    """Return the configuration for a cache of 8 bits, of which blocks come in halves. 128 * (2 * 216 + 2 * 40) are 65,536 registers."""
+    """Return the configuration for a cache of 8 bits, of which blocks come in halves. 128 * (2 * 216 + 2 * 40) are
+    65,536 registers."""
     config = dataclasses.replace(config, registers=(216, 40, 40), **changes)
     return dataclasses.replace(config, subtile_kv=config.block_kv // 2)
 
@@ -184,8 +185,8 @@ L2_BUDGETS = (16 << 20, 32 << 20, 48 << 20)
 
 def candidates(spec: CallSpec, device: Device) -> list[ForwardConfig]:
     """Return the forward configs that `autotune` tries: those of the call's head dims; under a mask alone, those for
-    calls without one as well; for causal calls, with several numbers of heads that share the L2. The decode kernel has no
-    others."""
+    calls without one as well; for causal calls, with several numbers of heads that share the L2. The decode kernel has
+    no others."""
     if FLASH_FORWARD.configure(spec, device) is not None:
         return []
 

@@ -79,8 +79,8 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple]:
     """Return the gradients of q, k, v and of all floating-point leaves of the score data, in order.
 
-    `dlse` (or None) and the row sums are `[B, N, T]`. Where the forward of another backend has run there are no sums, and
-    they are formed of `lse`.
+    `dlse` (or None) and the row sums are `[B, N, T]`. Where the forward of another backend has run there are no sums,
+    and they are formed of `lse`.
     """
     sums = tile.sums_from_lse(lse) if sums is None else sums
     delta = tile.row_delta(out, dout, dlse, spec.accumulator)
@@ -205,8 +205,8 @@ def describe(
     )
 
 
-# The bound on the scores of one tile, of which there are several copies (scores, probabilities, their gradients), so that
-# memory is O(T) with a modest constant.
+# The bound on the scores of one tile, of which there are several copies (scores, probabilities, their gradients), so
+# that memory is O(T) with a modest constant.
 TILE_BYTES = 64 << 20
 
 

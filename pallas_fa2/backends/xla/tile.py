@@ -55,7 +55,8 @@ def tile_at(
 
 
 def product(letters: str, a: jax.Array, b: jax.Array, accumulator: Any) -> jax.Array:
-    """Compute a product (an einsum) in the accumulator dtype; if one operand has 16 bits, the other is rounded to them."""
+    """Compute a product (an einsum) in the accumulator dtype; if one operand has 16 bits, the other is rounded to
+    them."""
 
     def wide(a: jax.Array, b: jax.Array) -> jax.Array:
         a, b = a.astype(accumulator), b.astype(accumulator)

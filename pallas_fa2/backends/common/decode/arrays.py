@@ -52,8 +52,8 @@ class Outputs(NamedTuple):
     lse: Any  # float32 [tokens * N], natural
     split_out: Any  # float32 [splits, Hv / 64, 64 * columns]: O^T, normalized, as its tiles lie in registers
     split_lse: Any  # float32 [splits, columns], in base 2
-    # int32 [heads * rows, 2]: 64 bits that count the splits of a tile that are stored so far (`merge`), anything before the kernel
-    # and after it. The word of a tile is that of its head and entry, or of its first fixed split.
+    # int32 [heads * rows, 2]: 64 bits that count the splits of a tile that are stored so far (`merge`), anything before
+    # the kernel and after it. The word of a tile is that of its head and entry, or of its first fixed split.
     arrivals: Any
 
     @classmethod

@@ -14,18 +14,18 @@ from pallas_fa2.backends.common.primitives.layouts import LANES, THREADS
 from pallas_fa2.backends.common.primitives.named_barriers import NamedBarrier
 from pallas_fa2.backends.common.primitives.types import Ref, Registers
 
-# What the upper 48 bits of a word are while it counts; the lower 16 are the arrivals. XLA does not initialize outputs, and a word
-# that looked like one that counts would stay so. As bfloat16, float16, float32 or float64 this is NaN, with bits that no
-# instruction makes. Of words of random bits, as keys of 8 bits may be, 2^-48 have it: with the 264 words of tiles that are
-# split, at most one for each CTA, one launch in 10^12.
+# What the upper 48 bits of a word are while it counts; the lower 16 are the arrivals. XLA does not initialize outputs,
+# and a word that looked like one that counts would stay so. As bfloat16, float16, float32 or float64 this is NaN, with
+# bits that no instruction makes. Of words of random bits, as keys of 8 bits may be, 2^-48 have it: with the 264 words
+# of tiles that are split, at most one for each CTA, one launch in 10^12.
 COUNTS = 0xFFF7_7FF7_FFA2
 MAX_SPLITS = 1 << 16  # of a tile
 
 
 @inline_op("prepare_arrivals", plgpu.RefType())
 def prepare(_, word: Ref) -> None:
-    """Begin to count in a word of device memory, if it does not count. A thread of the last warp does, so that the first one,
-    which may begin to load, need not wait for the word."""
+    """Begin to count in a word of device memory, if it does not count. A thread of the last warp does, so that the
+    first one, which may begin to load, need not wait for the word."""
     code = (
         f"{{ .reg .pred p; .reg .b64 v, u; setp.ne.s32 p, $0, {THREADS - LANES}; @p bra done; "
         f"ld.relaxed.gpu.global.b64 v, [$1]; shr.u64 u, v, 16; setp.eq.u64 p, u, {COUNTS}; "
@@ -43,17 +43,17 @@ def prepare(_, word: Ref) -> None:
 def arrive(
     _, word: Ref, word2: Ref, flags: Ref, others: Registers, others2: Registers
 ) -> Registers:
-    """Count an arrival in one word of device memory, or two. For the last one, after `others`, which sets the word to 0, the
-    result has bit 0 set, or bit 1 for the second word. With negative `others` none is counted. `flags`, int32 `[2]`, is
-    shared memory that nothing else uses.
+    """Count an arrival in one word of device memory, or two. For the last one, after `others`, which sets the word to
+    0, the result has bit 0 set, or bit 1 for the second word. With negative `others` none is counted. `flags`, int32
+    `[2]`, is shared memory that nothing else uses.
 
-    Threads 0 and 32 add 1 to a word. If it does not count, what was there is replaced by a count of 1, unless another thread
-    has added or replaced in between: then the addition is lost, and made again.
+    Threads 0 and 32 add 1 to a word. If it does not count, what was there is replaced by a count of 1, unless another
+    thread has added or replaced in between: then the addition is lost, and made again.
 
     What all threads of the CTA have stored before is released, and what the CTAs that arrived before have stored is
     acquired: the barriers carry that between the threads and those that count (PTX ISA, memory consistency model:
-    causality order). Two reductions by barriers instead of the words in shared memory take 460 clocks. The shuffle tells ptxas
-    that the result is the same in all threads (see `votes`).
+    causality order). Two reductions by barriers instead of the words in shared memory take 460 clocks. The shuffle
+    tells ptxas that the result is the same in all threads (see `votes`).
     """
     barrier = f"barrier.cta.sync {int(NamedBarrier.VOTE)}, {THREADS};"
     code = (

@@ -1,9 +1,9 @@
 """The blocks of keys that an entry visits under a mask that is code: those to which some query of it may attend.
 
-The mask's code runs on intervals (`ir/intervals.py`), once for each query and block of 64 keys, as it does for the tiles of
-other kernels. What heads differ in makes no lists of their own: an entry visits the blocks that some head may attend to. The
-line of blocks is then the same for each key head, and so is its deal; of blocks that are another head's alone, a head computes
-that it attends to none of their keys.
+The mask's code runs on intervals (`ir/intervals.py`), once for each query and block of 64 keys, as it does for the
+tiles of other kernels. What heads differ in makes no lists of their own: an entry visits the blocks that some head may
+attend to. The line of blocks is then the same for each key head, and so is its deal; of blocks that are another head's
+alone, a head computes that it attends to none of their keys.
 """
 
 import functools
@@ -33,8 +33,8 @@ type VisibleBlocks = Callable[[Entry], jax.Array]
 
 # Of all entries together: the list and what it is made of take 14 bytes each, 0.9 GB.
 MAX_LISTED_BLOCKS = 1 << 26
-# The positions of queries for which a mask that reads no data is classified when it is traced. Against all blocks of a million
-# keys these are a million intervals, and take the host less than its compiler does.
+# The positions of queries for which a mask that reads no data is classified when it is traced. Against all blocks of a
+# million keys these are a million intervals, and take the host less than its compiler does.
 SAMPLED_QUERIES = 64
 
 
@@ -57,8 +57,8 @@ def lists_blocks(cached: CachedSpec, spec: DecodeSpec, config: DecodeConfig) -> 
 def may_hide_blocks(mask: TracedFn, kv_len: int, has_given_positions: bool) -> bool:
     """Return whether interval arithmetic may find blocks without a visible key. Under a mask of data it always may.
 
-    Of other masks some positions of queries are tried. Those that are not given are the last of a sequence, which has no
-    keys after them.
+    Of other masks some positions of queries are tried. Those that are not given are the last of a sequence, which has
+    no keys after them.
     """
     if len(mask.jaxpr.in_avals) > 2:
         return True
@@ -90,12 +90,12 @@ class BlockList(NamedTuple):
     def make(
         cls, entries: Entry, visible_blocks: VisibleBlocks, split_blocks: int | None = None
     ) -> "BlockList":
-        """List those blocks of each entry that are visible, of all up to a sequence's length; entries that do not exist, with
-        0 blocks, have none.
+        """List those blocks of each entry that are visible, of all up to a sequence's length; entries that do not
+        exist, with 0 blocks, have none.
 
-        An entry visits one block at least, and so does each of its fixed splits of `split_blocks`: how these are merged must
-        not depend on other queries of the entry. The last block is always taken, because it has as a rule a query's own key, and
-        to find out whether any other is visible costs more.
+        An entry visits one block at least, and so does each of its fixed splits of `split_blocks`: how these are merged
+        must not depend on other queries of the entry. The last block is always taken, because it has as a rule a
+        query's own key, and to find out whether any other is visible costs more.
         """
         visible = visible_blocks(entries)
         block = jnp.arange(visible.shape[1], dtype=I32)[None]
@@ -107,13 +107,15 @@ class BlockList(NamedTuple):
         visits = lax.optimization_barrier(visits & (block < num_blocks)).reshape(-1)
         before = jnp.cumsum(visits, dtype=I32) - visits.astype(I32)
         number = jnp.broadcast_to(block, visible.shape).reshape(-1)
-        # All indices differ, so that XLA needs no atomic operations; those of blocks that are not visited are past the end.
+        # All indices differ, so that XLA needs no atomic operations; those of blocks that are not visited are past the
+        # end.
         index = jnp.where(visits, before, visits.size + jnp.arange(visits.size, dtype=I32))
         line = jnp.zeros_like(number).at[index].set(number, mode="drop", unique_indices=True)
         return cls(before.reshape(visible.shape), line)
 
     def locate(self, owner: jax.Array, rows: Entry) -> Entry:
-        """Return rows of the entries `owner` with the index of their first block in the list, and how many they have there."""
+        """Return rows of the entries `owner` with the index of their first block in the list, and how many they have
+        there."""
         exists, last = rows.num_blocks > 0, rows.first_block + rows.num_blocks - 1
         first = self.before[owner, rows.first_block]
         count = self.before[owner, jnp.maximum(last, 0)] + 1 - first  # the last one is visited
@@ -136,8 +138,8 @@ def visible_blocks(
 
 
 class _Ranges:
-    """The ranges of what a mask reads of each query of an entry and each block, `[entries | 1, K | 1, G | 1, queries of an
-    entry | 1, blocks | 1]`."""
+    """The ranges of what a mask reads of each query of an entry and each block,
+    `[entries | 1, K | 1, G | 1, queries of an entry | 1, blocks | 1]`."""
 
     def __init__(self, cached: CachedSpec, spec: DecodeSpec, mods: ModArrays, entries: Entry):
         self.spec, self.mods, self.request = spec, mods, entries.request

@@ -1,5 +1,5 @@
-"""Which calls on a cache take less time in tiles of 128 queries of one head, as the other kernels have, than in entries of
-a decode kernel: one rule, by shapes alone (docs/decisions/0087-prompts-on-a-cache.md)."""
+"""Which calls on a cache take less time in tiles of 128 queries of one head, as the other kernels have, than in entries
+of a decode kernel: one rule, by shapes alone (docs/decisions/0087-prompts-on-a-cache.md)."""
 
 import dataclasses
 
@@ -29,12 +29,13 @@ class BlockCosts:
         return tiles * max(self.tile, self.load / readers)
 
     def entries(self, count: int, columns: int) -> float:
-        """Return the cost of so many entries of a key head each; they are split, so that all multiprocessors have a share."""
+        """Return the cost of so many entries of a key head each; they are split, so that all multiprocessors have a
+        share."""
         return count * max(self.load, self.full_entry * columns / MAX_COLUMNS)
 
 
-# Not measured: a tile's products with 64 keys and H = 128 are 4.2 MFLOP, and their loads 32 KiB, each 0.9 us at a share of
-# an H200's 600 TFLOP/s and 4.8 TB/s.
+# Not measured: a tile's products with 64 keys and H = 128 are 4.2 MFLOP, and their loads 32 KiB, each 0.9 us at a share
+# of an H200's 600 TFLOP/s and 4.8 TB/s.
 BY_COUNT = BlockCosts(tile=1, full_entry=1, load=1)
 
 

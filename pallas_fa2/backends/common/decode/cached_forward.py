@@ -31,7 +31,8 @@ def make(
     choose: Callable[[DecodeSpec, Device], DecodeConfig | None],
     decode: Callable[..., tuple[jax.Array, jax.Array]],
 ) -> CachedForward:
-    """Return the forward of `cached_attention` by the kernel of an architecture, `decode` in the configuration of `choose`."""
+    """Return the forward of `cached_attention` by the kernel of an architecture, `decode` in the configuration of
+    `choose`."""
 
     def configure(spec: CachedSpec, device: Device) -> DecodeConfig:
         config = choose(DecodeSpec.of_call(spec), device)

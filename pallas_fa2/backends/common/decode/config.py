@@ -19,8 +19,8 @@ class DecodeConfig:
     stages: int  # blocks of K and V in the ring
     ctas_per_sm: int
     num_sms: int
-    # The blocks that a CTA has at least, if it has any. With fewer, more splits are merged: 4096 tokens of 8 key heads take
-    # 7.6 us with 4, 8.9 with 2 and 9.1 with 3 (docs/decisions/0076-decode-kernel.md).
+    # The blocks that a CTA has at least, if it has any. With fewer, more splits are merged: 4096 tokens of 8 key heads
+    # take 7.6 us with 4, 8.9 with 2 and 9.1 with 3 (docs/decisions/0076-decode-kernel.md).
     min_share: int = 4
 
     block_kv: ClassVar[int] = BLOCK_KV

@@ -29,9 +29,9 @@ def select[T](condition: Any, true: T, false: T) -> T:
 class KvCursor(NamedTuple):
     """The block that is loaded next, and what is known of those after it.
 
-    The copy of a block must not wait for what says where it lies. So its tile's `KeyBlocks` are read when the tile before
-    begins, its number in a list two blocks before, and its pages one block before. (The lengths that a `StepPlan` computes
-    `KeyBlocks` from are in L1 since the CTA has computed its share.)
+    The copy of a block must not wait for what says where it lies. So its tile's `KeyBlocks` are read when the tile
+    before begins, its number in a list two blocks before, and its pages one block before. (The lengths that a
+    `StepPlan` computes `KeyBlocks` from are in L1 since the CTA has computed its share.)
     """
 
     tile: Tile
@@ -120,7 +120,8 @@ class BlockLine:
         return self.block_list[jnp.where(is_last, 0, blocks.first_block + index + 1)]
 
     def _load_blocks(self, tile: Tile) -> KeyBlocks:
-        """Load which blocks a tile visits. The tile after the last one has the first entry, and a head that is not used."""
+        """Load which blocks a tile visits. The tile after the last one has the first entry, and a head that is not
+        used."""
         return self.cta.load_entry(tile.entry).key_blocks
 
     def _load_pages(

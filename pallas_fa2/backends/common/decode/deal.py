@@ -11,8 +11,8 @@ from pallas_fa2.backends.common.decode.config import MAX_IMBALANCE, DecodeConfig
 
 
 class Deal(NamedTuple):
-    """The line is divided into runs, and CTA i of a run begins with its block `i least + min(i, rest)`, if it has so many: int32
-    scalars."""
+    """The line is divided into runs, and CTA i of a run begins with its block `i least + min(i, rest)`, if it has so
+    many: int32 scalars."""
 
     least: Any  # blocks of a CTA, of those that have any; at least 1
     rest: Any  # CTAs of a run that have one more
@@ -29,12 +29,13 @@ class Deal(NamedTuple):
         longest: Any,
         cta: Any,
     ) -> tuple["Deal", Any, Any]:
-        """Deal the blocks of so many entries, `head_blocks` for each key head and `longest` of one entry. Return how, the first
-        block of a CTA, and where its share ends. The first block of one that has none is where its run ends, or the line.
+        """Deal the blocks of so many entries, `head_blocks` for each key head and `longest` of one entry. Return how,
+        the first block of a CTA, and where its share ends. The first block of one that has none is where its run ends,
+        or the line.
 
-        A run is a tile, if all tiles are equally long and the CTAs are nearly a multiple of them. Otherwise it is a key head, if
-        the CTAs are a multiple of these, or the whole line. Its shares are equal, or of `config.min_share` blocks where they
-        would be smaller, or of whole tiles where those come out nearly even.
+        A run is a tile, if all tiles are equally long and the CTAs are nearly a multiple of them. Otherwise it is a key
+        head, if the CTAs are a multiple of these, or the whole line. Its shares are equal, or of `config.min_share`
+        blocks where they would be smaller, or of whole tiles where those come out nearly even.
         """
         num_ctas, num_tiles = config.num_ctas, num_entries * kv_heads
         are_even = longest * num_entries == head_blocks
@@ -73,7 +74,8 @@ class Deal(NamedTuple):
         return cls(least, rest, run_blocks, run_ctas)
 
     def _blocks_of(self, run: Any, index: Any, total: Any) -> tuple[Any, Any]:
-        """Return the first block of the CTA of this index in a run, and where its share ends, of `total` in the line."""
+        """Return the first block of the CTA of this index in a run, and where its share ends, of `total` in the
+        line."""
         begin = index * self.least + jnp.minimum(index, self.rest)
         end = begin + self.least + jnp.where(index < self.rest, 1, 0)
         before = run * self.run_blocks

@@ -61,7 +61,8 @@ def step_entry(spec: DecodeSpec, index: Any, length: Any) -> Entry:
 
 
 def step_entries(spec: DecodeSpec, lengths: jax.Array) -> Entry:
-    """Return all entries, by XLA, where all requests have as many queries; `lengths`, int32 `[B]`, are those of requests."""
+    """Return all entries, by XLA, where all requests have as many queries; `lengths`, int32 `[B]`, are those of
+    requests."""
     index = jnp.arange(spec.max_entries, dtype=I32)
     return step_entry(spec, index, jnp.repeat(lengths, spec.entries_per_request))
 

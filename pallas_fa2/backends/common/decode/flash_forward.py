@@ -17,8 +17,8 @@ from pallas_fa2.ir.call_spec import CallSpec, Operands
 from pallas_fa2.ir.trace import TracedFn, trace
 
 # When a plan took 10 us, as seven small kernels of XLA's (docs/decisions/0076-decode-kernel.md), the other kernels
-# visited 2000 keys or so in that time, by estimate. Now the lengths alone are made before; this was not counted anew, nor
-# for the kernels by mma.sync.
+# visited 2000 keys or so in that time, by estimate. Now the lengths alone are made before; this was not counted anew,
+# nor for the kernels by mma.sync.
 MIN_KEYS = 4096
 
 
@@ -31,8 +31,8 @@ class FlashForward:
     def configure(self, spec: CallSpec, device: Device) -> DecodeConfig | None:
         """Return the configuration of a call of few queries, or None if it is one for the other kernels.
 
-        A tile of these has 128 rows, of which such a call would use few, and each query head its own. With as many of them
-        as there are multiprocessors, and heads that share no keys, they lack nothing but splits.
+        A tile of these has 128 rows, of which such a call would use few, and each query head its own. With as many of
+        them as there are multiprocessors, and heads that share no keys, they lack nothing but splits.
         """
         few_tiles = spec.batch * spec.q_heads < device.num_sms
         if spec.has_explicit_positions or spec.dropout_rate or spec.kv_len < MIN_KEYS:

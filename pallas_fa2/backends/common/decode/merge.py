@@ -1,7 +1,8 @@
 """The merge of a tile's splits by the last CTA that has one, so that no kernel follows.
 
-O = sum_i 2^(lse_i - lse) O_i with lse = log2 sum_i 2^lse_i (Flash-Decoding, and FlashInfer's `merge_states`). The splits
-are read in the order of their keys, the CTA's own one as well, so that the result does not depend on who is the last.
+O = sum_i 2^(lse_i - lse) O_i with lse = log2 sum_i 2^lse_i (Flash-Decoding, and FlashInfer's `merge_states`). The
+splits are read in the order of their keys, the CTA's own one as well, so that the result does not depend on who is the
+last.
 """
 
 import functools
@@ -37,10 +38,10 @@ from pallas_fa2.backends.common.primitives.layouts import (
 from pallas_fa2.backends.common.primitives.types import Ref, Scalar, Scratch
 from pallas_fa2.control_flow import cond, when
 
-# So many splits are loaded together, or as many as have O^T and lse, with those of the sum, in so many registers of a thread. 17:
-# where 8 heads share 264 CTAs, a tile has 33 splits, which are two turns; at Hv = 128 with 8 columns a split takes 10 registers.
-# 200: 4 splits of 32 columns, which take 1 % less of a step with one key head than 3 do. With 5 kernels of 16 and of 32 columns
-# spill 120 to 224 bytes (ptxas 13.0, for an H200).
+# So many splits are loaded together, or as many as have O^T and lse, with those of the sum, in so many registers of a
+# thread. 17: where 8 heads share 264 CTAs, a tile has 33 splits, which are two turns; at Hv = 128 with 8 columns a
+# split takes 10 registers. 200: 4 splits of 32 columns, which take 1 % less of a step with one key head than 3 do. With
+# 5 kernels of 16 and of 32 columns spill 120 to 224 bytes (ptxas 13.0, for an H200).
 MAX_LOADS, MAX_REGISTERS = 17, 200
 FLAGS, DEAL = 2, 3  # rows of notes
 
@@ -70,8 +71,8 @@ class TileVisit[Memory](NamedTuple):
         return cls(cta, tile, entry, first_index, step, num_blocks)
 
     def prepare_word(self) -> None:
-        """Prepare the word that counts the splits of the tile, if it is split: of a CTA's first tile, before the ring is filled,
-        behind whose copies it would wait."""
+        """Prepare the word that counts the splits of the tile, if it is split: of a CTA's first tile, before the ring
+        is filled, behind whose copies it would wait."""
         if self.cta.spec.split_blocks is None:
             is_split = ~self._is_whole() & (self.num_blocks > 0)
             when(is_split)(lambda: arrivals.prepare(_word_of(self.cta, self.tile)))
@@ -79,8 +80,8 @@ class TileVisit[Memory](NamedTuple):
     def note(self) -> None:
         """Note for `merge_splits` that this CTA has a split of the tile, if it is split. All threads store the same.
 
-        To call when the visit begins, while the CTA waits for keys: what is noted needs no registers then until the share ends,
-        and no divisions when nothing else is left to do.
+        To call when the visit begins, while the CTA waits for keys: what is noted needs no registers then until the
+        share ends, and no divisions when nothing else is left to do.
         """
         if self.cta.spec.split_blocks is not None:
             return
@@ -120,14 +121,15 @@ class TileVisit[Memory](NamedTuple):
 
 
 def allocate_notes() -> Scratch:
-    """Allocate shared memory for the tiles of which a CTA has a split: one that it does not begin, and one that it begins. Of
-    each are noted entry, key head, and the first and the last CTA that have a split. Two rows more are for
+    """Allocate shared memory for the tiles of which a CTA has a split: one that it does not begin, and one that it
+    begins. Of each are noted entry, key head, and the first and the last CTA that have a split. Two rows more are for
     `arrivals.arrive` and for the CTA's share (`share.load_deal`): each array takes 1 KiB, however small."""
     return plgpu.SMEM((DEAL + 1, 1 + len(Deal._fields)), jnp.int32)
 
 
 def note_no_splits(cta: Cta[Any]) -> None:
-    """Note that this CTA has no splits: two tiles whose last CTA is before the first one. All threads store the same."""
+    """Note that this CTA has no splits: two tiles whose last CTA is before the first one. All threads store the
+    same."""
     for i in range(2):
         for j, x in enumerate((0, 0, 0, -1)):
             cta.memory.notes[i, j] = I32(x)
@@ -136,11 +138,11 @@ def note_no_splits(cta: Cta[Any]) -> None:
 def merge_splits(
     cta: Cta[Any], output: Callable[[Entry, Scalar], Callable[[jax.Array, jax.Array], None]]
 ) -> None:
-    """Merge the tiles of which this CTA has stored a split, if it is the last one to come here. `output` of an entry and a key
-    head returns what stores a tile.
+    """Merge the tiles of which this CTA has stored a split, if it is the last one to come here. `output` of an entry
+    and a key head returns what stores a tile.
 
-    A CTA arrives when it has stored all, since that waits until device memory has what was stored, behind the copies that are on
-    their way: 5 us amid a share (docs/decisions/0088-arrivals-at-the-end.md).
+    A CTA arrives when it has stored all, since that waits until device memory has what was stored, behind the copies
+    that are on their way: 5 us amid a share (docs/decisions/0088-arrivals-at-the-end.md).
     """
     if cta.spec.split_blocks is not None:
         return
@@ -215,8 +217,8 @@ class TileSplits(NamedTuple):
         no_sum = layouts.splat_constant(0.0, (columns,), COL_LAYOUT)
         maximum = layouts.splat_constant(NO_MAXIMUM, (columns,), COL_LAYOUT)
         if self.cta.spec.split_blocks is not None:
-            # Where turns begin, and how many splits registers leave room for, follows from an entry's other queries. With
-            # the maximum of all splits from the beginning nothing is scaled, and so rounded, between turns.
+            # Where turns begin, and how many splits registers leave room for, follows from an entry's other queries.
+            # With the maximum of all splits from the beginning nothing is scaled, and so rounded, between turns.
             maximum = lax.fori_loop(
                 self.first, self.last + 1, lambda i, m: jnp.maximum(m, self._load_lse(i)), maximum
             )
@@ -255,8 +257,8 @@ def _split_index(cta: Scalar, begins_tile: Any) -> Scalar:
 
 
 def _ctas_of_tile(cta: Cta[Any], first_step: Scalar, num_blocks: Scalar) -> tuple[Scalar, Scalar]:
-    """Compute the first and the last CTA that visits a tile of `num_blocks`, whose first block is the `first_step`-th from this
-    CTA's first one on; negative if an earlier CTA begins the tile."""
+    """Compute the first and the last CTA that visits a tile of `num_blocks`, whose first block is the `first_step`-th
+    from this CTA's first one on; negative if an earlier CTA begins the tile."""
     begin, deal = load_deal(cta.memory.notes.at[DEAL])
     tile_begin = begin + first_step
     return deal.cta_of(tile_begin), deal.cta_of(tile_begin + num_blocks - 1)
@@ -273,8 +275,8 @@ def _word_of(cta: Cta[Any], tile: Tile) -> Ref:
 
 
 def _arrive_at(splits: TileSplits, others: TileSplits | None = None) -> jax.Array:
-    """Arrive at a tile's splits, if there are any, and at those of another tile; return an int32 whose bit 0 is set if all of
-    the first ones have arrived, and bit 1 for the others."""
+    """Arrive at a tile's splits, if there are any, and at those of another tile; return an int32 whose bit 0 is set if
+    all of the first ones have arrived, and bit 1 for the others."""
     others = splits._replace(last=splits.first - 1) if others is None else others
     counts = (x.last - x.first for x in (splits, others))
     flags = splits.cta.memory.notes.at[FLAGS]

@@ -1,11 +1,11 @@
 """Tables that say which CTA reads which blocks of keys, which XLA makes on the device: of packed queries, of fixed
 splits, and of many decode steps.
 
-With fixed splits (`DecodeSpec.split_blocks`) entries are split at multiples of so many keys, each split is a row of the line
-of its own, and CTAs have whole rows: which sums are rounded then depends on nothing but the sequence itself.
+With fixed splits (`DecodeSpec.split_blocks`) entries are split at multiples of so many keys, each split is a row of the
+line of its own, and CTAs have whole rows: which sums are rounded then depends on nothing but the sequence itself.
 
-Where a mask hides blocks, a list says which blocks are in the line of a head: those that an entry visits are consecutive in
-it, and no longer in the cache.
+Where a mask hides blocks, a list says which blocks are in the line of a head: those that an entry visits are
+consecutive in it, and no longer in the cache.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +32,8 @@ class FixedSplits(NamedTuple):
 
 
 class ShareRow(NamedTuple):
-    """The share of one CTA, or what begins where the last one ends: the first columns of a row of `PlanTables.shares`."""
+    """The share of one CTA, or what begins where the last one ends: the first columns of a row of
+    `PlanTables.shares`."""
 
     begin: Any
     head: Any
@@ -48,7 +49,8 @@ class ShareRow(NamedTuple):
 class PlanTables(NamedTuple):
     """Who reads what. One plan serves all layers of a step, whose lengths are the same."""
 
-    # int32 [CTAs + 1, 16]: `ShareRow`, and the `Entry` of its tile, so that a CTA waits for one load before its first copy
+    # int32 [CTAs + 1, 16]: `ShareRow`, and the `Entry` of its tile, so that a CTA waits for one load before its first
+    # copy
     shares: Any
     # int32 [entries, 7]: `Entry`; with fixed splits [rows, 9], `FixedSplits` too
     entries: Any
@@ -113,8 +115,8 @@ def make_tables(
 def _split_entries(
     spec: DecodeSpec, split_blocks: int, entries: Entry
 ) -> tuple[Entry, jax.Array, FixedSplits, jax.Array]:
-    """Split entries at multiples of `split_blocks` blocks; return their rows, whose they are, the rows of each one's entry, and
-    how many there are."""
+    """Split entries at multiples of `split_blocks` blocks; return their rows, whose they are, the rows of each one's
+    entry, and how many there are."""
     first_split = lax.div(entries.first_block, I32(split_blocks))
     end = entries.first_block + entries.num_blocks
     count = lax.div(end + (split_blocks - 1), I32(split_blocks)) - first_split

@@ -2,8 +2,8 @@
 
 A tile is an entry and a key head. The 64-key blocks of all tiles form one line, one key head after another, and each
 CTA has an equal share of it (stream-K, arXiv:2301.03598): how often a tile is split depends on the lengths, the number
-of CTAs does not. Where all tiles are equally long, a CTA has no parts of two tiles if that costs nearly nothing; where the CTAs are a
-multiple of the key heads, none has parts of two heads (`Deal`).
+of CTAs does not. Where all tiles are equally long, a CTA has no parts of two tiles if that costs nearly nothing; where
+the CTAs are a multiple of the key heads, none has parts of two heads (`Deal`).
 """
 
 import jax

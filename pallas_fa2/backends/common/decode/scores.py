@@ -31,8 +31,8 @@ class ScoreTile(NamedTuple):
         spec, entry = self.cta.spec, self.entry
         s = self._apply_mods(s)
         key = layouts.index(s.shape, 0, self.first_key)
-        # The queries that attend to a key are consecutive columns, of which each row has the bounds: bounds on the keys of each
-        # column would hold more registers.
+        # The queries that attend to a key are consecutive columns, of which each row has the bounds: bounds on the keys
+        # of each column would hold more registers.
         distance = key - entry.first_position  # from the first query
 
         def first_column(token: jax.Array) -> jax.Array:
@@ -63,8 +63,8 @@ class ScoreTile(NamedTuple):
         return s if spec.mods.mask is None else spec.mods.mask.apply(s, tile.inputs_at)
 
     def attended_keys(self, s: jax.Array) -> jax.Array | None:
-        """Return the largest score of each key, [64], -inf if no query attends to it; None where `key_range` says which keys
-        these are."""
+        """Return the largest score of each key, [64], -inf if no query attends to it; None where `key_range` says which
+        keys these are."""
         spec = self.cta.spec
         if spec.mods is None or spec.mods.mask is None:
             return None
@@ -77,7 +77,8 @@ class ScoreTile(NamedTuple):
     def zero_missing_values(
         self, attended: jax.Array | None, keep: Callable[[jax.Array], None]
     ) -> None:
-        """Call `keep` with which keys some query of the tile attends to, [64], if there are others: it sets V to 0 at those.
+        """Call `keep` with which keys some query of the tile attends to, [64], if there are others: it sets V to 0 at
+        those.
 
         There V may be NaN, and P = 0 times NaN is NaN.
         """

@@ -16,8 +16,8 @@ from pallas_fa2.backends.common.primitives.layouts import (
     broadcast_rows,
 )
 
-# In the unit of O, P^T times the scales of V is below 2^15, float16's largest power of two, and down to 2^-14, 2^-29 of that, it
-# is no subnormal number: so it has 11 bits, where bfloat16 would have 8.
+# In the unit of O, P^T times the scales of V is below 2^15, float16's largest power of two, and down to 2^-14, 2^-29 of
+# that, it is no subnormal number: so it has 11 bits, where bfloat16 would have 8.
 P_EXPONENT = 14
 MANTISSA_BITS, BIAS = 23, 127  # of float32
 
@@ -60,8 +60,8 @@ class ValueScales(NamedTuple):
     """The scales of V of a block."""
 
     scales: jax.Array  # float32 [64], 0 where no query attends to a key
-    # The power of two of the largest finite scale, as the bits of a float32: of the keys that exist, also where the mask's code
-    # hides them.
+    # The power of two of the largest finite scale, as the bits of a float32: of the keys that exist, also where the
+    # mask's code hides them.
     exponent: jax.Array
 
 

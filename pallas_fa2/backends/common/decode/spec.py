@@ -12,11 +12,11 @@ from pallas_fa2.ir.call_spec import MASKED_SCORE_THRESHOLD
 BLOCK_KV = 64  # keys are the rows of S^T: the M of WGMMA, and four warps' M of mma.sync
 # The rows of a swizzle atom, and the least N of WGMMA: the queries of a tile are columns, in groups of so many.
 COLUMN_MULTIPLE = 8
-# A thread has (Hv + 3 * 64) / 128 registers for each column in O^T, S^T, P^T and the sums of its rows: with 64 columns at
-# Hv = 128 all 255 are in use.
+# A thread has (Hv + 3 * 64) / 128 registers for each column in O^T, S^T, P^T and the sums of its rows: with 64 columns
+# at Hv = 128 all 255 are in use.
 MAX_COLUMNS = 64
-# As operands in registers, K and V of 8 bits take max(H, Hv) / 4 more at a time: with 64 columns at Hv = 128 (and with 32 at
-# 256) a thread spills 42 of them (62).
+# As operands in registers, K and V of 8 bits take max(H, Hv) / 4 more at a time: with 64 columns at Hv = 128 (and with
+# 32 at 256) a thread spills 42 of them (62).
 MAX_COLUMNS_OF_8_BITS = {128: 32, 256: 16}  # up to so large head dims
 # Below any score, but finite: a query that attends to no key has P = 0 rather than NaN.
 NO_MAXIMUM = -1e30
@@ -47,8 +47,8 @@ class DecodeSpec:
     quantized: str | None = None  # the dtype of keys and values of 8 bits, which have scales
     # Each entry of a request reads its keys. Packed requests have as many entries as they need.
     entries_per_request: int = 1
-    # Where a group has more heads than a tile has columns, it is divided into so many parts: `kv_heads` are parts of groups
-    # then, several of which read the keys of one head. Those of the last part may be fewer.
+    # Where a group has more heads than a tile has columns, it is divided into so many parts: `kv_heads` are parts of
+    # groups then, several of which read the keys of one head. Those of the last part may be fewer.
     parts: int = 1
     missing_heads: int = 0
     # Of packed queries, the least and the most of a request whose entries the launch has, where another has the others.
@@ -156,7 +156,8 @@ def pad_group(group: int) -> int:
 
 
 def divide_group(group: int, columns: int) -> tuple[int, int]:
-    """Return into how many parts a group is divided, and the query heads of a part: those of a tile of so many columns."""
+    """Return into how many parts a group is divided, and the query heads of a part: those of a tile of so many
+    columns."""
     parts = -(-group // columns)
     return parts, -(-group // parts)
 

@@ -18,9 +18,9 @@ from pallas_fa2.backends.common.primitives import thread_ops
 from pallas_fa2.backends.common.primitives.layouts import LANES
 from pallas_fa2.backends.common.primitives.types import Scalar
 
-# A lane loads the lengths of its entries at once, 16 words. Each CTA reads all lengths. One block of each of more entries than
-# these is 134 MB with K = 8 and H = 128, 28 us of device memory, beside which XLA's tables take 14 us at most
-# (docs/decisions/0084-decode-plan-in-the-kernel.md).
+# A lane loads the lengths of its entries at once, 16 words. Each CTA reads all lengths. One block of each of more
+# entries than these is 134 MB with K = 8 and H = 128, 28 us of device memory, beside which XLA's tables take 14 us at
+# most (docs/decisions/0084-decode-plan-in-the-kernel.md).
 MAX_ENTRIES = 16 * LANES
 
 
@@ -28,8 +28,9 @@ class StepPlan(NamedTuple):
     """The lengths, from which each CTA computes its share, and a tile its entry."""
 
     lengths: Any  # int32 [B]
-    # Where a mask hides blocks: int32 [entries + 1], how many blocks of the line of a head come before an entry's, and int32
-    # [entries * blocks of a full cache], these blocks. An entry's `first_block` is then the index of its first one there.
+    # Where a mask hides blocks: int32 [entries + 1], how many blocks of the line of a head come before an entry's, and
+    # int32 [entries * blocks of a full cache], these blocks. An entry's `first_block` is then the index of its first
+    # one there.
     blocks_before: Any = None
     blocks: Any = None
 

@@ -1,7 +1,7 @@
 """What masks and scores read of a tile of S^T, from device memory into registers.
 
-Rows of the tile are keys, and columns are the query heads of a group, one token after another: what differs between heads
-differs between columns.
+Rows of the tile are keys, and columns are the query heads of a group, one token after another: what differs between
+heads differs between columns.
 """
 
 import dataclasses
@@ -104,8 +104,8 @@ class TileMods:
         return loaded
 
     def _locate(self, member: jax.Array) -> tuple[Scalar, jax.Array]:
-        """Return the head of keys, and the place in its group of each query head. Heads that pad the last part of a group are
-        as its last one, so that they attend to nothing that it does not."""
+        """Return the head of keys, and the place in its group of each query head. Heads that pad the last part of a
+        group are as its last one, so that they attend to nothing that it does not."""
         spec = self.spec
         if spec.parts == 1:
             return self.head, member

@@ -1,7 +1,8 @@
 """Float32 tiles that many CTAs add up in device memory, in the order of registers.
 
-A tile of 64 rows and n columns is `[64 n]`. Vectors of 16 bytes are added from compute capability 9.0 on, in the order of
-`register_io.add_fragments`. Before, value i of thread t lies at 128 i + t, so that a warp's additions are of 128 bytes.
+A tile of 64 rows and n columns is `[64 n]`. Vectors of 16 bytes are added from compute capability 9.0 on, in the order
+of `register_io.add_fragments`. Before, value i of thread t lies at 128 i + t, so that a warp's additions are of
+128 bytes.
 """
 
 import jax

@@ -105,8 +105,8 @@ def mask_outside(
 
 
 def pack_bits(visible: jax.Array, start: int = 0) -> jax.Array:
-    """Return a word for each thread, `[128]` int32: of its values of `[64, n]`, columns of a fragment of 64 from `start`
-    on, whether they are hidden. A value has a bit; that of the fragment's first register is the highest one."""
+    """Return a word for each thread, `[128]` int32: of its values of `[64, n]`, columns of a fragment of 64 from
+    `start` on, whether they are hidden. A value has a bit; that of the fragment's first register is the highest one."""
 
     @inline_op("pack_bits", ACC_LAYOUT, result=thread_values.PER_THREAD_I32, start=start)
     def pack(_, visible: Registers) -> Registers:

@@ -62,8 +62,8 @@ def gather(_, source: Ref, indices: Registers) -> Registers:
 def gather_after_barriers(_, source: Ref, indices: Registers) -> Registers:
     """Return what `gather` does, by loads that stay after all barriers before them.
 
-    At its start a kernel prefetches TMA's descriptors and initializes barriers. ptxas puts other loads before that, and so
-    what waits for them: the descriptors then arrive a latency of device memory later.
+    At its start a kernel prefetches TMA's descriptors and initializes barriers. ptxas puts other loads before that, and
+    so what waits for them: the descriptors then arrive a latency of device memory later.
     """
     return _gather("ld.global.b32", source, indices, side_effects=True)
 

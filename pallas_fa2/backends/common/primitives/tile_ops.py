@@ -1,4 +1,5 @@
-"""The operations on tiles of scores in accumulators of WGMMA or mma.sync by which masks, scores and dropout are applied."""
+"""The operations on tiles of scores in accumulators of WGMMA or mma.sync by which masks, scores and dropout are
+applied."""
 
 import jax
 import jax.numpy as jnp

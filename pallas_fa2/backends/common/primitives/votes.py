@@ -53,8 +53,8 @@ def _warp_any_abs_ge_2(_, tile: Registers) -> Registers:
 
 
 def warpgroup_any_nonfinite(rows: jax.Array, warpgroup: Scalar) -> jax.Array:
-    """Return 1 if a value of `[64]`, the rows of a warpgroup, is infinity or NaN, else 0: not for -infinity. All of it must
-    call this."""
+    """Return 1 if a value of `[64]`, the rows of a warpgroup, is infinity or NaN, else 0: not for -infinity. All of it
+    must call this."""
     return _warpgroup_any_nonfinite(rows, NamedBarrier.VOTE + warpgroup)
 
 

@@ -17,10 +17,12 @@ class DqConfig:
     warpgroups: int = 1
     # Tiles of 64 query rows a warpgroup: two share each fragment of K and V, as in the forward.
     row_tiles: int = 1
-    # Keys of a block whose scores are formed at once: S and dP take a register a thread for every 2 keys of a tile, each.
+    # Keys of a block whose scores are formed at once: S and dP take a register a thread for every 2 keys of a tile,
+    # each.
     score_keys: int = 64
     stages: int = 1  # buffers of K and of V
-    # Whether fragments of dO are kept in registers, 64 of them at Hv = 256, and pass through V's buffer. One tile of rows.
+    # Whether fragments of dO are kept in registers, 64 of them at Hv = 256, and pass through V's buffer. One tile of
+    # rows.
     dout_in_registers: bool = False
     # float16 numbers whose sum an element of an operand is: 2 for float32 inputs (`split_float32`).
     terms: int = 1
@@ -33,8 +35,8 @@ class DqConfig:
 
     @property
     def panel_columns(self) -> int:
-        """Return the columns of a swizzled panel at most: fragments of a panel are loaded at once, and of two terms they take
-        twice the registers (4500 bytes of spills instead of 3700, or 650 instead of 390, H = 128)."""
+        """Return the columns of a swizzled panel at most: fragments of a panel are loaded at once, and of two terms
+        they take twice the registers (4500 bytes of spills instead of 3700, or 650 instead of 390, H = 128)."""
         return 32 if self.is_split else 64
 
     @property
@@ -73,16 +75,16 @@ class BackwardConfig:
     stages: int = 1  # buffers of Q and of dO
     # Queries of a block whose scores are formed at once, where warpgroups divide the keys.
     score_queries: int = 64
-    # Whether warpgroups divide the columns of dK and dV, and not the keys: at H = 128 a warp then has 32 keys, and beyond, the
-    # gradients of 64 keys would take more registers than a warpgroup has.
+    # Whether warpgroups divide the columns of dK and dV, and not the keys: at H = 128 a warp then has 32 keys, and
+    # beyond, the gradients of 64 keys would take more registers than a warpgroup has.
     divides_columns: bool = False
     # Whether dQ is added 16 bytes at a time: from compute capability 9.0 on.
     vector_atomics: bool = False
-    # The kernel of dQ alone, whose sums have one order, or where shared memory has no room for dS of dQ. Without one, this
-    # kernel adds to dQ in any order.
+    # The kernel of dQ alone, whose sums have one order, or where shared memory has no room for dS of dQ. Without one,
+    # this kernel adds to dQ in any order.
     dq: DqConfig | None = None
-    # Whether dK and dV have a kernel each: where shared memory has no room for blocks of K, V, Q and dO, the one has V in
-    # registers (64 of them at Hv = 256), and the other needs no V. 8 products then, for 5. One tile of keys.
+    # Whether dK and dV have a kernel each: where shared memory has no room for blocks of K, V, Q and dO, the one has V
+    # in registers (64 of them at Hv = 256), and the other needs no V. 8 products then, for 5. One tile of keys.
     apart: bool = False
     formed: tuple[bool, bool] = (True, True)  # dK, dV
     # float16 numbers whose sum an element of an operand is: 2 for float32 inputs (`split_float32`).
@@ -134,8 +136,8 @@ class BackwardConfig:
         return self.block_q // self.warpgroups if self.divides_columns else self.score_queries
 
     def panel(self, dim: int, divided: bool) -> int:
-        """Return the columns of a swizzled panel of rows of `dim` columns, which warpgroups may have divided among them: the
-        columns of each are whole panels."""
+        """Return the columns of a swizzled panel of rows of `dim` columns, which warpgroups may have divided among
+        them: the columns of each are whole panels."""
         columns = dim // self.warpgroups if divided else dim
         return min(64 if columns % 64 == 0 else 32, self.panel_columns)
 
@@ -151,8 +153,8 @@ class BackwardConfig:
 
     @property
     def stored_tiles(self) -> int:
-        """Return how many tiles of keys by queries go through shared memory: dS for dQ; P and dS for dV and dK where columns
-        are divided. dQ and dK read the same dS, unless it is split."""
+        """Return how many tiles of keys by queries go through shared memory: dS for dQ; P and dS for dV and dK where
+        columns are divided. dQ and dK read the same dS, unless it is split."""
         if self.is_split:
             return 2 * self.divides_columns + self.adds_dq
         return 2 if self.divides_columns else int(self.adds_dq)

@@ -1,7 +1,7 @@
 """The kernel of dQ alone: a CTA for each block of query rows of a head.
 
-It is for gradients that are bitwise the same in every run, and for those whose kernel of dK and dV has no room in shared
-memory for dQ's dS.
+It is for gradients that are bitwise the same in every run, and for those whose kernel of dK and dV has no room in
+shared memory for dQ's dS.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ from pallas_fa2.backends.sm80.row_schedule import RowSchedule
 def query_gradients(spec: KernelSpec, config: DqConfig, inputs: Inputs, like: Any) -> jax.Array:
     """Return dq like q `[B, T, N, H]`, which is `like`, from what `kernel.gradients` reads as well.
 
-    Under a mask, `inputs.tiles` lists the blocks of queries and the blocks of keys of each, and mask bits are those of rows of
-    queries.
+    Under a mask, `inputs.tiles` lists the blocks of queries and the blocks of keys of each, and mask bits are those of
+    rows of queries.
     """
     schedule = RowSchedule(spec, config)
     if inputs.aux is not None:

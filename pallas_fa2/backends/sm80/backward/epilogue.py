@@ -28,8 +28,8 @@ class KeyEpilogue:
     def store(self, dk: list[jax.Array], dv: list[jax.Array]) -> None:
         """Store the warpgroup's tiles of keys of dK and of dV, of which one may have none.
 
-        The heads of a group have sums of their own, which are stored as they lie in registers. Otherwise float32 is stored
-        from registers, and 16 bits through shared memory.
+        The heads of a group have sums of their own, which are stored as they lie in registers. Otherwise float32 is
+        stored from registers, and 16 bits through shared memory.
         """
         spec, config = self.schedule.spec, self.schedule.config
         if spec.group > 1:

@@ -1,13 +1,13 @@
 """FlashAttention-2, Algorithm 2, by mma.sync: a CTA for each block of keys of a head.
 
-The products are transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T leave registers as left operands of dV and
-dK. dS goes through shared memory once, for dQ, which is added up in float32 in device memory. Heads of a group have dK and
-dV of their own, which are added up afterwards: with all heads in one CTA, Q and dO of more heads than L2 holds are in use at
-a time (a call with gradients took 1.19 of the time, llama8b_8k).
+The products are transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T leave registers as left operands of dV
+and dK. dS goes through shared memory once, for dQ, which is added up in float32 in device memory. Heads of a group have
+dK and dV of their own, which are added up afterwards: with all heads in one CTA, Q and dO of more heads than L2 holds
+are in use at a time (a call with gradients took 1.19 of the time, llama8b_8k).
 
-From H = 128 on (`divides_columns`) the warpgroups divide the columns of dK, dV and dQ, each forms the scores of half of the
-queries, and P goes through shared memory as dS does. Where shared memory has no room for that, dK and dV have a kernel each
-(`apart`), and dQ another one.
+From H = 128 on (`divides_columns`) the warpgroups divide the columns of dK, dV and dQ, each forms the scores of half of
+the queries, and P goes through shared memory as dS does. Where shared memory has no room for that, dK and dV have a
+kernel each (`apart`), and dQ another one.
 """
 
 import functools
@@ -33,11 +33,11 @@ from pallas_fa2.backends.sm80.primitives import async_copy
 def gradients(
     spec: KernelSpec, config: BackwardConfig, inputs: Inputs, like: tuple[Any, Any, Any]
 ) -> tuple[jax.Array | None, jax.Array, jax.Array, AuxGrads | None]:
-    """Return dq, dk and dv, like q `[B, T, N, H]`, k `[B, S, K, H]` and v `[B, S, K, Hv]`, which are `like`, and gradients of
-    aux inputs.
+    """Return dq, dk and dv, like q `[B, T, N, H]`, k `[B, S, K, H]` and v `[B, S, K, Hv]`, which are `like`, and
+    gradients of aux inputs.
 
-    Under a mask, `inputs.tiles` lists the blocks of keys and the blocks of queries of each. dq is None where it has a kernel of
-    its own (`dq_kernel`).
+    Under a mask, `inputs.tiles` lists the blocks of keys and the blocks of queries of each. dq is None where it has a
+    kernel of its own (`dq_kernel`).
     """
     (q, k, v), aux = like, inputs.aux
     schedule, sums = BackwardSchedule(spec, config), None
@@ -78,7 +78,8 @@ def gradients(
 def launch_key_blocks(
     spec: KernelSpec, config: BackwardConfig, inputs: Inputs, outputs: Outputs
 ) -> Outputs:
-    """Return the outputs after a kernel with a CTA for each block of keys has stored and added to those that are given."""
+    """Return the outputs after a kernel with a CTA for each block of keys has stored and added to those that are
+    given."""
     schedule = BackwardSchedule(spec, config)
 
     def run(inputs: Inputs, outputs: Outputs, memory: SharedStorage) -> None:
@@ -96,13 +97,14 @@ def launch_key_blocks(
 
 
 def tiles_shape(spec: KernelSpec, blocks: int, dim: int, shares: int) -> tuple[int, ...]:
-    """Return the shape of float32 tiles of all heads, `[B, N, blocks of 64 rows, shares of columns, a share's tile]`."""
+    """Return the shape of float32 tiles of all heads, `[B, N, blocks of 64 rows, shares of columns, a share's
+    tile]`."""
     return spec.batch, spec.q_heads, blocks, shares, 64 * dim // shares
 
 
 def convert_tiles(tiles: jax.Array, like: jax.Array, scale: float, vectors: bool) -> jax.Array:
-    """Return dQ, dK or dV like q, k or v `[B, T, K, H]` from float32 tiles, `[B, N, blocks, shares, a share's tile]`, of which
-    those of a group's heads are added up."""
+    """Return dQ, dK or dV like q, k or v `[B, T, K, H]` from float32 tiles, `[B, N, blocks, shares, a share's tile]`,
+    of which those of a group's heads are added up."""
     batch, length, heads, _ = like.shape
     _, q_heads, blocks, shares, size = tiles.shape
     columns, group = size // 64, q_heads // heads

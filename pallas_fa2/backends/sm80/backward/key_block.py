@@ -69,7 +69,8 @@ class KeyBlock:
     def step(self, v: list, powers: list[KeyPowers], t: Any, carry: tuple) -> tuple:
         """Add what the t-th block of queries that is visited, i, gives: Algorithm 2, lines 9-16.
 
-        `v` are the fragments of V, if they are kept in registers; `powers` those of each tile of keys, if they are split.
+        `v` are the fragments of V, if they are kept in registers; `powers` those of each tile of keys, if they are
+        split.
         """
         i, dk, dv = carry
         config, memory = self.config, self.memory
@@ -102,8 +103,8 @@ class KeyBlock:
     def form_tiles(
         self, v: list, powers: list[KeyPowers], block: QueryBuffers, t: Any, i: Any, columns: Any
     ) -> tuple[list[RowOperand], list[RowOperand]]:
-        """Return P^T and dS^T of each tile of keys and some columns, queries of the step's block, as dV and dK multiply them,
-        and store the dS^T that products read from shared memory: Algorithm 2, lines 10, 11, 13 and 14.
+        """Return P^T and dS^T of each tile of keys and some columns, queries of the step's block, as dV and dK multiply
+        them, and store the dS^T that products read from shared memory: Algorithm 2, lines 10, 11, 13 and 14.
 
         Without dK there is no dS^T.
         """

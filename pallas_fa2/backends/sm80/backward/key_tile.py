@@ -19,8 +19,8 @@ from pallas_fa2.backends.sm80.tile_list import TileList
 class KeyTile:
     """The keys of a CTA for one query head, and the blocks of that head's queries that visit them.
 
-    The scores of a block are formed in tiles of 64 keys by some queries. Warpgroups divide the keys, or, where they divide
-    the columns of dK and dV, the queries.
+    The scores of a block are formed in tiles of 64 keys by some queries. Warpgroups divide the keys, or, where they
+    divide the columns of dK and dV, the queries.
     """
 
     schedule: BackwardSchedule
@@ -89,8 +89,8 @@ class KeyTile:
         return layouts.slices(config.block_q, size)
 
     def load_mask_bits(self, mask_bits: Any, n: int, i: Any, columns: Any) -> list[Any]:
-        """Load the bits of the warpgroup's n-th tile of keys and block i of queries, of which those of the first of these
-        columns are the highest ones; nothing if the mask is not precomputed."""
+        """Load the bits of the warpgroup's n-th tile of keys and block i of queries, of which those of the first of
+        these columns are the highest ones; nothing if the mask is not precomputed."""
         config = self.schedule.config
         if not self.schedule.spec.uses_mask_bits:
             return []

@@ -22,7 +22,8 @@ class StoredTile(NamedTuple):
 
 
 class SharedStorage(NamedTuple):
-    """Shared memory of a CTA; split operands have columns for each term. Buffers that a configuration does not have are None.
+    """Shared memory of a CTA; split operands have columns for each term. Buffers that a configuration does not have are
+    None.
 
     Every buffer of split operands begins at a multiple of 1024 bytes, so those of a kind are one.
     """
@@ -78,8 +79,8 @@ class Inputs(NamedTuple):
     k: Any  # [B, S, K, H]
     v: Any  # [B, S, K, Hv]
     dout: Any  # [B, T, N, Hv]
-    # Of whole blocks of rows, T' >= T of them. -lse in base 2, float32 [B, N, T'], is -inf in rows that do not exist or see
-    # nothing, so that their P is 0.
+    # Of whole blocks of rows, T' >= T of them. -lse in base 2, float32 [B, N, T'], is -inf in rows that do not exist or
+    # see nothing, so that their P is 0.
     lse: Any
     delta: Any  # -delta of the glossary: dlse - rowsum(dO ∘ O), float32 [B, N, T']
     tiles: TileList | None = None  # under a mask

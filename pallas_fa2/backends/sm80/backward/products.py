@@ -1,13 +1,16 @@
-"""The products of the backward by which tiles in registers, P and dS, are left operands: Algorithm 2, lines 12, 15 and 16.
+"""The products of the backward by which tiles in registers, P and dS, are left operands: Algorithm 2, lines 12, 15
+and 16.
 
-Where inputs are float32, these operands are split in registers (`split_float32`). Each token of q, k and dO has a power of two,
-by which the sum of its terms is multiplied, and a product contracts over such tokens: queries in dV = P^T dO and dK = dS^T Q,
-keys in dQ = dS K. So what is split is P or dS times the power of the token that it meets: what one pair adds to the gradient.
+Where inputs are float32, these operands are split in registers (`split_float32`). Each token of q, k and dO has a power
+of two, by which the sum of its terms is multiplied, and a product contracts over such tokens: queries in dV = P^T dO
+and dK = dS^T Q, keys in dQ = dS K. So what is split is P or dS times the power of the token that it meets: what one
+pair adds to the gradient.
 
-float16 has few exponents. A row of that operand is therefore split in relation to its largest element in a piece, the queries
-(of the kernel of dQ alone: keys) whose scores are formed at once (`round_rows`), and the power of two of this element multiplies the product of the piece. dS
-of dQ is read transposed, by other warps: it has one such power for the 16 keys of a warp (`split_warp_rows`), of what remains
-after the power of each query's dO was divided out, which multiplies the sum at the end.
+float16 has few exponents. A row of that operand is therefore split in relation to its largest element in a piece, the
+queries (of the kernel of dQ alone: keys) whose scores are formed at once (`round_rows`), and the power of two of this
+element multiplies the product of the piece. dS of dQ is read transposed, by other warps: it has one such power for the
+16 keys of a warp (`split_warp_rows`), of what remains after the power of each query's dO was divided out, which
+multiplies the sum at the end.
 """
 
 from collections.abc import Iterable, Iterator
@@ -137,7 +140,8 @@ def add_rows(
     terms = len(operands[0].terms)
     if terms == 1:
         return mma.multiply_rows(accs, [x.terms[0] for x in operands], right.at[:, columns])
-    # A split product starts from zero and is added by units that round to nearest (docs/decisions/0075-split-float32.md).
+    # A split product starts from zero and is added by units that round to nearest
+    # (docs/decisions/0075-split-float32.md).
     sums = []
     for own in layouts.slices(columns.size, min(mma.panel_width(columns.size), panel)):
         size = own.size
@@ -161,7 +165,8 @@ def _add_scaled(acc: jax.Array, product: jax.Array, operand: RowOperand) -> jax.
 def store_rows(
     buffer: StoredTile, tile_rows: list[Any], columns: Any, piece: Any, tiles: list[RowOperand]
 ) -> None:
-    """Store tiles of rows to some columns of a buffer, which are its `piece`; `tile_rows` are the buffer's rows of each."""
+    """Store tiles of rows to some columns of a buffer, which are its `piece`; `tile_rows` are the buffer's rows of
+    each."""
     for rows, tile in zip(tile_rows, tiles, strict=True):
         slices = mma.term_slices(buffer.tile, columns, len(tile.terms))
         for x, term in zip(slices, tile.terms, strict=True):
@@ -173,8 +178,8 @@ def store_rows(
 def multiply_transposed(left: Ref, power: Ref | None, right: Ref, columns: Any, terms: int) -> Any:
     """Return left^T @ some columns of right, of tiles in shared memory, `[64, columns]`: dQ of dS^T and K.
 
-    `left` is `[k, 64]` and `right` `[k, n]` for each term. Of a split `left`, `power`, `[pieces, k]`, multiplies what each piece
-    of its columns gives; 16 rows, the k of one product of `mma.sync`, have the same.
+    `left` is `[k, 64]` and `right` `[k, n]` for each term. Of a split `left`, `power`, `[pieces, k]`, multiplies what
+    each piece of its columns gives; 16 rows, the k of one product of `mma.sync`, have the same.
     """
     shape = left.shape[1] // terms, columns.size
     total = thread_values.zero_accumulator(shape)

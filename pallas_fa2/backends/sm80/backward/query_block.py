@@ -1,8 +1,8 @@
 """dQ of a block of query rows, line by line: Algorithm 2 with its loops exchanged.
 
 The block stays and keys pass, as in Algorithm 1. So dQ is summed in registers, in the order of the blocks of keys, and
-nothing is added in device memory. S, P, dP and dS are formed a second time, which costs two products more than dQ of the
-kernel of dK and dV.
+nothing is added in device memory. S, P, dP and dS are formed a second time, which costs two products more than dQ of
+the kernel of dK and dV.
 """
 
 import dataclasses
@@ -152,8 +152,8 @@ class QueryBlock:
         keys: Any,
         k_power: jax.Array | None,
     ) -> list[products.RowOperand]:
-        """Return dS of each tile of rows as a left operand; of split operands it is contracted over keys, and so their powers
-        are in it."""
+        """Return dS of each tile of rows as a left operand; of split operands it is contracted over keys, and so their
+        powers are in it."""
         ds = []
         for n, tiles in enumerate(zip(p, s, dp, strict=True)):
             mods = self.load_mods(n, j, keys, masked=False)
@@ -178,7 +178,8 @@ class QueryBlock:
         return RowStatistics(*(layouts.load_row(0, x.at[rows], jnp.float32) for x in arrays))
 
     def load_rows(self) -> list[list[list[jax.Array]]]:
-        """Begin to copy Q and dO of the block; return dO's fragments of each panel of columns, if they are kept in registers."""
+        """Begin to copy Q and dO of the block; return dO's fragments of each panel of columns, if they are kept in
+        registers."""
         size, dout = self.config.block_q, self.memory.dout
         if self.config.dout_in_registers:
             dout = self.memory.v.at[0]  # until V is copied there
@@ -197,7 +198,8 @@ class QueryBlock:
         return fragments
 
     def load_block(self, t: Any, j: Any) -> None:
-        """Begin to copy block j of keys and values, the t-th, if there is one, and make a group of the copies so far."""
+        """Begin to copy block j of keys and values, the t-th, if there is one, and make a group of the copies so
+        far."""
         size, (batch, _) = self.config.block_kv, self.tile.head
 
         def load() -> None:

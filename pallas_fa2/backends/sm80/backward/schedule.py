@@ -15,10 +15,11 @@ from pallas_fa2.schedule import raster
 
 
 def block_mask_by_keys(classes: Any) -> BlockMask:
-    """Return the blocks of queries that visit each block of keys, from the classes of tiles, `[B | 1, N | 1, T tiles, S tiles]`.
+    """Return the blocks of queries that visit each block of keys, from the classes of tiles,
+    `[B | 1, N | 1, T tiles, S tiles]`.
 
-    A block of queries is given by its distance from the last one. A block of keys that no query sees is visited by the last
-    one, of which the mask bits are known.
+    A block of queries is given by its distance from the last one. A block of keys that no query sees is visited by the
+    last one, of which the mask bits are known.
     """
     return BlockMask.from_classes(reversed_classes(classes.swapaxes(2, 3)))
 

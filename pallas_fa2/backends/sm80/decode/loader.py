@@ -35,8 +35,8 @@ class Loads(NamedTuple):
 
 
 class KvLoader:
-    """The loads of one CTA, in the order of its share: K_0 V_0 K_1 V_1 ..., a group each. Q of a tile comes with its first
-    block of K."""
+    """The loads of one CTA, in the order of its share: K_0 V_0 K_1 V_1 ..., a group each. Q of a tile comes with its
+    first block of K."""
 
     def __init__(self, cta: Cta[SharedStorage], share: Share, num_steps: Scalar):
         self.cta, self.line = cta, BlockLine(cta, share.num_entries)
@@ -62,7 +62,8 @@ class KvLoader:
         return loads
 
     def load_keys(self, step: Scalar, loads: Loads, is_first: bool = False) -> Loads:
-        """Begin to load K of the CTA's block `step`, if there is one, and Q where it begins a tile, or is the CTA's first."""
+        """Begin to load K of the CTA's block `step`, if there is one, and Q where it begins a tile, or is the CTA's
+        first."""
         cursor, stages = loads.cursor, self.cta.config.stages
         slot, block = rem(step, stages), self._block(cursor)
         begins_tile = cursor.block_index == 0

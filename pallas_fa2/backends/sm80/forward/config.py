@@ -44,8 +44,8 @@ class ForwardConfig:
 
     @property
     def out_panel(self) -> int:
-        """Return the columns of O that are computed at once: all, or of split operands, whose P V_j has accumulators of its
-        own, a swizzled panel."""
+        """Return the columns of O that are computed at once: all, or of split operands, whose P V_j has accumulators of
+        its own, a swizzled panel."""
         return panel_width(self.value_dim) if self.is_split else self.value_dim
 
     @property

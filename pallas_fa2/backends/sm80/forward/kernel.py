@@ -36,8 +36,8 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `out [B, T, N, Hv]` in q's dtype and natural `lse [B, N, T]` in float32.
 
-    q is `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, Hv]`, bfloat16 or float16, or float32 if the config `is_split`; head
-    dims are the config's or less.
+    q is `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, Hv]`, bfloat16 or float16, or float32 if the config `is_split`;
+    head dims are the config's or less.
     Under a mask, `tiles` lists the tiles and their blocks of keys; `aux` is what masks, scores and dropout read, and
     `mask_bits` are those of a mask that is precomputed.
     """

@@ -47,8 +47,8 @@ def add_values(
     """Return the states with P V added to O of each tile of rows, which share the fragments of V."""
     terms, panels = config.terms, []
     for i, columns in enumerate(out_panels(config)):
-        # Tensor cores round sums toward zero (M. Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021). A split
-        # P V is added to O by other units, which round to nearest.
+        # Tensor cores round sums toward zero (M. Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021). A
+        # split P V is added to O by other units, which round to nearest.
         outs = [state.out[i] for _, state in updates]
         sums = [outs]
         if config.is_split:

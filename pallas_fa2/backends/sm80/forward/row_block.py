@@ -79,7 +79,8 @@ class RowBlock:
     def visit_block(self, queries: list | None, row_powers: list, t: Any, carry: tuple) -> tuple:
         """Add the t-th block of keys that is visited, j, to the statistics and the output: Algorithm 1, lines 7-10.
 
-        `queries` are the fragments of Q, if they are kept in registers; `row_powers` those of each tile of rows, if Q is split.
+        `queries` are the fragments of Q, if they are kept in registers; `row_powers` those of each tile of rows, if Q
+        is split.
         """
         (j, states), (k, v) = carry, (self.memory.k, self.memory.v)
         next_j = self.tile.load_block_index(t + 1)
@@ -141,7 +142,8 @@ class RowBlock:
         return self.load_mods(n, j, masked=True).apply_mask(s, bits)
 
     def apply_dropout(self, updates: list[tuple[jax.Array, Softmax]], j: Any) -> list[tuple]:
-        """Return P of each tile of rows as the terms of a left operand, with 0 where it is dropped, and its statistics."""
+        """Return P of each tile of rows as the terms of a left operand, with 0 where it is dropped, and its
+        statistics."""
         dropped = []
         for n, (p, state) in enumerate(updates):
             # Loaded anew: kept since the scores, the rows' keys spill 104 bytes more (H = 64, compute capability 8.0).
@@ -246,7 +248,8 @@ class RowBlock:
         async_copy.sync_cta(self.config.warpgroups)
 
     def query_fragments(self) -> list | None:
-        """Return the terms of Q's fragments of each panel of columns and tile of rows, if they are kept in registers."""
+        """Return the terms of Q's fragments of each panel of columns and tile of rows, if they are kept in
+        registers."""
         if not self.config.q_in_registers:
             return None
         self.wait_for_copies(self.config.stages - 1)

@@ -71,8 +71,8 @@ def update(
 def log_sum(maximum: jax.Array, total: jax.Array) -> jax.Array:
     """Return m ln 2 + log l of split operands, rounded once: gradients are relative to its error.
 
-    m is an integer, and counts the sizes of values, which l takes back: both may be 2^100 where their product is 1. So they
-    are added as exponents, and ln 2 has two parts, of which products with the first are exact up to 2^15.
+    m is an integer, and counts the sizes of values, which l takes back: both may be 2^100 where their product is 1. So
+    they are added as exponents, and ln 2 has two parts, of which products with the first are exact up to 2^15.
     """
     bits = lax.bitcast_convert_type(total, jnp.int32)
     exponent = maximum + ((bits >> 23) - 127).astype(jnp.float32)

@@ -1,8 +1,9 @@
 """Rows of a head between device memory and swizzled shared memory, by cp.async (PTX ISA).
 
-The instruction copies 16 bytes for each thread and fills what does not exist with zeros, so that any length and any head
-dim that is a multiple of 8 needs no padded copy in device memory. Copies are ordered by groups: a thread waits for its own
-(`copy_groups.wait_groups`), then all threads of the CTA meet (`sync_cta`), and then everyone's copies are there.
+The instruction copies 16 bytes for each thread and fills what does not exist with zeros, so that any length and any
+head dim that is a multiple of 8 needs no padded copy in device memory. Copies are ordered by groups: a thread waits for
+its own (`copy_groups.wait_groups`), then all threads of the CTA meet (`sync_cta`), and then everyone's copies are
+there.
 """
 
 from collections.abc import Iterator
@@ -45,8 +46,8 @@ class _Pass(NamedTuple):
 class _ThreadChunks:
     """Where a thread's chunks of a `[rows, columns]` buffer lie, in shared and in device memory.
 
-    Shared memory has tiles of 8 rows and 128 or 64 bytes of columns, `swizzle.tiles`: chunk c of row r of a tile lies at
-    chunk c ^ (r % 8) of 8, or at c ^ (r % 8 // 2) of 4.
+    Shared memory has tiles of 8 rows and 128 or 64 bytes of columns, `swizzle.tiles`: chunk c of row r of a tile lies
+    at chunk c ^ (r % 8) of 8, or at c ^ (r % 8 // 2) of 4.
     """
 
     def __init__(self, buffer: Ref, array: Ref, warpgroups: int):
@@ -149,13 +150,13 @@ def load_rows(array: Ref, buffer: Ref, warpgroups: int, limit: Scalar | None = N
 
 
 def zero_rows(buffer: Ref, kept: jax.Array) -> None:
-    """Set to 0 the rows of a swizzled `[64, columns]` buffer, columns a multiple of 64, that are not kept, booleans `[64]`.
-    All threads of a warpgroup take part."""
+    """Set to 0 the rows of a swizzled `[64, columns]` buffer, columns a multiple of 64, that are not kept, booleans
+    `[64]`. All threads of a warpgroup take part."""
 
     @inline_op("zero_rows", swizzle.as_operand(buffer), ROW_LAYOUT)
     def zero(_, buffer: Ref, kept: Registers) -> None:
-        # A thread has rows r and r + 8 of its warp's 16, as three neighbors have; each has every fourth chunk of these. All
-        # chunks of a row become zeros, so that their order does not matter.
+        # A thread has rows r and r + 8 of its warp's 16, as three neighbors have; each has every fourth chunk of these.
+        # All chunks of a row become zeros, so that their order does not matter.
         _, panels, group_rows, width = ir.MemRefType(buffer.type).shape
         assert width * 2 == swizzle.SWIZZLE_BYTES and group_rows == swizzle.SWIZZLE_ROWS
         panel_bytes = swizzle.SWIZZLE_BYTES * swizzle.SWIZZLE_ROWS
@@ -179,7 +180,8 @@ def zero_rows(buffer: Ref, kept: jax.Array) -> None:
 
 
 def store_rows(buffer: Ref, array: Ref, warpgroups: int, limit: Scalar) -> None:
-    """Store the rows before `limit` of a swizzled buffer to `[rows, dim]` of device memory, 16 bytes a thread at a time.
+    """Store the rows before `limit` of a swizzled buffer to `[rows, dim]` of device memory, 16 bytes a thread at a
+    time.
 
     All threads of the CTA take part.
     """

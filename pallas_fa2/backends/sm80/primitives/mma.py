@@ -48,8 +48,8 @@ def panel_width(columns: int) -> int:
 
 
 def panel_slices(buffer: Ref, terms: int = 1, most: int = 64) -> list[Slice]:
-    """Return slices of a buffer's columns, whole swizzled panels of at `most` so many each; of an operand of several terms,
-    of the first."""
+    """Return slices of a buffer's columns, whole swizzled panels of at `most` so many each; of an operand of several
+    terms, of the first."""
     columns = buffer.shape[-1] // terms
     return layouts.slices(columns, min(panel_width(columns), most))
 
@@ -105,8 +105,8 @@ def add_terms(
 ) -> list[jax.Array]:
     """Return acc + left @ right of each tile, but for the products below the last size: all sizes in one accumulator.
 
-    The smallest products come first, so that few of the sums that tensor cores round toward zero are large. It takes half
-    the registers of `add_products`.
+    The smallest products come first, so that few of the sums that tensor cores round toward zero are large. It takes
+    half the registers of `add_products`.
     """
     for size in reversed(range(len(rights))):
         for i in range(size + 1):

@@ -6,8 +6,8 @@ from pallas_fa2.backends.common.decode.config import MAX_IMBALANCE, DecodeConfig
 from pallas_fa2.backends.common.decode.spec import DecodeSpec
 from pallas_fa2.backends.sm90.primitives.pipeline import SHARED_MEMORY_BYTES
 
-# The scales of 16 bits that a copy brings: 128 bytes, because TMA writes to multiples of 128, and Pallas copies a byte for each
-# of 128 threads at least.
+# The scales of 16 bits that a copy brings: 128 bytes, because TMA writes to multiples of 128, and Pallas copies a byte
+# for each of 128 threads at least.
 SCALE_LINE = 64
 # The driver keeps 1 KiB of a multiprocessor's 228 KiB for each CTA (NVIDIA's Hopper Tuning Guide).
 SM_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
@@ -15,12 +15,13 @@ SM_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 ARRAY_BYTES = 1024
 # Of mbarriers: one for each Q of two, and for K and V of each stage, of 8 bytes each, and what Pallas adds.
 BARRIER_BYTES = 256
-# With so many columns a split is 16 KiB, and with so many multiprocessors for each tile, two CTAs on each, the last CTA of a tile
-# merges 8 splits or more, two turns of its loads. With K = 1, B 16 and S 8192 it merges 16, which took 6 of 29 us. One CTA of 6 stages, where
-# two would have 2 each, takes 24.5, and on pages as long as two (docs/decisions/0089-first-copies-and-wide-splits.md).
+# With so many columns a split is 16 KiB, and with so many multiprocessors for each tile, two CTAs on each, the last CTA
+# of a tile merges 8 splits or more, two turns of its loads. With K = 1, B 16 and S 8192 it merges 16, which took 6 of
+# 29 us. One CTA of 6 stages, where two would have 2 each, takes 24.5, and on pages as long as two
+# (docs/decisions/0089-first-copies-and-wide-splits.md).
 WIDE_COLUMNS, SMS_OF_A_TILE = 32, 4
-# What two CTAs have in flight at H = 64, 192 KiB an SM, is several times what its share of 4.8 TB/s brings in the latency
-# of device memory (36 KiB in a microsecond): more stages would wait for the same bytes.
+# What two CTAs have in flight at H = 64, 192 KiB an SM, is several times what its share of 4.8 TB/s brings in the
+# latency of device memory (36 KiB in a microsecond): more stages would wait for the same bytes.
 MAX_STAGES = 8
 
 
@@ -29,9 +30,9 @@ def choose(spec: DecodeSpec, num_sms: int) -> DecodeConfig | None:
     has many wide splits (`WIDE_COLUMNS`), else one.
 
     One CTA's products and softmax leave its loads idle unless another one's are in flight. But where tiles are about as
-    many as SMs, each CTA may have a whole one (`MAX_IMBALANCE`), and all of an SM's memory for its ring. (Not of pages: a
-    CTA's loads wait for the table, and one an SM has 0.92 of the speed; nor of 8 bits, which arrive in three quarters of the
-    time that a block takes until its last product, docs/decisions/0081-caches-of-8-bits.md.) And where there are
+    many as SMs, each CTA may have a whole one (`MAX_IMBALANCE`), and all of an SM's memory for its ring. (Not of pages:
+    a CTA's loads wait for the table, and one an SM has 0.92 of the speed; nor of 8 bits, which arrive in three quarters
+    of the time that a block takes until its last product, docs/decisions/0081-caches-of-8-bits.md.) And where there are
     at most `min_share` blocks for each SM, a second CTA would have none.
     None if shared memory has no room for two stages.
     """
@@ -52,7 +53,8 @@ def choose(spec: DecodeSpec, num_sms: int) -> DecodeConfig | None:
 
 
 def shared_bytes(spec: DecodeSpec, head_dim: int, value_dim: int, stages: int) -> int:
-    """Return the bytes of shared memory of a CTA, no fewer than those of `SharedStorage` and of the reductions of the softmax."""
+    """Return the bytes of shared memory of a CTA, no fewer than those of `SharedStorage` and of the reductions of the
+    softmax."""
     item = 1 if spec.quantized else 2
     ring = stages * DecodeConfig.block_kv * (head_dim + value_dim) * item
     # Q twice, P and the output

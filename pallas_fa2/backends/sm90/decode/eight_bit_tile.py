@@ -1,7 +1,8 @@
-"""A CTA's split of a tile whose keys and values have 8 bits: the lines of `tile.py`, with operands that take instructions.
+"""A CTA's split of a tile whose keys and values have 8 bits: the lines of `tile.py`, with operands that take
+instructions.
 
-What can be is done while a product runs: V becomes an operand beside S^T = K Q^T, and a load begins beside O^T = V^T P^T.
-docs/decisions/0081-caches-of-8-bits.md says why.
+What can be is done while a product runs: V becomes an operand beside S^T = K Q^T, and a load begins beside O^T = V^T
+P^T. docs/decisions/0081-caches-of-8-bits.md says why.
 """
 
 import functools

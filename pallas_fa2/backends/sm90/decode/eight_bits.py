@@ -1,8 +1,8 @@
 """Keys and values of 8 bits as operands of WGMMA: float16 in registers, in which float8_e4m3fn and int8 are exact.
 
 Both are the left operand, whose fragments a warp loads with ldmatrix: of 16 bits that are two numbers, so that two that
-lie side by side come to one thread, where a fragment has other ones. Therefore operands have their columns (of K) or rows
-(of the transposed V) in another order within each 16:
+lie side by side come to one thread, where a fragment has other ones. Therefore operands have their columns (of K) or
+rows (of the transposed V) in another order within each 16:
 
 - K has column 4c + 2h + j at 8h + 2c + j (c < 4, h and j < 2), and so has Q (`query_operand.py`);
 - V^T has row 2g + h at 8h + g (g < 8, h < 2), and so has O^T until `order_output`.

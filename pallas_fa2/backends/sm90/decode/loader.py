@@ -68,9 +68,10 @@ class KvLoader:
         return HeadRows(array, page, pl.ds(row, self.page_rows), head)
 
     def fill_ring(self, cursor: KvCursor, num_steps: Scalar) -> KvCursor:
-        """Load the first blocks of a CTA that has `num_steps` of them, as many as the ring holds, and return the next cursor."""
-        # What says where blocks lie, lengths and pages, is read for all of them before the first copy, so that it is waited for
-        # once (docs/decisions/0089-first-copies-and-wide-splits.md).
+        """Load the first blocks of a CTA that has `num_steps` of them, as many as the ring holds, and return the next
+        cursor."""
+        # What says where blocks lie, lengths and pages, is read for all of them before the first copy, so that it is
+        # waited for once (docs/decisions/0089-first-copies-and-wide-splits.md).
         cursors = [cursor]
         for _ in range(self.cta.config.stages):
             cursors.append(self.line.advance(cursors[-1]))
@@ -79,7 +80,8 @@ class KvLoader:
         return cursors[-1]
 
     def refill(self, step: Scalar, num_steps: Scalar, cursor: KvCursor) -> KvCursor:
-        """Load the block that takes the slot of the one before `step`, which all warps have read, and return the next cursor.
+        """Load the block that takes the slot of the one before `step`, which all warps have read, and return the next
+        cursor.
 
         The CTA's first step has none before.
         """

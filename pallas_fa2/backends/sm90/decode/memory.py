@@ -31,12 +31,13 @@ class SharedStorage(NamedTuple):
     out: Ref  # [columns, Hv]
     q_full: Barriers
     kv_full: Barriers
-    # Of K of 8 bits, [stages, copies of a block, heads, keys]: a copy brings 64 scales, those of its keys of this head and
-    # of the next ones.
+    # Of K of 8 bits, [stages, copies of a block, heads, keys]: a copy brings 64 scales, those of its keys of this head
+    # and of the next ones.
     k_scale: Ref = None
     v_scale: Ref = None
-    # Beside K of 8 bits, float32 [columns]: what rows of this tile's Q were divided by. One slot will do: all warps read it when
-    # the tile begins, and meet in each of its blocks, of which it has one at least, before the next tile's are stored.
+    # Beside K of 8 bits, float32 [columns]: what rows of this tile's Q were divided by. One slot will do: all warps
+    # read it when the tile begins, and meet in each of its blocks, of which it has one at least, before the next tile's
+    # are stored.
     q_scale: Ref = None
 
     @classmethod

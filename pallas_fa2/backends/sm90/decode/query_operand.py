@@ -1,4 +1,5 @@
-"""Makes Q in shared memory the operand of WGMMA beside keys of 8 bits: float16, in their order of columns (`eight_bits.py`).
+"""Makes Q in shared memory the operand of WGMMA beside keys of 8 bits: float16, in their order of columns
+(`eight_bits.py`).
 
 Rows are divided by powers of two, because float16 has fewer exponents than bfloat16.
 """
@@ -26,15 +27,16 @@ from pallas_fa2.backends.common.primitives.thread_values import (
 )
 from pallas_fa2.backends.common.primitives.types import MlirValue, Ref
 
-# Rows are divided so that their largest element is 2^14 or more, and below 2^15, which float16 has; less where it is below
-# 2^-112. Elements down to 2^-28 of it are no subnormal numbers then, and products and sums are far from those that float32 lacks.
+# Rows are divided so that their largest element is 2^14 or more, and below 2^15, which float16 has; less where it is
+# below 2^-112. Elements down to 2^-28 of it are no subnormal numbers then, and products and sums are far from those
+# that float32 lacks.
 QUERY_EXPONENT = 14
 LANES_OF_ROW, MAX_PANELS = 16, 4  # 16 columns a lane
 
 
 def order_queries(buffer: Ref, scale: Ref, dtype: DTypeLike) -> None:
-    """Make Q `[columns, H]`, whose buffer has bits of `dtype`, an operand in place, and store the powers of two that its rows
-    were divided by in `scale`, float32 `[columns]`. Both are in shared memory.
+    """Make Q `[columns, H]`, whose buffer has bits of `dtype`, an operand in place, and store the powers of two that
+    its rows were divided by in `scale`, float32 `[columns]`. Both are in shared memory.
 
     Nothing waits for other warps: neither may be read before `commit_smem`.
     """
@@ -44,8 +46,9 @@ def order_queries(buffer: Ref, scale: Ref, dtype: DTypeLike) -> None:
     def order(_, buffer: Ref, scale: Ref) -> None:
         row_groups, panels, _, _ = ir.MemRefType(buffer.type).shape
         assert panels <= MAX_PANELS
-        # A lane has 16 columns of a row, two chunks of 16 bytes. Where H is less than 256, all lanes beyond the last panel do
-        # what those of the last panel do. None stores before all lanes of the warp have loaded: a store depends on the exchanges.
+        # A lane has 16 columns of a row, two chunks of 16 bytes. Where H is less than 256, all lanes beyond the last
+        # panel do what those of the last panel do. None stores before all lanes of the warp have loaded: a store
+        # depends on the exchanges.
         panel = arith.minui(thread_field(2, 2, 1), i32(panels - 1))
         panel = arith.muli(panel, i32(SWIZZLE_ROWS * SWIZZLE_BYTES))
         chunk = arith.xori(thread_field(0, 2, 32), thread_field(4, 3, 16))
@@ -73,7 +76,8 @@ def order_queries(buffer: Ref, scale: Ref, dtype: DTypeLike) -> None:
 def _exponent(largest: MlirValue) -> MlirValue:
     """Emit the biased exponent of the power of two that a row is divided by, of the bits of its largest magnitude."""
     exponent = arith.shrui(largest, i32(23))
-    # Rows of zeros and of subnormal numbers, which become zeros, have 2^0, and so have those with infinity or NaN, which stay.
+    # Rows of zeros and of subnormal numbers, which become zeros, have 2^0, and so have those with infinity or NaN,
+    # which stay.
     less_one = arith.subi(exponent, i32(1))
     is_normal = arith.cmpi(arith.CmpIPredicate.ult, less_one, i32(254))
     lowered = arith.maxsi(arith.subi(exponent, i32(QUERY_EXPONENT)), i32(1))

@@ -1,4 +1,5 @@
-"""Reads the scales of 64 keys or values of 8 bits in shared memory, `[copies, heads, keys]`: those of the first head."""
+"""Reads the scales of 64 keys or values of 8 bits in shared memory, `[copies, heads, keys]`: those of the first
+head."""
 
 import jax
 import jax.numpy as jnp

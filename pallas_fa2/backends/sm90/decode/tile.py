@@ -1,7 +1,7 @@
 """A CTA's split of a tile: FlashAttention-2 (arXiv:2307.08691), Algorithm 1, with S, P and O transposed.
 
-S^T = K Q^T and O^T = V^T P^T: the M of WGMMA, 64, is keys or columns of V, and the few queries of a tile are its N. Line
-numbers are the paper's. docs/design/decode.md explains the whole.
+S^T = K Q^T and O^T = V^T P^T: the M of WGMMA, 64, is keys or columns of V, and the few queries of a tile are its N.
+Line numbers are the paper's. docs/design/decode.md explains the whole.
 """
 
 import dataclasses

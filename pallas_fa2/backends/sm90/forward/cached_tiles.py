@@ -1,7 +1,7 @@
 """The query tiles of a call on a cache, which lengths and starts say on the device (docs/design/paged-forward.md).
 
-A tile is a query head and an entry: up to `block_q` consecutive queries of one request. XLA makes the table of entries and
-the order of tiles, once for all layers whose lengths are the same.
+A tile is a query head and an entry: up to `block_q` consecutive queries of one request. XLA makes the table of entries
+and the order of tiles, once for all layers whose lengths are the same.
 """
 
 import dataclasses
@@ -31,7 +31,8 @@ from pallas_fa2.ir.quantized import Scales
 from pallas_fa2.ir.tile_functions import ArgSource
 from pallas_fa2.schedule import raster
 
-# The columns of the table of entries: those of `Entry`, and the first block of which all of its queries attend to all keys.
+# The columns of the table of entries: those of `Entry`, and the first block of which all of its queries attend to all
+# keys.
 FIELDS = (*Entry._fields, "first_full")
 
 
@@ -64,8 +65,8 @@ class CachedTiles(NamedTuple):
     def kv_rows(
         self, source: Ref, request: Scalar, keys: Slice, head: Scalar, columns: Slice | None
     ) -> HeadRows | RowPieces:
-        """Return where keys of 16 bits of a request lie, of which pages have each an equal part or all. Page numbers are loaded
-        here.
+        """Return where keys of 16 bits of a request lie, of which pages have each an equal part or all. Page numbers
+        are loaded here.
 
         Whatever the table has, they are pages that exist.
         """
@@ -124,8 +125,8 @@ def plan_tiles(
 def _find_full_blocks(
     spec: DecodeSpec, config: ForwardConfig, entries: Entry
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the first block of each entry of whose keys all of its queries attend to all, and how many such blocks follow
-    each other."""
+    """Return the first block of each entry of whose keys all of its queries attend to all, and how many such blocks
+    follow each other."""
     (least, most), block_kv = spec.distances, I32(config.block_kv)
     first, end = entries.first_block, entries.kv_len
     if most is not None:

@@ -51,10 +51,11 @@ class _Blocks(NamedTuple):
         return {name: self._rows(name, I32(0)).load_scales() for name in self.names}
 
     def store(self, t: Scalar, scales: Scales, claim: Callable[[], None]) -> Scales:
-        """Store the t-th block, of which the first subtiles are under way, and begin to load those of the next block; given the
-        scales of both.
+        """Store the t-th block, of which the first subtiles are under way, and begin to load those of the next block;
+        given the scales of both.
 
-        `claim` has a branch, at which ptxas waits for loads to registers: it runs when scales are stored, and none is under way.
+        `claim` has a branch, at which ptxas waits for loads to registers: it runs when scales are stored, and none is
+        under way.
         """
         memory, step = self.loads.memory, self.loads.position.kv_step + t
         following = dict(scales)
@@ -109,8 +110,8 @@ def produce_eight_bits(
     arrays: Arrays,
     memory: SharedStorage,
 ) -> None:
-    """Run a producer of K, of V, or of both. That of K claims tiles, and that of V loads Q: a tile's first keys do not wait
-    until the last tile has left Q's buffer."""
+    """Run a producer of K, of V, or of both. That of K claims tiles, and that of V loads Q: a tile's first keys do not
+    wait until the last tile has left Q's buffer."""
     assert memory.key_aux is None, "`unsupported_tiles` says so"
     claims = "k" in names
 

@@ -1,7 +1,7 @@
 """Rows of keys and values of 8 bits in device memory, contiguous or in pages, of which each thread loads pieces.
 
-Tiles have K and V as operands of WGMMA from shared memory, in the type of Q and P. docs/decisions/0093-tiles-of-8-bits.md says how they
-come there.
+Tiles have K and V as operands of WGMMA from shared memory, in the type of Q and P.
+docs/decisions/0093-tiles-of-8-bits.md says how they come there.
 """
 
 import math
@@ -118,8 +118,8 @@ class EightBitRows(NamedTuple):
     def _location(
         self, row: int, count: int, own_row: jax.Array, located: dict[int, tuple[Any, Any]]
     ) -> "_Location":
-        """Return where so many rows lie, from this one of the rows on, or one of each thread if they are in several pages. `located` are
-        rows that begin a page or all, and where they lie, as far as that is known."""
+        """Return where so many rows lie, from this one of the rows on, or one of each thread if they are in several
+        pages. `located` are rows that begin a page or all, and where they lie, as far as that is known."""
         key, page_size = self.rows.start, self.array.shape[1]
         if self.pages is None:
             return _Location(self.batch, key, own_row, row)
@@ -131,7 +131,8 @@ class EightBitRows(NamedTuple):
         return _Location(*located[row - in_page], own_row, in_page)
 
     def _locate(self, key: Any) -> tuple[Any, Any]:
-        """Return the page of a key, or of one of each thread, and its row there. Whatever the table has, it is a page that exists."""
+        """Return the page of a key, or of one of each thread, and its row there. Whatever the table has, it is a page
+        that exists."""
         assert self.pages is not None
         count, page_size = self.array.shape[:2]
         listed = jnp.minimum(div(key, page_size), self.pages.shape[0] - 1)

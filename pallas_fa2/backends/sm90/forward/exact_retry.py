@@ -135,7 +135,8 @@ def _load_sanitized(
 
 
 def _find_nonfinite_keys(rows: WarpgroupRows, first_key: Scalar) -> jax.Array | None:
-    """Return NaN for those of 64 keys of which values are not finite and 0 for the rest, or None if no guard is needed."""
+    """Return NaN for those of 64 keys of which values are not finite and 0 for the rest, or None if no guard is
+    needed."""
     if not rows.spec.guards_nonfinite:
         return None
     tiles = HeadRows.existing_columns(rows.arrays.inputs.v, rows.config.epilogue_tiles)

@@ -1,7 +1,7 @@
 """The forward on Hopper: FlashAttention-2, Algorithm 1, in persistent CTAs (docs/design/forward.md).
 
-One warpgroup, the producer, streams K and V through ring buffers by TMA, and the next tile's Q (of 8 bits, one or two do so by their
-threads); the consumers own 64 query rows each.
+One warpgroup, the producer, streams K and V through ring buffers by TMA, and the next tile's Q (of 8 bits, one or two
+do so by their threads); the consumers own 64 query rows each.
 """
 
 import functools
@@ -56,9 +56,9 @@ def attention(
     less. Under a mask, `block_mask` lists the key blocks of every tile; `aux` is what masks and scores read,
     and `mask_bits` the bits of a mask that is precomputed.
 
-    `cached` plans the tiles of a cache: k and v are `[requests, S, K, H]` and `[requests, S, K, Hv]`, or pages that `table`
-    lists for each request, of 8 bits with `scales` or of 16, B is 1, T the rows of all requests, and lse is `[B, T, N]`. Rows that have no tile stay as they are in
-    `outputs`, if these are given.
+    `cached` plans the tiles of a cache: k and v are `[requests, S, K, H]` and `[requests, S, K, Hv]`, or pages that
+    `table` lists for each request, of 8 bits with `scales` or of 16, B is 1, T the rows of all requests, and lse is
+    `[B, T, N]`. Rows that have no tile stay as they are in `outputs`, if these are given.
     """
     key_rows = aux.k.shape[1] + 1 if aux is not None and spec.loads_key_aux() else 0
     if not spec.pairwise_inputs():
@@ -120,8 +120,8 @@ def attention_on_cache(
     """Return `out [tokens, N, Hv]` and natural `lse [tokens, N]`, float32, as the decode kernel does.
 
     q is `[tokens, N, H]`; k and v are `[B, S, K, H]` and `[B, S, K, Hv]`, or pages `[P, page size, K, H]` and `[P, page
-    size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request; of 8 bits with `scales`, or of 16. `mods` are what scores read of heads, `others` out and lse of the rows that have no
-    tile, which otherwise are anything.
+    size, K, Hv]` that `table`, int32 `[B, W]`, lists for each request; of 8 bits with `scales`, or of 16. `mods` are
+    what scores read of heads, `others` out and lse of the rows that have no tile, which otherwise are anything.
     """
     launch, aux = kernel_spec(spec, config), pack_head_inputs(spec, config, mods)
     outputs = None if others is None else Outputs(*(x[None] for x in others))

@@ -117,8 +117,8 @@ def run_producer(
     exit_branch: int = 1,
     claims: bool = True,
 ) -> None:
-    """Run load_tile(n, loads, prefetch) -> prefetch() for each tile, the CTA's n-th, by a producer warpgroup; then wait until
-    consumers have read its pipelines. One of several producers claims tiles."""
+    """Run load_tile(n, loads, prefetch) -> prefetch() for each tile, the CTA's n-th, by a producer warpgroup; then wait
+    until consumers have read its pipelines. One of several producers claims tiles."""
     roles.set_max_registers(schedule.config.registers_per_warpgroup, -1)
     if claims:
         arrays.scheduler.prime()

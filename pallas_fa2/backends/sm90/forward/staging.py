@@ -32,7 +32,8 @@ STAGES = 2  # of the staging buffer: subtiles that are under way
 
 
 class Staging(NamedTuple):
-    """The staging buffer of K or of V: subtiles of a block are copied to its stages while another one is stored in 16 bits."""
+    """The staging buffer of K or of V: subtiles of a block are copied to its stages while another one is stored in 16
+    bits."""
 
     pieces: Ref  # int32 [STAGES, pieces, WORDS * THREADS]; a thread reads those that it copies
     scales: Ref  # int32 [THREADS], of all rows of a block, a bfloat16 twice each
@@ -52,7 +53,8 @@ class Staging(NamedTuple):
         _share_scales(self.scales, scale)
 
     def store(self, subtile: int, buffer: Ref, dtype: str) -> None:
-        """Store numbers of a subtile times their scales in its rows of a block, `[rows, columns]` of bfloat16 in shared memory."""
+        """Store numbers of a subtile times their scales in its rows of a block, `[rows, columns]` of bfloat16 in shared
+        memory."""
         targets = list(destinations(buffer))
         types = as_operand(buffer), plgpu.RefType(), plgpu.RefType()
         first_row = subtile * buffer.shape[0]

@@ -1,4 +1,5 @@
-"""Pieces of rows of 8 bits: which thread has which, and their stores in 16 bits, times scales, where WGMMA reads them."""
+"""Pieces of rows of 8 bits: which thread has which, and their stores in 16 bits, times scales, where WGMMA reads
+them."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,10 +22,11 @@ EIGHT = 8  # threads, whose stores of 16 bytes use all banks of shared memory on
 
 
 class Band(NamedTuple):
-    """Columns whose rows have a power of two of pieces, and all columns of some panels of shared memory; and which threads have which.
+    """Columns whose rows have a power of two of pieces, and all columns of some panels of shared memory; and which
+    threads have which.
 
-    The threads have `rows` rows at a time. Eight neighbors have pieces of one panel and of several rows, which lie in different
-    banks of shared memory; then come the panels of these rows, then more rows.
+    The threads have `rows` rows at a time. Eight neighbors have pieces of one panel and of several rows, which lie in
+    different banks of shared memory; then come the panels of these rows, then more rows.
     """
 
     start: int
@@ -109,8 +111,9 @@ def store_piece(
 
 
 def _first_address(buffer: Ref, band: Band) -> MlirValue:
-    """Emit where the thread's first piece of a band begins in a swizzled buffer `[row groups, panels, 8, width]` of 16 bits. Its second
-    half is at the address whose bit 4 differs, and its next piece `Band.rows` rows, a multiple of 8, behind it."""
+    """Emit where the thread's first piece of a band begins in a swizzled buffer `[row groups, panels, 8, width]` of
+    16 bits. Its second half is at the address whose bit 4 differs, and its next piece `Band.rows` rows, a multiple of
+    8, behind it."""
     _, panels, _, width = ir.MemRefType(buffer.type).shape
     line, bits, in_panel = 2 * width, band.piece_bits, band.panel_bits
     # The fields of `Band.own_row_and_piece`; a piece has two chunks of 16 bytes.
@@ -135,7 +138,8 @@ def _first_address(buffer: Ref, band: Band) -> MlirValue:
 def _multiply_int8(word: MlirValue, scale: MlirValue, prefix: MlirValue) -> list[MlirValue]:
     """Emit four integers times a bfloat16, given twice in a word, as two pairs of bfloat16.
 
-    With 0x43 before them the lower 7 bits u of a byte are 128 + u, and its sign alone is 128 or 256: the integer is the difference.
+    With 0x43 before them the lower 7 bits u of a byte are 128 + u, and its sign alone is 128 or 256: the integer is the
+    difference.
     """
     code = (
         "{ .reg .b32 u, s, a, b, c, d; and.b32 u, $2, 0x7f7f7f7f; and.b32 s, $2, 0x80808080; "

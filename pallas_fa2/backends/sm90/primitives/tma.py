@@ -56,7 +56,8 @@ class HeadRows:
 
     @property
     def has_ragged_length(self) -> bool:
-        """Return whether the sequence ends within a group of 8 rows. A sequence shorter than that is a group of its own."""
+        """Return whether the sequence ends within a group of 8 rows. A sequence shorter than that is a group of its
+        own."""
         length = self.array.shape[1]
         return length > SWIZZLE_ROWS and length % SWIZZLE_ROWS != 0
 
