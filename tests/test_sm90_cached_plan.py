@@ -134,6 +134,23 @@ def test_tiles_of_8_bits_are_for_queries_in_bfloat16() -> None:
     assert "numbers times large scales are infinite" in str(reason)
 
 
+@pytest.mark.parametrize("page", [None, 64])
+def test_tiles_index_8_bits_in_32(page: int | None) -> None:
+    def step(slots: int) -> None:
+        pool = (slots // page, page) if page else (1, slots)
+        of = jax.ShapeDtypeStruct
+        numbers, scales = of((*pool, 512, 128), jnp.int8), of((pool[0], 512, pool[1]), jnp.bfloat16)
+        table: Any = [of((1, 32), jnp.int32)] if page else []
+        kind: Any = fa.Pages if page else fa.Cache
+        cache = kind(numbers, numbers, *table, of((1,), jnp.int32), scales, scales)
+        with hopper.planned_for_h200():
+            jax.eval_shape(fa.cached_attention, of((1, 2048, 512, 128), jnp.bfloat16), cache)
+
+    step(1 << 20)
+    with pytest.raises(ValueError, match="have 68723671040 and 68723671040; divide the cache"):
+        step((1 << 20) + 64)
+
+
 def test_explain_says_which_kernels_run() -> None:
     shape, table = (
         jax.ShapeDtypeStruct((64, 16, 8, 128), jnp.bfloat16),

@@ -100,7 +100,6 @@ class EightBitRows(NamedTuple):
     def _pieces(self, panel: int) -> Iterator[tuple["_Piece", "_Location"]]:
         """Yield where the pieces of the threads lie, for a buffer with panels of so many columns."""
         _, length, heads, dim = self.array.shape
-        assert math.prod(self.array.shape) // COLUMNS <= 1 << 32, "indices of pieces have 32 bits"
         of_row, thread = dim // COLUMNS, thread_ops.thread_indices()
         first, count = (0, dim) if self.columns is None else (self.columns.start, self.columns.size)
         assert isinstance(count, int)
