@@ -328,7 +328,7 @@ def test_loops_of_the_kernels_are_traced_in_shard_map(layout: str, device: Any) 
     cache = fa.Pages(pool, pool, table, lengths) if pages else fa.Cache(keys, keys, lengths)
     if "prompts" in layout:
         q = jax.ShapeDtypeStruct((4, 512, 32, 128), bf16)
-    if "8_bits" in layout:  # of which Hopper's tiles have a copy
+    if "8_bits" in layout:  # sizes with which prompts are tiles
         options: Any = {"kv_heads": 8, "head_dim": 128, "dtype": "int8"}
         cache = jax.eval_shape(lambda: fa.Cache.zeros(4, 16_384, **options))
 

@@ -115,10 +115,15 @@ def of_8_bits(*args: Any, quantized: str = "int8", **options: Any) -> Any:
 
 def test_tiles_read_8_bits() -> None:
     """They cost more beside entries that cost less, and their pages have any number of tokens."""
-    for tokens, requests, packed in ((4, 16, False), (9, 4, True)):
+    for tokens, requests, packed in ((20, 16, False), (84, 1, False), (9, 4, True)):
         spec = of_8_bits(tokens, requests, packed)
         assert isinstance(CACHED_FORWARD.configure(spec, hopper.H200), DecodeConfig)
-    for tokens, requests, packed in ((128, 16, False), (2048, 1, True), (2048, 60, True)):
+    for tokens, requests, packed in (
+        (21, 16, False),
+        (85, 1, False),
+        (2048, 1, True),
+        (2048, 60, True),
+    ):
         spec = of_8_bits(tokens, requests, packed)
         config: Any = CACHED_FORWARD.configure(spec, hopper.H200)
         assert isinstance(config, TileConfigs) and config.tiles.subtile_kv == 64
@@ -147,7 +152,7 @@ def test_tiles_index_8_bits_in_32(page: int | None) -> None:
             jax.eval_shape(fa.cached_attention, of((1, 2048, 512, 128), jnp.bfloat16), cache)
 
     step(1 << 20)
-    with pytest.raises(ValueError, match="have 68723671040 and 68723671040; divide the cache"):
+    with pytest.raises(ValueError, match="here are 68723671040 and 68723671040; divide the cache"):
         step((1 << 20) + 64)
 
 

@@ -74,8 +74,8 @@ class BlockMask(NamedTuple):
         so many CTAs take them.
 
         Heads follow each other, and their tiles, as neighbors share data; but long tiles and those of the last
-        heads come sooner, so that all CTAs end together: see `tile_order_kernel.TileOrder`. (On the device, none of
-        more than `MAX_TILES` tiles come sooner.)
+        heads come sooner, so that all CTAs end together, and a head's may come in reverse: see
+        `tile_order_kernel.TileOrder`. (On the device, none of more than `MAX_TILES` tiles come sooner.)
         """
         if isinstance(self.num_blocks, np.ndarray):
             entries = order_tiles_host(self.num_blocks, batch, heads, num_workers)
@@ -137,9 +137,9 @@ class BlockMask(NamedTuple):
 def last_tile_first(counts: Any) -> Any:
     """Return whether the tiles of each head go from the last to the first, `[..., 1]` for counts `[..., tiles]`."""
     visited, _ = block_mask_kernel.unpack_word(counts)
-    middle = tile_order_kernel.middle_tile(counts.shape[-1])
-    first_half, second_half = visited[..., :middle], visited[..., middle:]
-    halves = (x.sum(-1, keepdims=True) for x in (first_half, second_half))
+    tiles = counts.shape[-1]
+    half = tile_order_kernel.half_of(tiles)
+    halves = (x.sum(-1, keepdims=True) for x in (visited[..., :half], visited[..., tiles - half :]))
     return tile_order_kernel.is_last_tile_first(*halves)
 
 

@@ -28,9 +28,9 @@ TAIL_TILES_SHARED_MASK, TAIL_TILES = 1, 2
 # many times the blocks that a CTA visits of the sorted heads (docs/decisions/0057-long-tiles-first.md).
 LONG = 0.25
 LONG_IN_TAIL = 1.5
-# The second half of a head's tiles is longer if it visits more blocks than the first by one in so many. Of a device's
-# keys in zigzag order, both halves of the columns visit as many, and one adds what blocks on the diagonal count too
-# much; of its rows, the second half visits a fifteenth more on the last one of 16 devices
+# The second half of a head's tiles is longer if it visits more blocks than the first, by more than one in so many.
+# Blocks on the diagonal count in full, so that halves of the keys of a device in zigzag order differ, by less where its
+# chunks are long; of its rows, the second half visits 1 in 15.5 more on the last of 16 devices
 # (docs/decisions/0092-last-tiles-first.md).
 LONGER_BY_ONE_IN = 16
 # The most tiles with counts of their own that the kernel orders. Of more, each CTA has 30 at least, and none need be
@@ -48,9 +48,9 @@ def counts_per_row(counts: Any, batch: int) -> Any:
     return array_namespace(counts).broadcast_to(counts, (batch, *counts.shape[1:]))
 
 
-def middle_tile(tiles: int) -> int:
-    """Return the first tile of the second half of a head's."""
-    return -(-tiles // 2)
+def half_of(tiles: int) -> int:
+    """Return how many tiles each half of a head's has; of an odd number the middle one is in neither."""
+    return tiles // 2
 
 
 def is_last_tile_first(first_half: Any, second_half: Any) -> Any:
@@ -62,10 +62,9 @@ class TileOrder(NamedTuple):
     """The order of tiles: head by head, but some are hoisted, so that CTAs end together.
 
     The tiles of a head go from the first to the last, or from the last to the first if its second half visits more
-    blocks, by a sixteenth at least.
-    Where lengths fall or rise with the tile's number, as under a causal mask, the longest come first: a CTA that ends
-    the shortest of the tiles under way then begins the longest one that is left, and all stay at the same keys, which
-    L2 has (docs/decisions/0092-last-tiles-first.md).
+    blocks, by more than a sixteenth. Where lengths fall or rise with the tile's number, as under a causal mask, the
+    longest come first: a CTA that ends the shortest of the tiles under way then begins the longest one that is left,
+    and all stay at the same keys, which L2 has (docs/decisions/0092-last-tiles-first.md).
 
     A hoisted tile comes before the tiles of an earlier head (`hoist_head`). Those that come before the same head go
     from the longest to the shortest, equally long ones by row and tile, and then by head.
@@ -181,11 +180,11 @@ class _Ranking(NamedTuple):
         """Add up what all tiles visit, and those in the halves of a warp's head."""
         ranking = cls(order, counts, lane, None, None)
         first = div(head, order.heads_per_mask) * order.tiles
-        middle, end = first + middle_tile(order.tiles), first + order.tiles
+        end, half = first + order.tiles, half_of(order.tiles)
 
         def terms(index: Any, visited: Any) -> list[Any]:
-            in_first_half = (first <= index) & (index < middle)
-            in_second_half = (middle <= index) & (index < end)
+            in_first_half = (first <= index) & (index < first + half)
+            in_second_half = (end - half <= index) & (index < end)
             return [visited, *(jnp.where(x, visited, 0) for x in (in_first_half, in_second_half))]
 
         total, *halves = ranking.sum_over_tiles(terms, 3)

@@ -37,8 +37,8 @@ DECODE = decode_forward.CACHED_FORWARD
 # Microseconds on an H200 with H = 128 (docs/decisions/0087-prompts-on-a-cache.md); other head dims are taken to be
 # alike.
 COSTS = break_even.BlockCosts(tile=0.69, full_entry=1.64, load=1.0)
-# Of 8 bits a tile took 0.95, an entry of 32 columns 1.4 (docs/decisions/0093-tiles-of-8-bits.md).
-COSTS_OF_8_BITS = break_even.BlockCosts(tile=0.95, full_entry=2.8, load=1.0)
+# The same of 8 bits (docs/decisions/0093-tiles-of-8-bits.md).
+COSTS_OF_8_BITS = break_even.BlockCosts(tile=0.93, full_entry=1.4, load=0.6)
 # The columns of an entry beside tiles: one of half as many as there may be takes no longer than its loads, so that a
 # decode step loses nothing by them.
 FEW_COLUMNS = MAX_COLUMNS // 2
@@ -112,7 +112,7 @@ def _few_spec(
     launch = DecodeSpec.of_call(spec, requests, kv_heads)
     q_len = max(1, min(FEW_COLUMNS, max_columns(spec)) // launch.padded_group)
     requests = spec.call.batch if requests is None else requests
-    # the rows before all requests and after them are of two more
+    # rows before the first request and after the last one count as two more
     entries = min(launch.num_tokens, (requests + 2) * -(-decoded // q_len))
     return dataclasses.replace(launch, q_len=q_len, max_entries=entries, taken_queries=(0, decoded))
 
@@ -210,7 +210,7 @@ def launch(
         return launch_decode(decode, spec, config, q, k, v, arrays)
     if spec.quantized is not None and max(k.size, v.size) > MAX_NUMBERS_OF_8_BITS:
         raise ValueError(
-            f"a cache's key and value, of which prompts read {MAX_NUMBERS_OF_8_BITS} numbers of 8 bits at most, have "
+            f"prompts read caches of {MAX_NUMBERS_OF_8_BITS} numbers of 8 bits in key, or in value, at most, and here are "
             f"{k.size} and {v.size}; divide the cache, or append prompts in parts of few tokens"
         )
     tokens, requests, kv_heads = q.shape[0], arrays.lengths.size, k.shape[2]

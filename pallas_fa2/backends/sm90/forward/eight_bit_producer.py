@@ -1,7 +1,7 @@
 """The producers of the forward on a cache of 8 bits: one warpgroup for K and one for V, or one for both.
 
 Numbers come to shared memory by cp.async, are multiplied by their scales, and are stored in the ring in 16 bits.
-docs/decisions/0093-tiles-of-8-bits.md says why by these.
+docs/decisions/0093-tiles-of-8-bits.md says why by cp.async, and why by two warpgroups.
 """
 
 import functools
@@ -52,7 +52,7 @@ class _Blocks(NamedTuple):
 
     def store(self, t: Scalar, scales: Scales, claim: Callable[[], None]) -> Scales:
         """Store the t-th block, of which the first subtiles are under way, and begin to load those of the next block;
-        given the scales of both.
+        given the block's scales, return the next one's.
 
         `claim` has a branch, at which ptxas waits for loads to registers: it runs when scales are stored, and none is
         under way.

@@ -1,7 +1,8 @@
 """Rows of keys and values of 8 bits in device memory, contiguous or in pages, of which each thread loads pieces.
 
 Tiles have K and V as operands of WGMMA from shared memory, in the type of Q and P.
-docs/decisions/0093-tiles-of-8-bits.md says how they come there.
+docs/decisions/0093-tiles-of-8-bits.md says how
+they get there.
 """
 
 import math
@@ -154,7 +155,7 @@ class _Location(NamedTuple):
 class _Piece(NamedTuple):
     """Where a piece of each thread lies in device memory: so many bytes behind a piece whose number is known."""
 
-    number: jax.Array  # of pieces of the array before it
+    number: jax.Array  # in pieces, from the array's first one
     offset: int
     row: jax.Array  # of the threads' rows
     end: Scalar  # the first of these that does not exist

@@ -22,8 +22,7 @@ EIGHT = 8  # threads, whose stores of 16 bytes use all banks of shared memory on
 
 
 class Band(NamedTuple):
-    """Columns whose rows have a power of two of pieces, and all columns of some panels of shared memory; and which
-    threads have which.
+    """Columns that fill panels of shared memory, with a power of two of pieces in a row; and which thread has which.
 
     The threads have `rows` rows at a time. Eight neighbors have pieces of one panel and of several rows, which lie in
     different banks of shared memory; then come the panels of these rows, then more rows.
@@ -100,7 +99,8 @@ def store_piece(
     """Emit the stores of a piece, times its scale, in a swizzled buffer `[rows, columns]` of bfloat16."""
     _, panels, _, width = ir.MemRefType(buffer.type).shape
     first = _first_address(buffer, destination.band)
-    # 0x43 four times, of which ptxas does not know it: a constant it would move to a register for each permutation.
+    # 0x43 four times, from an address, so that ptxas does not know it: beside a constant operand it would move the
+    # selector of each permutation to a register.
     prefix = arith.ori(arith.shrui(first, i32(24)), i32(0x43434343))  # addresses have 18 bits
     pairs = [pair for word in words for pair in _MULTIPLY[dtype](word, scale, prefix)]
     offset = 2 * destination.row * panels * width
