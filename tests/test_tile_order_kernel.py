@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_fa2 as fa
 from pallas_fa2.backends.common import block_mask, block_mask_kernel, tile_order_kernel
 from pallas_fa2.backends.common.block_mask import BlockMask
 from tests.support import arithmetic, compile_gate, interpreter
@@ -116,13 +117,9 @@ def test_tiles_come_with_their_heads_or_are_hoisted(counts, tile_ids):
 def test_which_tiles_of_a_device_come_first_in_zigzag_order(devices, device):
     """Of causal queries in two of `2 devices` chunks, later ones see more keys. Keys of all chunks are seen by as many
     queries in both halves, or by more in the first, but for blocks on the diagonal, which count in full."""
-    queries, keys = np.arange(16), np.arange(8)  # blocks of a chunk, of 64 queries and of 128 keys
-
-    def of_device(blocks, d):
-        return np.concatenate([blocks + len(blocks) * i for i in (d, 2 * devices - 1 - d)])
-
-    all_keys = np.concatenate([of_device(keys, d) for d in range(devices)])
-    visible = of_device(queries, device)[:, None] // 2 >= all_keys
+    # blocks of 64 queries and of 128 keys, of which a chunk has 16 and 8
+    queries, keys = (fa.zigzag(2 * devices * n, devices).permutation for n in (16, 8))
+    visible = queries.reshape(devices, -1)[device][:, None] // 2 >= keys
     rows, columns = (np.maximum(visible.sum(axis, dtype=np.int32), 1) for axis in (1, 0))
     assert block_mask.last_tile_first(rows) and not block_mask.last_tile_first(columns)
 

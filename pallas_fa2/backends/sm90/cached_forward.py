@@ -26,10 +26,10 @@ from pallas_fa2.backends.sm90.decode import cached_forward as decode_forward
 from pallas_fa2.backends.sm90.decode import support as decode_support
 from pallas_fa2.backends.sm90.decode.config import choose
 from pallas_fa2.backends.sm90.decode.kernel import decode
+from pallas_fa2.backends.sm90.forward import eight_bit_rows
 from pallas_fa2.backends.sm90.forward.cached_tiles import plan_tiles, reads_tokens, tiles_spec
 from pallas_fa2.backends.sm90.forward.config import ForwardConfig
 from pallas_fa2.backends.sm90.forward.kernel import attention_on_cache
-from pallas_fa2.backends.sm90.primitives.pieces import COLUMNS
 from pallas_fa2.device import Device
 from pallas_fa2.ir.cached_spec import CachedSpec
 
@@ -47,8 +47,6 @@ FEW_COLUMNS = MAX_COLUMNS // 2
 LEAST_GAIN = 2
 # Eight copies bring a block of 128 keys from pages of 16 tokens.
 PAGE_MULTIPLE = 16
-# Pieces of so many numbers of 8 bits have indices of 32 bits.
-MAX_NUMBERS_OF_8_BITS = COLUMNS << 32
 # Tiles of one launch, at most: their ids are int32, and the table of their order has 8 bytes for each.
 MAX_TILES = 1 << 24
 DIMS = ", ".join(f"{x.head_dim} and {x.value_dim}" for x in configs.CACHED_FORWARD_CONFIGS)
@@ -208,9 +206,9 @@ def launch(
     """Return `out [tokens, N, Hv]` and natural `lse [tokens, N]`."""
     if isinstance(config, DecodeConfig):
         return launch_decode(decode, spec, config, q, k, v, arrays)
-    if spec.quantized is not None and max(k.size, v.size) > MAX_NUMBERS_OF_8_BITS:
+    if spec.quantized is not None and max(k.size, v.size) > eight_bit_rows.MAX_ELEMENTS:
         raise ValueError(
-            f"prompts read caches of {MAX_NUMBERS_OF_8_BITS} numbers of 8 bits in key, or in value, at most, and here are "
+            f"prompts read caches of {eight_bit_rows.MAX_ELEMENTS} elements of 8 bits in key, or in value, at most, and here are "
             f"{k.size} and {v.size}; divide the cache, or append prompts in parts of few tokens"
         )
     tokens, requests, kv_heads = q.shape[0], arrays.lengths.size, k.shape[2]

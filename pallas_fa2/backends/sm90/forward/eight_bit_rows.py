@@ -34,6 +34,9 @@ from pallas_fa2.backends.sm90.primitives.pieces import (
     store_piece,
 )
 
+# Of an array: its pieces have indices of 32 bits.
+MAX_ELEMENTS = COLUMNS << 32
+
 
 class Pieces(NamedTuple):
     """What each thread has of some rows: a piece of each band, for each `Band.rows` of them."""
